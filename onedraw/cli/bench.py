@@ -1,9 +1,8 @@
-"""`onedraw bench`: how long the first token takes, how long the next ones, how many per second, for growing batches.
+"""`onedraw bench`: time to first token, inter-token latency and tokens per second for growing batch sizes.
 
-In: parsed arguments. Out: a table, or JSON. Requests come through the door as a client's do, all at once, in one event
-loop; each has its own prompt, so that the prefix cache has nothing to give, and runs to its full length. Where something
-was drafted, the table also says what came of it. On a GPU it says how near a turn comes to reading its bytes at the memory's
-own speed. `--draft replay:K` asks everything twice: plainly, and with the recorded answers as drafts of which K are kept.
+Requests are submitted at once in one event loop, as clients do; each has its own prompt, so the prefix cache is never hit, and
+runs to its full length. With drafts the table also shows acceptance; on a GPU, the share of the memory-bandwidth floor.
+`--draft replay:K` runs everything twice: without drafts, then with the recorded answers as drafts of which K are kept.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from onedraw.checkpoints.random_shapes import SHAPES
-from onedraw.cli import bench as plot
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import add_request_options, add_settings, argument_type, read_request_options, read_settings, token_ids
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
@@ -29,18 +27,332 @@ from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import ModelCard
 
-# -------------------- What `bench --plot` draws: throughput over batch, latency over context.
+HELP = "measure time to first token, inter-token latency and tokens per second"
+EXAMPLES = """examples:
+  onedraw bench smollm2
+  onedraw bench smollm2 --batch 1,8,32 --prompt-tokens 512 --new-tokens 128 --json
+  onedraw bench smollm2 --batch 1 --draft ngram --draft-tokens 4 --temperature 0
+  onedraw bench random:llama3-8b --batch 1,8,32 --temperature 0.8 --top-p 0.95 --against transformers
+  onedraw bench random:qwen3.6-27b --batch 1 --draft replay:4 --draft-tokens 15
+  onedraw bench random:qwen3.6-27b-q4_k_m --batch 1 --draft random:qwen3.6-27b-dflash-q4_k_m --draft-tokens 15
+"""
+REPLAY = "replay:"
+# Request options that the benchmark sets itself.
+SET_HERE = (
+    *("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation"),
+    *("reasoning_effort", "thinking_budget", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request, in seconds: time to first token, then the gap before each further token."""
+
+    first: float
+    gaps: tuple[float, ...]
+    tokens: int
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """Requests submitted at once: seconds until the last one ended, and the engine's counters for that time."""
+
+    seconds: float
+    timings: tuple[Timing, ...]
+    counted: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One batch size over all repeats. Times in milliseconds."""
+
+    batch: int
+    first_token_ms: float  # median
+    inter_token_ms: float  # median
+    inter_token_p99_ms: float
+    tokens_per_second: float  # new tokens over the whole time, prompts included
+    decode_tokens_per_second: float  # new tokens after the first of each, over the time when all had started
+    draft_tokens: int  # drafts in all
+    accepted_tokens: int  # drafts kept
+    tokens_per_turn: float  # tokens per step of one request: 1 without drafts
+    turns_per_second: float  # engine steps per second over the whole time
+    floor_share: float | None = None  # least time of a step divided by its actual time
+    plain_tokens_per_second: float | None = None  # decoded without drafts, with --draft replay
+    peer_tokens_per_second: float | None = None  # decoded by --against
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a name, a folder, a .gguf file, a hub id, or random:SHAPE with random weights "
+        f"({', '.join(SHAPES)}, or the path of a config.json)",
+    )
+    parser.add_argument(
+        "--batch", type=argument_type(token_ids), metavar="LIST", default=(1, 2, 4, 8), help="requests at once (default: 1,2,4,8)"
+    )
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", default=128, help="tokens of each prompt (default: 128)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", default=64, help="tokens of each reply (default: 64)")
+    parser.add_argument("--repeats", type=int, metavar="N", default=3, help="measured runs per batch size (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--against",
+        choices=("transformers",),
+        help="also measure this library with the same shape of weights, and show the ratio",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot throughput over batch size and latency over context (needs matplotlib)"
+    )
+    add_request_options(parser, leave_out=SET_HERE)
+    add_settings(parser, leave_out=("served_name", "queue_limit"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from onedraw.build.llm import build_llm
+    from onedraw.lab.floor import decode_step_floor
+    from onedraw.lab.transformers_peer import peer_rates
+
+    batches: tuple[int, ...] = arguments.batch
+    if not batches or min(batches) < 1 or min(arguments.prompt_tokens, arguments.new_tokens, arguments.repeats) < 1:
+        raise BadSetting("--batch, --prompt-tokens, --new-tokens and --repeats: must be at least 1")
+    if arguments.plot is not None:
+        require_matplotlib()
+    recorded, needed = _recorded(arguments), arguments.prompt_tokens + arguments.new_tokens
+    settings = read_settings(
+        arguments,
+        max_batch=max(batches) if arguments.max_batch is None else arguments.max_batch,
+        max_context=needed if arguments.max_context is None else arguments.max_context,
+        queue_limit=max(batches),
+    )
+    options = read_request_options(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
+    work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats}
+    contexts: list[tuple[int, float]] = []
+    with terminal.progress() as tell:
+        floor = decode_step_floor(settings)
+        speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
+        # Each batch size runs once before it is measured, which captures exactly the CUDA graphs it needs.
+        with build_llm(settings, tell, speculator=speculator, rehearse=False) as llm:
+            measures = measure_all(llm, options, batches=batches, tell=tell, recorded=recorded, **work)
+            if arguments.plot is not None:
+                contexts = _over_contexts(llm, options, arguments.prompt_tokens, tell)
+            card = llm.card
+        if floor is not None:
+            measures = [with_floor(m, floor, arguments.prompt_tokens + arguments.new_tokens // 2) for m in measures]
+        if arguments.against is not None:
+            sampling = (
+                {"temperature": options.temperature or 1.0, "top_p": options.top_p or 1.0} if options.temperature != 0 else {}
+            )
+            rates = peer_rates(settings, tell, batches=batches, prompt_tokens=arguments.prompt_tokens, sampling=sampling)
+            measures = [replace(m, peer_tokens_per_second=rates[m.batch]) for m in measures]
+    title = f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens"
+    if arguments.plot is not None:
+        peer = [(m.batch, m.peer_tokens_per_second) for m in measures if m.peer_tokens_per_second is not None]
+        throughput = [(m.batch, m.decode_tokens_per_second) for m in measures]
+        draw_plots(arguments.plot, title, throughput=throughput, latency=contexts, peer=peer)
+    if arguments.json:
+        _print(measures, card, arguments)
+    else:
+        _show(measures, title=title)
+    return 0
+
+
+def _recorded(arguments: argparse.Namespace) -> RecordedProposer | None:
+    """The proposer of `--draft replay:K`, which only this command offers because it needs the answers first."""
+    wanted = [entry for entry in arguments.draft or () if entry.startswith(REPLAY)]
+    if not wanted:
+        return None
+    kept = wanted[0].removeprefix(REPLAY)
+    if len(arguments.draft) > 1 or not kept.isdecimal():
+        raise BadSetting("--draft replay:K cannot be combined with other drafters; K is the number of drafts kept per step")
+    arguments.draft = ["ngram"]  # reserves memory for drafts without loading a drafter
+    length = arguments.draft_tokens or max(DEFAULT_LENGTH, int(kept))
+    return RecordedProposer(kept=int(kept), length=int(length))
+
+
+def _print(measures: Sequence[Measure], card: ModelCard, arguments: argparse.Namespace) -> None:
+    model = {"model": card.name, "fingerprint": card.fingerprint, "device": card.device, "dtype": card.dtype}
+    work = {name: getattr(arguments, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
+    terminal.print_json({**model, **work, "batches": [asdict(m) for m in measures]})
+
+
+def measure_all(
+    llm: LLM,
+    options: RequestOptions,
+    *,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    repeats: int,
+    tell: Callable[[str], None],
+    recorded: RecordedProposer | None = None,
+) -> list[Measure]:
+    """Measure every batch size, each after one warm-up run."""
+    prompts = Prompts(llm, prompt_tokens)
+    measures = []
+    for batch in batches:
+        tell(f"batch {batch}, warm-up")
+        generations = [_generation(llm, options, prompts.next()) for _ in range(batch)]
+        first = _together(llm, generations)
+        if recorded is not None:
+            _replayed(llm, generations, first, recorded)
+        runs, plain = [], []
+        for repeat in range(repeats):
+            tell(f"batch {batch}, run {repeat + 1} of {repeats}")
+            generations = [_generation(llm, options, prompts.next()) for _ in range(batch)]
+            runs.append(_together(llm, generations))
+            if recorded is not None:
+                plain.append(runs[-1])
+                runs[-1] = _replayed(llm, generations, plain[-1], recorded)
+        measure = summarise(batch, runs)
+        measures.append(
+            replace(measure, plain_tokens_per_second=summarise(batch, plain).decode_tokens_per_second) if plain else measure
+        )
+    return measures
+
+
+def _replayed(llm: LLM, generations: Sequence[Generation], plain: BenchRun, recorded: RecordedProposer) -> BenchRun:
+    """The same requests with their recorded answers as drafts; raises if any token differs."""
+    recorded.vocab = llm.card.vocab
+    recorded.answers = {generation.prompt: timing.ids for generation, timing in zip(generations, plain.timings, strict=True)}
+    again = _together(llm, generations)
+    recorded.answers = {}
+    if [t.ids for t in again.timings] != [t.ids for t in plain.timings]:
+        raise OnedrawError(
+            "drafts changed an answer, so the contract does not hold on this machine; run `onedraw prove` for details"
+        )
+    return again
+
+
+def with_floor(measure: Measure, floor: Callable[[int, int], float], context: int) -> Measure:
+    """A step gives `tokens_per_turn` tokens to each of the rows."""
+    step_seconds = measure.batch * measure.tokens_per_turn / max(measure.decode_tokens_per_second, 1e-9)
+    return replace(measure, floor_share=floor(measure.batch, context) / step_seconds)
+
+
+def _over_contexts(llm: LLM, options: RequestOptions, longest: int, tell: Callable[[str], None]) -> list[tuple[int, float]]:
+    """Milliseconds per token of one request, for prompts up to `longest` tokens."""
+    found = []
+    for length in sorted({max(longest // part, 1) for part in (16, 8, 4, 2, 1)}):
+        tell(f"context of {length}")
+        measured = summarise(1, [_together(llm, [_generation(llm, options, Prompts(llm, length).next())])])
+        found.append((length, measured.inter_token_ms))
+    return found
+
+
+class Prompts:
+    """Random prompts of one length without common prefixes."""
+
+    def __init__(self, llm: LLM, length: int) -> None:
+        self._allowed = [i for i in range(llm.card.vocab) if i not in llm.card.eos_ids]
+        self._length = length
+        self._random = random.Random(0)
+
+    def next(self) -> tuple[int, ...]:
+        return tuple(self._random.choices(self._allowed, k=self._length))
+
+
+def _generation(llm: LLM, options: RequestOptions, prompt: tuple[int, ...]) -> Generation:
+    return make_generation(options, llm=llm, prompt=prompt, label="bench")
+
+
+def _together(llm: LLM, generations: Sequence[Generation]) -> BenchRun:
+    before = settled_stats(llm)
+    seconds, timings = asyncio.run(_at_once(llm, generations))
+    return BenchRun(seconds, timings, settled_stats(llm).since(before))
+
+
+async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[float, tuple[Timing, ...]]:
+    start = time.perf_counter()
+    timings = await asyncio.gather(*(_timed(llm, generation, start) for generation in generations))
+    return time.perf_counter() - start, tuple(timings)
+
+
+async def _timed(llm: LLM, generation: Generation, start: float) -> Timing:
+    """Tokens that arrive in one piece share the time since the previous piece."""
+    first, last, gaps, tokens, ids = 0.0, start, [], 0, []
+    async for piece in llm.astream(generation):
+        if not piece.tokens:
+            continue
+        now = time.perf_counter()
+        if not tokens:
+            first = now - start
+            gaps += [0.0] * (len(piece.tokens) - 1)
+        else:
+            gaps += [(now - last) / len(piece.tokens)] * len(piece.tokens)
+        tokens, last = tokens + len(piece.tokens), now
+        ids += [choice.token for choice in piece.tokens]
+    return Timing(first=first, gaps=tuple(gaps), tokens=tokens, ids=tuple(ids))
+
+
+def summarise(batch: int, runs: Sequence[BenchRun]) -> Measure:
+    timings = [t for run in runs for t in run.timings]
+    gaps = sorted(g for t in timings for g in t.gaps) or [0.0]
+    seconds = sum(run.seconds for run in runs)
+    sampled = sum(run.counted.completion_tokens for run in runs)
+    accepted = sum(run.counted.accepted_tokens for run in runs)
+    return Measure(
+        batch=batch,
+        first_token_ms=1e3 * statistics.median(t.first for t in timings),
+        inter_token_ms=1e3 * statistics.median(gaps),
+        inter_token_p99_ms=1e3 * gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)],
+        tokens_per_second=sum(t.tokens for t in timings) / seconds,
+        decode_tokens_per_second=statistics.median(_decode_rate(run.timings) for run in runs),
+        draft_tokens=sum(run.counted.draft_tokens for run in runs),
+        accepted_tokens=accepted,
+        # A row that samples gives its kept drafts and one more token.
+        tokens_per_turn=sampled / max(sampled - accepted, 1),
+        turns_per_second=sum(run.counted.steps for run in runs) / seconds,
+    )
+
+
+def _decode_rate(timings: Sequence[Timing]) -> float:
+    """Tokens per second while all requests of a run were past their first token."""
+    begin = max(t.first for t in timings)
+    end = min(t.first + sum(t.gaps) for t in timings)
+    if end <= begin:
+        return 0.0
+    return sum(_tokens_between(t, begin, end) for t in timings) / (end - begin)
+
+
+def _tokens_between(timing: Timing, begin: float, end: float) -> int:
+    moment, count = timing.first, 0
+    for gap in timing.gaps:
+        moment += gap
+        count += begin < moment <= end + 1e-9
+    return count
+
+
+def _show(measures: Sequence[Measure], *, title: str) -> None:
+    heads = ["batch", "first token ms", "inter-token ms", "p99 ms", "tokens/s", "decode tokens/s"]
+    rows = [[str(m.batch), *(f"{value:.1f}" for value in list(asdict(m).values())[1 : len(heads)])] for m in measures]
+    if any(m.draft_tokens for m in measures):
+        heads += ["accepted/drafts", "tokens/step", "steps/s"]
+        for row, m in zip(rows, measures, strict=True):
+            row += [f"{m.accepted_tokens}/{m.draft_tokens}", f"{m.tokens_per_turn:.2f}", f"{m.turns_per_second:.1f}"]
+    beside: list[tuple[str, list[str]]] = [
+        ("of floor", [f"{m.floor_share:.0%}" for m in measures if m.floor_share is not None]),
+        ("plain tokens/s", [f"{m.plain_tokens_per_second:.1f}" for m in measures if m.plain_tokens_per_second is not None]),
+        ("x plain", [f"{m.decode_tokens_per_second / p:.2f}" for m in measures if (p := m.plain_tokens_per_second)]),
+        ("peer tokens/s", [f"{m.peer_tokens_per_second:.1f}" for m in measures if m.peer_tokens_per_second is not None]),
+        ("x peer", [f"{m.decode_tokens_per_second / p:.2f}" for m in measures if (p := m.peer_tokens_per_second)]),
+    ]
+    for head, cells in beside:
+        if len(cells) == len(rows):
+            heads.append(head)
+            for row, cell in zip(rows, cells, strict=True):
+                row.append(cell)
+    terminal.table(title, heads, rows)
 
 
 def require_matplotlib() -> None:
-    """Say that it is missing before anything is measured."""
+    """Fail before anything is measured if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise BadSetting("--plot: needs matplotlib; pip install 'onedraw[plot]'") from None
 
 
-def draw(
+def draw_plots(
     path: Path,
     title: str,
     *,
@@ -71,6 +383,7 @@ def draw(
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
     pyplot.close(figure)
+<<<<<<< HEAD
 
 
 # -------------------- `onedraw bench`: how long the first token takes, how long the next ones, how many per seco
@@ -387,3 +700,5 @@ def _show(measures: Sequence[Measure], *, title: str) -> None:
             for row, cell in zip(rows, cells, strict=True):
                 row.append(cell)
     screen.table(title, heads, rows)
+=======
+>>>>>>> 62db698 (cli: help, messages and names in plain words)

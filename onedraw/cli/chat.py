@@ -1,8 +1,4 @@
-"""`onedraw chat`: a conversation in the terminal.
-
-In: lines a person types, commands among them. Out: answers, streamed, each with the seed that replays it.
-The conversation is a value with commands as functions of it; reading lines and writing text come from outside.
-"""
+"""`onedraw chat`: a conversation in the terminal, with streamed answers and slash commands; each answer shows its seed."""
 
 from __future__ import annotations
 
@@ -16,38 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.api import generation_for
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import add_request_options, add_settings, read_request_options, read_settings
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
 from onedraw.llm.llm import LLM, Generation, Reply
 from onedraw.llm.options import RequestOptions
 
-HELP = "talk with a model in the terminal"
+HELP = "chat with a model in the terminal"
 EXAMPLES = """examples:
   onedraw chat smollm2
   onedraw chat smollm2 --temperature 0.7 --system "Answer in one sentence."
 
-Type /help inside for what can be changed while talking.
+Type /help inside for the commands.
 """
-ANSWER_TOKENS = 1024  # longest answer where none was asked for; /max N changes it
+ANSWER_TOKENS = 1024  # default longest answer; /max N changes it
 PROMPT = "> "
 
 HELP_LINES = (
     ("/help", "this list"),
-    ("/seed N", "repeat with this seed; /seed alone draws a new one for every answer"),
+    ("/seed N", "use this seed; /seed alone draws a new one for every answer"),
     ("/temperature X", "0 takes the likeliest token, 1 the model's own distribution"),
     ("/max N", "longest answer, in tokens"),
-    ("/system TEXT", "what the model is told before the conversation; /system alone takes it away"),
-    ("/reset", "begin a new conversation"),
-    ("/undo", "take back the last question and its answer"),
+    ("/system TEXT", "set the system message; /system alone removes it"),
+    ("/reset", "start a new conversation"),
+    ("/undo", "remove the last question and its answer"),
     ("/save FILE", "write the conversation as JSON"),
-    ("/quit", "leave; so do ctrl-D and /exit"),
+    ("/quit", "quit; ctrl-D and /exit do the same"),
 )
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said and how to answer. Owner: the chat loop."""
+    """Messages so far and the request options for the next answer. Owner: the chat loop."""
 
     options: RequestOptions
     system: str | None = None
@@ -59,7 +55,7 @@ class Conversation:
         return [*opening, *self.turns]
 
     def undo(self) -> bool:
-        """Take back the last exchange."""
+        """Remove the last question and answer."""
         if not self.turns:
             return False
         while self.turns and self.turns.pop()["role"] != "user":
@@ -68,8 +64,8 @@ class Conversation:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2", help="the model to talk with (default: smollm2)")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2", help="the model to chat with (default: smollm2)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     add_request_options(parser, leave_out=("n", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums", "prediction"))
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 
@@ -78,23 +74,23 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.build.llm import build_llm
 
     settings, options = read_settings(arguments), read_request_options(arguments)
-    with screen.progress() as tell:
+    with terminal.progress() as tell:
         llm = build_llm(settings, tell)
     with llm:
         if llm.template is None:
             raise BadRequest("this model has no chat template; use `onedraw generate`", param="messages", code="no_chat_template")
-        screen.dim(f"{llm.card.name} · {llm.card.device} · {llm.card.dtype} · /help lists the commands", out=sys.stdout)
-        talk(llm, Conversation(options, system=arguments.system), read=line_reader())
+        terminal.dim(f"{llm.card.name} · {llm.card.device} · {llm.card.dtype} · /help lists the commands", out=sys.stdout)
+        chat_loop(llm, Conversation(options, system=arguments.system), read=line_reader())
     return 0
 
 
-def talk(llm: LLM, conversation: Conversation, *, read: Callable[[], str]) -> None:
-    """Until the person leaves. Ctrl-C stops an answer, or forgets a half-typed line; it never ends the program."""
+def chat_loop(llm: LLM, conversation: Conversation, *, read: Callable[[], str]) -> None:
+    """Read and answer until the user quits. Ctrl-C stops an answer or discards a half-typed line; it never ends the program."""
     while True:
         try:
             line = read().strip()
         except KeyboardInterrupt:
-            screen.dim("(ctrl-D or /quit leaves)", out=sys.stdout)
+            terminal.dim("(ctrl-D or /quit quits)", out=sys.stdout)
             continue
         except EOFError:
             return
@@ -102,43 +98,43 @@ def talk(llm: LLM, conversation: Conversation, *, read: Callable[[], str]) -> No
             return
         try:
             if line.startswith("/"):
-                screen.dim(obey(conversation, line), out=sys.stdout)
+                terminal.dim(run_command(conversation, line), out=sys.stdout)
             elif line:
                 answer(llm, conversation, line)
         except OnedrawError as error:
-            screen.dim(f"onedraw: {error}", out=sys.stdout)
+            terminal.dim(f"onedraw: {error}", out=sys.stdout)
         except KeyboardInterrupt:  # before the answer began
-            screen.dim("stopped", out=sys.stdout)
+            terminal.dim("stopped", out=sys.stdout)
 
 
 def answer(llm: LLM, conversation: Conversation, question: str) -> None:
-    """One exchange. A question that cannot be answered leaves the conversation as it was."""
+    """Answer one question. If that fails, the conversation stays as it was."""
     conversation.turns.append({"role": "user", "content": question})
     try:
         generation = generation_for(llm, conversation.messages(), conversation.options, default_max_tokens=ANSWER_TOKENS)
-        reply, stopped = _listen(llm, generation)
+        reply, stopped = _stream_answer(llm, generation)
     except (OnedrawError, KeyboardInterrupt):
         conversation.turns.pop()
         raise
     if stopped and not reply.text:
         conversation.turns.pop()
-        screen.dim("stopped before the first word; the question is taken back", out=sys.stdout)
+        terminal.dim("stopped before the first word; the question was removed", out=sys.stdout)
         return
     conversation.turns.append({"role": "assistant", "content": reply.text})
     conversation.seeds.append(reply.seed)
-    ending = "stopped" if stopped else {"length": "cut at the longest length, /max N raises it"}.get(reply.finish or "", "")
-    screen.dim(f"seed {reply.seed}" + (f" · {ending}" if ending else ""), out=sys.stdout)
+    ending = "stopped" if stopped else {"length": "cut at max_tokens, /max N raises it"}.get(reply.finish or "", "")
+    terminal.dim(f"seed {reply.seed}" + (f" · {ending}" if ending else ""), out=sys.stdout)
 
 
-def _listen(llm: LLM, generation: Generation) -> tuple[Reply, bool]:
-    """Write the answer as it comes. Ctrl-C cancels the rest and keeps what was said."""
+def _stream_answer(llm: LLM, generation: Generation) -> tuple[Reply, bool]:
+    """Print the answer as it is generated. Ctrl-C cancels the rest and keeps what was printed."""
     (reply,) = llm.replies(generation)
     pieces = llm.stream(generation)
     stopped = False
     try:
         for piece in pieces:
             reply.add(piece)
-            screen.say(piece, thinking=sys.stdout)
+            terminal.print_piece(piece, thinking=sys.stdout)
     except KeyboardInterrupt:
         stopped = True
     finally:
@@ -147,13 +143,13 @@ def _listen(llm: LLM, generation: Generation) -> tuple[Reply, bool]:
     return reply, stopped
 
 
-def obey(conversation: Conversation, line: str) -> str:
-    """Carry out one command; the sentence to show."""
+def run_command(conversation: Conversation, line: str) -> str:
+    """Run one slash command; returns the line to show."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
         case "/help":
-            return screen.plain_table("", ("command", "what it does"), HELP_LINES).rstrip()
+            return terminal.plain_table("", ("command", "what it does"), HELP_LINES).rstrip()
         case "/seed":
             conversation.options = replace(conversation.options, seed=_number(int, "seed", rest) if rest else None)
             return f"seed {rest}" if rest else "a new seed for every answer"
@@ -170,7 +166,7 @@ def obey(conversation: Conversation, line: str) -> str:
             conversation.turns, conversation.seeds = [], []
             return "a new conversation"
         case "/undo":
-            return "taken back" if conversation.undo() else "nothing to take back"
+            return "removed" if conversation.undo() else "nothing to remove"
         case "/save":
             return _save(conversation, rest)
         case _:
@@ -196,7 +192,7 @@ def _save(conversation: Conversation, name: str) -> str:
 
 
 def line_reader() -> Callable[[], str]:
-    """Lines with editing and history: prompt_toolkit where it is installed and a person types, else plain input."""
+    """A function that reads a line: with editing and history on a terminal (prompt_toolkit if installed), else plain input."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         try:
             from prompt_toolkit import PromptSession
@@ -212,7 +208,7 @@ def line_reader() -> Callable[[], str]:
 
 
 def _readline_history() -> None:
-    """input() has arrows and history once readline is imported."""
+    """Importing readline gives input() line editing and history."""
     try:
         import readline  # noqa: F401
     except ImportError:

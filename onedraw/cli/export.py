@@ -1,14 +1,11 @@
-"""`onedraw export`: a model as graphs that other runtimes run.
-
-In: parsed arguments. Out: the path of the manifest on stdout, progress on stderr.
-"""
+"""`onedraw export`: writes a model as StableHLO graphs; prints the path of the manifest."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import SETTINGS_HELP
 from onedraw.settings import Settings
 
@@ -22,10 +19,10 @@ EXAMPLES = """examples:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
     parser.add_argument("--format", choices=["stablehlo"], default="stablehlo", help="what to write (default: stablehlo)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to; made if it is not there")
-    parser.add_argument("--max-batch", type=int, default=4, metavar="N", help="sequences of one turn (default: 4)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="output folder; created if missing")
+    parser.add_argument("--max-batch", type=int, default=4, metavar="N", help="sequences per step (default: 4)")
     parser.add_argument("--max-context", type=int, default=1024, metavar="N", help="tokens of one sequence (default: 1024)")
-    parser.add_argument("--turn-tokens", type=int, default=64, metavar="N", help="tokens of a prefill turn (default: 64)")
+    parser.add_argument("--turn-tokens", type=int, default=64, metavar="N", help="tokens of a prefill step (default: 64)")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="positions per page (default: 16)")
     parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
 
@@ -35,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     given = {name: getattr(arguments, name) for name in ("max_batch", "max_context", "turn_tokens", "page_size", "cache_dir")}
     settings = Settings.of(model=arguments.model, backend="xla", draft="none", **given)
-    with screen.progress() as tell:
+    with terminal.progress() as tell:
         path = export_graphs(settings, arguments.out, tell)
     print(path)
     return 0

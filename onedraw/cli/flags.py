@@ -1,7 +1,7 @@
-"""Every serving flag and every sampling wish as an option, made from the dataclasses themselves.
+"""Command-line options generated from the fields of Settings and RequestOptions, and read back from parsed arguments.
 
-In: an argparse parser. Out: options for the fields of Settings and Wishes, and the way back from parsed arguments.
-A field without a line in the help tables below stops every command, so a new one cannot be forgotten.
+A field without a line in the help tables below makes every command fail, so a new field cannot be forgotten. The options of
+`--record` are here too, because several commands share them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,140 @@ from onedraw.errors import BadSetting
 from onedraw.llm.options import RequestOptions
 from onedraw.settings import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, Settings, size_in_bytes
 
-# -------------------- The options of `--record`, the same for every command that can record.
-
-
 if TYPE_CHECKING:
     from onedraw.llm.llm import LLM
 
+# A switch that is on by default becomes --no-…, and its line describes the effect of that.
+SETTINGS_HELP: Mapping[str, str] = {
+    "served_name": "model name in the API (default: MODEL as given)",
+    "backend": "torch, xla (through jax), or fake (no weights, for testing clients)",
+    "xla_platform": "platform for --backend xla; auto: jax decides",
+    "device": "auto, cpu, some of its cores (cpu:0-3), cuda, cuda:0 …",
+    "devices": "several devices, like cuda:0,cuda:1,cpu: the layers are split over them in this order; a device may be named twice",
+    "split": "how to split: auto (by memory, accelerators first), layers per device (24,8) or shares (0.75,0.25)",
+    "overlap": "run several steps at once on a split, each with its own requests; auto: if all devices are of one kind and none is "
+    "named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
+    "ahead": "submit the next decode step before the host has read the tokens of the current one; auto: on GPUs with CUDA graphs",
+    "dtype": "dtype of weights and matrix products; packed: weights stay quantized; auto: packed if the file is narrower and a "
+    "kernel exists (CPU, NVIDIA sm80 and later), otherwise the device's default",
+    "cpu_activations": "activations for packed weights on a CPU: int8 (rounded per 32 numbers) or f32 (exact, slower)",
+    "activation_dtype": "dtype of the residual stream, also between devices; auto: the one of the weakest device "
+    "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",
+    "max_context": "longest sequence in tokens, prompt and reply (default: the model's, if memory allows)",
+    "max_batch": "sequences running at once",
+    "turn_tokens": "token budget of one engine step; smaller steps keep other replies flowing during a long prompt",
+    "page_size": "positions per KV page; a divisor of 64",
+    "kv_memory": "memory for KV pages, like 512MiB or 2GiB",
+    "kv_dtype": "dtype of the KV cache; fp8 and int8: 8 bits with a scale per token and head, half the bytes of bf16; bf16 and f16 "
+    "also with products in f32; auto: that of the products (default: ONEDRAW_KV_DTYPE, or auto)",
+    "state_dtype": "dtype of recurrent state; only f32 keeps answers exact",
+    "draft_memory": "memory for rolling back drafts on recurrent layers, like 1GiB; it limits the drafts of a step",
+    "checkpoint_memory": "memory for checkpoints of prompts (recurrent state, last logits), reused by prompts with the same prefix; 0: none",
+    "threads": "CPU threads (default: all cores)",
+    "prefix_cache": "disable the prefix cache; it never changes an answer, only the time it takes",
+    "queue_limit": "requests that may wait before new ones are refused",
+    "draft": "drafters for speculative decoding: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter "
+    "or draft model; may be given several times (default: auto: prediction, ngram, and the drafter that ships with the model)",
+    "draft_tokens": "draft tokens per sequence and step; auto: as many as pay off (default: auto)",
+    "tree_budget": "nodes of a draft tree; 0: a chain",
+    "trace_verify": "print to stderr whether each draft was kept",
+    "self_check": "skip the self-check that batching does not change results",
+    "snapshot_dir": "folder for snapshots of prompts (default: snapshots in the cache folder)",
+    "cache_budget": "disk space for snapshots of prompts, like 20GiB: a prompt computed before a restart need not be computed again",
+    "cache_dir": "folder for downloaded models and compiled kernels (default: ONEDRAW_CACHE, or the user's cache folder)",
+}
+
+OPTIONS_HELP: Mapping[str, str] = {
+    "temperature": "0 takes the likeliest token; 1 the model's own distribution",
+    "top_k": "only the k likeliest tokens; 0: off",
+    "top_p": "only the likeliest tokens that together hold this much probability; 1: off",
+    "min_p": "only tokens at least this likely, relative to the likeliest; 0: off",
+    "repetition_penalty": "divides the score of tokens seen in prompt or reply; 1: off",
+    "frequency_penalty": "subtracted from a token's score for every time the reply has used it",
+    "presence_penalty": "subtracted from a token's score once the reply has used it",
+    "dry_multiplier": "strength of the penalty on extending a repetition; 0: off",
+    "dry_base": "growth of that penalty with the length of the repetition",
+    "dry_allowed_length": "repetitions shorter than this are free",
+    "dry_range": "how many of the last tokens are searched for repetitions; 0: all",
+    "dry_sequence_breakers": "text that a repetition never crosses; may be given several times",
+    "logit_bias": "ID=VALUE, added to a token's score; may be given several times",
+    "seed": "makes the reply repeatable; without it one is drawn and reported",
+    "max_tokens": "longest reply",
+    "min_tokens": "the reply does not end before this many tokens",
+    "ignore_eos": "the model's end-of-reply tokens do not end the reply",
+    "stop": "text that ends the reply; may be given several times",
+    "stop_token_ids": "token ids that end the reply, comma-separated",
+    "bad_words": "text that must not appear; may be given several times",
+    "n": "independent replies to one prompt",
+    "logprobs": "report the sampled tokens' logprobs and those of this many alternatives",
+    "logprobs_mode": "raw: the model's own; processed: after penalties, temperature and filters",
+    "prompt_logprobs": "the same for the tokens of the prompt; allows --max-tokens 0",
+    "checksums": "report a checksum of the scores behind every sampled token",
+    "skip_special_tokens": "show special tokens in the text",
+    "prediction": "expected text of the reply, used as drafts; it can speed the reply up but never change it",
+    "reasoning_effort": "effort of a reasoning model, in a chat; none: no reasoning",
+    "thinking_budget": "most reasoning tokens in a chat; then the reasoning is closed",
+    "guided_json": 'the reply is a JSON value that matches this schema; \'{"type": "object"}\' is any object',
+    "guided_regex": "the whole reply matches this regular expression",
+    "guided_choice": "the reply is one of these texts; may be given several times",
+    "guided_grammar": "the reply follows this grammar, Lark or GBNF",
+    "speculation": "no drafts for this reply; drafts never change it, only the time it takes",
+}
+NO_DRAFT_WINDOW = (
+    "not offered: drafts are verified with full attention, because a shorter window would compute different scores than plain "
+    "decoding and could change the answer; --draft-tokens and --tree-budget control the amount of drafting"
+)
+
+Parsed = TypeVar("Parsed")
+
+SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # written like 2GiB
+NOT_FLAGS = ("model",)  # the model is an argument, not an option
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One field as a command-line option; `spelling` is its name there."""
+
+    field: str
+    spelling: str
+    help: str
+    options: Mapping[str, Any]  # for add_argument
+
+
+def settings_flags() -> list[Flag]:
+    return _flags(Settings, SETTINGS_HELP, leave_out=NOT_FLAGS)
+
+
+def option_flags() -> list[Flag]:
+    return _flags(RequestOptions, OPTIONS_HELP)
+
+
+def add_settings(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    group = parser.add_argument_group("how to run the model")
+    _add(group, settings_flags(), leave_out)
+    if "draft" not in leave_out:
+        group.add_argument("--draft-window", action=Refused, reason=NO_DRAFT_WINDOW)
+
+
+def add_request_options(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    _add(parser.add_argument_group("sampling"), option_flags(), leave_out)
+
+
+def read_settings(arguments: argparse.Namespace, **more: Any) -> Settings:
+    """Settings from parsed arguments; fields that were not given keep their defaults."""
+    given = {f.field: getattr(arguments, f.field, None) for f in settings_flags()}
+    return Settings.of(model=arguments.model, **{**given, **more})
+
+
+def read_request_options(arguments: argparse.Namespace, **more: Any) -> RequestOptions:
+    given = {f.field: getattr(arguments, f.field, None) for f in option_flags()}
+    if getattr(arguments, "logit_bias", None):
+        given["logit_bias"] = dict(arguments.logit_bias)
+    return RequestOptions.of(**{**given, **more})
+
 
 def add_record(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("recording, off unless a folder is named")
+    group = parser.add_argument_group("recording (off unless --record names a folder)")
     group.add_argument(
         "--record",
         type=Path,
@@ -37,13 +162,13 @@ def add_record(parser: argparse.ArgumentParser) -> None:
         "--record-size",
         type=argument_type(size_in_bytes),
         metavar="SIZE",
-        help="begin a new file when one would grow over this (default: 64MiB)",
+        help="start a new file before one grows over this size (default: 64MiB)",
     )
     group.add_argument("--record-text", action="store_true", help="also write prompt and reply as text")
 
 
 def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
-    """The door, which writes down what it answers if --record says so."""
+    """The LLM, wrapped so that finished requests are recorded if --record is given."""
     from onedraw.contract.record import DEFAULT_SIZE, Recorder, RecordingLLM
 
     if arguments.record is None:
@@ -59,145 +184,8 @@ def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
     return RecordingLLM(llm, Recorder(arguments.record, size=size), source=source, text=arguments.record_text)
 
 
-# -------------------- Every serving flag and every sampling wish as an option, made from the dataclasses themsel
-
-
-# A switch that is on by default is spelled --no-…, and its line says what that does.
-SETTINGS_HELP: Mapping[str, str] = {
-    "served_name": "model name for clients (default: the name given here)",
-    "backend": "torch, xla (through jax), or fake (no weights, for testing clients)",
-    "xla_platform": "platform of --backend xla; auto: jax's default",
-    "device": "auto, cpu, some of its cores (cpu:0-3), cuda, cuda:0 …",
-    "devices": "several devices instead of one, like cuda:0,cuda:1,cpu: the layers are split over them in this order; a device "
-    "may be named twice",
-    "split": "layers per device: auto (by memory, accelerators first), layers (24,8) or shares (0.75,0.25)",
-    "overlap": "whether the devices run several steps in parallel, each with different requests; auto: if all devices are of one "
-    "kind and none is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
-    "ahead": "async scheduling: submit a decode step before the tokens of the step before it are known on the host; auto: on "
-    "devices that run asynchronously, such as a GPU with CUDA graphs",
-    "dtype": "of weights and products; packed: quantized weights stay quantized; auto: packed if that saves memory and kernels "
-    "exist (CPUs, NVIDIA GPUs from sm80 on), otherwise the device's best dtype",
-    "cpu_activations": "activations in products with packed weights on a CPU: int8, quantized per 32 values, or f32, exact and "
-    "slower",
-    "activation_dtype": "of the residual stream, also between devices; auto: the best that all devices support "
-    "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",
-    "max_context": "tokens of one sequence, prompt and reply (default: the model's maximum, or as much as fits into memory)",
-    "max_batch": "sequences running at once",
-    "turn_tokens": "maximum tokens computed in one step; smaller steps keep other replies streaming during a long prompt",
-    "page_size": "positions per KV page; a divisor of 64",
-    "kv_memory": "memory for KV pages, like 512MiB or 2GiB",
-    "kv_dtype": "of keys and values; fp8 and int8: 8 bits with a scale per token and head, half the bytes of bf16; "
-    "bf16 and f16 also with f32 products; auto: that of the products (default: ONEDRAW_KV_DTYPE, or auto)",
-    "state_dtype": "of recurrent states; only f32 is supported, because others would change answers",
-    "draft_memory": "memory for rolling back rejected drafts on recurrent layers, like 1GiB; it limits the drafts of a step",
-    "checkpoint_memory": "memory for checkpoints (recurrent states and last logits of prompts), from which a prompt with "
-    "the same beginning resumes; 0: none",
-    "threads": "CPU threads (default: all cores)",
-    "prefix_cache": "compute every prompt from its start; the prefix cache never changes an answer, only its latency",
-    "queue_limit": "waiting requests before new ones are rejected with 429",
-    "draft": "speculative decoding: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter or "
-    "draft model; may be given several times (default: auto: prediction, ngram, and the drafter that comes with the model)",
-    "draft_tokens": "drafted tokens per sequence and step; auto: adapted to the acceptance rate (default: auto)",
-    "tree_budget": "nodes of a draft tree; 0: a chain",
-    "trace_verify": "print to stderr which drafts were accepted",
-    "self_check": "skip the self-check at start, which compares one row with batches of rows",
-    "snapshot_dir": "folder for snapshots of prompts (default: snapshots in the cache folder)",
-    "cache_budget": "keep snapshots of prompts on disk, up to this size, like 20GiB: after a restart, prompts that were computed "
-    "before are read from disk",
-    "cache_dir": "folder for downloaded models (default: ONEDRAW_CACHE, or the user's cache folder)",
-}
-
-WISHES_HELP: Mapping[str, str] = {
-    "temperature": "0 takes the likeliest token; 1 the model's own distribution",
-    "top_k": "only the k likeliest tokens; 0: off",
-    "top_p": "only the likeliest tokens that together hold this much probability; 1: off",
-    "min_p": "only tokens at least this likely, relative to the likeliest; 0: off",
-    "repetition_penalty": "divides the score of tokens seen in prompt or reply; 1: off",
-    "frequency_penalty": "taken from a token's score for every time the reply has used it",
-    "presence_penalty": "taken from a token's score once the reply has used it",
-    "dry_multiplier": "strength of the penalty on extending a repetition; 0: off",
-    "dry_base": "growth of that penalty with the length of the repetition",
-    "dry_allowed_length": "repetitions shorter than this are free",
-    "dry_range": "how many of the last tokens are searched for repetitions; 0: all",
-    "dry_sequence_breakers": "text that a repetition never crosses; may be given several times",
-    "logit_bias": "ID=VALUE, added to a token's score; may be given several times",
-    "seed": "makes the reply repeatable; without it one is drawn and reported",
-    "max_tokens": "longest reply",
-    "min_tokens": "no end of reply before so many tokens",
-    "ignore_eos": "the model's end-of-reply tokens do not end the reply",
-    "stop": "text that ends the reply; may be given several times",
-    "stop_token_ids": "token ids that end the reply, comma-separated",
-    "bad_words": "text that must not appear; may be given several times",
-    "n": "independent replies to one prompt",
-    "logprobs": "report the chosen tokens' logprobs and those of so many alternatives",
-    "logprobs_mode": "raw: the model's own; processed: after penalties, temperature and filters",
-    "prompt_logprobs": "the same for the tokens of the prompt; allows --max-tokens 0",
-    "checksums": "a checksum of the scores behind every chosen token",
-    "skip_special_tokens": "show special tokens in the text",
-    "prediction": "text that the reply is expected to be; where it is right the reply comes sooner, never otherwise",
-    "reasoning_effort": "how much a model that thinks aloud should think, in a chat; none: not at all",
-    "thinking_budget": "tokens of thinking in a chat, after which it is closed",
-    "guided_json": 'the reply is a JSON value that this schema describes; \'{"type": "object"}\' is any object',
-    "guided_regex": "the whole reply matches this regular expression",
-    "guided_choice": "the reply is one of these texts; may be given several times",
-    "guided_grammar": "the reply follows this grammar, Lark or GBNF",
-    "speculation": "guess nothing ahead for this reply; guesses never change it, only the time it takes",
-}
-NO_DRAFT_WINDOW = (
-    "there is none: every guess is verified with full attention, since a shortened window would compute other scores than plain "
-    "decoding and so could change the answer; --draft-tokens and --tree-budget say how much is guessed"
-)
-
-Parsed = TypeVar("Parsed")
-
-SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # written like 2GiB
-NOT_FLAGS = ("model",)  # the model is an argument, not an option
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One field as an option. `spelling` is what stands on the command line."""
-
-    field: str
-    spelling: str
-    help: str
-    options: Mapping[str, Any]  # for add_argument
-
-
-def settings_flags() -> list[Flag]:
-    return _flags(Settings, SETTINGS_HELP, leave_out=NOT_FLAGS)
-
-
-def wishes_flags() -> list[Flag]:
-    return _flags(RequestOptions, WISHES_HELP)
-
-
-def add_settings(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
-    group = parser.add_argument_group("how to run the model")
-    _add(group, settings_flags(), leave_out)
-    if "draft" not in leave_out:
-        group.add_argument("--draft-window", action=Refused, reason=NO_DRAFT_WINDOW)
-
-
-def add_request_options(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
-    _add(parser.add_argument_group("how to choose tokens"), wishes_flags(), leave_out)
-
-
-def read_settings(arguments: argparse.Namespace, **more: Any) -> Settings:
-    """Settings from what was given; the rest keeps its default."""
-    given = {f.field: getattr(arguments, f.field, None) for f in settings_flags()}
-    return Settings.of(model=arguments.model, **{**given, **more})
-
-
-def read_request_options(arguments: argparse.Namespace, **more: Any) -> RequestOptions:
-    given = {f.field: getattr(arguments, f.field, None) for f in wishes_flags()}
-    if getattr(arguments, "logit_bias", None):
-        given["logit_bias"] = dict(arguments.logit_bias)
-    return RequestOptions.of(**{**given, **more})
-
-
 class Refused(argparse.Action):
-    """An option that other servers have and we refuse, with the reason."""
+    """An option that other servers have and this one refuses, with the reason."""
 
     def __init__(self, option_strings: list[str], dest: str, *, reason: str) -> None:
         super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -227,7 +215,7 @@ def _flags(owner: type, helps: Mapping[str, str], leave_out: Collection[str] = (
 
 
 def _flag(name: str, hint: Any, *, default: Any, text: str) -> Flag:
-    """The option of one field. Nothing given is None, which leaves the dataclass its own default."""
+    """The option of one field. An option that is not given parses to None, so the dataclass default applies."""
     dashed = "--" + name.replace("_", "-")
     kind = _without_none(hint)
     if kind is bool:
@@ -252,7 +240,7 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
     if name == "split":
         return {"metavar": "HOW"}
     if name == "draft":
-        return {"action": "append", "metavar": "WHO"}
+        return {"action": "append", "metavar": "DRAFTER"}
     if name == "draft_tokens":
         return {"type": argument_type(_number_or_auto), "metavar": "N|auto"}
     if name in ("guided_json", "guided_regex", "guided_grammar"):
@@ -275,14 +263,14 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
 
 
 def _without_none(hint: Any) -> Any:
-    """The type itself; of several the first, which is the one a command line can write."""
+    """The type without None; of a union the first member, which is the one a command line can express."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     return hint
 
 
 def argument_type(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """A parser of ours as an argparse type: its own sentence reaches the user."""
+    """A parse function as an argparse type: its BadSetting message is shown to the user."""
 
     def parsed(text: str) -> Parsed:
         try:

@@ -1,6 +1,6 @@
 """`onedraw generate`: one prompt in, the reply streamed to stdout, or one JSON object.
 
-In: parsed arguments. Out: text on stdout, remarks on stderr.
+Text goes to stdout, the summary line to stderr.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from onedraw.api import Prompt, generation_for
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import (
     add_record,
     add_request_options,
@@ -26,7 +26,7 @@ from onedraw.errors import BadSetting
 from onedraw.llm.llm import LLM, Generation, Reply
 from onedraw.types import Logprobs
 
-HELP = "continue a prompt, or answer it"
+HELP = "complete a prompt, or answer it as a chat message"
 EXAMPLES = """examples:
   onedraw generate smollm2 "The capital of France is" --temperature 0 --max-tokens 8
   onedraw generate smollm2 "Why is the sky blue?" --chat --seed 7
@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads it from stdin")
     parser.add_argument("--prompt-ids", type=argument_type(token_ids), metavar="IDS", help="token ids instead of a text: 5,17,9")
-    parser.add_argument("--chat", action="store_true", help="ask PROMPT as a user's message, through the model's chat template")
+    parser.add_argument("--chat", action="store_true", help="send PROMPT as a user message through the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it; needs --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object when the reply is complete")
     add_record(parser)
@@ -51,27 +51,27 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.build.llm import build_llm
 
     prompt, settings, options = read_prompt(arguments), read_settings(arguments), read_request_options(arguments)
-    with screen.progress() as tell:
+    with terminal.progress() as tell:
         llm = build_llm(settings, tell)
     with llm, recorded(llm, arguments) as llm:
         generation = generation_for(llm, prompt, options)
         llm.check(generation)
         if arguments.json:
-            screen.print_json(reply_json(llm, llm.generate(generation)))
+            terminal.print_json(reply_json(llm, llm.generate(generation)))
         else:
             _write(llm, generation)
     return 0
 
 
 def read_prompt(arguments: argparse.Namespace) -> Prompt:
-    """The prompt from exactly one of its three places."""
+    """The prompt: from the argument, stdin or --prompt-ids, exactly one of them."""
     if (arguments.prompt is None) == (arguments.prompt_ids is None):
         raise BadSetting("give either PROMPT (or - for stdin) or --prompt-ids")
     if arguments.system is not None and not arguments.chat:
         raise BadSetting("--system needs --chat")
     if arguments.prompt_ids is not None:
         if arguments.chat:
-            raise BadSetting("--chat renders a text; --prompt-ids are used as they are")
+            raise BadSetting("--chat needs a text prompt; --prompt-ids are used as given")
         ids: tuple[int, ...] = arguments.prompt_ids
         return ids
     text: str = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -82,13 +82,13 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
 
 
 def _write(llm: LLM, generation: Generation) -> None:
-    """One reply as it comes; several one after the other, since their pieces arrive mixed."""
+    """Stream a single reply; print several one after the other, because their pieces arrive interleaved."""
     start = time.perf_counter()
     replies = llm.replies(generation)
     for piece in llm.stream(generation):
         replies[piece.index].add(piece)
         if generation.n == 1:
-            screen.say(piece)
+            terminal.print_piece(piece)
     if any(reply.reasoning for reply in replies):
         sys.stderr.write("\n")
     for index, reply in enumerate(replies if generation.n > 1 else ()):
@@ -96,17 +96,17 @@ def _write(llm: LLM, generation: Generation) -> None:
     if generation.n == 1:
         sys.stdout.write("\n")
     sys.stdout.flush()
-    screen.dim(remark(replies, seconds=time.perf_counter() - start))
+    terminal.dim(summary(replies, seconds=time.perf_counter() - start))
 
 
-def remark(replies: list[Reply], *, seconds: float) -> str:
-    """What replays the reply, how it ended and how fast it was."""
+def summary(replies: list[Reply], *, seconds: float) -> str:
+    """Summary line: seed, tokens, speed, finish reason."""
     count = sum(len(r.tokens) for r in replies)
     return f"seed {replies[0].seed} · {count} tokens · {count / max(seconds, 1e-9):.1f} tokens/s · {replies[0].finish}"
 
 
 def reply_json(llm: LLM, replies: list[Reply]) -> dict[str, Any]:
-    """One reply flat; further ones (n > 1) under `choices`, the first among them."""
+    """The first reply at the top level; with n > 1 all of them under `choices`."""
     first = _choice_json(replies[0])
     more = {"choices": [_choice_json(r) for r in replies]} if len(replies) > 1 else {}
     return {
@@ -131,7 +131,7 @@ def _choice_json(reply: Reply) -> dict[str, Any]:
         "stop_reason": reply.stop_reason,
         "logprobs": [_logprobs_json(s) for s in scored] if scored else None,
         "prompt_logprobs": None if reply.prompt_logprobs is None else [_logprobs_json(s) for s in reply.prompt_logprobs],
-        "checksums": sums or None,  # as text: JSON readers round numbers of 64 bits
+        "checksums": sums or None,  # as text, because JSON readers round 64-bit integers
         "usage": {
             "prompt_tokens": usage.prompt,
             "completion_tokens": usage.completion,

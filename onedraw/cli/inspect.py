@@ -1,6 +1,6 @@
 """`onedraw inspect`: what a model is and what it would cost to run, without loading its weights.
 
-In: parsed arguments. Out: a table, or JSON: architecture, layers, defaults, tokenizer, memory plan, what is not used.
+Prints a table or JSON: architecture, layers, sampling defaults, tokenizer, memory plan, unused tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onedraw.backends.memory_plan import MemoryPlan, human_bytes
 from onedraw.backends.packing import PACKED_DTYPES, SPAN_BYTES, matrix_kinds, plan_weight_storage
 from onedraw.backends.placement import SplitPlan
 from onedraw.backends.precision import KV_QUANT_DTYPES, float_dtype
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.errors import OutOfMemory
 from onedraw.models.model_info import ModelInfo, read_model_info
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = read_settings(arguments)
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
-    with screen.progress() as tell:
+    with terminal.progress() as tell:
         checkpoint = find_checkpoint(settings, tell)
     try:
         info = read_model_info(checkpoint)
@@ -84,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         checkpoint.close()
     if arguments.json:
-        screen.print_json(report)
+        terminal.print_json(report)
     else:
-        screen.table("", ("", settings.model), rows(report))
+        terminal.table("", ("", settings.model), rows(report))
     return 0
 
 
@@ -97,7 +97,7 @@ def reach_rows(
     checkpoint: Checkpoint,
     chosen: Path | Literal["mtp"] | None,
 ) -> list[dict[str, Any]]:
-    """How long a context fits, where memory is known: with the drafter that was chosen, or with one of a known shape."""
+    """The longest context that fits, if the devices' memory is known: with the selected drafter, or one of a known shape."""
     from onedraw.build.drafters import drafter_bytes, known_drafter
     from onedraw.build.fit_devices import longest_contexts
 
@@ -111,19 +111,19 @@ def reach_rows(
 
 
 def reach_words(fit: Mapping[str, Any]) -> str:
-    drafter = f"beside {fit['drafter']}" if fit["drafter"] else "no drafter"
+    drafter = f"with {fit['drafter']}" if fit["drafter"] else "no drafter"
     return f"one sequence of {fit['context']} tokens: keys and values in {fit['kv_dtype']}, {drafter}"
 
 
 def planned_devices(settings: Settings) -> list[Device]:
-    """The asked devices as they are named or described. The machine itself is not looked at: no torch is needed here. A CUDA
-    device of which nothing is said is taken for a recent one."""
+    """The devices as named or described in the settings, without probing the machine (no torch needed). A CUDA device without
+    an architecture is assumed to be sm90."""
     found = [parse_device("cpu" if name == "auto" else name) for name in settings.device_names]
     return [replace(d, arch="sm90") if d.kind == "cuda" and not d.arch else d for d in found]
 
 
 def identity(settings: Settings, checkpoint: Checkpoint, info: ModelInfo) -> dict[str, Any]:
-    """What the checkpoint says of itself."""
+    """The model as its checkpoint describes it."""
     spec = info.spec
     return {
         "model": settings.model,
@@ -149,10 +149,10 @@ def identity(settings: Settings, checkpoint: Checkpoint, info: ModelInfo) -> dic
 def in_words(layer: LayerSpec) -> str:
     parts = [mixer_in_words(layer.mixer), feed_forward_in_words(layer.feed_forward)]
     if layer.beside is not None:
-        parts.append(f"beside it {feed_forward_in_words(layer.beside)}")
+        parts.append(f"in parallel {feed_forward_in_words(layer.beside)}")
     if layer.inputs:
-        parts.append(f"an input of its own ({layer.inputs} wide)")
-    return " + ".join(parts) + (", norms after as before" if layer.sandwich else "") + (", scaled" if layer.scaled else "")
+        parts.append(f"per-layer input ({layer.inputs} wide)")
+    return " + ".join(parts) + (", norms before and after" if layer.sandwich else "") + (", scaled" if layer.scaled else "")
 
 
 def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
@@ -161,11 +161,11 @@ def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
             heads = f"{mixer.key_heads} key heads {mixer.key_dim} wide, {mixer.value_heads} value heads {mixer.value_dim} wide"
             return f"Gated DeltaNet ({heads}, convolution over {mixer.conv})"
         case AttentionSpec():
-            turning = f" over {mixer.rope.dims} of {mixer.head_dim}" if mixer.rope.dims != mixer.head_dim else ""
+            partial = f" over {mixer.rope.dims} of {mixer.head_dim}" if mixer.rope.dims != mixer.head_dim else ""
             kind = f" {mixer.rope.kind}" if mixer.rope.kind != "default" else ""
             said = [
                 f"{mixer.heads} heads, {mixer.kv_heads} for keys and values, {mixer.head_dim} wide",
-                f"rope {mixer.rope.theta:g}{kind}{turning}",
+                f"rope {mixer.rope.theta:g}{kind}{partial}",
                 *([f"window {mixer.window}"] if mixer.window else []),
                 *(["normed q and k" if mixer.reuses is None else "normed q"] if mixer.qk_norm else []),
                 *(["normed v"] if mixer.v_norm and mixer.reuses is None else []),
@@ -186,13 +186,13 @@ def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
             used = f"{feed_forward.used} of {feed_forward.experts} experts"
             said = f"{used} ({feed_forward.width} wide, {feed_forward.activation}, {feed_forward.scores} routing)"
             gated = ", gated" if feed_forward.shared_gate else ""
-            return said + (f" and one for all ({feed_forward.shared} wide{gated})" if feed_forward.shared else "")
+            return said + (f" and a shared expert ({feed_forward.shared} wide{gated})" if feed_forward.shared else "")
         case _:
             assert_never(feed_forward)
 
 
 def tokenizer_kind(checkpoint: Checkpoint) -> str:
-    """Read from the metadata alone; the tokenizer itself is not built."""
+    """The tokenizer kind from the metadata; the tokenizer is not built."""
     if checkpoint.format == "gguf":
         from onedraw.text.gguf_tokenizer import unsupported_reason
 
@@ -234,7 +234,7 @@ def stages_json(split: SplitPlan) -> list[dict[str, Any]]:
 
 
 def stage_rows(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Where the layers lie, where there is more than one place or a known memory."""
+    """Layers and bytes of each stage, if there are several or the device memory is known."""
     if len(stages) == 1 and stages[0]["device"]["memory"] is None:
         return []
     kinds = ("weight", "page", "state", "staging")
@@ -260,7 +260,7 @@ def page_words(group: Mapping[str, Any], page_size: int) -> str:
 
 
 def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
-    """What is kept beside the pages, where there is such a thing."""
+    """Recurrent state, rollback buffer and checkpoints, if the model has them."""
 
     def row(name: str, total: str, count: str, size: str, what: str) -> list[str]:
         return [name, f"{human_bytes(memory[total])} ({memory[count]} {what} × {human_bytes(memory[size])})"]
@@ -272,28 +272,28 @@ def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def turn_rows(turns: Mapping[str, int] | None) -> list[list[str]]:
-    """What turns take on an accelerator beside all of that, and who takes it."""
+def step_rows(turns: Mapping[str, int] | None) -> list[list[str]]:
+    """Scratch memory of steps on an accelerator, by purpose."""
     if turns is None:
         return []
-    names = {"opened": "packed weights written out", "parts": "sums of packed products", "recorded": "recorded turns"}
-    parts = [f"{name} {human_bytes(turns[key])}" for key, name in {"numbers": "numbers", **names}.items() if turns[key]]
-    return [["turns", f"{human_bytes(sum(turns.values()))} beside it on each device ({', '.join(parts)})"]]
+    names = {"opened": "dequantized weights", "parts": "partial sums of packed products", "recorded": "CUDA graphs"}
+    parts = [f"{name} {human_bytes(turns[key])}" for key, name in {"numbers": "activations", **names}.items() if turns[key]]
+    return [["steps", f"{human_bytes(sum(turns.values()))} of scratch on each device ({', '.join(parts)})"]]
 
 
 def holding_rows(holding: Mapping[str, Any] | None, dtype: str) -> list[list[str]]:
-    """Which matrices stay as they are stored, and why others do not."""
+    """Which matrices stay packed, and why others are converted."""
     if holding is None:
         return []
     kept = ", ".join(f"{kind} × {count}" for kind, count in holding["kept"])
     return [
-        ["as stored", f"{kept}; norms and biases are {dtype}"],
+        ["packed", f"{kept}; norms and biases are {dtype}"],
         *(["converted", f"{kind} × {count} to {dtype}: {why}"] for kind, why, count in holding["converted"]),
     ]
 
 
 def rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """The report for a person."""
+    """The report as table rows."""
     memory = report["memory"]
     return [
         ["path", report["path"]],
@@ -306,7 +306,7 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["vocabulary", f"{report['vocabulary']}" + (", head tied to the embedding" if report["tied_head"] else "")],
         ["context", str(report["context"])],
         ["defaults", ", ".join(f"{k} {v}" for k, v in report["defaults"].items()) or "none"],
-        ["end of reply", ", ".join(map(str, report["eos_ids"])) or "no id ends a reply"],
+        ["end of reply", ", ".join(map(str, report["eos_ids"])) or "none"],
         ["tokenizer", report["tokenizer"]],
         ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
         [
@@ -321,9 +321,9 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["room for", f"{memory['full_sequences']} sequences of {memory['max_context']} tokens, {memory['max_batch']} running"],
         *([["drafter", human_bytes(memory["drafter_bytes"])]] if memory["drafter_bytes"] else []),
         ["total", human_bytes(memory["total_bytes"])],
-        *turn_rows(report["turns"]),
+        *step_rows(report["turns"]),
         *(["fits" if i == 0 else "", reach_words(fit)] for i, fit in enumerate(report["fits"])),
-        *(["compiled turns" if i == 0 else "", words] for i, words in enumerate(report["compiled_turns"])),
+        *(["compiled steps" if i == 0 else "", words] for i, words in enumerate(report["compiled_turns"])),
         *stage_rows(report["stages"]),
-        *(["not used", note] for note in report["not_used"] or ["nothing: the whole checkpoint is used"]),
+        *(["not used", note] for note in report["not_used"] or ["nothing"]),
     ]

@@ -1,7 +1,7 @@
-"""The command `onedraw`: parse, run one command, turn what went wrong into one line.
+"""The command `onedraw`: parses arguments, runs one command, and prints errors as one line.
 
-In: the arguments. Out: an exit status (0 done, 1 failed, 2 used wrongly, 130 interrupted). Commands are modules with
-`HELP`, `EXAMPLES`, `add(parser)` and `run(arguments) -> int`; what is heavy they import only when they run.
+Exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted. Commands are modules with `HELP`, `EXAMPLES`, `add(parser)` and
+`run(arguments) -> int`; they import heavy packages only when they run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DESCRIPTION = "Onedraw runs language models so that speed never changes the answ
 
 
 class UsageError(Exception):
-    """The arguments make no sense."""
+    """The arguments are not valid."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises where argparse would print and leave."""
+    """An argparse parser that raises instead of printing and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -58,7 +58,7 @@ def command_parser(name: str) -> Parser:
 
 
 def overview() -> str:
-    """What `onedraw` alone and `onedraw --help` say."""
+    """The text of `onedraw` without arguments and of `onedraw --help`."""
     lines = [f"  {name:10}{command_module(name).HELP}" for name in COMMANDS]
     return "\n".join(
         [
@@ -77,10 +77,10 @@ def overview() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; never a traceback for a user's mistake."""
     given = list(sys.argv[1:] if argv is None else argv)
-    _mend_streams()
+    _repair_streams()
     try:
         status = _run(given)
-        sys.stdout.flush()  # what cannot be written is found here, not at the very end
+        sys.stdout.flush()  # a write error is reported here, not at interpreter exit
         return status
     except UsageError as error:
         return complain(str(error), status=2)
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of a pipe left early (`| head`): nobody is interested in the rest, nor in our complaint.
+        # The reader of a pipe closed it early (`| head`): discard the rest without an error message.
         _silence_output()
         return 1
-    except OSError as error:  # a file or the output that cannot be used
+    except OSError as error:  # an unusable file or output
         if "--debug" in given:
             raise
         written = _flushed() and error.errno not in (errno.ENOSPC, errno.EIO)
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flushed() -> bool:
-    """Whether what was printed is written; where it cannot be, the rest goes nowhere."""
+    """Flush stdout; False if that fails, and then further output is discarded."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -128,9 +128,8 @@ def _run(given: list[str]) -> int:
     return status
 
 
-def _mend_streams() -> None:
-    """Streams that were closed before the start take everything in and give nothing; a character that a stream has no code for
-    is spelled."""
+def _repair_streams() -> None:
+    """Replace closed standard streams by /dev/null, and escape characters that an output stream cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -140,13 +139,13 @@ def _mend_streams() -> None:
 
 
 def _silence_output() -> None:
-    """What is still to be written to stdout goes nowhere."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # not a file of the system's
+    """Discard everything still to be written to stdout."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout is not a real file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the command that stands first, with a suggestion where it is misspelled."""
+    """Parse the arguments of the command named first; suggest the nearest name if it is misspelled."""
     name, rest = given[0], list(given[1:])
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -154,7 +153,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"no command {name!r}: {hint}")
     parser = command_parser(name)
     try:
-        return parser.parse_intermixed_args(rest)  # options may stand before, between and after the arguments
+        return parser.parse_intermixed_args(rest)  # options may come before, between and after the arguments
     except UsageError as error:
         raise UsageError(f"{error}; see `onedraw {name} --help`") from None
 

@@ -1,7 +1,4 @@
-"""`onedraw prove`: the contract's table for your model on your machine.
-
-In: parsed arguments. Out: a table, or JSON. Exit status 1 on any difference.
-"""
+"""`onedraw prove`: checks the contract for your model on your machine. Exit status 1 on any difference."""
 
 from __future__ import annotations
 
@@ -9,22 +6,21 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import add_settings, read_settings
 
 if TYPE_CHECKING:
     from onedraw.contract.prove import Table
 
-HELP = "run the same requests in every way that must not matter, and compare"
+HELP = "check on this machine that batching, drafts, splits and caches do not change answers"
 EXAMPLES = """examples:
   onedraw prove smollm2
   onedraw prove ./my-model --quick --json
 
-Each row is compared with the plain run (alone, one after the other, cold) by tokens and by a checksum of the scores behind
-every token. "not exercised" means that what the row is about did not happen, so nothing was shown.
+Each variation is compared with the plain run (requests alone, one after the other, cold) by tokens and by a checksum of the
+scores behind every token. "not exercised" means that the condition of the row did not occur, so nothing was shown.
 """
-
-
+# Settings that the variations set themselves.
 LEFT_OUT = (
     *("served_name", "queue_limit", "max_batch", "kv_memory", "prefix_cache", "trace_verify"),
     *("overlap", "ahead", "cache_budget", "snapshot_dir"),
@@ -35,7 +31,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a name, a folder, a .gguf file or a hub id")
     parser.add_argument("--quick", action="store_true", help="shorter replies")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    # The variations themselves set the rest.
     add_settings(parser, leave_out=LEFT_OUT)
 
 
@@ -43,13 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.contract.prove import prove
 
     settings = read_settings(arguments)
-    with screen.progress() as tell:
+    with terminal.progress() as tell:
         table = prove(settings, quick=arguments.quick, tell=tell)
     if arguments.json:
-        screen.print_json(table_json(table))
+        terminal.print_json(table_json(table))
     else:
         title = f"{table.model}: {table.requests} requests, {table.tokens} tokens, compared with the plain run"
-        screen.table(title, ("it must not matter", "result"), [[f.name, str(f)] for f in table.findings])
+        terminal.table(title, ("it must not matter", "result"), [[f.name, str(f)] for f in table.findings])
     return 0 if table.holds else 1
 
 

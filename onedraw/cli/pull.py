@@ -1,18 +1,15 @@
-"""`onedraw pull`: get a model into the cache folder, so that later commands find it there.
-
-In: parsed arguments. Out: the path of the model on stdout, progress on stderr.
-"""
+"""`onedraw pull`: downloads a model into the cache folder; prints its path."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import SETTINGS_HELP
 from onedraw.settings import Settings, default_cache_dir
 
-HELP = "get a model and keep it in the cache folder"
+HELP = "download a model into the cache folder"
 EXAMPLES = """examples:
   onedraw pull smollm2
   onedraw pull HuggingFaceTB/SmolLM2-360M-Instruct
@@ -28,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.checkpoints.download import resolve_model
 
     settings = Settings.of(model=arguments.model, cache_dir=arguments.cache_dir)
-    with screen.progress() as tell:
+    with terminal.progress() as tell:
         path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=tell)
     print(path)
     return 0

@@ -1,6 +1,6 @@
-"""`onedraw replay`: recorded requests run again under any settings, and which tokens differ.
+"""`onedraw replay`: runs recorded requests again under any settings and reports which tokens differ.
 
-In: parsed arguments. Out: a table of the differences, or JSON. Exit status 1 where a token differs or a request did not run.
+Exit status 1 if a token differs or a request could not be run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.errors import BadSetting
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from onedraw.contract.replay import Report, Verdict
     from onedraw.llm.llm import LLM
 
-HELP = "run recorded requests again, and say which tokens differ"
+HELP = "run recorded requests again and report which tokens differ"
 EXAMPLES = """examples:
   onedraw serve smollm2 --record ./requests
   onedraw replay ./requests
   onedraw replay ./requests/requests-000001.jsonl --draft none --max-batch 1
   onedraw replay ./requests --max-batch 32 --draft ngram --json
 
-Every request is run with its own seed, parameters and prompt ids under the settings given here. None of them may change a
-token: that is the contract. It holds for one version on one kind of device with one dtype, which is what the fingerprint says.
+Every request runs with its own seed, parameters and prompt ids under the settings given here. None of them may change a token:
+that is the contract. It holds for one version, kind of device and dtype, which the fingerprint names.
 """
 SHOWN = 50  # differences in the table; --json has all
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("records", metavar="FILE|DIR", type=Path, help="what --record wrote: one file, or the folder")
+    parser.add_argument("records", metavar="FILE|DIR", type=Path, help="a file or folder written by --record")
     parser.add_argument("--model", metavar="MODEL", help="the model to run (default: the one that was recorded)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with a verdict for every request")
     add_settings(parser, leave_out=("served_name", "queue_limit"))
@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     records = read_records(arguments.records)
     arguments.model = arguments.model or source_of(records)
     settings = read_settings(arguments)
-    with screen.progress() as tell, build_llm(settings, tell) as llm:
+    with terminal.progress() as tell, build_llm(settings, tell) as llm:
         report = replay(records, llm, tell=tell)
         rows = [row_of(verdict, llm) for verdict in report.verdicts if verdict.result != "same"]
     if arguments.json:
-        screen.print_json(report_json(report))
+        terminal.print_json(report_json(report))
         return 0 if report.holds else 1
     if rows:
-        screen.table("", ("record", "seed", "token", "recorded", "now", "what"), rows[:SHOWN])
+        terminal.table("", ("record", "seed", "token", "recorded", "now", "what"), rows[:SHOWN])
     for line in summary(report, left_out=max(len(rows) - SHOWN, 0)):
         print(line)
     return 0 if report.holds else 1
@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 def source_of(records: Sequence[Record]) -> str:
     sources = sorted({record.source for record in records})
     if len(sources) > 1:
-        raise BadSetting(f"these records are of several models ({', '.join(sources)}); replay the files of one, or name --model")
+        raise BadSetting(
+            f"these records are from several models ({', '.join(sources)}); replay the files of one model, or give --model"
+        )
     return sources[0]
 
 
@@ -79,13 +81,13 @@ def summary(report: Report, *, left_out: int = 0) -> list[str]:
         f"{len(missing)} not run"
     )
     lines.append(
-        f"meanwhile {counted.accepted_tokens} of {counted.draft_tokens} drafts were kept, {counted.mixed_steps} of "
-        f"{counted.steps} turns had several rows, {counted.preemptions} times a request was driven out and came back"
+        f"{counted.accepted_tokens} of {counted.draft_tokens} drafts were kept, {counted.mixed_steps} of {counted.steps} steps had "
+        f"several rows, {counted.preemptions} times a request was preempted and resumed"
     )
     others = [fingerprint for fingerprint in report.recorded_by if fingerprint != report.fingerprint]
     if others:
         lines.append(
-            f"recorded by {', '.join(others)}, run by {report.fingerprint}: equal tokens are promised only where these agree"
+            f"recorded by {', '.join(others)}, run by {report.fingerprint}: equal tokens are promised only if these are equal"
         )
     return lines
 

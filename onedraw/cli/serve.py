@@ -1,6 +1,6 @@
 """`onedraw serve`: a model behind an OpenAI-compatible HTTP server.
 
-In: parsed arguments. Out: a server until it is told to stop; it prints one curl line to try it with.
+Runs until it is stopped; prints a curl command to try it with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 from contextlib import closing
 from pathlib import Path
 
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.errors import BadSetting
 from onedraw.settings import size_in_bytes
@@ -28,21 +28,28 @@ def add(parser: argparse.ArgumentParser) -> None:
     web = parser.add_argument_group("how to serve it")
     web.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
     web.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen on (default: 8000)")
-    web.add_argument("--api-key", metavar="KEY", help="what clients must send as a bearer token; /health stays open")
+    web.add_argument("--api-key", metavar="KEY", help="bearer token that clients must send; /health needs none")
     web.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="keys with names, a line NAME KEY each; the log says who asked"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file of named keys, one `NAME KEY` per line; the name appears in the log",
     )
     web.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web origin that may call; may be repeated"
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web origin that may call the server; may be repeated",
     )
     web.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a public name that leads to this server, where it has no key; may be repeated",
+        help="host name accepted without an API key (DNS-rebinding protection); may be repeated",
     )
-    web.add_argument("--alias", action="append", default=[], metavar="NAME", help="a further name of the model; may be repeated")
+    web.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for the model; may be repeated")
     web.add_argument(
         "--max-body",
         type=argument_type(size_in_bytes),
@@ -51,7 +58,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="largest request body (default: 32MiB)",
     )
     web.add_argument(
-        "--lenient", action="store_true", help="ignore unknown fields and say so in a header, instead of refusing them"
+        "--lenient",
+        action="store_true",
+        help="ignore unknown request fields, named in a response header, instead of refusing them",
     )
     web.add_argument(
         "--drain-seconds", type=float, default=30.0, metavar="X", help="on SIGTERM, time for running replies (default: 30)"
@@ -64,9 +73,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
     web.add_argument(
-        "--log-format", choices=LOG_FORMATS, default="text", help="lines for people, or a JSON object per line (default: text)"
+        "--log-format", choices=LOG_FORMATS, default="text", help="text, or one JSON object per line (default: text)"
     )
-    web.add_argument("--log-prompts", action="store_true", help="log the prompts too, as text; otherwise they are never logged")
+    web.add_argument("--log-prompts", action="store_true", help="also log the text of prompts; otherwise they are never logged")
     add_record(parser)
     add_settings(parser)
 
@@ -97,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         log_format=arguments.log_format,
         log_prompts=arguments.log_prompts,
     )
-    with closing(bind(options.host, options.port)) as listener:  # a model takes a while to load, a port that is taken does not
-        with screen.progress() as tell:
+    with closing(bind(options.host, options.port)) as listener:  # bind before the slow load, so a taken port fails at once
+        with terminal.progress() as tell:
             llm = build_llm(settings, tell)
         with llm, recorded(llm, arguments) as llm:
             serve(llm, options, listener)

@@ -1,7 +1,6 @@
-"""What a terminal sees: tables, a status line, dim remarks. Rich where it is installed and looked at, plain text elsewhere.
+"""Terminal output: tables, a status line, dim notes; with rich on a terminal if it is installed, plain text otherwise.
 
-In: rows and sentences. Out: characters on a stream. Results go to stdout, everything said about the work to stderr,
-so that a pipe receives results alone.
+Results go to stdout, progress and notes to stderr, so a pipe receives results only.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ PLAIN_INTERVAL = 2.0  # seconds between two progress lines in a log
 
 
 def decorated(stream: TextIO) -> bool:
-    """Whether a person looks at this stream and wants more than plain text."""
+    """Whether the stream is a terminal that accepts colours (NO_COLOR and TERM=dumb are respected)."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, out: TextIO | None = None) -> None:
-    """A table; the first column is left-aligned, so are columns of words."""
+    """Print a table; columns of numbers are right-aligned."""
     out = out or sys.stdout
     rich = _rich() if decorated(out) else None
     if rich is None:
@@ -57,14 +56,14 @@ def plain_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def dim(text: str, *, out: TextIO | None = None) -> None:
-    """A remark beside the result: one line, faint where the terminal can."""
+    """Print one line of notes, dimmed on a terminal."""
     out = out or sys.stderr
     out.write(f"\x1b[2m{text}\x1b[0m\n" if decorated(out) else f"{text}\n")
     out.flush()
 
 
-def say(piece: Piece, *, thinking: TextIO | None = None) -> None:
-    """A piece of a reply as it comes: the answer to stdout; thinking beside it, faint where the terminal can."""
+def print_piece(piece: Piece, *, thinking: TextIO | None = None) -> None:
+    """Print a piece of a reply: the answer to stdout, reasoning to stderr (or `thinking`), dimmed on a terminal."""
     out = sys.stdout
     if piece.channel == "reasoning":
         out = thinking or sys.stderr
@@ -80,7 +79,7 @@ def print_json(value: Any, *, out: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def progress(*, out: TextIO | None = None) -> Iterator[Tell]:
-    """Long work tells what it does. A terminal has one line that changes and goes; a log gets a line now and then."""
+    """Report progress: a terminal shows one status line that is rewritten; a log gets a line every few seconds."""
     out = out or sys.stderr
     if decorated(out):
         status = StatusLine(out)
@@ -102,7 +101,7 @@ def progress(*, out: TextIO | None = None) -> Iterator[Tell]:
 
 
 class StatusLine:
-    """One line of a terminal, written over and over. Owner: the `progress` that made it."""
+    """A terminal line that is rewritten in place. Owner: `progress`."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -125,7 +124,7 @@ def _terminal_width() -> int:
 
 
 def _numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
-    """A column of numbers, perhaps with units or a dash for a missing one."""
+    """Whether a column holds numbers, with or without units; a dash or nothing stands for a missing value."""
     return index > 0 and bool(rows) and all(row[index][:1].isdigit() or row[index] in ("-", "") for row in rows)
 
 

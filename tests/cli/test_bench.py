@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.cli.bench import Prompts, Run, Timing, summarise
+from onedraw.cli.bench import BenchRun, Prompts, Timing, summarise
 from onedraw.engine.stats import Stats
 from onedraw.settings import Settings
 from tests.cli.running import FAKE, Terminal
@@ -45,7 +45,7 @@ def test_what_came_of_drafts_has_columns_of_its_own(terminal: Terminal) -> None:
     assert line["turns_per_second"] > 0
     assert terminal.run(*given) == 0
     heads, _, cells = terminal.out.splitlines()[1:4]
-    assert heads.endswith("accepted/drafts  tokens/turn  turns/s")
+    assert heads.endswith("accepted/drafts  tokens/step  steps/s")
     assert f"{line['accepted_tokens']}/{line['draft_tokens']}" in cells
 
 
@@ -66,7 +66,7 @@ def test_figures_are_medians_and_rates() -> None:
     even = Timing(first=1.0, gaps=(0.1,) * 10, tokens=11)
     late = Timing(first=3.0, gaps=(0.1,) * 9 + (0.5,), tokens=11)
     counted = Stats(steps=9, completion_tokens=22, draft_tokens=16, accepted_tokens=11)
-    measure = summarise(2, [Run(4.5, (even, late), counted)])
+    measure = summarise(2, [BenchRun(4.5, (even, late), counted)])
     assert measure.first_token_ms == pytest.approx(2000)
     assert measure.inter_token_ms == pytest.approx(100)
     assert measure.inter_token_p99_ms == pytest.approx(500)
@@ -79,11 +79,11 @@ def test_figures_are_medians_and_rates() -> None:
 def test_the_decode_rate_counts_only_while_all_have_started() -> None:
     first = Timing(first=1.0, gaps=(0.5,) * 8, tokens=9)  # tokens until 5.0
     second = Timing(first=2.0, gaps=(0.5,) * 8, tokens=9)  # until 6.0
-    assert summarise(2, [Run(6.0, (first, second), Stats())]).decode_tokens_per_second == pytest.approx(4.0)
+    assert summarise(2, [BenchRun(6.0, (first, second), Stats())]).decode_tokens_per_second == pytest.approx(4.0)
 
 
 def test_one_token_each_has_no_gap() -> None:
-    measure = summarise(1, [Run(1.0, (Timing(first=1.0, gaps=(), tokens=1),), Stats())])
+    measure = summarise(1, [BenchRun(1.0, (Timing(first=1.0, gaps=(), tokens=1),), Stats())])
     assert (measure.inter_token_ms, measure.decode_tokens_per_second) == (0.0, 0.0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.cli.chat import HELP_LINES, Conversation, answer, line_reader, obey, talk
+from onedraw.cli.chat import HELP_LINES, Conversation, answer, chat_loop, line_reader, run_command
 from onedraw.llm.llm import LLM, Prompted, settled_stats
 from onedraw.llm.options import RequestOptions
 from onedraw.settings import Settings
@@ -66,7 +66,7 @@ def test_an_answer_is_remembered_and_its_seed_is_shown(llm: LLM, capsys: pytest.
 
 def test_the_next_question_is_asked_with_all_that_was_said(llm: LLM) -> None:
     conversation = a_conversation(seed=5)
-    talk(llm, conversation, read=typing("hello", "and again"))
+    chat_loop(llm, conversation, read=typing("hello", "and again"))
     replayed = a_conversation(seed=5)
     answer(llm, replayed, "and again")
     assert [t["role"] for t in conversation.turns] == ["user", "assistant"] * 2
@@ -75,9 +75,9 @@ def test_the_next_question_is_asked_with_all_that_was_said(llm: LLM) -> None:
 
 def test_a_seed_repeats_an_answer(llm: LLM) -> None:
     conversation = a_conversation()
-    talk(llm, conversation, read=typing("hello"))
+    chat_loop(llm, conversation, read=typing("hello"))
     first, seed = conversation.turns[1], conversation.seeds[0]
-    talk(llm, conversation, read=typing("/undo", f"/seed {seed}", "hello"))
+    chat_loop(llm, conversation, read=typing("/undo", f"/seed {seed}", "hello"))
     assert conversation.turns[1] == first
 
 
@@ -85,7 +85,7 @@ def test_control_c_stops_the_answer_and_keeps_what_was_said(llm: LLM, monkeypatc
     screen = Interrupting()
     monkeypatch.setattr(sys, "stdout", screen)
     conversation = a_conversation(max_tokens=1500)
-    talk(slowed(llm, 0.02), conversation, read=typing("hello", "/max 3", "go on"))
+    chat_loop(slowed(llm, 0.02), conversation, read=typing("hello", "/max 3", "go on"))
     assert "stopped" in screen.getvalue()
     assert [t["role"] for t in conversation.turns] == ["user", "assistant"] * 2
     assert settled_stats(llm).completion_tokens < 1500
@@ -104,27 +104,27 @@ def test_an_answer_stopped_before_its_first_word_leaves_no_question(llm: LLM, mo
 
 def test_control_c_at_the_prompt_does_not_leave(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = a_conversation()
-    talk(llm, conversation, read=typing(KeyboardInterrupt, "hello"))
+    chat_loop(llm, conversation, read=typing(KeyboardInterrupt, "hello"))
     assert len(conversation.turns) == 2
     assert "/quit leaves" in capsys.readouterr().out
 
 
 def test_quit_leaves_before_the_next_line(llm: LLM) -> None:
     conversation = a_conversation()
-    talk(llm, conversation, read=typing("/quit", "hello"))
+    chat_loop(llm, conversation, read=typing("/quit", "hello"))
     assert conversation.turns == []
 
 
 def test_a_question_that_cannot_be_answered_is_taken_back(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = a_conversation(max_tokens=5000)
-    talk(llm, conversation, read=typing("hello"))
+    chat_loop(llm, conversation, read=typing("hello"))
     assert conversation.turns == []
     assert "over the context" in capsys.readouterr().out
 
 
 def test_an_answer_that_fails_under_way_takes_its_question_back(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = a_conversation(min_tokens=1, stop_token_ids=tuple(range(llm.card.vocab)))
-    talk(llm, conversation, read=typing("hello"))
+    chat_loop(llm, conversation, read=typing("hello"))
     assert conversation.turns == []
     assert "leave no token to choose" in capsys.readouterr().out
 
@@ -139,21 +139,21 @@ def test_control_c_before_an_answer_begins_does_not_leave(llm: LLM, monkeypatch:
 
     monkeypatch.setattr(llm, "chat", interrupted)
     conversation = a_conversation()
-    talk(llm, conversation, read=typing("hello", "once more"))
+    chat_loop(llm, conversation, read=typing("hello", "once more"))
     assert [t["content"] for t in conversation.turns[:1]] == ["once more"]
 
 
 def test_settings_change_while_talking() -> None:
     conversation = a_conversation()
-    assert obey(conversation, "/temperature 0.3") == "temperature 0.3"
-    obey(conversation, "/max 77")
-    obey(conversation, "/seed 12")
+    assert run_command(conversation, "/temperature 0.3") == "temperature 0.3"
+    run_command(conversation, "/max 77")
+    run_command(conversation, "/seed 12")
     assert (conversation.options.temperature, conversation.options.max_tokens, conversation.options.seed) == (0.3, 77, 12)
-    obey(conversation, "/seed")
+    run_command(conversation, "/seed")
     assert conversation.options.seed is None
-    obey(conversation, "/system be brief")
+    run_command(conversation, "/system be brief")
     assert conversation.messages() == [{"role": "system", "content": "be brief"}]
-    obey(conversation, "/system")
+    run_command(conversation, "/system")
     assert conversation.messages() == []
 
 
@@ -162,29 +162,29 @@ def test_undo_takes_back_one_exchange_and_reset_all() -> None:
     for word in ("one", "two"):
         conversation.turns += [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
         conversation.seeds.append(1)
-    obey(conversation, "/undo")
+    run_command(conversation, "/undo")
     assert [t["content"] for t in conversation.turns] == ["one", "one"]
     assert len(conversation.seeds) == 1
-    obey(conversation, "/reset")
+    run_command(conversation, "/reset")
     assert (conversation.turns, conversation.seeds) == ([], [])
-    assert obey(conversation, "/undo") == "nothing to take back"
+    assert run_command(conversation, "/undo") == "nothing to remove"
 
 
 def test_a_saved_conversation_can_be_read_again(tmp_path: Path) -> None:
     conversation = a_conversation()
     conversation.turns, conversation.seeds = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "ja"}], [3]
-    assert obey(conversation, f"/save {tmp_path / 'talk.json'}").startswith("saved")
+    assert run_command(conversation, f"/save {tmp_path / 'talk.json'}").startswith("saved")
     saved = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))
     assert saved == {"messages": conversation.turns, "seeds": [3]}
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
-    assert "cannot write" in obey(a_conversation(), f"/save {tmp_path / 'no' / 'folder'}")
-    assert "save where" in obey(a_conversation(), "/save")
+    assert "cannot write" in run_command(a_conversation(), f"/save {tmp_path / 'no' / 'folder'}")
+    assert "save where" in run_command(a_conversation(), "/save")
 
 
 def test_mistyped_commands_are_answered(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    talk(llm, a_conversation(), read=typing("/sed 5", "/temperature warm", "/help"))
+    chat_loop(llm, a_conversation(), read=typing("/sed 5", "/temperature warm", "/help"))
     out = capsys.readouterr().out
     assert "no command /sed" in out
     assert "not a number: 'warm'" in out

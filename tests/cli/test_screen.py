@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from onedraw.cli import terminal as screen
+from onedraw.cli import terminal
 
 
 class Terminal(io.StringIO):
@@ -25,14 +25,14 @@ def _an_ordinary_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_piped_table_is_plain_and_aligned() -> None:
     out = io.StringIO()
-    screen.table("sizes", ("name", "count"), [["one", "1"], ["hundred", "100"]], out=out)
+    terminal.table("sizes", ("name", "count"), [["one", "1"], ["hundred", "100"]], out=out)
     assert out.getvalue() == "sizes\nname     count\n-------  -----\none          1\nhundred    100\n"
 
 
 def test_a_looked_at_table_has_frames_and_the_same_cells() -> None:
     pytest.importorskip("rich")
     out = Terminal()
-    screen.table("sizes", ("name", "count"), [["[one]", "1"], ["hundred", "100"]], out=out)
+    terminal.table("sizes", ("name", "count"), [["[one]", "1"], ["hundred", "100"]], out=out)
     drawn = out.getvalue()
     assert "│" in drawn
     assert "[one]" in drawn
@@ -41,28 +41,28 @@ def test_a_looked_at_table_has_frames_and_the_same_cells() -> None:
 def test_without_rich_a_terminal_gets_the_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     out = Terminal()
-    screen.table("", ("name", "count"), [["one", "1"]], out=out)
-    assert out.getvalue() == screen.plain_table("", ("name", "count"), [["one", "1"]])
+    terminal.table("", ("name", "count"), [["one", "1"]], out=out)
+    assert out.getvalue() == terminal.plain_table("", ("name", "count"), [["one", "1"]])
 
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     out = Terminal()
-    screen.dim("aside", out=out)
+    terminal.dim("aside", out=out)
     assert out.getvalue() == "aside\n"
 
 
 def test_a_remark_is_faint_where_somebody_looks() -> None:
     out, piped = Terminal(), io.StringIO()
-    screen.dim("aside", out=out)
-    screen.dim("aside", out=piped)
+    terminal.dim("aside", out=out)
+    terminal.dim("aside", out=piped)
     assert out.getvalue() == "\x1b[2maside\x1b[0m\n"
     assert piped.getvalue() == "aside\n"
 
 
 def test_progress_leaves_no_trace_on_a_terminal() -> None:
     out = Terminal()
-    with screen.progress(out=out) as tell:
+    with terminal.progress(out=out) as tell:
         tell("loading")
         tell("still loading")
     assert "still loading" in out.getvalue()
@@ -72,7 +72,7 @@ def test_progress_leaves_no_trace_on_a_terminal() -> None:
 
 def test_a_log_is_not_flooded_by_progress() -> None:
     out = io.StringIO()
-    with screen.progress(out=out) as tell:
+    with terminal.progress(out=out) as tell:
         for percent in range(100):
             tell(f"{percent} %")
     assert out.getvalue().startswith("0 %\n")
