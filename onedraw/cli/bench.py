@@ -99,7 +99,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         choices=("transformers",),
-        help="also measure this library with the same shape of weights, and show the ratio",
+        help="measure this library too, with weights of the same shape; show the ratio",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="plot throughput over batch size and latency over context (needs matplotlib)"
@@ -111,7 +111,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from onedraw.build.llm import build_llm
     from onedraw.lab.floor import decode_step_floor
-    from onedraw.lab.transformers_peer import peer_rates
 
     batches: tuple[int, ...] = arguments.batch
     if not batches or min(batches) < 1 or min(arguments.prompt_tokens, arguments.new_tokens, arguments.repeats) < 1:
@@ -140,6 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
         if floor is not None:
             measures = [with_floor(m, floor, arguments.prompt_tokens + arguments.new_tokens // 2) for m in measures]
         if arguments.against is not None:
+            from onedraw.lab.transformers_peer import peer_rates
+
             sampling = (
                 {"temperature": options.temperature or 1.0, "top_p": options.top_p or 1.0} if options.temperature != 0 else {}
             )

@@ -27,10 +27,10 @@ SETTINGS_HELP: Mapping[str, str] = {
     "backend": "torch, xla (through jax), or fake (no weights, for testing clients)",
     "xla_platform": "platform for --backend xla; auto: jax decides",
     "device": "auto, cpu, some of its cores (cpu:0-3), cuda, cuda:0 …",
-    "devices": "several devices, like cuda:0,cuda:1,cpu: the layers are split over them in this order; a device may be named twice",
+    "devices": "devices to split the layers over, in this order, like cuda:0,cuda:1,cpu; a device may be named twice",
     "split": "how to split: auto (by memory, accelerators first), layers per device (24,8) or shares (0.75,0.25)",
-    "overlap": "run several steps at once on a split, each with its own requests; auto: if all devices are of one kind and none is "
-    "named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
+    "overlap": "run several steps at once on a split, each with its own requests; auto: if all devices are of one kind and none "
+    "is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
     "ahead": "submit the next decode step before the host has read the tokens of the current one; auto: on GPUs with CUDA graphs",
     "dtype": "dtype of weights and matrix products; packed: weights stay quantized; auto: packed if the file is narrower and a "
     "kernel exists (CPU, NVIDIA sm80 and later), otherwise the device's default",
@@ -42,22 +42,22 @@ SETTINGS_HELP: Mapping[str, str] = {
     "turn_tokens": "token budget of one engine step; smaller steps keep other replies flowing during a long prompt",
     "page_size": "positions per KV page; a divisor of 64",
     "kv_memory": "memory for KV pages, like 512MiB or 2GiB",
-    "kv_dtype": "dtype of the KV cache; fp8 and int8: 8 bits with a scale per token and head, half the bytes of bf16; bf16 and f16 "
-    "also with products in f32; auto: that of the products (default: ONEDRAW_KV_DTYPE, or auto)",
+    "kv_dtype": "dtype of the KV cache; fp8 and int8: 8 bits with a scale per token and head, half the bytes of bf16; bf16 and "
+    "f16 also with products in f32; auto: that of the products (default: ONEDRAW_KV_DTYPE, or auto)",
     "state_dtype": "dtype of recurrent state; only f32 keeps answers exact",
     "draft_memory": "memory for rolling back drafts on recurrent layers, like 1GiB; it limits the drafts of a step",
-    "checkpoint_memory": "memory for checkpoints of prompts (recurrent state, last logits), reused by prompts with the same prefix; 0: none",
+    "checkpoint_memory": "memory for checkpoints of prompts (recurrent state, last logits), reused by equal prefixes; 0: off",
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "disable the prefix cache; it never changes an answer, only the time it takes",
     "queue_limit": "requests that may wait before new ones are refused",
-    "draft": "drafters for speculative decoding: auto, none, ngram, prediction, mtp (the model's own head), or the path of a drafter "
-    "or draft model; may be given several times (default: auto: prediction, ngram, and the drafter that ships with the model)",
+    "draft": "drafters for speculative decoding: auto, none, ngram, prediction, mtp (the model's own head), or the path of a "
+    "drafter or draft model; repeatable (default: auto: prediction, ngram, and the drafter that ships with the model)",
     "draft_tokens": "draft tokens per sequence and step; auto: as many as pay off (default: auto)",
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr whether each draft was kept",
     "self_check": "skip the self-check that batching does not change results",
     "snapshot_dir": "folder for snapshots of prompts (default: snapshots in the cache folder)",
-    "cache_budget": "disk space for snapshots of prompts, like 20GiB: a prompt computed before a restart need not be computed again",
+    "cache_budget": "disk space for snapshots of prompts, like 20GiB: prompts computed before a restart are not computed again",
     "cache_dir": "folder for downloaded models and compiled kernels (default: ONEDRAW_CACHE, or the user's cache folder)",
 }
 

@@ -66,7 +66,7 @@ def source_of(records: Sequence[Record]) -> str:
     sources = sorted({record.source for record in records})
     if len(sources) > 1:
         raise BadSetting(
-            f"these records are from several models ({', '.join(sources)}); replay the files of one model, or give --model"
+            f"these records are from several models ({', '.join(sources)}); replay one model's files, or give --model"
         )
     return sources[0]
 
@@ -81,8 +81,8 @@ def summary(report: Report, *, left_out: int = 0) -> list[str]:
         f"{len(missing)} not run"
     )
     lines.append(
-        f"{counted.accepted_tokens} of {counted.draft_tokens} drafts were kept, {counted.mixed_steps} of {counted.steps} steps had "
-        f"several rows, {counted.preemptions} times a request was preempted and resumed"
+        f"{counted.accepted_tokens} of {counted.draft_tokens} drafts were kept, {counted.mixed_steps} of {counted.steps} steps "
+        f"had several rows, {counted.preemptions} times a request was preempted and resumed"
     )
     others = [fingerprint for fingerprint in report.recorded_by if fingerprint != report.fingerprint]
     if others:

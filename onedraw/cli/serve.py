@@ -33,14 +33,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="file of named keys, one `NAME KEY` per line; the name appears in the log",
+        help="named keys, one `NAME KEY` per line; names appear in the log",
     )
     web.add_argument(
         "--cors-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="web origin that may call the server; may be repeated",
+        help="web origin that may call this server; repeatable",
     )
     web.add_argument(
         "--allow-host",
@@ -60,7 +60,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     web.add_argument(
         "--lenient",
         action="store_true",
-        help="ignore unknown request fields, named in a response header, instead of refusing them",
+        help="ignore unknown request fields (named in a response header) instead of refusing them",
     )
     web.add_argument(
         "--drain-seconds", type=float, default=30.0, metavar="X", help="on SIGTERM, time for running replies (default: 30)"

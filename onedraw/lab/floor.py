@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 
 from onedraw.backends.packing import matrix_kinds, matrix_sizes, product_dtype, supports_gpu_packed
 from onedraw.backends.precision import kv_precision
-from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
 from onedraw.build.checkpoint import find_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.models.spec import KV_BYTES, KV_SCALE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
@@ -46,6 +45,8 @@ def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
     """Seconds that a decode turn of (rows, context) takes at least, at the memory's measured speed; None but on a GPU."""
     if settings.backend != "torch":
         return None
+    from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
+
     device = find_devices(settings.device_names)[0]
     if device.kind == "cpu" or len(settings.device_names) > 1:
         return None

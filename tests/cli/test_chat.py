@@ -106,7 +106,7 @@ def test_control_c_at_the_prompt_does_not_leave(llm: LLM, capsys: pytest.Capture
     conversation = a_conversation()
     chat_loop(llm, conversation, read=typing(KeyboardInterrupt, "hello"))
     assert len(conversation.turns) == 2
-    assert "/quit leaves" in capsys.readouterr().out
+    assert "/quit quits" in capsys.readouterr().out
 
 
 def test_quit_leaves_before_the_next_line(llm: LLM) -> None:

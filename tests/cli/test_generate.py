@@ -87,7 +87,7 @@ def test_an_asked_length_over_the_context_names_both_numbers(terminal: Terminal)
     [
         ((), "give either PROMPT (or - for stdin) or --prompt-ids"),
         (("x", "--prompt-ids", "1"), "give either PROMPT (or - for stdin) or --prompt-ids"),
-        (("--prompt-ids", "1", "--chat"), "--chat renders a text"),
+        (("--prompt-ids", "1", "--chat"), "--chat needs a text prompt"),
         (("x", "--system", "y"), "--system needs --chat"),
         (("",), "the prompt is empty"),
         (("--prompt-ids", "1,99999"), "token id 99999 is outside the vocabulary"),

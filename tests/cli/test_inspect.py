@@ -144,12 +144,12 @@ def test_who_would_guess_is_said(folder: Path, terminal: Terminal) -> None:
         (
             "qwen3_5_moe",
             3,
-            ["over 8 of 32", "sigmoid gate per element", "2 of 8 experts (32 wide", "one for all (48 wide, gated)"],
+            ["over 8 of 32", "sigmoid gate per element", "2 of 8 experts (32 wide", "a shared expert (48 wide, gated)"],
         ),
-        ("gemma4_31b", 5, ["rope 1e+06 proportional", "values are keys before norm and rope", "norms after as before, scaled"]),
-        ("gemma4_26b", 0, ["window 24", "feed-forward (104 wide, gelu_tanh) + beside it 2 of 8 experts (24 wide"]),
-        ("gemma4_e4b", 4, ["normed q, keys and values of layer 3", "an input of its own (16 wide)"]),
-        ("laguna", 1, ["6 heads", "softplus gate per head", "sigmoid routing) and one for all (48 wide)"]),
+        ("gemma4_31b", 5, ["rope 1e+06 proportional", "values are keys before norm and rope", "norms before and after, scaled"]),
+        ("gemma4_26b", 0, ["window 24", "feed-forward (104 wide, gelu_tanh) + in parallel 2 of 8 experts (24 wide"]),
+        ("gemma4_e4b", 4, ["normed q, keys and values of layer 3", "per-layer input (16 wide)"]),
+        ("laguna", 1, ["6 heads", "softplus gate per head", "sigmoid routing) and a shared expert (48 wide)"]),
         ("laguna", 0, ["rope 500000 yarn over 8 of 16", "feed-forward (104 wide, silu)"]),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_27b_model_in_four_bits_fits_a_card_of_24_gib(terminal: Terminal) -> N
     assert told["turns"]["opened"] == 256 << 20
     assert told["turns"]["parts"] == 160 << 20  # of a head that would take 303 MiB at 64 rows
     assert terminal.run(*model, "--max-context", "32768") == 0
-    assert "packed weights written out 256.0 MiB, sums of packed products 160.0 MiB, recorded turns 512.0 MiB" in terminal.out
+    assert "dequantized weights 256.0 MiB, partial sums of packed products 160.0 MiB, CUDA graphs 512.0 MiB" in terminal.out
 
 
 def test_what_would_fit_is_said_where_something_does_not(terminal: Terminal) -> None:
@@ -242,7 +242,7 @@ def test_how_long_a_context_fits_is_said_with_a_drafter_and_without(terminal: Te
     given = ("--max-batch", "1")
     assert terminal.run(*model, *given, "--max-context", str(fits["bf16", False])) == 0
     assert terminal.run(*model, *given, "--max-context", str(fits["bf16", False] + 64)) != 0
-    assert "beside random:qwen3.6-27b-dflash-q4_k_m" in terminal.err
+    assert "with random:qwen3.6-27b-dflash-q4_k_m" in terminal.err
 
 
 def test_a_dtype_of_keys_and_values_is_planned_with_its_scales(terminal: Terminal) -> None:

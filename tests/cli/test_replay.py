@@ -53,7 +53,7 @@ def test_another_fingerprint_is_pointed_out(terminal: Terminal, folder: Path) ->
     file = folder / "requests-000001.jsonl"
     file.write_text(file.read_text().replace('"fingerprint":"', '"fingerprint":"other-'))
     assert terminal.run("replay", str(folder), "--backend", "fake") == 0
-    assert "equal tokens are promised only where these agree" in terminal.out
+    assert "equal tokens are promised only if these are equal" in terminal.out
 
 
 def test_records_of_two_models_need_a_name(terminal: Terminal, folder: Path) -> None:
