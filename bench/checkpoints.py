@@ -71,7 +71,7 @@ def main() -> None:
         inputs = make_inputs(Plan((row,)), layout=InputLayout(8, (8,), RowRule(1)), device=CPU)
         prepared = ops.prepare_delta(inputs, SPEC)
         for store in stores:
-            ops.delta(projected, prepared, weights=weights, store=store)
+            prepared.run(projected, weights=weights, store=store)
 
     megabytes = options.layers * SPEC.state_bytes / 1e6
     turn(())

@@ -168,9 +168,8 @@ class DenseModel:
         ops, eps = self.ops, 1e-5
         x = self.embedding.index_select(0, tokens)
         for index, (qkv, out, gate_up, down) in enumerate(self.layers):
-            mixed = ops.attention(
+            mixed = prepared.attend(
                 qkv(ops.rms_norm(x, self.norms[2 * index], eps)),
-                prepared,
                 spec=self.mixer,
                 store=self.stores[index],
                 q_norm=None,
@@ -278,8 +277,8 @@ class HybridModel:
         for index, (into, out, gate_up, down) in enumerate(self.layers):
             wide = into(ops.rms_norm(x, self.norms[2 * index], eps))
             if index % 4 == 3:
-                mixed = ops.attention(
-                    wide, prepared, spec=self.mixer, store=self.stores[index // 4], q_norm=self.head_norm,
+                mixed = prepared.attend(
+                    wide, spec=self.mixer, store=self.stores[index // 4], q_norm=self.head_norm,
                     k_norm=self.head_norm, eps=eps,
                 )  # fmt: skip
                 mixed = opened(mixed, wide[:, -attended:], "sigmoid", pdl=True)
@@ -298,7 +297,7 @@ class CapturedTurn:
         host = host_view(inputs, model.ops.heads(model.mixer))
         self.words, self.layout = torch.from_numpy(host.words).to(DEVICE), host.layout
         self.tokens = inputs.tokens.clone()
-        self.prepared = TritonAttentionInputs(model.turns, device_view(self.words, host.layout))
+        self.prepared = TritonAttentionInputs(model.turns, device_view(self.words, host.layout), pdl=model.ops._pdl)
         self.wishes: Wishes | None = None
         if params is not None:
             history = History((1, 2, 3), [])
@@ -451,7 +450,7 @@ def inexact() -> None:
     for case in ("1 row at 1K", "8 rows at 1K", "32 rows at 1K", "16-row verify at 1K", "1 row at 24K", "16-row verify at 24K"):
         rows = CASES[case]
         inputs = model.inputs(rows)
-        prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+        prepared = model.ops.prepare_attention(inputs, model.mixer, model.turns)
         count = rows[0][1]
         keys = [normal(len(rows), 8, rows[0][0] + count, 128) for _ in range(2)]
         found = []
@@ -483,9 +482,9 @@ def _loose_turn(
         wide = product(index, 0, ops.rms_norm(x, model.norms[2 * index], eps))
         settings: dict[str, Any] = {"spec": spec, "store": model.stores[index], "q_norm": None, "k_norm": None, "eps": eps}
         if dense is None:
-            mixed = ops.attention(wide, prepared, **settings)
+            mixed = prepared.attend(wide, **settings)
         else:
-            q = ops._heads(wide, prepared, **settings, heads=spec.heads)
+            q = prepared.rotated_queries(wide, **settings, heads=spec.heads)
             q = q.view(-1, count, spec.heads, spec.head_dim).transpose(1, 2)
             mixed = torch.nn.functional.scaled_dot_product_attention(q, *dense, enable_gqa=True)
             mixed = mixed.transpose(1, 2).reshape(len(x), -1)
@@ -501,7 +500,7 @@ def parts() -> None:
         model = DenseModel(replace(LLAMA_8B, layers=12), TritonOps(DEVICE, pdl=pdl), positions=4096, pages=200)
         for at in (200, 1000):
             inputs = model.inputs([(at, 1, ())])
-            prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+            prepared = model.ops.prepare_attention(inputs, model.mixer, model.turns)
             for level in range(4):
                 ms = replay_ms(partial(_partial_turn, model, inputs.tokens, prepared, level), repeats=10)
                 what = ("products", "+ norms and gates", "+ rope and pages", "+ attention")[level]
@@ -515,9 +514,9 @@ def _partial_turn(model: DenseModel, tokens: Tensor, prepared: TritonAttentionIn
         wide = qkv(ops.rms_norm(x, model.norms[2 * index], eps) if level >= 1 else x)
         settings: dict[str, Any] = {"spec": spec, "store": model.stores[index], "q_norm": None, "k_norm": None, "eps": eps}
         if level >= 3:
-            mixed = ops.attention(wide, prepared, **settings)
+            mixed = prepared.attend(wide, **settings)
         elif level == 2:
-            mixed = ops._heads(wide, prepared, **settings, heads=spec.heads)
+            mixed = prepared.rotated_queries(wide, **settings, heads=spec.heads)
         else:
             mixed = wide[:, : spec.heads * spec.head_dim]
         x = out(mixed, x)
@@ -532,7 +531,7 @@ def prefill() -> None:
     model = DenseModel(shape, TritonOps(DEVICE), positions=20_000, pages=1300)
     for count in (2048, 8192):
         inputs = model.inputs([(0, count, ())])
-        prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+        prepared = model.ops.prepare_attention(inputs, model.mixer, model.turns)
         for use in (True, False):
             kept = {}
             if not use:
@@ -681,7 +680,7 @@ def _read(model: DenseModel, text: Tensor, cuts: list[int], drafts: tuple[Draft,
         inputs = model.inputs(rows)
         tokens = inputs.tokens.clone()
         tokens[: stop - start] = text[start:stop]
-        prepared = model.ops.prepare(inputs, model.mixer, model.turns)
+        prepared = model.ops.prepare_attention(inputs, model.mixer, model.turns)
         found.append(model.logits(tokens, prepared)[: stop - start])
     return torch.cat(found)
 

@@ -97,7 +97,11 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     ropes = sum(table.numel() * table.element_size() for table in stack.stages[0].ropes.values())
     return {
         "parameters": float(plan),
-        "tied_copy": 0.0 if ops.looks_up else float(spec.vocab * spec.hidden * DTYPE_BYTES[chosen]) if spec.tied else 0.0,
+        "tied_copy": 0.0
+        if ops.reads_weight_rows
+        else float(spec.vocab * spec.hidden * DTYPE_BYTES[chosen])
+        if spec.tied
+        else 0.0,
         "tables": float(ropes),
         "largest_layer": float(max(spec.weight_bytes(i, "f32") for i in range(len(spec.layers)))),
     }

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.ops.base import TorchOps
 from onedraw.backends.torch.ops.cuda.attention import attend
 from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
 from onedraw.backends.torch.ops.cuda.commit import move_kept, walk
@@ -23,6 +22,7 @@ from onedraw.backends.torch.ops.cuda.kv_quant import halves
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm, rope_table, rotate
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore, encode
 from onedraw.models.spec import AttentionSpec, RopeSpec
@@ -90,9 +90,9 @@ class Scene:
         return store
 
     def run(self, ops: TritonOps | TorchOps, inputs: Inputs, qkv: Tensor, store: PageStore | None = None) -> Tensor:
-        prepared = ops.prepare(inputs, self.spec, self.turns)
+        prepared = ops.prepare_attention(inputs, self.spec, self.turns)
         given = {"spec": self.spec, "store": store or self.store(), "q_norm": self.norm, "k_norm": self.norm, "eps": 1e-6}
-        return ops.attention(qkv, prepared, **given)  # type: ignore[arg-type]
+        return prepared.attend(qkv, **given)  # type: ignore[arg-type]
 
 
 def error(found: Tensor, expected: Tensor) -> float:

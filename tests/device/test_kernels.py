@@ -11,7 +11,6 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 pytestmark = [pytest.mark.device, cuda]
 
 if torch.cuda.is_available():
-    from onedraw.backends.torch.ops.base import TorchOps
     from onedraw.backends.torch.ops.cuda.attention import attend
     from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
     from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, Tile, choose_tile, linear
@@ -21,6 +20,7 @@ if torch.cuda.is_available():
     from onedraw.backends.torch.ops.plain.linear import RowRule
     from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm as plain_norm
     from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table, rotate
+    from onedraw.backends.torch.ops.plain.ops import TorchOps
     from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
     from onedraw.backends.torch.state.kv_pages import PageStore
     from onedraw.models.spec import AttentionSpec, RopeSpec
@@ -161,10 +161,8 @@ class Scene:
 
     def run(self, ops: object, inputs: Inputs, qkv: Tensor, store: PageStore | None = None) -> Tensor:
         store = store or self.store()
-        prepared = ops.prepare(inputs, self.spec, self.turns)  # type: ignore[attr-defined]
-        found: Tensor = ops.attention(  # type: ignore[attr-defined]
-            qkv, prepared, spec=self.spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=1e-6
-        )
+        prepared = ops.prepare_attention(inputs, self.spec, self.turns)  # type: ignore[attr-defined]
+        found: Tensor = prepared.attend(qkv, spec=self.spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=1e-6)
         return found
 
 
@@ -283,4 +281,4 @@ def test_a_gate_in_the_product_has_the_bits_of_the_two(rows: int) -> None:
     x, weight = normal(rows, 512), normal(2 * 704, 512) * 512**-0.5
     joined = ops.linear(weight)
     expected = ops.gated(joined(x), "silu")
-    assert torch.equal(TritonGated(joined, "silu").opened(x), expected)
+    assert torch.equal(TritonGated(joined, "silu").gated(x), expected)

@@ -112,7 +112,7 @@ def test_keys_and_values_in_pages_far_behind_are_written_read_and_moved(kind: st
         layout = InputLayout(PAGE, (pages,), RowRule(floor=1))
         inputs = lay_out([0] * length, [Span(0, length, 0, ())], [(table,)], layout=layout, device=DEVICE)
         given = {"spec": spec, "store": store, "q_norm": None, "k_norm": None, "eps": 1e-6}
-        out = ops.attention(qkv, ops.prepare(inputs, spec, turns), **given)  # type: ignore[arg-type]
+        out = ops.prepare_attention(inputs, spec, turns).attend(qkv, **given)  # type: ignore[arg-type]
         kept = settle.Walked(words([[1, -1]]), words([[0, -1]]), words([0]), words([[-1] * 5]))
         stores = torch.tensor([[store.keys.data_ptr(), store.values.data_ptr()]], dtype=torch.int64, device=DEVICE)
         settle.move_kept(

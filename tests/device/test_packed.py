@@ -276,7 +276,7 @@ def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
 @on_device
 def test_rows_that_a_norm_or_a_gate_made_ready_give_the_same_product() -> None:
     ops = PackedOps(DEVICE, DTYPE)
-    made = ops.stored([random_tensor("w", (64, 512), "Q4_K", RNG, 512**-0.5)], bias=None, pad=1, pad_columns=1)
+    made = ops.packed_linear([random_tensor("w", (64, 512), "Q4_K", RNG, 512**-0.5)], bias=None, pad=1, pad_columns=1)
     assert made is not None
     for rows in (3, 300):
         h = ops.rms_norm(normal(rows, 512, seed=11), None, 1e-6)

@@ -17,7 +17,7 @@ import torch
 
 from onedraw.backends.torch import backend as backend_module
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache, ReplayedWork
 from onedraw.backends.torch.runner.graph_segment import GraphStage
 from onedraw.backends.torch.runner.pipeline import Pipeline

@@ -195,7 +195,7 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
     expected = one_by_one("hybrid", asked)
     match fault:
         case "stale token":
-            monkeypatch.setattr(TritonOps, "leave", lambda self, answers, lanes, last: None)
+            monkeypatch.setattr(TritonOps, "keep_last_tokens", lambda self, samples, lanes, last: None)
         case "stepped twice":
             real = steady.GraphRunner._launch
 

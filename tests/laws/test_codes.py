@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.ops.base import TorchAttentionInputs, TorchOps
+from onedraw.backends.torch.ops.plain.ops import TorchAttentionInputs
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
@@ -123,11 +123,9 @@ def test_a_chunk_that_reads_its_own_keys_before_they_are_codes_is_caught(
     """The turn's own keys and values lie in the pages of a twin in float32 while it attends, and become codes after it."""
     folder = folders["llama"]
     expected = alone(folder, "int8", kernels=False)
-    real = TorchOps.attention
+    real = TorchAttentionInputs.attend
 
-    def unrounded(
-        self: TorchOps, qkv: Tensor, prepared: TorchAttentionInputs, *, spec: AttentionSpec, store: PageStore, **given: Any
-    ) -> Tensor:
+    def unrounded(self: TorchAttentionInputs, qkv: Tensor, *, spec: AttentionSpec, store: PageStore, **given: Any) -> Tensor:
         pages = len(store.keys) // spec.kv_heads - 1
         wide = PageStore(spec, pages=pages, page_size=8, dtype=torch.float32, device=store.keys.device)
         for codes, scales, numbers in (
@@ -136,11 +134,11 @@ def test_a_chunk_that_reads_its_own_keys_before_they_are_codes_is_caught(
         ):
             assert scales is not None
             numbers.view(-1, spec.head_dim).copy_(codes.view(-1, spec.head_dim) * scales.view(-1, 1))
-        found = real(self, qkv, prepared, spec=spec, store=wide, **given)
-        real(self, qkv, prepared, spec=spec, store=store, **given)
+        found = real(self, qkv, spec=spec, store=wide, **given)
+        real(self, qkv, spec=spec, store=store, **given)
         return found
 
-    monkeypatch.setattr(TorchOps, "attention", unrounded)
+    monkeypatch.setattr(TorchAttentionInputs, "attend", unrounded)
     whole, _ = run(made(folder, "int8", kernels=False), REQUESTS, Schedule())
     cut, _ = run(made(folder, "int8", kernels=False), REQUESTS, Schedule(turn_tokens=64))
     assert not same(whole, expected)

@@ -18,7 +18,8 @@ from onedraw.backends.torch.drafters.base import Drafter
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
-from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.base import Ops
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout
 from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.backends.torch.sampling.sampler import Sampler
@@ -201,7 +202,7 @@ def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) 
     expected = plain(lambda: backend_of(None, lanes=1), requests)
     match fault:
         case "no compaction":
-            monkeypatch.setattr("onedraw.backends.torch.state.model_state.ModelState._compact", lambda self, rows, kept: None)
+            monkeypatch.setattr("onedraw.backends.torch.state.model_state.ModelState.move_kept_pages", lambda self, paths: None)
         case "noise position":
             monkeypatch.setattr(SamplingPosition, "at", property(lambda position: len(position.history)))
         case "sibling's path":

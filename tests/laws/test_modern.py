@@ -148,7 +148,7 @@ def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
         found = real(*given, **named)  # type: ignore[arg-type]
         return dataclasses.replace(found, host_closings=np.maximum(found.host_closings - 1, 0))
 
-    monkeypatch.setattr("onedraw.backends.torch.ops.base.recurrent_spans", off_by_one)
+    monkeypatch.setattr("onedraw.backends.torch.ops.plain.ops.recurrent_spans", off_by_one)
 
 
 def cut_off_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:

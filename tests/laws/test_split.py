@@ -14,6 +14,8 @@ import torch
 
 from onedraw.backends.placement import legal_cuts
 from onedraw.backends.torch.model.weight_loader import WeightLoader
+from onedraw.backends.torch.ops.cpu.ops import CpuOps
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.stage_boundary import StageBoundary
 from onedraw.backends.torch.sampling import positions as picking
 from onedraw.backends.torch.state.model_state import ModelState
@@ -173,22 +175,24 @@ def round_at_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A penalty looks at prompt and output on one device and at output alone on a split."""
-    real = picking.Position
+    real = picking.SamplingPosition
 
     def position(lane: int, params: SamplingParams, history: History, *rest: object) -> object:
         return real(lane, params, History((0,) * len(history.prompt), history.output), *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(picking, "Position", position)
+    monkeypatch.setattr(picking, "SamplingPosition", position)
 
 
 def commit_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ModelState.commit
-    monkeypatch.setattr(ModelState, "commit", lambda self, *given: real(self, *given) if self._first else None)
+    for ops in (TorchOps, CpuOps):
+        real = ops.commit
+        late = lambda self, state, drafts, real=real: real(self, state, drafts) if state.first else None  # noqa: E731
+        monkeypatch.setattr(ops, "commit", late)
 
 
 def open_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ModelState.open
-    monkeypatch.setattr(ModelState, "open", lambda self, rows: real(self, rows) if self._first else None)
+    monkeypatch.setattr(ModelState, "open", lambda self, rows: real(self, rows) if self.first else None)
 
 
 def lose_a_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.drafters.dflash import DflashDrafter, DraftBlock
-from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import DrafterInfo, read_drafter_info
 from onedraw.models.model_info import read_model_info

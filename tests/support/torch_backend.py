@@ -10,7 +10,8 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.base import Ops
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.pipeline import Pipeline
 from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.checkpoints.open import open_checkpoint

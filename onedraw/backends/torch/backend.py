@@ -30,8 +30,9 @@ from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.drafters.base import CompletedStep, Drafter
 from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream, Transformer
 from onedraw.backends.torch.model.weight_loader import LANE, padded
-from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.base import HostCommit, Ops
 from onedraw.backends.torch.ops.plain.linear import strictest
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import GraphCache, graph_caches
 from onedraw.backends.torch.runner.graph_runner import STEPS, GraphRunner, bucket_of, fault_text, first_faults
 from onedraw.backends.torch.runner.graph_segment import GraphStage
@@ -53,7 +54,6 @@ from onedraw.models.spec import ModelSpec
 from onedraw.types import Logprobs, Outcome, Plan, RowOutcome, SampledToken
 
 GPU_ROWS = 64  # rows of one token that a GPU computes in about the time of one
-CHOICES = ("tile_heights", "first_split", "norm_warps")  # of operations, which decide about bits
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ class TorchBackend:
         """What computes the bits: operations, hardware, library and how rows are offered to it; not the split."""
         stages = self.model.stages
         parts = sorted({f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages})
-        choices = sorted({f"{name} {getattr(stage.ops, name, '')}" for stage in stages for name in CHOICES})
+        choices = sorted({text for stage in stages for text in stage.ops.choices.texts()})
         return f"{', '.join(parts)}; torch {torch.__version__}; {self.layout.rule}; {choices}"
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
@@ -332,7 +332,7 @@ class TorchBackend:
         if faults is None:
             for state, stage in zip(self.states, self.model.stages, strict=True):
                 with current_device(stage.device):
-                    state.commit(plan.rows, [row.kept for row in rows], stage.ops, turn.held)
+                    stage.ops.commit(state, HostCommit(plan.rows, [row.kept for row in rows], turn.held))
         if self._drafter is not None:
             with self._locks[-1]:
                 self._drafter.open(plan.rows)

@@ -14,9 +14,10 @@ import torch
 
 from onedraw.backends.devices import Device, cpu_model, parse_device
 from onedraw.backends.precision import PACKED
-from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.cpu.build import build
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.errors import BadSetting
 
 _FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -18,8 +18,9 @@ from onedraw.backends.base import CheckResult, SelfCheck
 from onedraw.backends.memory_plan import LOGITS_BYTES
 from onedraw.backends.torch.model.feed_forward import MixtureOfExperts
 from onedraw.backends.torch.model.transformer import Transformer
-from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
 from onedraw.backends.torch.runner.stage_boundary import current_device
 from onedraw.backends.torch.state.model_state import ModelState
@@ -146,7 +147,7 @@ def _step_counts(model: Transformer, states: Sequence[ModelState], layout: Input
     rows need none: they may be of one sequence."""
     stage, most = model.stages[0], states[0].sizes.lanes if model.spec.recurrent else MOST_STEPS
     mixers = {layer.mixer for layer in model.spec.layers[: _depth(model)]}
-    borders = stage.ops.turn_borders(mixers)
+    borders = stage.ops.kernel_borders(mixers)
     room = min(layout.scratch) * layout.page_size >= 2 and model.max_context >= 2
     return sorted({n for border in borders for n in (border - 1, border) if 1 < n <= most}) if room else []
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES, LARGEST, PageStore, encode, write_places
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from tests.backends.torch.test_kernels import SPECS, attention_case, kernels
@@ -108,7 +108,7 @@ def value_pages(ops: object, spec: AttentionSpec, values: torch.Tensor, kept: to
 
     store = PageStore(spec, pages=50, page_size=8, dtype=kept, device=CPU)
     inputs = make_inputs(Plan((_row(0, 0, 400, range(50)),)), layout=InputLayout(8, (50,), RowRule(1)), device=CPU)
-    prepared = ops.prepare(inputs, spec, rope_table(spec.rope, 400, dtype=torch.float32, device=CPU))  # type: ignore[attr-defined]
+    prepared = ops.prepare_attention(inputs, spec, rope_table(spec.rope, 400, dtype=torch.float32, device=CPU))  # type: ignore[attr-defined]
     qkv = torch.cat([torch.zeros(400, 32), values], 1)
-    ops.attention(qkv, prepared, spec=spec, store=store, q_norm=None, k_norm=None, eps=1e-6)  # type: ignore[attr-defined]
+    prepared.attend(qkv, spec=spec, store=store, q_norm=None, k_norm=None, eps=1e-6)
     return store

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.base import HostCommit, Ops
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
-from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
-from onedraw.models.spec import DeltaSpec
+from onedraw.backends.torch.state.model_state import ModelState, StateSizes
+from onedraw.backends.torch.state.recurrent_state import LaneStore
+from onedraw.models.spec import DeltaSpec, LayerSpec, MlpSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import CheckpointSave, Draft, History, Plan, Row, SamplingParams
 
@@ -47,8 +49,13 @@ WEIGHTS = DeltaWeights(
 PROJECTED = draw(LENGTH, WIDTH, seed=5)
 
 
-def store_of(*, lanes: int = 3, drafts: int = 24, checkpoints: int = 4) -> LaneStore:
-    return LaneStore.alone(SPEC, lanes=lanes, drafts=drafts, checkpoints=checkpoints, device=CPU)
+def state_of(*, lanes: int = 3, drafts: int = 24, checkpoints: int = 4) -> ModelState:
+    sizes = StateSizes(pages=(30,), page_size=8, lanes=lanes, drafts=drafts, checkpoints=checkpoints)
+    return ModelState([LayerSpec(SPEC, MlpSpec(64))], sizes, dtype=torch.float32, device=CPU)
+
+
+def store_of(*, lanes: int = 3) -> LaneStore:
+    return state_of(lanes=lanes).lanes[0]
 
 
 def row(
@@ -71,7 +78,7 @@ def row(
 
 def turn(ops: Ops, store: LaneStore, rows: list[Row], projected: torch.Tensor) -> torch.Tensor:
     inputs = make_inputs(Plan(tuple(rows)), layout=InputLayout(8, (30,), RowRule(1)), device=CPU)
-    return ops.delta(projected, ops.prepare_delta(inputs, SPEC), weights=WEIGHTS, store=store)
+    return ops.prepare_delta(inputs, SPEC).run(projected, weights=WEIGHTS, store=store)
 
 
 def oracle(projected: torch.Tensor) -> torch.Tensor:
@@ -140,16 +147,17 @@ def test_kept_drafts_leave_what_known_tokens_would(ops: Ops, drafts: tuple[Draft
     """The drafts' projections are those of positions 81 …; a tree's other nodes have some of their own."""
     known = store_of()
     turn(ops, known, [row(0, 80, prompt=78)], PROJECTED[:80])
-    drafted = store_of()
+    state = state_of()
+    [drafted], last = state.lanes, row(80, 81, prompt=78, drafts=drafts)
     turn(ops, drafted, [row(0, 80, prompt=78)], PROJECTED[:80])
     nodes = draw(len(drafts), WIDTH, seed=9)
     for depth, index in enumerate(path):
         nodes[index] = PROJECTED[81 + depth]
-    got = turn(ops, drafted, [row(80, 81, prompt=78, drafts=drafts)], torch.cat([PROJECTED[80:81], nodes]))
+    got = turn(ops, drafted, [last], torch.cat([PROJECTED[80:81], nodes]))
     expected = turn(ops, known, [row(80, 81 + len(path), prompt=78)], PROJECTED[80 : 81 + len(path)])
     assert torch.equal(got[[0, *(1 + index for index in path)]], expected)
     if path:
-        ops.commit_delta(drafted, [KeptDrafts(0, path)])
+        ops.commit(state, HostCommit([last], [path], 0))
     assert torch.equal(drafted.states, known.states)
     assert torch.equal(drafted.windows, known.windows)
 

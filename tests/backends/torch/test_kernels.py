@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from onedraw.backends.torch.ops.base import Ops, TorchOps
+from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.cpu import build as builder
 from onedraw.backends.torch.ops.cpu.build import build
 from onedraw.backends.torch.ops.cpu.ops import CpuOps
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec, RopeSpec
@@ -98,9 +99,8 @@ def attention_case(
             Plan(tuple(rows)), layout=InputLayout(page_size, (per * (1 + beside),), RowRule(1)), device=torch.device("cpu")
         )
         part = torch.cat([qkv[start:stop] * (i + 1) for i in range(1 + beside)])
-        mixed = ops.attention(
-            part, ops.prepare(inputs, spec, turns), spec=spec, store=store, q_norm=norms[0], k_norm=norms[1], eps=1e-6
-        )
+        prepared = ops.prepare_attention(inputs, spec, turns)
+        mixed = prepared.attend(part, spec=spec, store=store, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
         out.append(mixed[: stop - start])
     return torch.cat(out)
 

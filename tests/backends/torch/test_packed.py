@@ -31,7 +31,7 @@ def ops(path: str | None = None, *, threads: int = 2, coded: bool = True) -> Cpu
 
 
 def linear_of(tensors: list[StoredTensor], bias: torch.Tensor | None = None, pad: int = 1, **named: object) -> CpuLinear:
-    found = ops(**named).stored(tensors, bias=bias, pad=pad, pad_columns=1)  # type: ignore[arg-type]
+    found = ops(**named).packed_linear(tensors, bias=bias, pad=pad, pad_columns=1)  # type: ignore[arg-type]
     assert found is not None
     return found
 
@@ -155,7 +155,7 @@ def test_a_row_is_the_same_in_any_company(kind: str, coded: bool, path: str) -> 
     while cases < wanted:
         width, height = int(rng.choice(widths(kind))), int(rng.integers(1, 100))
         tensor = random_tensor("w", (height, width), kind, rng)
-        linears = [team.stored([tensor], bias=None, pad=1, pad_columns=1) for team in teams]
+        linears = [team.packed_linear([tensor], bias=None, pad=1, pad_columns=1) for team in teams]
         x = torch.from_numpy(rng.standard_normal((64, width), dtype=np.float32))
         whole = linears[0](x)  # type: ignore[misc]
         for _ in range(55):
@@ -181,7 +181,7 @@ def test_padding_adds_zero_columns_and_reads_no_padded_inputs() -> None:
     rng = np.random.default_rng(7)
     tensors = [random_tensor("a", (40, 96), "Q4_0", rng), random_tensor("b", (70, 96), "Q5_1", rng)]
     x = torch.from_numpy(rng.standard_normal((5, 128), dtype=np.float32))
-    found = ops().stored(tensors, bias=None, pad=64, pad_columns=64)
+    found = ops().packed_linear(tensors, bias=None, pad=64, pad_columns=64)
     assert found is not None
     assert (found.in_features, found.out_features) == (128, 64 + 128)
     y = found(x)

@@ -16,13 +16,13 @@ from torch import Tensor
 from onedraw.backends.torch import selfcheck
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.ops.base import TorchOps
 from onedraw.backends.torch.ops.cuda.experts import route_borders
 from onedraw.backends.torch.ops.cuda.linear import MOST_TILED, choose_tile, tile_borders
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
 from onedraw.backends.torch.ops.plain.experts import ExpertBank
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
@@ -125,7 +125,7 @@ def test_packed_products_name_every_border(monkeypatch: pytest.MonkeyPatch) -> N
     for shared, more in ((227 << 10, set()), (99 << 10, {46})):
         monkeypatch.setattr(packed_rows, "shared_memory", lambda device, shared=shared: shared)
         tensors = [random_tensor("w", (2048, 5120), "Q4_K", np.random.default_rng(0))]
-        made = PackedOps(CPU, torch.float16).stored(tensors, bias=None, pad=1, pad_columns=1)
+        made = PackedOps(CPU, torch.float16).packed_linear(tensors, bias=None, pad=1, pad_columns=1)
         assert made is not None
         assert made.kind == "Q4_K"
         found = set(made.all_borders())
@@ -149,7 +149,7 @@ class OtherSteps(TorchOps):
         super().__init__(CPU)
         self._differs = differs
 
-    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+    def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
         return (4, 100)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -204,9 +204,9 @@ def test_experts_are_compared_over_their_borders(tmp_path: Path) -> None:
     class Ops(TorchOps):
         differs, kinds, made = False, ["Q4_K"], 0
 
-        def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> Any:
+        def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> Any:
             self.made += 1
-            bank = super().bank(gate_up, down, activation)
+            bank = super().expert_bank(gate_up, down, activation)
             return OtherExperts(bank, differs=self.differs, kind=self.kinds[self.made % len(self.kinds)])
 
     place = tiny.write_safetensors("qwen3_moe", tmp_path / "hf")

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onedraw.backends.torch.ops.base import TorchOps
+from onedraw.backends.torch.ops.base import CaptureOps
+from onedraw.backends.torch.ops.cuda.ops import TritonOps
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import ReplayedWork, graph_caches
 from onedraw.backends.torch.runner.graph_runner import WarmUpShape, bucket_of, warm_up_shapes
 from onedraw.backends.torch.runner.stages import StageDevice
@@ -99,11 +101,13 @@ def test_a_recorder_that_holds_nothing_yet_is_used_where_it_is_given() -> None:
         def __len__(self) -> int:
             return 0
 
-    class Records(TorchOps):
-        records = True
+    class Capturable(TorchOps):
+        @property
+        def capture(self) -> CaptureOps:
+            return TritonOps(torch.device("cpu"))
 
     cpu, given = torch.device("cpu"), Empty()
-    stage_devices = [StageDevice(cpu, Records(cpu), 1), StageDevice(cpu, TorchOps(cpu), 2), StageDevice(cpu, Records(cpu))]
+    stage_devices = [StageDevice(cpu, Capturable(cpu), 1), StageDevice(cpu, TorchOps(cpu), 2), StageDevice(cpu, Capturable(cpu))]
     assert graph_caches(stage_devices, given) == [given, None, given]
     own = graph_caches(stage_devices, None)
     assert own[0] is own[2] is not None

@@ -79,7 +79,7 @@ def test_sums_that_recorded_turns_hold_stay_where_they_are() -> None:
 def test_two_engines_on_one_device_share_no_workspace(kernel: _Recorded) -> None:
     """Each may be in the middle of a product when the other begins one."""
     tensors = [random_tensor("w", (128, 512), "Q4_K", np.random.default_rng(0))]
-    engines = [PackedOps(CPU, torch.float16).stored(tensors, bias=None, pad=1, pad_columns=1) for _ in range(2)]
+    engines = [PackedOps(CPU, torch.float16).packed_linear(tensors, bias=None, pad=1, pad_columns=1) for _ in range(2)]
     rooms = []
     for made in engines:
         assert made is not None

@@ -20,7 +20,7 @@ from onedraw.backends.torch.model.layer import Layer, load_layer, rope_tables, r
 from onedraw.backends.torch.model.mixers import AttentionMixer
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.model.weight_loader import WeightLoader
-from onedraw.backends.torch.ops.base import Preparation
+from onedraw.backends.torch.ops.base import PreparedInputs
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.backends.torch.state.kv_pages import PageStore
@@ -124,12 +124,12 @@ class DflashDrafter:
         found = dict(zip(self.captures, (feature.index_select(0, index) for feature in features), strict=True))
         joined = torch.cat([found[layer] for layer in self._spec.target_layers], dim=1).to(self._target.dtype)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
-        preparation = Preparation(self._ops, placed, self._ropes)
+        prepared = PreparedInputs(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self.state.stores, strict=True):
-            own, mixer, prepared = layer.mixer, layer.spec.attention, preparation.of(layer.spec.attention)
+            own, mixer = layer.mixer, layer.spec.attention
             assert isinstance(own, AttentionMixer)
             assert isinstance(store, PageStore)
-            self._ops.remember(linear(context), prepared, spec=mixer, store=store, k_norm=own.k_norm, eps=self._spec.eps)
+            prepared.attention(mixer).write(linear(context), spec=mixer, store=store, k_norm=own.k_norm, eps=self._spec.eps)
 
     # ------------------------------------------------------------------ block
 
@@ -154,10 +154,9 @@ class DflashDrafter:
             for causal in set(self._spec.causal_in_block)
         }
         x = self._embed(next(iter(placed.values())).tokens)
-        preparations = {causal: Preparation(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
+        prepared = {causal: PreparedInputs(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
         for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self.state.stores, strict=True):
-            prepared = preparations[causal].of(layer.spec.attention)
-            x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared, eps=self._spec.eps)
+            x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared[causal], eps=self._spec.eps)
         x = self._ops.rms_norm(x, self._norm, self._spec.eps)
         slots = [span.first + slot for span in spans for slot in range(1, span.count)]
         padding = self._layout.rule.padded(len(slots)) - len(slots)

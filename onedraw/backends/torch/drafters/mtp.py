@@ -12,7 +12,7 @@ from torch import Tensor
 from onedraw.backends.torch.model.layer import load_layer, rope_tables, run_layer
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.model.weight_loader import WeightLoader
-from onedraw.backends.torch.ops.base import Preparation
+from onedraw.backends.torch.ops.base import PreparedInputs
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs
 from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.mtp import MtpSpec, MtpWeights
@@ -40,7 +40,7 @@ class MtpHead:
         ops, eps = self.transformer.ops, self._spec.eps
         embedded = ops.rms_norm(self.transformer.embed(inputs.tokens), self._embed_norm, eps)
         joined = torch.cat([embedded, ops.rms_norm(before, self._hidden_norm, eps)], dim=1)  # [T, 2E]
-        prepared = Preparation(ops, inputs, self._ropes).of(self._spec.layer.mixer)
+        prepared = PreparedInputs(ops, inputs, self._ropes)
         x = run_layer(self._fc(joined), self._layer, ops=ops, store=self.state.stores[0], prepared=prepared, eps=eps)
         return ops.rms_norm(x, self._norm, eps)
 

@@ -62,9 +62,9 @@ def load_embed_and_head(
     spec: ModelSpec, source: WeightSource, first: StageDevice, last: StageDevice, *, dtype: torch.dtype
 ) -> EmbedAndHead:
     loader = WeightLoader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
-    looks_up = first.ops.looks_up and last.ops.looks_up
-    stored = None if looks_up else first.ops.table(source.tensor(None, "embed"))
-    table = None if looks_up or stored is not None else loader.kept(None, "embed", pad=LANE)  # [V', E]
+    reads_rows = first.ops.reads_weight_rows and last.ops.reads_weight_rows
+    stored = None if reads_rows else first.ops.packed_table(source.tensor(None, "embed"))
+    table = None if reads_rows or stored is not None else loader.kept(None, "embed", pad=LANE)  # [V', E]
     input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
     loader = WeightLoader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
     norm = loader.norm(None, "norm")

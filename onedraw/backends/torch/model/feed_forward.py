@@ -22,7 +22,7 @@ class Mlp:
     """down(act(gate) * up). Padding adds zero rows and columns whose products are exact zeros."""
 
     gate_up: Linear
-    opening: GatedProduct | None  # the same product with the gate behind it, where there is such an operation
+    gated_product: GatedProduct | None  # the same product with the activation fused, where there is such an operation
     down: Linear
     activation: Activation
 
@@ -36,10 +36,10 @@ class Mlp:
             bias=loader.kept(index, f"{gate}_bias", f"{up}_bias", pad=LANE) if spec.bias else None,
             pad=LANE,
         )
-        opening = loader.ops.opening(gate_up, spec.activation)
+        gated_product = loader.ops.gated_product(gate_up, spec.activation)
         return Mlp(
-            gate_up=opening if isinstance(opening, Linear) else gate_up,
-            opening=opening,
+            gate_up=gated_product if isinstance(gated_product, Linear) else gate_up,
+            gated_product=gated_product,
             down=loader.linear(index, down, bias=loader.kept(index, f"{down}_bias") if spec.bias else None, pad_columns=LANE),
             activation=spec.activation,
         )
@@ -49,14 +49,14 @@ class Mlp:
         return [self.gate_up, self.down]
 
     def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        return self.down(self._opened(h, ops))
+        return self.down(self._gated(h, ops))
 
     def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
         """The same plus the residual."""
-        return self.down.added(self._opened(h, ops), residual)
+        return self.down.added(self._gated(h, ops), residual)
 
-    def _opened(self, h: Tensor, ops: Ops) -> Tensor:
-        return ops.gated(self.gate_up(h), self.activation) if self.opening is None else self.opening.opened(h)
+    def _gated(self, h: Tensor, ops: Ops) -> Tensor:
+        return ops.gated(self.gate_up(h), self.activation) if self.gated_product is None else self.gated_product.gated(h)
 
 
 @dataclass(frozen=True, slots=True)

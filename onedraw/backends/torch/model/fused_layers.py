@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.model.feed_forward import Mlp
 from onedraw.backends.torch.model.mixers import AttentionMixer
-from onedraw.backends.torch.ops.base import DenseLayer, Fused, Ops, Preparation
+from onedraw.backends.torch.ops.base import DenseLayer, FusedLayers, Ops, PreparedInputs
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.model_state import ModelState
 
@@ -52,7 +52,7 @@ class LayerRun:
 
     start: int
     stop: int
-    fused: Fused | None
+    fused: FusedLayers | None
 
 
 def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
@@ -66,12 +66,12 @@ def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerR
 
 
 def run_fused(
-    fused: Fused, span: range, x: Tensor, stage: Stage, state: ModelState, preparation: Preparation, watch: LayerProbe
+    fused: FusedLayers, span: range, x: Tensor, stage: Stage, state: ModelState, prepared: PreparedInputs, watch: LayerProbe
 ) -> Tensor:
     """Layers `span` of a stage in one operation."""
-    prepared = [preparation.of(stage.layers[index].spec.mixer) for index in span]
+    inputs = [prepared.attention(stage.layers[index].spec.attention) for index in span]
     stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
     kept = [index - stage.start - span.start for index in watch.captures if index - stage.start in span]
-    outputs = fused(x, prepared, stores, kept)
+    outputs = fused(x, inputs, stores, kept)
     watch.features.extend(outputs[index] for index in sorted(kept))
     return outputs[len(span) - 1]

@@ -8,7 +8,6 @@ own, a factor) is a field that may be None.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from onedraw.backends.torch.model.feed_forward import FeedForward, MixtureOfExpe
 from onedraw.backends.torch.model.fused_layers import dense_layer
 from onedraw.backends.torch.model.mixers import Mixer, load_mixer
 from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
-from onedraw.backends.torch.ops.base import Fused, Ops
+from onedraw.backends.torch.ops.base import FusedLayers, Ops, PreparedInputs
 from onedraw.backends.torch.ops.plain.elementwise import activated
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
@@ -65,7 +64,7 @@ class Layer:
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
     dtype: torch.dtype  # of its products; the residual stream may have another
-    fused: Fused | None = None  # all of it in one operation
+    fused: FusedLayers | None = None  # all of it in one operation
 
     @property
     def linears(self) -> list[Linear]:
@@ -105,12 +104,12 @@ def load_layer(index: int, spec: LayerSpec, loader: WeightLoader, ops: Ops, eps:
 
 
 def run_layer(
-    x: Tensor, layer: Layer, *, ops: Ops, store: LayerStore, prepared: Any, eps: float, own_input: Tensor | None = None
+    x: Tensor, layer: Layer, *, ops: Ops, store: LayerStore, prepared: PreparedInputs, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
     """One layer over the turn's tokens: x [T, E] → [T, E]. own_input [T, width] where the layer has one."""
     if layer.fused is not None:
         assert isinstance(store, PageStore)
-        return layer.fused(x, [prepared], [store])[0]
+        return layer.fused(x, [prepared.attention(layer.spec.attention)], [store])[0]
     h = ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype)
     if layer.post_attn_norm is None:
         x = layer.mixer(h, prepared, store, ops, x)

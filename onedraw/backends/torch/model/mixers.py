@@ -7,13 +7,12 @@ sum with it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.torch.model.weight_loader import WeightLoader
-from onedraw.backends.torch.ops.base import Ops
+from onedraw.backends.torch.ops.base import Ops, PreparedInputs
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.state.kv_pages import PageStore
@@ -53,15 +52,17 @@ class AttentionMixer:
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out]
 
-    def __call__(self, h: Tensor, prepared: Any, store: LayerStore, ops: Ops, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, h: Tensor, prepared: PreparedInputs, store: LayerStore, ops: Ops, residual: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(store, PageStore)
         spec = self.spec
         qkv = self.qkv(h)  # [T, (H + 2K) * D + gate]
         gate = qkv[:, qkv.shape[1] - spec.gate_width :]
-        mixed = ops.attention(
-            qkv, prepared, spec=spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
+        mixed = prepared.attention(spec).attend(
+            qkv, spec=spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
         )  # [T, H * D]
-        mixed = mixed if spec.gate is None else ops.opened(mixed, gate, spec.gate)
+        mixed = mixed if spec.gate is None else ops.apply_gate(mixed, gate, spec.gate)
         return self.out(mixed) if residual is None else self.out.added(mixed, residual)
 
 
@@ -74,7 +75,7 @@ class DeltaMixer:
 
     @staticmethod
     def load(index: int, spec: DeltaSpec, loader: WeightLoader, eps: float) -> DeltaMixer:
-        loader.ops.require(spec)
+        loader.ops.check_supported(spec)
         return DeltaMixer(
             spec=spec,
             projections=loader.linear(index, "delta_qkv", "delta_z", "delta_a", "delta_b"),
@@ -92,9 +93,11 @@ class DeltaMixer:
     def linears(self) -> list[Linear]:
         return [self.projections, self.out]
 
-    def __call__(self, h: Tensor, prepared: Any, store: LayerStore, ops: Ops, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, h: Tensor, prepared: PreparedInputs, store: LayerStore, ops: Ops, residual: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(store, LaneStore)
-        mixed = ops.delta(self.projections(h), prepared, weights=self.weights, store=store).to(h.dtype)
+        mixed = prepared.delta(self.spec).run(self.projections(h), weights=self.weights, store=store).to(h.dtype)
         return self.out(mixed) if residual is None else self.out.added(mixed, residual)
 
 

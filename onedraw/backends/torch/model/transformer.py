@@ -17,7 +17,7 @@ from onedraw.backends.placement import MIN_STAGING_ROWS
 from onedraw.backends.torch.model.embed_and_head import load_embed_and_head
 from onedraw.backends.torch.model.fused_layers import run_fused
 from onedraw.backends.torch.model.layer import Layer, run_layer
-from onedraw.backends.torch.ops.base import Ops, Preparation
+from onedraw.backends.torch.ops.base import Ops, PreparedInputs
 from onedraw.backends.torch.ops.plain.elementwise import softcapped
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
@@ -25,7 +25,7 @@ from onedraw.backends.torch.runner.stage_boundary import StageBoundary, current_
 from onedraw.backends.torch.runner.stages import Stage, StageDevice, load_stage, stage_boundary
 from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.source import WeightSource
-from onedraw.models.spec import ModelSpec
+from onedraw.models.spec import DeltaSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StageInputs:
 
     tokens: Tensor
     own_rows: Tensor | None  # of the layers' own inputs
-    preparation: Preparation
+    prepared: PreparedInputs
 
 
 class Transformer:
@@ -141,12 +141,12 @@ class Transformer:
     def prepare(self, inputs: Inputs, number: int) -> StageInputs:
         """All that the host has to say about a turn in one stage. What `pass_stage` does with it reads the device alone."""
         stage = self.stages[number]
-        preparation = Preparation(stage.ops, inputs, stage.ropes)
+        prepared = PreparedInputs(stage.ops, inputs, stage.ropes)
         tokens = inputs.tokens  # first: see `steady.py`
         own_rows = None if self._input_table is None or number else self._input_table.rows(inputs)
         for mixer in stage.mixers:
-            preparation.of(mixer)
-        return StageInputs(tokens, own_rows, preparation)
+            prepared.delta(mixer) if isinstance(mixer, DeltaSpec) else prepared.attention(mixer)
+        return StageInputs(tokens, own_rows, prepared)
 
     def pass_stage(
         self, number: int, ready: StageInputs, entered: ResidualStream | None, state: ModelState, *, watch: LayerProbe = NOTHING
@@ -154,7 +154,7 @@ class Transformer:
         """A turn that was prepared through one stage. What comes into it has crossed already; None: the first embeds."""
         stage = self.stages[number]
         stream = self._enter(ready.tokens, ready.own_rows, None) if entered is None else entered
-        return self._passed(stage, stream, ready.preparation, state, watch)
+        return self._passed(stage, stream, ready.prepared, state, watch)
 
     def enter(self, inputs: Inputs, *, depth: int | None = None) -> ResidualStream:
         """On the first stage."""
@@ -174,17 +174,17 @@ class Transformer:
         with current_device(stage.device):
             if stage.entrance is not None:
                 stream = ResidualStream(*stage.entrance.cross(stream.x, stream.own, len(inputs.host_tokens)), stream.left)
-            preparation = Preparation(stage.ops, inputs.on(stage.device), stage.ropes)
-            stream = self._passed(stage, stream, preparation, state, watch)
+            prepared = PreparedInputs(stage.ops, inputs.on(stage.device), stage.ropes)
+            stream = self._passed(stage, stream, prepared, state, watch)
             if stage.entrance is not None and stream.own is not None:
                 stream = replace(stream, own=stream.own.clone())  # the next turn may cross before this one goes on
         watch.features[seen:] = [feature.to(self.device) for feature in watch.features[seen:]]
         return stream
 
     def _passed(
-        self, stage: Stage, stream: ResidualStream, preparation: Preparation, state: ModelState, watch: LayerProbe
+        self, stage: Stage, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, watch: LayerProbe
     ) -> ResidualStream:
-        x = self._run(stage, stream.x, stream.own, preparation, state, count=stream.left, watch=watch)
+        x = self._run(stage, stream.x, stream.own, prepared, state, count=stream.left, watch=watch)
         own = None if stream.own is None else stream.own[:, len(stage.layers) :]
         return ResidualStream(x, own, max(stream.left - len(stage.layers), 0))
 
@@ -198,7 +198,7 @@ class Transformer:
         stage: Stage,
         x: Tensor,
         own: Tensor | None,
-        preparation: Preparation,
+        prepared: PreparedInputs,
         state: ModelState,
         *,
         count: int,
@@ -209,11 +209,10 @@ class Transformer:
         for run in stage.runs:
             span = range(run.start, min(run.stop, count))
             if run.fused is not None and watch.finite is None and span:
-                x = run_fused(run.fused, span, x, stage, state, preparation, watch)
+                x = run_fused(run.fused, span, x, stage, state, prepared, watch)
                 continue
             for index in span:
                 layer, own_input = stage.layers[index], None if own is None else own[:, index]
-                prepared = preparation.of(layer.spec.mixer)
                 store = state.stores[index]
                 x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
                 if stage.start + index in watch.captures:

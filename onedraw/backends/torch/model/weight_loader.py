@@ -75,7 +75,7 @@ class WeightLoader:
     def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
         """The product of matrices joined by rows: as they are stored where the operations take them so."""
         tensors = [self._source.tensor(layer, name) for name in names]
-        found = self.ops.stored(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
+        found = self.ops.packed_linear(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
         return found or self.ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
 
     def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
@@ -86,11 +86,11 @@ class WeightLoader:
     def bank(self, layer: int, activation: Activation) -> ExpertBank:
         """The experts of a layer, as they are stored where the operations take them so."""
         gate, up, down = (self._source.tensor(layer, name) for name in ("expert_gate", "expert_up", "expert_down"))
-        found = self.ops.stored_bank([gate, up], down, activation)
+        found = self.ops.packed_expert_bank([gate, up], down, activation)
         if found is not None:
             return found
         first = self.experts(layer, "expert_gate", "expert_up", pad=LANE)
-        return self.ops.bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
+        return self.ops.expert_bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
 
     def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
         """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""

@@ -1,115 +1,175 @@
-"""What a stack asks of a device: products, norms, activations, attention, delta states. `TorchOps` answers with plain torch.
+"""The operations that a model needs of a device: `Ops` is Products, Attention, Delta, Experts, Sampling, and one commit.
 
-In: tensors. Out: tensors whose rows do not depend on each other. Kernels answer the same questions faster
-(`kernels/cpu.py`); their bits are their own, so a fingerprint names which of them computed.
+In: tensors. Out: tensors in which no row depends on another row. `ops/plain` implements all of them in torch, `ops/cpu` in C,
+`ops/cuda` in Triton and CUDA. Implementations may round differently, so a fingerprint names the one that computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.ops.plain import delta as plain_delta
-from onedraw.backends.torch.ops.plain.attention import TileGroup, attend, store_rows
-from onedraw.backends.torch.ops.plain.attention_tiles import tile_groups
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
-from onedraw.backends.torch.ops.plain.elementwise import gated, times_gate
-from onedraw.backends.torch.ops.plain.experts import ExpertBank, PlainExpertBank, choose_experts, join_shared
-from onedraw.backends.torch.ops.plain.linear import Linear, RowRule, default_rule
-from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm, rotate
-from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.ops.plain.experts import ExpertBank
+from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.runner.inputs import Bucket, Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.state.kv_pages import PageStore, write_places
-from onedraw.backends.torch.state.recurrent_spans import RecurrentSpans, recurrent_spans
-from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
+from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.model_state import KeptPath, ModelState
+from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec, RopeSpec
+from onedraw.sampling.verify import kept
+from onedraw.types import Draft, Row
 
 
-class Ops(Protocol):
-    @property
-    def name(self) -> str: ...
+@dataclass(frozen=True, slots=True)
+class KernelChoices:
+    """Choices of an implementation that decide about rounding, so that a backend's identity names them. None: it has none."""
+
+    tile_heights: tuple[int, ...] | None = None
+    first_split: int | None = None
+    norm_warps: int | None = None
+
+    def texts(self) -> list[str]:
+        named = {"tile_heights": self.tile_heights, "first_split": self.first_split, "norm_warps": self.norm_warps}
+        return [f"{name} {'' if value is None else value}" for name, value in named.items()]
+
+
+class Products(Protocol):
+    """Matrix products, norms and activations."""
 
     @property
     def rule(self) -> RowRule:
-        """How rows must be offered to the products."""
+        """How many rows a product must be given."""
+        ...
+
+    @property
+    def reads_weight_rows(self) -> bool:
+        """Whether rows of a weight can be read back from a product (`Linear.rows`)."""
         ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
-    def stored(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
-        """A product of weights as they are stored, side by side; None where products want float tensors.
+    def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
+        """A product of quantized weights in their blocks, joined by rows; None where products need float tensors.
 
-        Each weight has zero rows up to a multiple of `pad`; a row that is offered is padded to a multiple of `pad_columns`.
+        Each weight has zero rows up to a multiple of `pad`; an input row is padded to a multiple of `pad_columns`.
         """
         ...
 
-    def stored_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> ExpertBank | None:
-        """Experts from stacks of matrices as they are stored; None where `bank` is to have float tensors."""
-        ...
-
-    def table(self, tensor: LazyTensor) -> Linear | None:
-        """A weight as it is stored, to be looked up on this device (`Linear.rows`) and perhaps multiplied with; None where a
-        float table is wanted."""
-        ...
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether rows of a weight can be read where a product has it (`Linear.rows`)."""
-        ...
-
-    @property
-    def records(self) -> bool:
-        """Whether a steady turn's work reads device memory alone, so that it may be recorded (`steady.py`)."""
-        ...
-
-    def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
-        """Neighbouring dense layers as one operation with the bits of its parts; None where there is no such operation."""
+    def packed_table(self, tensor: LazyTensor) -> Linear | None:
+        """A quantized embedding in its blocks, for `Linear.rows` and perhaps for products; None where a float table is needed."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """A weight in float32 meets the normed numbers before they are rounded, one in x's dtype after."""
+        """A float32 weight is applied before rounding to x's dtype, one in x's dtype after it."""
         ...
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
-
-    def opening(self, gate_up: Linear, activation: Activation) -> GatedProduct | None:
-        """The product and `gated` behind it as one operation with their bits, which takes the product's place; None where
-        there is no such operation."""
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up of [T, 2F], gate first: [T, F]."""
         ...
 
-    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+    def gated_product(self, gate_up: Linear, activation: Activation) -> GatedProduct | None:
+        """`gated_product(x) == gated(gate_up(x))` in one operation that replaces the product; None where there is none."""
+        ...
+
+    def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         """x [T, W] times the gate [T, W], or [T, W / n] with one number for n neighbours."""
         ...
 
-    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> ExpertBank:
+    def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+        """Numbers of rows from which other kernels than those of the products take over; the self-check compares across them."""
+        ...
+
+
+class Attention(Protocol):
+    def prepare_attention(self, inputs: Inputs, spec: AttentionSpec, rope_table: Tensor) -> AttentionInputs:
+        """What layers of one kind read alike in one step. rope_table: cos and sin, [positions, 2, d/2]."""
+        ...
+
+    def fuse(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
+        """Neighbouring dense layers as one operation with the same bits; None where there is no such operation."""
+        ...
+
+
+class Delta(Protocol):
+    def check_supported(self, spec: DeltaSpec) -> None:
+        """Raises UnsupportedModel where such a layer cannot be computed. Called before its weights are read."""
+        ...
+
+    def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> DeltaInputs:
+        """What delta layers of one kind read alike in one step."""
+        ...
+
+
+class Experts(Protocol):
+    def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> ExpertBank:
         """Experts from their matrices: [2F, E] and [E, F] of each."""
+        ...
+
+    def packed_expert_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> ExpertBank | None:
+        """Experts from stacks of quantized matrices in their blocks; None where `expert_bank` needs float tensors."""
         ...
 
     def choose_experts(
         self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `experts.choose_experts`."""
+        """As `plain.experts.choose_experts`."""
         ...
 
     def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-        """As `experts.join_shared`."""
+        """As `plain.experts.join_shared`."""
         ...
 
+
+class Sampling(Protocol):
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler: ...
 
-    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> Any:
-        """What layers of one kind read alike in one turn, for `attention`. turns: the rope table [positions, 2, d/2]."""
+
+class Ops(Products, Attention, Delta, Experts, Sampling, Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def choices(self) -> KernelChoices: ...
+
+    @property
+    def capture(self) -> CaptureOps | None:
+        """What capturing a step as CUDA graphs needs; None where a step of these operations reads host memory."""
         ...
 
-    def attention(
+    def commit(self, state: ModelState, drafts: DraftCommit) -> None:
+        """Make kept drafts part of the state: keys and values of a tree's path move to the slots of their positions, recurrent
+        state advances from the rollback buffer to its lane."""
+        ...
+
+
+class CaptureOps(Protocol):
+    """Tokens that stay on the device between steps. `last` [lanes + 1]: the token that each lane sampled last, and of padding."""
+
+    def resolve_tokens(self, tokens: Tensor, last: Tensor) -> Tensor:
+        """All tokens of a step: a token of -1 - lane is replaced by that lane's last one."""
+        ...
+
+    def keep_last_tokens(self, samples: Tensor, lanes: Tensor, last: Tensor) -> None:
+        """last[lanes] = samples[:, 0]."""
+        ...
+
+
+class AttentionInputs(Protocol):
+    @property
+    def page_table(self) -> Tensor:
+        """[R, W]: the pages of each row."""
+        ...
+
+    def attend(
         self,
         qkv: Tensor,
-        prepared: Any,
         *,
         spec: AttentionSpec,
         store: PageStore,
@@ -117,50 +177,51 @@ class Ops(Protocol):
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """qkv [T, (H + 2K) * D …] → [T, H * D]; the turn's keys and values are written before any is read.
+        """qkv [T, (H + 2K) * D …] → [T, H * D]; the step's keys and values are written before any is read.
 
-        Behind q, k and v more may stand in a row. A layer that reuses another's keys has q alone, and writes nothing.
+        A row may be wider than q, k and v. A layer that reuses another's keys has q alone, and writes nothing.
         """
         ...
 
-    def remember(
-        self, kv: Tensor, prepared: Any, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float
-    ) -> None:
-        """Norm, turn and write keys and values [T, 2K * D] without attending."""
+    def write(self, kv: Tensor, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float) -> None:
+        """Norm, rotate and write keys and values [T, 2K * D] without attending."""
         ...
 
-    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """Rows of one token each from which on other kernels than those of the products serve a turn."""
+
+class DeltaInputs(Protocol):
+    def run(self, projected: Tensor, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        """projected [T, C + Hv * Dv + 2 Hv] → [T, Hv * Dv]; lanes advance, drafts are written to the rollback buffer."""
         ...
 
-    def require(self, mixer: DeltaSpec) -> None:
-        """Raises UnsupportedModel where these operations cannot compute such a layer. Asked before a weight of it is read."""
-        ...
 
-    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Any:
-        """What delta layers of one kind read alike in one turn."""
-        ...
+class PreparedInputs:
+    """The inputs of each kind of mixer in one step, prepared at first use. Owner: one pass over the layers."""
 
-    def delta(self, projected: Tensor, prepared: Any, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-        """projected [T, C + Hv * Dv + 2 Hv] → [T, Hv * Dv]; lanes move on, drafts are held in the rollback buffer."""
-        ...
+    def __init__(self, ops: Ops, inputs: Inputs, ropes: Mapping[RopeSpec, Tensor]) -> None:
+        self._ops, self._inputs, self._ropes = ops, inputs, ropes
+        self._attention: dict[AttentionSpec, AttentionInputs] = {}
+        self._delta: dict[DeltaSpec, DeltaInputs] = {}
 
-    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
-        """Bring kept drafts from the rollback buffer to their lanes."""
-        ...
+    def attention(self, spec: AttentionSpec) -> AttentionInputs:
+        if spec not in self._attention:
+            self._attention[spec] = self._ops.prepare_attention(self._inputs, spec, self._ropes[spec.rope])
+        return self._attention[spec]
+
+    def delta(self, spec: DeltaSpec) -> DeltaInputs:
+        if spec not in self._delta:
+            self._delta[spec] = self._ops.prepare_delta(self._inputs, spec)
+        return self._delta[spec]
 
 
 class GatedProduct(Protocol):
-    """A product of gate and up, opened on its way out."""
-
-    def opened(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor) -> Tensor:
         """[T, K] → [T, F]"""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """A layer that attends, then feeds forward, with nothing besides."""
+    """A layer of attention and one feed-forward, and nothing else."""
 
     spec: AttentionSpec
     attn_norm: Tensor
@@ -175,151 +236,52 @@ class DenseLayer:
     eps: float
 
 
-class Fused(Protocol):
+class FusedLayers(Protocol):
     def __call__(
-        self, x: Tensor, prepared: Sequence[Any], stores: Sequence[PageStore], kept: Sequence[int] = ()
+        self, x: Tensor, prepared: Sequence[AttentionInputs], stores: Sequence[PageStore], kept: Sequence[int] = ()
     ) -> dict[int, Tensor]:
-        """Run the first layers, as many as are prepared: x [T, E] → what the last of them and the `kept` ones give."""
+        """Run the first len(prepared) layers: x [T, E] → outputs of the last of them and of those in `kept`."""
         ...
 
 
-class Preparation:
-    """`Ops.prepare` once per kind of mixer in one turn. Owner: the pass over the layers that made it."""
+@dataclass(frozen=True, slots=True)
+class HostCommit:
+    """A commit of drafts that were verified on the host."""
 
-    def __init__(self, ops: Ops, inputs: Inputs, ropes: Mapping[RopeSpec, Tensor]) -> None:
-        self._ops, self._inputs, self._ropes = ops, inputs, ropes
-        self._found: dict[AttentionSpec | DeltaSpec, Any] = {}
+    rows: Sequence[Row]
+    kept: Sequence[Sequence[int]]  # per row, indices of its kept drafts in order of position
+    rollback_start: int  # the step's first slot of the rollback buffer
 
-    def of(self, mixer: AttentionSpec | DeltaSpec) -> Any:
-        if mixer not in self._found:
-            if isinstance(mixer, DeltaSpec):
-                self._found[mixer] = self._ops.prepare_delta(self._inputs, mixer)
-            else:
-                self._found[mixer] = self._ops.prepare(self._inputs, mixer, self._ropes[mixer.rope])
-        return self._found[mixer]
+    def paths(self, state: ModelState) -> list[KeptPath]:
+        start, found = self.rollback_start, []
+        for row, path in zip(self.rows, self.kept, strict=True):
+            found.append(KeptPath(row.lane, start, row.stop, tuple(path), row.pages))
+            start += len(row.drafts)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
-class TorchAttentionInputs:
-    turn: Tensor  # [T, 2, d/2] cos and sin
-    places: Tensor  # [T * K]
-    groups: list[TileGroup]
-    rows: list[Tensor]
+class DeviceCommit:
+    """A commit of drafts that are verified on the device, without a copy to the host."""
+
+    samples: Tensor  # [T] sampled after each token
+    tokens: Tensor  # [T]
+    parents: Tensor  # [T] of drafts
+    rows: Tensor  # [R, 5]: first token, tokens, lane, first slot of the rollback buffer, slot of the first draft
+    bucket: Bucket
+    page_tables: Mapping[AttentionSpec, Tensor]
+
+    def paths(self, state: ModelState) -> list[KeptPath]:
+        """The same by a copy to the host, for operations that have no kernel for it."""
+        samples, tokens, parents = self.samples.tolist(), self.tokens.tolist(), self.parents.tolist()
+        tables = {state.group(spec): table.tolist() for spec, table in self.page_tables.items()}
+        groups = range(len(state.sizes.pages))
+        found = []
+        for number, (first, count, lane, start, stop) in enumerate(self.rows.tolist()):
+            drafts = [Draft(tokens[i], parents[i]) for i in range(first + 1, first + count)]
+            path = kept(drafts, samples[first : first + count])
+            found.append(KeptPath(lane, start, stop, path, tuple(tables[g][number] if g in tables else () for g in groups)))
+        return found
 
 
-class FloatOps:
-    """What operations that want weights as float tensors say to the questions about stored ones."""
-
-    looks_up = False
-    records = False
-
-    def stored(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
-        return None
-
-    def stored_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> ExpertBank | None:
-        return None
-
-    def table(self, tensor: LazyTensor) -> Linear | None:
-        return None
-
-    def choose_experts(
-        self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return choose_experts(logits, spec, bias=bias, factors=factors)
-
-    def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-        return join_shared(out, always, gate, residual)
-
-    def fuse(self, layers: Sequence[DenseLayer]) -> Fused | None:
-        return None
-
-    def opening(self, gate_up: Linear, activation: Activation) -> GatedProduct | None:
-        return None
-
-    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        return ()
-
-    def require(self, mixer: DeltaSpec) -> None:
-        return
-
-
-class TorchOps(FloatOps):
-    """Plain torch operations on a CPU or a CUDA device. `obey` and `tile_heights` are set by the self-check."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.name = f"{device.type}-torch"
-        self.rule = default_rule(device)
-        self.tile_heights: tuple[int, ...] = (4, 16) if device.type == "cpu" else (16,)
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return Linear(weight, bias=bias, rule=self.rule)
-
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return gated(gate_up, activation)
-
-    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
-        return times_gate(x, gate, kind)
-
-    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainExpertBank:
-        return PlainExpertBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
-
-    def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
-        return Sampler(vocab=vocab, lanes=lanes, device=device)
-
-    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> TorchAttentionInputs:
-        groups = tile_groups(inputs, window=mixer.window, heights=self.tile_heights)
-        pages = inputs.tables[inputs.group(mixer.window)][inputs.rows, inputs.slots // inputs.page_size]
-        slots = inputs.slots % inputs.page_size
-        return TorchAttentionInputs(
-            turn=turns.index_select(0, inputs.positions),
-            places=write_places(pages, slots, kv_heads=mixer.kv_heads, page_size=inputs.page_size),
-            groups=groups,
-            rows=[store_rows(group, kv_heads=mixer.kv_heads, page_size=inputs.page_size) for group in groups],
-        )
-
-    def attention(
-        self,
-        qkv: Tensor,
-        prepared: TorchAttentionInputs,
-        *,
-        spec: AttentionSpec,
-        store: PageStore,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        width = spec.heads * spec.head_dim
-        q = qkv[:, :width].reshape(len(qkv), spec.heads, spec.head_dim)
-        q = rotate(q if q_norm is None else rms_norm(q, q_norm, eps), prepared.turn)
-        if spec.reuses is None:
-            self.remember(qkv[:, width:], prepared, spec=spec, store=store, k_norm=k_norm, eps=eps)
-        return attend(q, store, groups=prepared.groups, rows=prepared.rows, spec=spec)
-
-    def remember(
-        self,
-        kv: Tensor,
-        prepared: TorchAttentionInputs,
-        *,
-        spec: AttentionSpec,
-        store: PageStore,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> None:
-        width = spec.kv_heads * spec.head_dim
-        keys = kv[:, :width].reshape(len(kv), spec.kv_heads, spec.head_dim)
-        values = keys if spec.keys_as_values else kv[:, width : 2 * width].reshape(keys.shape)
-        values = rms_norm(values, None, eps) if spec.v_norm else values
-        keys = keys if k_norm is None else rms_norm(keys, k_norm, eps)
-        store.write(rotate(keys, prepared.turn), values, prepared.places)
-
-    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> RecurrentSpans:
-        return recurrent_spans(inputs, conv=mixer.conv)
-
-    def delta(self, projected: Tensor, prepared: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-        return plain_delta.delta(projected, prepared, weights=weights, store=store).to(projected.dtype)
-
-    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
-        plain_delta.commit(store, kept)
+DraftCommit = HostCommit | DeviceCommit

@@ -134,9 +134,11 @@ class CudaGraphs:
 def graph_caches(stage_devices: Sequence[StageDevice], given: GraphCache | None = None) -> list[GraphCache | None]:
     """One per device, for the stages that record."""
     made: dict[torch.device, GraphCache] = {}
-    for device, stages in Counter(stage_device.device for stage_device in stage_devices if stage_device.ops.records).items():
+    for device, stages in Counter(
+        stage_device.device for stage_device in stage_devices if stage_device.ops.capture is not None
+    ).items():
         made[device] = CudaGraphs(device, (stages + 1) * MOST) if device.type == "cuda" else NoCapture()
     return [
-        None if not stage_device.ops.records else made[stage_device.device] if given is None else given
+        None if stage_device.ops.capture is None else made[stage_device.device] if given is None else given
         for stage_device in stage_devices
     ]

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,9 @@ from onedraw.backends.torch.runner.graph_segment import NOTHING, GraphStage, Gra
 from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Inputs, Span, fed_inputs
 from onedraw.backends.torch.runner.stage_boundary import current_device
 from onedraw.backends.torch.runner.staging_buffers import Array, DirectStaging, Staging, StagingBuffer, StagingBufferFull
+from onedraw.backends.torch.sampling.sampler import Sampler, SamplingInputs
 from onedraw.sampling.verify import draft_prefixes
 from onedraw.types import PENDING_TOKEN, Draft, History, Plan, Row, SamplingParams
-
-if TYPE_CHECKING:
-    from onedraw.backends.torch.ops.cuda.sampler import Choosing
 
 STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row
 LEAST_REACH = 512  # positions
@@ -98,7 +96,7 @@ class Asked:
 
     positions: list[SamplingPosition]
     lanes: Tensor  # [T], of single tokens
-    choosing: Choosing
+    sampling: SamplingInputs
     signature: Hashable | None
 
 
@@ -160,15 +158,18 @@ class GraphRunner:
         self,
         model: Transformer,
         parts: Sequence[GraphStage],
-        sampler: Any,
+        sampler: Sampler,
         layout: InputLayout,
         *,
         lanes: int,
         max_in_flight: int = 1,
     ) -> None:
-        self._model, self._sampler, self._layout = model, sampler, layout
+        self._model, self._layout = model, layout
+        capture, capturable = model.ops.capture, sampler.capturable
+        assert capture is not None, "the last stage samples in a captured step"
+        assert capturable is not None, "the last stage samples in a captured step"
+        self._capture, self._sampler = capture, capturable
         self._parts = list(parts)
-        self._ops: Any = model.ops
         self._recurrent = model.spec.recurrent
         self._lanes = lanes
         # What each lane chose last, padding has one more: where it is chosen, and where the next turn begins.
@@ -210,7 +211,7 @@ class GraphRunner:
         with current_device(self._parts[-1].device):
             worked = self._taken(stream.x, answers, seen)
         for part, own, signature in zip(self._parts[:-1], laid.parts, signatures):
-            part.settle_late(signature, own, worked.answers)
+            part.commit_late(signature, own, worked.answers)
         with current_device(self._parts[-1].device):
             if self._next is not self._last and self._tickets == 1:  # else nobody awaits a token, and devices would wait for it
                 self._next.copy_(self._last)
@@ -269,13 +270,13 @@ class GraphRunner:
         with current_device(self._parts[-1].device):
             try:
                 arena.begin()
-                lanes, choosing = self._wished(laid, positions, arena)
-                return Asked(positions, lanes, choosing, arena.send())
+                lanes, sampling = self._wished(laid, positions, arena)
+                return Asked(positions, lanes, sampling, arena.send())
             except StagingBufferFull:
-                lanes, choosing = self._wished(laid, positions, DirectStaging(arena.device))
-                return Asked(positions, lanes, choosing, None)
+                lanes, sampling = self._wished(laid, positions, DirectStaging(arena.device))
+                return Asked(positions, lanes, sampling, None)
 
-    def _wished(self, laid: Laid, positions: list[SamplingPosition], staging: Staging) -> tuple[Tensor, Choosing]:
+    def _wished(self, laid: Laid, positions: list[SamplingPosition], staging: Staging) -> tuple[Tensor, SamplingInputs]:
         bucket = laid.bucket
         lanes = staging.put(_lane_words(laid.plan, bucket, self._lanes) if bucket.longest == 1 else NOTHING)
         staging.note(bucket.tokens)
@@ -304,11 +305,11 @@ class GraphRunner:
         """Choose, and bring the last stage's kept drafts home."""
         single = laid.bucket.longest == 1
         scores = lambda rows: self._model.scores(hidden[rows])  # noqa: E731
-        answers: Tensor = self._sampler.chosen(scores, asked.choosing, self._last if single else None)
+        answers: Tensor = asked.sampling.sample(scores, self._last if single else None)
         if single:
-            self._ops.leave(answers, asked.lanes, self._last)
+            self._capture.keep_last_tokens(answers, asked.lanes, self._last)
         else:
-            self._parts[-1].settle(laid.parts[-1], answers[:, 0].contiguous())
+            self._parts[-1].commit(laid.parts[-1], answers[:, 0].contiguous())
         return answers
 
 

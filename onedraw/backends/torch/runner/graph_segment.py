@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream, StageInputs, Transformer
+from onedraw.backends.torch.ops.base import DeviceCommit
 from onedraw.backends.torch.runner.cuda_graphs import GraphCache
 from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Inputs, fed_inputs
 from onedraw.backends.torch.runner.stage_boundary import current_device
@@ -62,10 +63,12 @@ class GraphStage:
         stage = model.stages[number]
         self.device = stage.device
         self._model, self._number, self._state, self._recorder = model, number, state, recorder
-        self._ops: Any = stage.ops
+        capture = stage.ops.capture
+        assert capture is not None, "stages without capture run eagerly"
+        self._ops, self._capture = stage.ops, capture
         self._lock = lock
         self.arena = StagingBuffer(stage.device, ARENA_BYTES, sides=sides)
-        self._chosen = torch.zeros(tokens, dtype=torch.int64, device=stage.device)
+        self._samples = torch.zeros(tokens, dtype=torch.int64, device=stage.device)
         # Turns that run kernel by kernel, perhaps on threads of their own, have the stage's own entrance.
         self._entrance = None if number == 0 else model.boundary(number, rows=tokens)
 
@@ -99,7 +102,7 @@ class GraphStage:
         self, laid: GraphStageInputs, entered: ResidualStream | None, last: Tensor | None, watch: LayerProbe
     ) -> ResidualStream:
         """`last`: what each lane chose last, where tokens may await it."""
-        ready = laid.ready if last is None else replace(laid.ready, tokens=self._ops.awaited(laid.ready.tokens, last))
+        ready = laid.ready if last is None else replace(laid.ready, tokens=self._capture.resolve_tokens(laid.ready.tokens, last))
         return self._model.pass_stage(self._number, ready, entered, self._state, watch=watch)
 
     def advance(
@@ -119,23 +122,18 @@ class GraphStage:
             watch.features.extend(feature.to(self._model.device, copy=True) for feature in seen.features)
             return ResidualStream(stream.x.clone(), None if stream.own is None else stream.own.clone(), stream.left)
 
-    def settle(self, laid: GraphStageInputs, chosen: Tensor) -> None:
-        """Bring kept drafts home; chosen [T] on this device."""
-        self._ops.settle(
-            chosen,
-            tokens=laid.ready.tokens,
-            parents=laid.parents,
-            rows=laid.rows,
-            bucket=laid.bucket,
-            preparation=laid.ready.preparation,
-            state=self._state,
-        )
+    def commit(self, laid: GraphStageInputs, samples: Tensor) -> None:
+        """Commit kept drafts; samples [T] on this device."""
+        prepared = laid.ready.prepared
+        tables = {spec: prepared.attention(spec).page_table for spec in self._state.addresses}
+        drafts = DeviceCommit(samples, laid.ready.tokens, laid.parents, laid.rows, laid.bucket, tables)
+        self._ops.commit(self._state, drafts)
 
-    def settle_late(self, signature: Hashable, laid: GraphStageInputs, answers: Tensor) -> None:
-        """The same from the answers [T, columns] of the last stage, wherever that is."""
-        if not self._ops.settles(laid.bucket, self._state):
+    def commit_late(self, signature: Hashable, laid: GraphStageInputs, answers: Tensor) -> None:
+        """The same from the answers [T, columns] of the last stage, on any device."""
+        if not self._state.commits(laid.bucket):
             return
         with self._lock, current_device(self.device):
-            chosen = self._chosen[: len(answers)]
-            chosen.copy_(answers[:, 0])
-            self._recorder.run(("settle", signature), lambda: self.settle(laid, chosen))
+            samples = self._samples[: len(answers)]
+            samples.copy_(answers[:, 0])
+            self._recorder.run(("commit", signature), lambda: self.commit(laid, samples))

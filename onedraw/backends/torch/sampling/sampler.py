@@ -10,15 +10,17 @@ host before the end, where one small integer tensor has everything.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, TOP, TOTAL, SamplingPosition, read_logprobs, read_samples
+from onedraw.backends.torch.runner.staging_buffers import Staging
 from onedraw.backends.torch.sampling.exact import (
     Scratch,
     apply_elementwise,
@@ -120,6 +122,23 @@ class FilteredScores:
         return deficit.masked_fill(deficit > limit, torch.inf)
 
 
+class SamplingInputs(Protocol):
+    """Sampling positions on the device."""
+
+    def sample(self, logits: Callable[[slice], Tensor], last: Tensor | None) -> Tensor:
+        """[rows, columns] int64 for `read_samples`; logits are asked for slab by slab. `last`: the token each lane sampled
+        last, where rows may await it."""
+        ...
+
+
+class CapturableSampler(Protocol):
+    """A sampler that reads device memory alone once its inputs are prepared, so that CUDA graphs can capture it."""
+
+    def prepare(self, positions: Sequence[SamplingPosition], *, staging: Staging, rows: int) -> SamplingInputs:
+        """`rows`: as many as the step is padded to; those behind the last position sample greedily and are not read."""
+        ...
+
+
 class Sampler:
     """Owner: the backend. Remembers nothing that could change an answer, only counts that save time."""
 
@@ -133,6 +152,10 @@ class Sampler:
         self._recalls: dict[int, tuple[str, Recall]] = {}
         self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
         self._lock = threading.RLock()  # turns under way at once may be prepared and chosen for on two threads
+
+    @property
+    def capturable(self) -> CapturableSampler | None:
+        return None
 
     def choose(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> list[SampledToken | None]:
         """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""

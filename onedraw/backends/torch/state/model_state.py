@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.ops.base import Ops
+from onedraw.backends.torch.runner.inputs import Bucket
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneBlock, LaneStore
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec
@@ -34,6 +34,17 @@ class StateSizes:
     checkpoints: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPath:
+    """The kept drafts of one row."""
+
+    lane: int
+    rollback_start: int  # slot of the row's first draft in the rollback buffer
+    stop: int  # slot of the row's first draft in its pages, which is the position after its known tokens
+    path: tuple[int, ...]  # indices of the kept drafts, in order of position
+    pages: tuple[Sequence[int], ...]  # per group
+
+
 class ModelState:
     """The stores of the layers on one device, `first` and those behind it. A layer that reuses another's keys and values has
     that one's store. `dtype` is that of the pages."""
@@ -41,7 +52,7 @@ class ModelState:
     def __init__(
         self, layers: Sequence[LayerSpec], sizes: StateSizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
     ) -> None:
-        self.sizes, self._first = sizes, first
+        self.sizes, self.first = sizes, first
         self._device = device
         self.stores: list[LayerStore] = []
         self._groups: list[list[PageStore]] = [[] for _ in sizes.pages]
@@ -62,12 +73,15 @@ class ModelState:
             self.lanes.append(store)
             return store
         if mixer.reuses is not None:
-            return self.stores[mixer.reuses - self._first]
-        group = sizes.windows.index(mixer.window) if mixer.window in sizes.windows else 0
+            return self.stores[mixer.reuses - self.first]
+        group = self.group(mixer)
         pages = PageStore(mixer, pages=sizes.pages[group], page_size=sizes.page_size, dtype=dtype, device=self._device)
         self._groups[group].append(pages)
         self.attending.append((mixer, pages))
         return pages
+
+    def group(self, spec: AttentionSpec) -> int:
+        return self.sizes.windows.index(spec.window) if spec.window in self.sizes.windows else 0
 
     def _addresses(self, kind: AttentionSpec) -> list[tuple[Tensor, int]]:
         """[layers, 2] int64 of keys and values, and of their scales where they have any; and bytes of one position of a head."""
@@ -110,35 +124,32 @@ class ModelState:
             for states in self.lanes:
                 states.restore(slots, lanes)
 
-    # ------------------------------------------------------------------ after a turn
+    # ------------------------------------------------------------------ commit
 
-    def commit(self, rows: Sequence[Row], kept: Sequence[Sequence[int]], ops: Ops, held: int = 0) -> None:
-        """Bring kept drafts home: nodes of trees to the slots of their positions, states to their lanes. `held`: the turn's
-        first place in the rollback buffer."""
-        self._compact(rows, kept)
-        homes = []
-        for row, path in zip(rows, kept, strict=True):
-            if path:
-                homes.append(KeptDrafts(row.lane, tuple(held + index for index in path)))
-            held += len(row.drafts)
-        for store in self.lanes if homes else ():
-            ops.commit_delta(store, homes)
+    def kept_drafts(self, paths: Sequence[KeptPath]) -> list[KeptDrafts]:
+        """What recurrent layers commit."""
+        return [KeptDrafts(p.lane, tuple(p.rollback_start + index for index in p.path)) for p in paths if p.path]
 
-    def _compact(self, rows: Sequence[Row], kept: Sequence[Sequence[int]]) -> None:
-        """All are read before any is written. A kept chain stands at its positions already."""
+    def move_kept_pages(self, paths: Sequence[KeptPath]) -> None:
+        """Keys and values of kept drafts to the slots of their positions; all are read before any is written. A kept chain has
+        its positions already."""
         size = self.sizes.page_size
         for group, stores in enumerate(self._groups):
             moves = []
-            for row, path in zip(rows, kept, strict=True):
-                pages = row.pages[group]
-                for depth, index in enumerate(path):
-                    source, target = row.stop + index, row.stop + depth
+            for kept in paths if stores else ():
+                pages = kept.pages[group]
+                for depth, index in enumerate(kept.path):
+                    source, target = kept.stop + index, kept.stop + depth
                     if index != depth:
                         moves.append((pages[source // size], source % size, pages[target // size], target % size))
             if moves:
                 table = torch.tensor(moves, dtype=torch.long, device=self._device)
                 for store in stores:
                     store.move(table)
+
+    def commits(self, bucket: Bucket) -> bool:
+        """Whether a step of this shape has drafts to commit: without recurrent state a kept chain has its positions already."""
+        return bucket.longest > 1 and (bool(self.lanes) or bucket.depth is not None)
 
     # ------------------------------------------------------------------ to and from the disk
 
@@ -168,7 +179,7 @@ class ModelState:
         for index, store in enumerate(self.stores):
             if id(store) not in seen:
                 seen.add(id(store))
-                yield str(self._first + index), groups.get(id(store), 0), store
+                yield str(self.first + index), groups.get(id(store), 0), store
 
 
 class CheckpointLogits:

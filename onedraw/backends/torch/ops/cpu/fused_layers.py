@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.ops.base import DenseLayer
+from onedraw.backends.torch.ops.base import AttentionInputs, DenseLayer
 from onedraw.backends.torch.ops.cpu.library import FLOAT, LONG, POINTER, Kernels
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.models.spec import AttentionSpec
 
 # -------------------- What attention is told about a turn, as the kernels read it.
 
@@ -51,10 +52,12 @@ def point_to_pages(arguments: Any, store: PageStore) -> None:
 class CpuAttentionInputs:
     """A turn's arguments, and the tensors whose memory they point to."""
 
+    kernels: Kernels
     arguments: AttentionArguments
     inputs: Inputs
+    page_table: Tensor
     firsts: Tensor
-    turns: Tensor
+    rope_table: Tensor
 
     @property
     def address(self) -> int:
@@ -68,6 +71,26 @@ class CpuAttentionInputs:
         arguments.k_norm = None if k_norm is None else k_norm.data_ptr()
         point_to_pages(arguments, store)
         return self.address
+
+    def attend(
+        self,
+        qkv: Tensor,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        arguments = self.point_to(store, q_norm, k_norm, eps=eps, width=qkv.shape[1])
+        out = torch.empty(len(qkv), spec.heads * spec.head_dim, dtype=torch.float32, device="cpu")
+        self.kernels.attention(qkv.data_ptr(), out.data_ptr(), arguments, len(qkv), self.kernels.team)
+        return out
+
+    def write(self, kv: Tensor, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float) -> None:
+        self.arguments.heads = 0  # without queries the kernel writes keys and values, and attends nothing
+        self.attend(kv, spec=replace(spec, heads=0), store=store, q_norm=None, k_norm=k_norm, eps=eps)
+        self.arguments.heads = spec.heads
 
 
 # -------------------- Dense layers in one call: norm, q k v, attention, out, norm, gate and up, silu, down, over
@@ -86,7 +109,7 @@ class _Layer(ctypes.Structure):
     )
 
 
-class FusedLayers:
+class CpuFusedLayers:
     """Owner: a stack. Points to the layers' weights, which it keeps alive, and to the pages it was last called with."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[DenseLayer]) -> None:
@@ -96,7 +119,7 @@ class FusedLayers:
         self._stores: list[PageStore] = []
 
     def __call__(
-        self, x: Tensor, prepared: Sequence[CpuAttentionInputs], stores: Sequence[PageStore], kept: Sequence[int] = ()
+        self, x: Tensor, prepared: Sequence[AttentionInputs], stores: Sequence[PageStore], kept: Sequence[int] = ()
     ) -> dict[int, Tensor]:
         """Run the first layers, as many as are prepared: x [T, E] → what the last of them and the `kept` ones give."""
         count, kernels = len(prepared), self._kernels
@@ -106,7 +129,7 @@ class FusedLayers:
         residuals = [x, *(outputs[i] if i in outputs else passing[i % 2] for i in range(count))]
         kernels.layers(
             self._array,
-            (POINTER * count)(*(one.address for one in prepared)),
+            (POINTER * count)(*map(_address, prepared)),
             (POINTER * (count + 1))(*(one.data_ptr() for one in residuals)),
             count,
             len(x),
@@ -121,6 +144,11 @@ class FusedLayers:
             for own, store in zip(self._arguments, stores, strict=False):
                 point_to_pages(own, store)
             self._stores = list(stores)
+
+
+def _address(inputs: AttentionInputs) -> int:
+    assert isinstance(inputs, CpuAttentionInputs), "a stage's inputs are prepared by the operations of its layers"
+    return inputs.address
 
 
 def _arguments(layer: DenseLayer) -> _Layer:

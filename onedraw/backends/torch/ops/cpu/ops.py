@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.torch.model.weight_loader import LANE, padded
-from onedraw.backends.torch.ops.base import DenseLayer
-from onedraw.backends.torch.ops.cpu.fused_layers import AttentionArguments, CpuAttentionInputs, FusedLayers
+from onedraw.backends.torch.ops.base import CaptureOps, DenseLayer, DraftCommit, KernelChoices
+from onedraw.backends.torch.ops.cpu.fused_layers import AttentionArguments, CpuAttentionInputs, CpuFusedLayers
 from onedraw.backends.torch.ops.cpu.library import Kernels
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear, panels_of, panels_of_rows
 from onedraw.backends.torch.ops.cpu.sampler import CpuSampler
@@ -24,7 +24,7 @@ from onedraw.backends.torch.ops.plain.experts import PlainExpertBank, choose_exp
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpans, recurrent_spans
 from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
 from onedraw.errors import UnsupportedModel
@@ -61,8 +61,8 @@ class _Delta(ctypes.Structure):
 class CpuDeltaInputs:
     """A turn's runs as the kernel reads them, and the memory its pointers name."""
 
-    def __init__(self, runs: RecurrentSpans) -> None:
-        self._runs = runs
+    def __init__(self, kernels: Kernels, runs: RecurrentSpans) -> None:
+        self._kernels, self._runs = kernels, runs
         parents = torch.full((len(runs.host_taps),), -1, dtype=torch.int64)
         saves = [save for run in runs.runs for save in run.saves]
         self._saves = torch.tensor(saves or [(0, 0)], dtype=torch.int64).t().contiguous()
@@ -76,7 +76,28 @@ class CpuDeltaInputs:
             before += len(run.saves)
         self._parents = parents
 
-    def fill(self, arguments: _Delta, weights: DeltaWeights) -> None:
+    def run(self, projected: Tensor, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        spec, tokens = store.spec, len(projected)
+        arguments = _delta_arguments(store)
+        self._fill(arguments, weights)
+        arguments.tokens, arguments.width = tokens, projected.shape[1]
+        mixed, gates = _floats(tokens, spec.channels), _floats(tokens, 3 * spec.value_heads)
+        arguments.mixed, arguments.gates = mixed.data_ptr(), gates.data_ptr()
+        out = torch.zeros(tokens, spec.value_heads * spec.value_dim, dtype=torch.float32)
+        size = spec.value_dim * max(CHUNK, spec.key_dim)
+        work, window = _floats(self._kernels.threads, size), _floats(spec.conv - 1, spec.channels)
+        self._kernels.delta(
+            projected.data_ptr(),
+            out.data_ptr(),
+            ctypes.addressof(arguments),
+            work.data_ptr(),
+            size,
+            window.data_ptr(),
+            self._kernels.team,
+        )
+        return out
+
+    def _fill(self, arguments: _Delta, weights: DeltaWeights) -> None:
         runs = self._runs
         arguments.eps, arguments.runs, arguments.run = weights.eps, len(runs.runs), ctypes.addressof(self._array)
         arguments.conv_weight, arguments.decay_weight = weights.conv.data_ptr(), weights.decay.data_ptr()
@@ -98,8 +119,8 @@ class CpuOps:
     """What a stack asks of a CPU. `threads` divide outputs only, so their number does not show."""
 
     rule = RowRule(floor=1)
-    looks_up = True
-    records = False
+    reads_weight_rows = True
+    choices = KernelChoices()
 
     def __init__(
         self, library: ctypes.CDLL, *, threads: int, packing: Packing | None = None, path: str | None = None, fuses: bool = True
@@ -107,6 +128,10 @@ class CpuOps:
         self._kernels = Kernels(library, threads=threads, path=path)
         self._packing, self._fuses = packing or Packing(), fuses
         self.name = f"cpu-{self._kernels.path}"
+
+    @property
+    def capture(self) -> CaptureOps | None:
+        return None
 
     @property
     def team(self) -> int:
@@ -118,10 +143,10 @@ class CpuOps:
         panels = panels_of_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
         return CpuLinear(self._kernels, [panels], bias=bias, coded=False)
 
-    def stored(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
+    def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
         return self._side_by_side(tensors, bias=bias, pad=pad, pad_columns=pad_columns) if self._packing.as_stored else None
 
-    def stored_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> PlainExpertBank | None:
+    def packed_expert_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> PlainExpertBank | None:
         if not self._packing.as_stored:
             return None
         first, second = [], []
@@ -130,7 +155,7 @@ class CpuOps:
             second.append(self._side_by_side([StackItem(down, number)], pad_columns=LANE))
         return PlainExpertBank(tuple(first), tuple(second), activation, self.gated)
 
-    def table(self, tensor: LazyTensor) -> None:
+    def packed_table(self, tensor: LazyTensor) -> None:
         """Rows are read in the head's panels, or where the file is mapped."""
 
     def _side_by_side(
@@ -140,12 +165,12 @@ class CpuOps:
         width = padded(parts[0].width, pad_columns)
         return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
 
-    def opening(self, gate_up: Linear, activation: Activation) -> None:
+    def gated_product(self, gate_up: Linear, activation: Activation) -> None:
         """Layers are fused as a whole instead."""
 
-    def fuse(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
+    def fuse(self, layers: Sequence[DenseLayer]) -> CpuFusedLayers | None:
         plain = all(layer.activation == "silu" and layer.spec.gate is None for layer in layers)
-        return FusedLayers(self._kernels, layers) if self._fuses and plain else None
+        return CpuFusedLayers(self._kernels, layers) if self._fuses and plain else None
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         x = x.contiguous()
@@ -162,10 +187,10 @@ class CpuOps:
         self._kernels.silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._kernels.team)
         return y
 
-    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+    def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         return times_gate(x, gate, kind)
 
-    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainExpertBank:
+    def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainExpertBank:
         return PlainExpertBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
 
     def choose_experts(
@@ -179,22 +204,22 @@ class CpuOps:
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return CpuSampler(self._kernels, vocab=vocab, lanes=lanes, device=device)
 
-    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> CpuAttentionInputs:
-        firsts = inputs.firsts(mixer.window)
-        tails, paths, table = inputs.tails, inputs.paths, inputs.tables[inputs.group(mixer.window)]
+    def prepare_attention(self, inputs: Inputs, spec: AttentionSpec, rope_table: Tensor) -> CpuAttentionInputs:
+        firsts = inputs.firsts(spec.window)
+        tails, paths, table = inputs.tails, inputs.paths, inputs.tables[inputs.group(spec.window)]
         arguments = AttentionArguments(
-            heads=mixer.heads,
-            kv_heads=mixer.kv_heads,
-            dim=mixer.head_dim,
-            rotary=mixer.rope.dims,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            rotary=spec.rope.dims,
             page_size=inputs.page_size,
             table_width=table.shape[1],
             path_width=0 if paths is None else paths.shape[1],
-            writes=mixer.reuses is None,
-            keys_as_values=mixer.keys_as_values,
-            norm_values=mixer.v_norm,
-            scale=mixer.scale,
-            turns=turns.data_ptr(),
+            writes=spec.reuses is None,
+            keys_as_values=spec.keys_as_values,
+            norm_values=spec.v_norm,
+            scale=spec.scale,
+            turns=rope_table.data_ptr(),
             positions=inputs.positions.data_ptr(),
             slots=inputs.slots.data_ptr(),
             firsts=firsts.data_ptr(),
@@ -204,70 +229,25 @@ class CpuOps:
             tails=None if tails is None else tails.data_ptr(),
             paths=None if paths is None else paths.data_ptr(),
         )
-        return CpuAttentionInputs(arguments, inputs, firsts, turns)
+        return CpuAttentionInputs(self._kernels, arguments, inputs, table, firsts, rope_table)
 
-    def attention(
-        self,
-        qkv: Tensor,
-        prepared: CpuAttentionInputs,
-        *,
-        spec: AttentionSpec,
-        store: PageStore,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        arguments = prepared.point_to(store, q_norm, k_norm, eps=eps, width=qkv.shape[1])
-        out = _floats(len(qkv), spec.heads * spec.head_dim)
-        self._kernels.attention(qkv.data_ptr(), out.data_ptr(), arguments, len(qkv), self._kernels.team)
-        return out
-
-    def remember(
-        self,
-        kv: Tensor,
-        prepared: CpuAttentionInputs,
-        *,
-        spec: AttentionSpec,
-        store: PageStore,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> None:
-        headless = replace(spec, heads=0)  # no queries: the kernel prepares and writes, and has nothing to attend
-        prepared.arguments.heads = 0
-        self.attention(kv, prepared, spec=headless, store=store, q_norm=None, k_norm=k_norm, eps=eps)
-        prepared.arguments.heads = spec.heads
-
-    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+    def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
         return ()
 
-    def require(self, mixer: DeltaSpec) -> None:
+    def check_supported(self, spec: DeltaSpec) -> None:
         """They compute every layer."""
 
-    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> CpuDeltaInputs:
-        return CpuDeltaInputs(recurrent_spans(inputs, conv=mixer.conv))
+    def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> CpuDeltaInputs:
+        return CpuDeltaInputs(self._kernels, recurrent_spans(inputs, conv=spec.conv))
 
-    def delta(self, projected: Tensor, prepared: CpuDeltaInputs, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-        spec, tokens = store.spec, len(projected)
-        arguments = _delta_arguments(store)
-        prepared.fill(arguments, weights)
-        arguments.tokens, arguments.width = tokens, projected.shape[1]
-        mixed, gates = _floats(tokens, spec.channels), _floats(tokens, 3 * spec.value_heads)
-        arguments.mixed, arguments.gates = mixed.data_ptr(), gates.data_ptr()
-        out = torch.zeros(tokens, spec.value_heads * spec.value_dim, dtype=torch.float32)
-        size = spec.value_dim * max(CHUNK, spec.key_dim)
-        work, window = _floats(self._kernels.threads, size), _floats(spec.conv - 1, spec.channels)
-        self._kernels.delta(
-            projected.data_ptr(),
-            out.data_ptr(),
-            ctypes.addressof(arguments),
-            work.data_ptr(),
-            size,
-            window.data_ptr(),
-            self._kernels.team,
-        )
-        return out
+    def commit(self, state: ModelState, drafts: DraftCommit) -> None:
+        paths = drafts.paths(state)
+        state.move_kept_pages(paths)
+        kept = state.kept_drafts(paths)
+        for store in state.lanes if kept else ():
+            self._commit_delta(store, kept)
 
-    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
+    def _commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
         arguments, window = _delta_arguments(store), _floats(store.spec.conv - 1, store.spec.channels)
         for one in kept:
             places = torch.tensor(one.places, dtype=torch.int64)

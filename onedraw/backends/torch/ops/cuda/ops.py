@@ -6,14 +6,14 @@ number: no kernel's bits depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.ops.base import FloatOps, Preparation
+from onedraw.backends.torch.ops.base import CaptureOps, DeviceCommit, DraftCommit, KernelChoices
 from onedraw.backends.torch.ops.cuda import commit as triton_awaited
 from onedraw.backends.torch.ops.cuda import delta as delta_kernels
 from onedraw.backends.torch.ops.cuda.attention import LEAST, attend
@@ -30,12 +30,13 @@ from onedraw.backends.torch.ops.cuda.rope import prepare_heads
 from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
-from onedraw.backends.torch.runner.inputs import Bucket, Inputs
+from onedraw.backends.torch.ops.plain.ops import FloatOps
+from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.backends.torch.state.recurrent_spans import recurrent_spans
-from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
+from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
@@ -105,7 +106,7 @@ class TritonGated(TritonLinear):
         super().__init__(weight, bias=bias, pdl=joined._pdl)
         self._activation = activation
 
-    def opened(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor) -> Tensor:
         """activation(gate x) · up x: [T, K] → [T, F]."""
         x = _straight(x)
         whole = self._for_library(len(x))
@@ -135,10 +136,115 @@ def _library_agrees(weight: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TritonAttentionInputs:
-    """What layers of one kind read alike in one turn."""
-
-    turns: Tensor  # [positions, 2, d/2]
+    rope_table: Tensor  # [positions, 2, d/2]
     device: DeviceView
+    pdl: bool
+
+    @property
+    def page_table(self) -> Tensor:
+        return self.device.view.table
+
+    def attend(
+        self,
+        qkv: Tensor,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        q = self.rotated_queries(qkv, spec=spec, store=store, q_norm=q_norm, k_norm=k_norm, eps=eps, heads=spec.heads)
+        return attend(
+            q,
+            store.keys,
+            store.values,
+            scales=store.scales,
+            view=self.device.view,
+            sets=list(self.device.sets),
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            scale=spec.scale,
+            pdl=self.pdl,
+        )
+
+    def write(self, kv: Tensor, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float) -> None:
+        self.rotated_queries(kv, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
+
+    def rotated_queries(
+        self,
+        x: Tensor,
+        *,
+        spec: AttentionSpec,
+        store: PageStore,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        heads: int,
+    ) -> Tensor:
+        device = self.device
+        return prepare_heads(
+            _straight(x),
+            store,
+            turns=self.rope_table,
+            positions=device.positions,
+            rows=device.view.rows,
+            slots=device.slots,
+            table=device.view.table,
+            heads=heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            page_size=device.view.page_size,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            v_norm=spec.v_norm,
+            keys_as_values=spec.keys_as_values,
+            writes=spec.reuses is None,
+            pdl=self.pdl,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDeltaInputs:
+    tables: Recurrence
+    pdl: bool
+
+    def run(self, projected: Tensor, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+        spec, tables, projected = store.spec, self.tables, _straight(projected)
+        drafted = None
+        if tables.held is not None:
+            drafted = delta_kernels.Drafted(tables.held, store.decays, store.keys, store.changes, store.fed)
+        gates = delta_kernels.gate(
+            projected,
+            store.windows,
+            tables.taps,
+            conv=weights.conv,
+            decay=weights.decay,
+            bias=weights.bias,
+            key_heads=spec.key_heads,
+            value_heads=spec.value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            drafted=drafted,
+            pdl=self.pdl,
+        )
+        out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
+        chunks = {"chunks": tables.chunks, "runs": tables.chunk_runs, "slots": tables.chunk_slots}
+        chunked(gates, store.states, store.saved_states, out, **chunks)
+        take_steps(gates, store.states, out, tables.steps, drafted=drafted, pdl=self.pdl)
+        delta_kernels.shift_windows(projected, store.windows, store.saved_windows, tables.kept, pdl=self.pdl)
+        return delta_kernels.close(
+            out,
+            projected,
+            weights.norm,
+            weights.eps,
+            channels=spec.channels,
+            windows=store.windows,
+            sources=tables.closings,
+            pdl=self.pdl,
+        )
 
 
 class TritonBank:
@@ -176,12 +282,15 @@ class TritonOps(FloatOps):
     """`pdl`: a kernel may start while the one before it ends (Hopper and later)."""
 
     rule = RowRule(floor=1)
-    records = True
-    first_split, norm_warps = LEAST, MOST_WARPS  # they decide about bits: of attention, and of norms
+    choices = KernelChoices(first_split=LEAST, norm_warps=MOST_WARPS)
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"
         self._device, self._pdl = device, pdl
+
+    @property
+    def capture(self) -> CaptureOps:
+        return self
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> TritonLinear:
         return TritonLinear(weight, bias=bias, pdl=self._pdl)
@@ -192,13 +301,13 @@ class TritonOps(FloatOps):
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation, pdl=self._pdl)
 
-    def opening(self, gate_up: Linear, activation: Activation) -> TritonGated | None:
+    def gated_product(self, gate_up: Linear, activation: Activation) -> TritonGated | None:
         return TritonGated(gate_up, activation) if isinstance(gate_up, TritonLinear) else None
 
-    def opened(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
+    def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         return opened(x, gate, kind, pdl=self._pdl)
 
-    def bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> TritonBank:
+    def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> TritonBank:
         return TritonBank(torch.stack(gate_up), torch.stack(down), activation, pdl=self._pdl)
 
     def choose_experts(
@@ -212,190 +321,81 @@ class TritonOps(FloatOps):
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return TritonSampler(vocab=vocab, lanes=lanes, device=device, pdl=self._pdl)
 
-    def prepare(self, inputs: Inputs, mixer: AttentionSpec, turns: Tensor) -> TritonAttentionInputs:
-        return TritonAttentionInputs(turns, to_view(inputs, self.heads(mixer)))
+    def prepare_attention(self, inputs: Inputs, spec: AttentionSpec, rope_table: Tensor) -> TritonAttentionInputs:
+        return TritonAttentionInputs(rope_table, to_view(inputs, self.heads(spec)), self._pdl)
 
     def heads(self, mixer: AttentionSpec) -> Heads:
         small = shared_memory(self._device) <= SMALL_SHARED
         return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
-    def attention(
-        self,
-        qkv: Tensor,
-        prepared: TritonAttentionInputs,
-        *,
-        spec: AttentionSpec,
-        store: PageStore,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        q = self._heads(qkv, prepared, spec=spec, store=store, q_norm=q_norm, k_norm=k_norm, eps=eps, heads=spec.heads)
-        return attend(
-            q,
-            store.keys,
-            store.values,
-            scales=store.scales,
-            view=prepared.device.view,
-            sets=list(prepared.device.sets),
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            dim=spec.head_dim,
-            scale=spec.scale,
-            pdl=self._pdl,
-        )
-
-    def remember(
-        self,
-        kv: Tensor,
-        prepared: TritonAttentionInputs,
-        *,
-        spec: AttentionSpec,
-        store: PageStore,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> None:
-        self._heads(kv, prepared, spec=spec, store=store, q_norm=None, k_norm=k_norm, eps=eps, heads=0)
-
-    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+    def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
         """Where programs that walk all keys of a token are enough to fill the device; where states are stepped in other parts."""
         if self._device.type != "cuda":  # the interpreter takes a second for every turn
             return ()
         found = {-(-_busy(self._device) // one.kv_heads) for one in mixers if isinstance(one, AttentionSpec)}
         return tuple(sorted(found | {MANY_PATHS for one in mixers if isinstance(one, DeltaSpec)}))
 
-    def require(self, mixer: DeltaSpec) -> None:
-        why = delta_kernels.why_not(mixer)
+    def check_supported(self, spec: DeltaSpec) -> None:
+        why = delta_kernels.why_not(spec)
         if why:
             raise UnsupportedModel(f"this model's delta layers have {why}; use --device cpu")
 
-    def prepare_delta(self, inputs: Inputs, mixer: DeltaSpec) -> Recurrence:
-        runs = recurrent_spans(inputs, conv=mixer.conv)
-        return Recurrence(runs, staging=inputs.staging, bucket=inputs.bucket)
+    def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> TritonDeltaInputs:
+        spans = recurrent_spans(inputs, conv=spec.conv)
+        return TritonDeltaInputs(Recurrence(spans, staging=inputs.staging, bucket=inputs.bucket), self._pdl)
 
-    def delta(self, projected: Tensor, prepared: Recurrence, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-        spec, projected = store.spec, _straight(projected)
-        drafted = None
-        if prepared.held is not None:
-            drafted = delta_kernels.Drafted(prepared.held, store.decays, store.keys, store.changes, store.fed)
-        gates = delta_kernels.gate(
-            projected,
-            store.windows,
-            prepared.taps,
-            conv=weights.conv,
-            decay=weights.decay,
-            bias=weights.bias,
-            key_heads=spec.key_heads,
-            value_heads=spec.value_heads,
-            key_dim=spec.key_dim,
-            value_dim=spec.value_dim,
-            drafted=drafted,
-            pdl=self._pdl,
-        )
-        out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
-        chunks = {"chunks": prepared.chunks, "runs": prepared.chunk_runs, "slots": prepared.chunk_slots}
-        chunked(gates, store.states, store.saved_states, out, **chunks)
-        take_steps(gates, store.states, out, prepared.steps, drafted=drafted, pdl=self._pdl)
-        delta_kernels.shift_windows(projected, store.windows, store.saved_windows, prepared.kept, pdl=self._pdl)
-        return delta_kernels.close(
-            out,
-            projected,
-            weights.norm,
-            weights.eps,
-            channels=spec.channels,
-            windows=store.windows,
-            sources=prepared.closings,
-            pdl=self._pdl,
-        )
-
-    def settles(self, bucket: Bucket, state: ModelState) -> bool:
-        """Whether there is anything to bring home: without states a kept chain stands at its positions already."""
-        return bucket.longest > 1 and (bool(state.lanes) or bucket.depth is not None)
-
-    def awaited(self, tokens: Tensor, last: Tensor) -> Tensor:
-        """All tokens of a turn; those that stand as -1 - lane are the lanes' last choices."""
+    def resolve_tokens(self, tokens: Tensor, last: Tensor) -> Tensor:
         return triton_awaited.awaited(tokens, last)
 
-    def leave(self, answers: Tensor, lanes: Tensor, last: Tensor) -> None:
-        """What a turn chose, for the turn behind it."""
-        triton_awaited.leave(answers, lanes, last)
+    def keep_last_tokens(self, samples: Tensor, lanes: Tensor, last: Tensor) -> None:
+        triton_awaited.leave(samples, lanes, last)
 
-    def settle(
-        self,
-        chosen: Tensor,
-        *,
-        tokens: Tensor,
-        parents: Tensor,
-        rows: Tensor,
-        bucket: Bucket,
-        preparation: Preparation,
-        state: ModelState,
-    ) -> None:
-        """Kept drafts of a steady turn brought home without a look at the host: `ModelState.commit` on the device."""
-        if not self.settles(bucket, state):
+    def commit(self, state: ModelState, drafts: DraftCommit) -> None:
+        if isinstance(drafts, DeviceCommit):
+            self._commit_on_device(state, drafts)
+            return
+        paths = drafts.paths(state)
+        state.move_kept_pages(paths)
+        kept = state.kept_drafts(paths)
+        for store in state.lanes if kept else ():
+            held, device = (store.decays, store.keys, store.changes), store.states.device
+            lanes, places, sources = commit_tables(kept, conv=store.spec.conv, held=len(store.fed), device=device)
+            commit(store.states, held=held, lanes=lanes, places=places)
+            delta_kernels.shift_windows(store.fed, store.windows, store.windows, sources)
+
+    def _commit_on_device(self, state: ModelState, drafts: DeviceCommit) -> None:
+        """Nothing here is read by the host, so that the commit can be captured."""
+        bucket, rows = drafts.bucket, drafts.rows
+        if not state.commits(bucket):
             return
         first = next(iter(state.lanes), None)
         taps, held = (1, 0) if first is None else (first.spec.conv, len(first.fed))
         walked = walk(
-            chosen, tokens=tokens, parents=parents, rows=rows, longest=bucket.longest, taps=taps, held=held, pdl=self._pdl
+            drafts.samples,
+            tokens=drafts.tokens,
+            parents=drafts.parents,
+            rows=rows,
+            longest=bucket.longest,
+            taps=taps,
+            held=held,
+            pdl=self._pdl,
         )
         for block in state.blocks.values():
             given = (block.decays, block.keys, block.changes)
             commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
             delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
-        for mixer, placed in state.addresses.items() if bucket.depth is not None else ():
-            view = preparation.of(mixer).device.view
+        for spec, placed in state.addresses.items() if bucket.depth is not None else ():
             for stores, head_bytes in placed:
                 move_kept(
                     stores,
                     walked,
                     rows=rows,
-                    table=view.table,
-                    kv_heads=mixer.kv_heads,
+                    table=drafts.page_tables[spec],
+                    kv_heads=spec.kv_heads,
                     head_bytes=head_bytes,
-                    page_size=view.page_size,
+                    page_size=state.sizes.page_size,
                     pdl=self._pdl,
                 )
-
-    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
-        held, device = (store.decays, store.keys, store.changes), store.states.device
-        lanes, places, sources = commit_tables(kept, conv=store.spec.conv, held=len(store.fed), device=device)
-        commit(store.states, held=held, lanes=lanes, places=places)
-        delta_kernels.shift_windows(store.fed, store.windows, store.windows, sources)
-
-    def _heads(
-        self,
-        x: Tensor,
-        prepared: TritonAttentionInputs,
-        *,
-        spec: AttentionSpec,
-        store: PageStore,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        heads: int,
-    ) -> Tensor:
-        device = prepared.device
-        return prepare_heads(
-            _straight(x),
-            store,
-            turns=prepared.turns,
-            positions=device.positions,
-            rows=device.view.rows,
-            slots=device.slots,
-            table=device.view.table,
-            heads=heads,
-            kv_heads=spec.kv_heads,
-            dim=spec.head_dim,
-            page_size=device.view.page_size,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
-            v_norm=spec.v_norm,
-            keys_as_values=spec.keys_as_values,
-            writes=spec.reuses is None,
-            pdl=self._pdl,
-        )
 
 
 @lru_cache(maxsize=8)

@@ -35,6 +35,10 @@ class Choosing:
     wishes: Wishes
     columns: int
     weights: Tensor | None  # of checksums
+    sampler: TritonSampler
+
+    def sample(self, logits: Callable[[slice], Tensor], last: Tensor | None) -> Tensor:
+        return self.sampler.chosen(logits, self, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ class TritonSampler(Sampler):
         self._pdl = pdl
         self._known: dict[int, Wish] = {}
 
+    @property
+    def capturable(self) -> TritonSampler:
+        return self
+
     def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
         if any(p.params.constraint is not None for p in positions):  # the plain sampler chooses alike, and takes sets of tokens
             return super()._slab(logits.float(), positions, columns)
@@ -108,6 +116,7 @@ class TritonSampler(Sampler):
                 wishes=self._wishes(positions, staging, rows),
                 columns=max(columns, CHECKSUM + 1) if checksums else columns,
                 weights=self._checksum_weights() if checksums else None,
+                sampler=self,
             )
         wishes = choosing.wishes
         staging.note((wishes.counted, wishes.shared, wishes.adjusted, wishes.output is None, checksums, choosing.columns))

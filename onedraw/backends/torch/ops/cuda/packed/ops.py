@@ -38,9 +38,9 @@ class PackedOps(TritonOps):
         self._ready.put(y, prepared)
         return y
 
-    def turn_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
+    def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
         """And up to how many rows several programs share a norm."""
-        known = super().turn_borders(mixers)
+        known = super().kernel_borders(mixers)
         return tuple(sorted({*known, FEW_ROWS + 1})) if known else ()
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -49,7 +49,7 @@ class PackedOps(TritonOps):
         self._ready.put(y, prepared)
         return y
 
-    def stored(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> PackedLinear | None:
+    def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> PackedLinear | None:
         return packed_linear(
             tensors,
             dtype=self._dtype,
@@ -63,7 +63,7 @@ class PackedOps(TritonOps):
             pdl=self._pdl,
         )
 
-    def stored_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> PackedBank | None:
+    def packed_expert_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> PackedBank | None:
         if any(map(why_not_gpu_packed, [*gate_up, down])):
             return None
         return load_bank(
@@ -77,5 +77,5 @@ class PackedOps(TritonOps):
             pdl=self._pdl,
         )
 
-    def table(self, tensor: LazyTensor) -> PackedLinear | None:
-        return self.stored([tensor], bias=None, pad=LANE, pad_columns=1)
+    def packed_table(self, tensor: LazyTensor) -> PackedLinear | None:
+        return self.packed_linear([tensor], bias=None, pad=LANE, pad_columns=1)
