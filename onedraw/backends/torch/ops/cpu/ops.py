@@ -143,10 +143,14 @@ class CpuOps:
         panels = panels_of_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
         return CpuLinear(self._kernels, [panels], bias=bias, coded=False)
 
-    def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> CpuLinear | None:
+    def packed_linear(
+        self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int
+    ) -> CpuLinear | None:
         return self._side_by_side(tensors, bias=bias, pad=pad, pad_columns=pad_columns) if self._packing.as_stored else None
 
-    def packed_expert_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> PlainExpertBank | None:
+    def packed_expert_bank(
+        self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation
+    ) -> PlainExpertBank | None:
         if not self._packing.as_stored:
             return None
         first, second = [], []

@@ -49,7 +49,9 @@ class PackedOps(TritonOps):
         self._ready.put(y, prepared)
         return y
 
-    def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> PackedLinear | None:
+    def packed_linear(
+        self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int
+    ) -> PackedLinear | None:
         return packed_linear(
             tensors,
             dtype=self._dtype,
