@@ -23,7 +23,7 @@ from onedraw.backends.torch.state.model_state import KeptPath, ModelState
 from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec, RopeSpec
-from onedraw.sampling.verify import kept
+from onedraw.sampling.verify import kept_drafts
 from onedraw.types import Draft, Row
 
 
@@ -279,7 +279,7 @@ class DeviceCommit:
         found = []
         for number, (first, count, lane, start, stop) in enumerate(self.rows.tolist()):
             drafts = [Draft(tokens[i], parents[i]) for i in range(first + 1, first + count)]
-            path = kept(drafts, samples[first : first + count])
+            path = kept_drafts(drafts, samples[first : first + count])
             found.append(KeptPath(lane, start, stop, path, tuple(tables[g][number] if g in tables else () for g in groups)))
         return found
 
