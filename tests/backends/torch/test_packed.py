@@ -234,8 +234,8 @@ def test_a_forked_child_computes_the_same_alone() -> None:
 import os
 import numpy as np, torch
 from tests.backends.torch.test_packed import linear_of
-from tests.support.quantized_weights import stored
-linear = linear_of([stored("w", (300, 512), "Q4_1", np.random.default_rng(0))], threads=3)
+from tests.support.quantized_weights import random_tensor
+linear = linear_of([random_tensor("w", (300, 512), "Q4_1", np.random.default_rng(0))], threads=3)
 x = torch.from_numpy(np.random.default_rng(1).standard_normal((9, 512), dtype=np.float32))
 before = linear(x)
 for _ in range(40):  # at some of them a thread is just going to sleep, with a lock in its hand
