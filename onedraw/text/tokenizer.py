@@ -30,7 +30,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 def _alphabet() -> dict[str, int]:
-    """The 256 characters that stand for bytes in byte-level BPE: printable bytes as themselves, the others from U+0100 on."""
+    """The 256 characters that represent bytes in byte-level BPE: printable bytes as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -41,7 +41,7 @@ _BYTE_OF = _alphabet()
 
 @dataclass(frozen=True, slots=True)
 class ByteLevel:
-    """Every character of a token stands for one byte."""
+    """Every character of a token represents one byte."""
 
     strips_space = False
 
@@ -174,7 +174,7 @@ class Tokenizer:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> Spelling:
-    """How tokens stand for bytes, read from the tokenizer's decoder."""
+    """How tokens represent bytes, read from the tokenizer's decoder."""
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
     steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = {step["type"] for step in steps}

@@ -1,7 +1,7 @@
 """Parts that constraints are built from: token masks, the state after every prefix of a reply, the intersection of several
 constraints, and a limit on runs of digits.
 
-A constraint is a pure function of the reply so far and of the drafts behind it.
+A constraint is a pure function of the reply so far and of the drafts that follow it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class GrammarConstraint:
         consumed = self._matcher.try_consume_tokens(tokens[common:])
         self._tokens = tokens[: common + consumed]
         if len(self._tokens) < len(tokens) and not self._matcher.is_error():
-            return EMPTY_MASK  # the grammar rejects a draft, so no position behind it is reached
+            return EMPTY_MASK  # the grammar rejects a draft, so no position after it is reached
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():  # the mask of a matcher in this state only allows the end token
             raise BadParameter(self._param, f"cannot be followed any further: {_first_line(self._matcher.get_error())}")
@@ -283,7 +283,7 @@ def _llguidance() -> Any:
 
 def _vocabulary(library: Any, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Any:
     """The tokenizer in llguidance's form. llguidance calls it for text that the grammar determines; such text never becomes
-    special tokens, even if it is spelled like one."""
+    special tokens, even if it looks like one."""
 
     class Wrapped:
         eos_token_id = eos_ids[0]

@@ -2,7 +2,7 @@
 
 In: the reasoning syntax, a limit in tokens, the token ids of the closing text. Out: a Constraint that allows every token until
 the limit is reached inside the reasoning, and then, at the next character boundary, forces the closing tokens one after the
-other. The state is a function of the reply and the drafts behind it, so drafts cannot change where the reasoning ends.
+other. The state is a function of the reply and the drafts after it, so drafts cannot change where the reasoning ends.
 """
 
 from __future__ import annotations

@@ -108,11 +108,11 @@ class ToolCallGrammar:
                 head = lark_string(f'{{"name": {json.dumps(tool.name)}, "{word}": ')
                 self._rules += [f'{name}: {head} {name}_a "}}"', f"{name}_a: %json {json.dumps(bound_whitespace(schema))}"]
             case "qwen_xml":
-                body = self._tagged(name, tool, schema, head="<parameter={}>\n", tail="\n</parameter>", behind="\n")
+                body = self._tagged(name, tool, schema, head="<parameter={}>\n", tail="\n</parameter>")
                 self._rules.append(f'{name}: {lark_string(f"<function={tool.name}>" + chr(10))} {body} "</function>"')
             case "laguna":
                 head = "<arg_key>{}</arg_key>\n<arg_value>"
-                body = self._tagged(name, tool, schema, head=head, tail="</arg_value>", behind="\n")
+                body = self._tagged(name, tool, schema, head=head, tail="</arg_value>")
                 self._rules.append(f"{name}: {lark_string(tool.name + chr(10))} {body}")
             case "gemma":
                 literals = self._literals(_GEMMA, name, tool)
@@ -147,7 +147,7 @@ class ToolCallGrammar:
                 return {"type": "object"}
         return schema if as_json else object_properties(schema, tool.param, self._dialect, strict=tool.strict)
 
-    def _tagged(self, name: str, tool: Tool, schema: dict[str, Any], *, head: str, tail: str, behind: str) -> str:
+    def _tagged(self, name: str, tool: Tool, schema: dict[str, Any], *, head: str, tail: str) -> str:
         """Parameters between tags, in the order of the schema; those that are not required may be left out."""
         definitions: dict[str, Any] = {key: schema[key] for key in DEFINITIONS if key in schema}
         required = schema.get("required", ())
@@ -160,7 +160,7 @@ class ToolCallGrammar:
                 if tool.strict:
                     raise
                 value = self._value_of_types(rule, part, tail)
-            self._rules.append(f"{rule}: {lark_string(head.format(key))} {value} {lark_string(behind)}")
+            self._rules.append(f"{rule}: {lark_string(head.format(key))} {value} {lark_string(chr(10))}")
             parts.append(rule if key in required else f"{rule}?")
         return " ".join(parts)
 
