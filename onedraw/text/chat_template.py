@@ -125,7 +125,7 @@ def _default_source(found: Any) -> str | None:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under both names that templates use."""
+    """A message with its reasoning under the names that templates use, `reasoning_content` and `thinking`."""
     reasoning = next(
         (message[name] for name in ("reasoning_content", "thinking", "reasoning") if message.get(name) is not None), None
     )

@@ -70,12 +70,12 @@ PRE_TOKENIZERS: Mapping[str, PreTokenization] = {
     "deepseek-r1-qwen": _QWEN2_PRE,
     "qwen35": PreTokenization(_by_pattern(_QWEN35), normalizer=normalizers.NFC),
 }
-KINDS = ("gpt2", "llama", "gemma4")
+KINDS = ("gpt2", "llama", "gemma4")  # values of tokenizer.ggml.model
 
-
+# Keys of the metadata by the type of their value.
 _LISTS = ("tokens", "token_type", "merges", "scores")
-_LISTS_OF_TEXTS = ("tokens", "merges")
-_TEXTS = ("model", "pre", "chat_template")
+_LISTS_OF_STRINGS = ("tokens", "merges")
+_STRINGS = ("model", "pre", "chat_template")
 
 
 def require_types(metadata: Mapping[str, Any]) -> None:
@@ -87,9 +87,9 @@ def require_types(metadata: Mapping[str, Any]) -> None:
         expected, valid = "anything", True
         if name in _LISTS:
             expected, valid = "a list", hasattr(value, "__len__") and not isinstance(value, str)
-            if valid and name in _LISTS_OF_TEXTS:
+            if valid and name in _LISTS_OF_STRINGS:
                 expected, valid = "a list of strings", set(map(type, value)) <= {str}
-        elif name in _TEXTS:
+        elif name in _STRINGS:
             expected, valid = "a string", isinstance(value, str)
         elif name.endswith("_token_id"):
             expected, valid = "an integer", isinstance(value, int) and not isinstance(value, bool)

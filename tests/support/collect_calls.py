@@ -1,4 +1,4 @@
-"""What a reader of calls said, put together."""
+"""Collect the events of a tool call parser."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def collect_calls(events: Iterable[CallEvent | Content]) -> tuple[str, list[tupl
     content, calls = "", []
     for event in events:
         match event:
-            case Content(said):
-                content += said
+            case Content(text):
+                content += text
             case CallStart(name):
                 calls.append([name, ""])
-            case CallArguments(said):
-                calls[-1][1] += said
+            case CallArguments(text):
+                calls[-1][1] += text
             case CallEnd():
                 pass
     return content, [(name, arguments) for name, arguments in calls]
