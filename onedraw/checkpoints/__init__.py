@@ -1,1 +1,1 @@
-"""Bytes on disk to named tensors: one reader per format, mapped, streamed layer by layer."""
+"""Checkpoint readers: safetensors and GGUF files, dequantization, download, and random weights."""

@@ -1,1 +1,1 @@
-"""What a model is: data only, no torch, no jax."""
+"""Model families as data: specifications, configuration readers and weight names. No torch, no jax."""

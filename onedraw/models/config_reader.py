@@ -1,7 +1,7 @@
-"""Reads a checkpoint's description key by key, and judges what nobody read.
+"""Reads a model configuration key by key, with types, and refuses keys that were not read.
 
-In: config.json or the key-values of a GGUF file. Out: typed values. A key of the wrong type, or a missing one, is
-CorruptFile; a key that no family reads and that may change the model is refused by name. Null counts as absent.
+In: config.json or the metadata of a GGUF file. Out: typed values. A missing key or a wrong type raises CorruptFile; an unknown
+key that may change the computation raises UnsupportedModel. Null counts as absent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 
-# Keys of config.json that say nothing about what the model computes.
+# Keys of config.json that do not affect the forward pass.
 IGNORED_KEYS = frozenset(
     {
         "architectures",
@@ -98,10 +98,10 @@ IGNORED_KEYS = frozenset(
     }
 )
 
-# What configs of mixtures of experts add: it is about training, or about what a run reports.
+# Keys of mixture-of-experts configs about training or reported outputs.
 IGNORED_MOE_KEYS = frozenset({"router_aux_loss_coef", "output_router_logits", "router_z_loss_coef", "router_jitter_noise"})
 
-# What a multimodal model says beside its text model. Images, video and sound are not read.
+# Keys of multimodal configs outside text_config. Images, video and audio are not supported.
 IGNORED_MULTIMODAL_KEYS = frozenset(
     {
         "vision_config",
@@ -130,49 +130,49 @@ IGNORED_MULTIMODAL_KEYS = frozenset(
     }
 )
 
-MAX_INTEGER = 2**31 - 1  # of any count
+MAX_INTEGER = 2**31 - 1
 MAX_LAYERS = 4096
 
 
-def share_of_head(hidden: int, heads: int, origin: str) -> int:
-    """How wide a head is where nothing says it."""
+def default_head_dim(hidden: int, heads: int, origin: str) -> int:
+    """The head size if the configuration does not name one."""
     if hidden < heads:
-        raise CorruptFile(f"{origin}: {heads} heads share {hidden} numbers, and nothing says how wide a head is")
+        raise CorruptFile(f"{origin}: the head size is missing, and hidden size {hidden} is less than {heads} heads")
     return hidden // heads
 
 
-def neutral(value: Any) -> bool:
-    """Null, false, zero and empty switch nothing on."""
+def _is_off(value: Any) -> bool:
+    """Null, false, zero and empty values enable nothing."""
     return value is None or value is False or (not isinstance(value, bool) and value in (0, "", [], {}))
 
 
 class ConfigReader:
-    """One description being read. Owner: the function that reads it."""
+    """One configuration being read; it records which keys were read. Owner: the function that reads it."""
 
     def __init__(self, values: Mapping[str, Any], *, origin: str, prefix: str = "") -> None:
         self._values = values
         self._origin = origin
-        self._prefix = prefix  # of GGUF keys, in messages and lookups
+        self._prefix = prefix  # of GGUF keys, such as "llama."
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
         self._read.add(self._prefix + name)
         return self._values.get(self._prefix + name)
 
-    def names(self, name: str) -> bool:
-        """Whether the key is there at all, if only with null."""
+    def has(self, name: str) -> bool:
+        """Whether the key is present, even with the value null."""
         return self._prefix + name in self._values
 
-    def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_INTEGER) -> int:
-        """A whole number; without a default the key must be there."""
-        value = self.optional_whole(name, least=least, most=most)
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_INTEGER) -> int:
+        """A whole number; without a default the key is required."""
+        value = self.optional_integer(name, least=least, most=most)
         if value is None:
             value = default
         if value is None:
             raise CorruptFile(f"{self._origin}: {self._prefix}{name} is missing")
         return value
 
-    def optional_whole(self, name: str, *, least: int = 1, most: int = MAX_INTEGER) -> int | None:
+    def optional_integer(self, name: str, *, least: int = 1, most: int = MAX_INTEGER) -> int | None:
         value = self.get(name)
         if value is None:
             return None
@@ -182,28 +182,28 @@ class ConfigReader:
             )
         return value
 
-    def wholes(self, name: str, count: int, default: list[int] | None = None) -> list[int]:
-        """One whole number per layer: a list of them, or one that holds for all."""
+    def integers(self, name: str, count: int, default: list[int] | None = None) -> list[int]:
+        """One positive whole number per layer, from a list or from one number for all layers."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         if not isinstance(value, list):
-            return [self.whole(name)] * count
+            return [self.integer(name)] * count
         if len(value) != count or not all(isinstance(item, int) and item > 0 for item in value):
             raise CorruptFile(f"{self._origin}: {self._prefix}{name} must be {count} positive whole numbers, not {value!r}")
         return value
 
     def flags(self, name: str, count: int, default: list[bool]) -> list[bool]:
-        """One yes or no per layer."""
+        """One boolean per layer."""
         value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, list) or len(value) != count or not all(item in (0, 1) for item in value):
-            raise CorruptFile(f"{self._origin}: {self._prefix}{name} must be {count} times true or false, not {value!r}")
+            raise CorruptFile(f"{self._origin}: {self._prefix}{name} must be a list of {count} booleans, not {value!r}")
         return [bool(item) for item in value]
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number; without a default the key must be there."""
+        """A positive number; without a default the key is required."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -226,26 +226,26 @@ class ConfigReader:
             raise CorruptFile(f"{self._origin}: {self._prefix}{name} must be an object, not {value!r}")
         return value
 
-    def only(self, name: str, *accepted: Any) -> None:
-        """A key that may be absent or hold one of these values."""
+    def expect(self, name: str, *accepted: Any) -> None:
+        """Refuse the model unless the key is absent or has one of these values."""
         value = self.get(name)
         if value is not None and value not in accepted:
             listed = ", ".join(map(repr, accepted)) or "null"
             raise UnsupportedModel(f"{self._origin}: {self._prefix}{name} = {value!r} is not supported; supported: {listed}")
 
-    def refuse_rest(self, harmless: Collection[str] = ()) -> None:
-        """Refuse by name what was not read, is not known to be harmless, and is not switched off."""
+    def refuse_unknown(self, ignored: Collection[str] = ()) -> None:
+        """Refuse the model if a key was not read, is not in `ignored`, and is not switched off."""
         for name, value in self._values.items():
-            ours = name.startswith(self._prefix) and name not in self._read and name.removeprefix(self._prefix) not in harmless
-            if ours and not neutral(value):
+            unread = name.startswith(self._prefix) and name not in self._read and name.removeprefix(self._prefix) not in ignored
+            if unread and not _is_off(value):
                 shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-                raise UnsupportedModel(f"{self._origin}: {name} = {shown} is not supported; what it changes is unknown here")
+                raise UnsupportedModel(f"{self._origin}: {name} = {shown} is not supported: its effect on the model is unknown")
 
 
-def text_part(config: Mapping[str, Any], *, origin: str) -> tuple[ConfigReader, bool | None]:
-    """The keys that describe the text model, wherever they are, and whether a wrapper around them ties the head.
+def text_config_keys(config: Mapping[str, Any], *, origin: str) -> tuple[ConfigReader, bool | None]:
+    """The keys of the text model, and tie_word_embeddings of an enclosing multimodal config (None if there is no such config).
 
-    A multimodal model's config nests them in text_config.
+    Multimodal configs nest the text model in text_config.
     """
     inner = config.get("text_config")
     if inner is None:
@@ -254,17 +254,17 @@ def text_part(config: Mapping[str, Any], *, origin: str) -> tuple[ConfigReader, 
     outer.mapping("text_config")
     refuse_quantized(outer, origin)
     tied = outer.flag("tie_word_embeddings") if outer.get("tie_word_embeddings") is not None else None
-    outer.refuse_rest(IGNORED_KEYS | IGNORED_MULTIMODAL_KEYS)
+    outer.refuse_unknown(IGNORED_KEYS | IGNORED_MULTIMODAL_KEYS)
     return ConfigReader(inner, origin=f"{origin}: text_config"), tied
 
 
 def layer_types(keys: ConfigReader, count: int, *, accepted: Collection[str], default: list[str], origin: str) -> list[str]:
-    """The kind of every layer, as the config lists it."""
+    """The type of every layer, as listed in layer_types."""
     types = keys.get("layer_types")
     if types is None:
         return default
     if not isinstance(types, list) or len(types) != count:
-        raise CorruptFile(f"{origin}: layer_types must name {count} layers")
+        raise CorruptFile(f"{origin}: layer_types must list {count} layers")
     for kind in types:
         if kind not in accepted:
             raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {', '.join(accepted)}")

@@ -1,7 +1,7 @@
-"""A family of models: how it is recognised, how its description is read, and how its weights are named.
+"""A model family as data: how it is recognised, how its configuration is read, and how its weights are named.
 
-Families that share one layer form (attention, then a gated feed-forward, each behind an RMSNorm) differ by a few
-traits; `dense_family` builds them from these. A family is data: no class per model.
+Families of the Llama form (attention, then a gated feed-forward, each after an RMSNorm) differ by a few traits;
+`dense_family` builds them from a Traits. Other families (`qwen3_5.py`, `gemma4.py`, `laguna.py`) write their own readers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from onedraw.models.config_reader import (
     MAX_LAYERS,
     ConfigReader,
     code_notes,
+    default_head_dim,
     layer_types,
     refuse_quantized,
-    share_of_head,
 )
 from onedraw.models.rope import rope_from_config, rope_from_metadata
 from onedraw.models.source import CheckpointFormat, ModelSource
@@ -33,25 +33,26 @@ class Family:
     model_types: tuple[str, ...]  # config.json model_type
     architectures: tuple[str, ...]  # config.json architectures
     gguf: tuple[str, ...]  # GGUF general.architecture
-    from_config: Callable[[Mapping[str, Any], str], ModelSpec]  # config, what to call it in errors
-    from_metadata: Callable[[ModelSource], ModelSpec]
+    from_config: Callable[[Mapping[str, Any], str], ModelSpec]  # from config.json and its path, which errors name
+    from_metadata: Callable[[ModelSource], ModelSpec]  # from a GGUF file
     weight_names: Mapping[CheckpointFormat, WeightNames]
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """In what the dense families differ."""
+    """The differences between families of the Llama form."""
 
     family: str
     qkv_bias: Literal["config", "always", "never"] = "config"
     out_bias: Literal["config", "never"] = "config"
-    mlp_bias: bool = False  # has the config key
+    mlp_bias: bool = False  # the config key mlp_bias is supported
     qk_norm: bool = False
-    window: Literal["never", "all", "gated", "switched"] = "never"  # behind use_sliding_window: of some layers, or all
-    head_dim: int | None = None  # where the config names none; None: hidden // heads
-    kv_heads_named: bool = True  # the config must name the key/value heads
-    permuted: bool = False  # converters to GGUF permute the rows of q and k
-    experts: bool = False  # some layers have experts in place of one feed-forward
+    # Sliding window: never; all layers; with use_sliding_window, layers from max_window_layers on (gated) or all (switched).
+    window: Literal["never", "all", "gated", "switched"] = "never"
+    head_dim: int | None = None  # default of the config key head_dim; None: hidden // heads
+    kv_heads_named: bool = True  # num_key_value_heads is required
+    permuted: bool = False  # GGUF converters permute the rows of q and k
+    experts: bool = False  # some layers have experts instead of a dense feed-forward
 
 
 def dense_family(
@@ -83,35 +84,37 @@ def dense_family(
 
 def _from_config(config: Mapping[str, Any], origin: str, traits: Traits) -> ModelSpec:
     keys = ConfigReader(config, origin=origin)
-    keys.only("hidden_act", "silu")
+    keys.expect("hidden_act", "silu")
     refuse_quantized(keys, origin)
-    count, max_context = keys.whole("num_hidden_layers", most=MAX_LAYERS), keys.whole("max_position_embeddings")
+    count, max_context = keys.integer("num_hidden_layers", most=MAX_LAYERS), keys.integer("max_position_embeddings")
     mixer = _mixer(keys, traits, max_context=max_context, origin=origin)
     windows, fed = _windows(keys, count, traits, origin), _feed_forwards(keys, count, traits, origin)
     spec = ModelSpec(
         family=traits.family,
         layers=tuple(LayerSpec(replace(mixer, window=window), each) for window, each in zip(windows, fed, strict=True)),
-        hidden=keys.whole("hidden_size"),
-        vocab=keys.whole("vocab_size"),
+        hidden=keys.integer("hidden_size"),
+        vocab=keys.integer("vocab_size"),
         eps=keys.number("rms_norm_eps", 1e-6),
         tied=keys.flag("tie_word_embeddings"),
         max_context=max_context,
         notes=code_notes(keys),
     )
-    keys.refuse_rest(IGNORED_KEYS | IGNORED_MOE_KEYS if traits.experts else IGNORED_KEYS)
-    return checked(spec, origin)
+    keys.refuse_unknown(IGNORED_KEYS | IGNORED_MOE_KEYS if traits.experts else IGNORED_KEYS)
+    return validated(spec, origin)
 
 
 def _mixer(keys: ConfigReader, traits: Traits, *, max_context: int, origin: str) -> AttentionSpec:
-    """The attention of every layer, before its window."""
-    heads = keys.whole("num_attention_heads")
-    head_dim = keys.optional_whole("head_dim") or traits.head_dim or share_of_head(keys.whole("hidden_size"), heads, origin)
+    """The attention of every layer, without its window."""
+    heads = keys.integer("num_attention_heads")
+    head_dim = (
+        keys.optional_integer("head_dim") or traits.head_dim or default_head_dim(keys.integer("hidden_size"), heads, origin)
+    )
     bias = keys.flag("attention_bias")
     if bias and traits.qkv_bias != "config":
-        raise UnsupportedModel(f"{origin}: attention_bias = true is not supported for {traits.family}")
+        raise UnsupportedModel(f"{origin}: attention_bias = true is not supported for {traits.family} models")
     return AttentionSpec(
         heads=heads,
-        kv_heads=keys.whole("num_key_value_heads", None if traits.kv_heads_named else heads),
+        kv_heads=keys.integer("num_key_value_heads", None if traits.kv_heads_named else heads),
         head_dim=head_dim,
         rope=rope_from_config(keys, head_dim=head_dim, max_context=max_context, origin=origin),
         scale=head_dim**-0.5,
@@ -121,68 +124,68 @@ def _mixer(keys: ConfigReader, traits: Traits, *, max_context: int, origin: str)
     )
 
 
-UNNAMED_WINDOW = 4096  # of a family whose layers all slide, where the config has no such key; null is none
+DEFAULT_WINDOW = 4096  # if all layers slide and the config has no key sliding_window; null means no window
 
 
 def _windows(keys: ConfigReader, count: int, traits: Traits, origin: str) -> list[int | None]:
     """The sliding window of every layer."""
     if traits.window == "never":
-        keys.only("layer_types", ["full_attention"] * count)
-        keys.only("sliding_window")
+        keys.expect("layer_types", ["full_attention"] * count)
+        keys.expect("sliding_window")
         return [None] * count
-    window = keys.optional_whole("sliding_window")
-    if traits.window == "all" and not keys.names("sliding_window"):
-        window = UNNAMED_WINDOW
+    window = keys.optional_integer("sliding_window")
+    if traits.window == "all" and not keys.has("sliding_window"):
+        window = DEFAULT_WINDOW
     first = 0
     if traits.window == "gated":
-        used, first = keys.flag("use_sliding_window"), keys.whole("max_window_layers", count, least=0)
+        used, first = keys.flag("use_sliding_window"), keys.integer("max_window_layers", count, least=0)
         window = window if used else None
     if traits.window == "switched":
         window = window if keys.flag("use_sliding_window") else None
-        keys.get("max_window_layers")  # older configs name it, no layer of this family follows it
+        keys.get("max_window_layers")  # present in older configs, without effect in this family
     full, sliding = kinds = ("full_attention", "sliding_attention")
     by_index = [sliding if window and index >= first else full for index in range(count)]
     types = layer_types(keys, count, accepted=kinds, default=by_index, origin=origin)
     if window is None and "sliding_attention" in types:
-        raise CorruptFile(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
+        raise CorruptFile(f"{origin}: layer_types has sliding_attention layers, but no sliding_window is set")
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def _feed_forwards(keys: ConfigReader, count: int, traits: Traits, origin: str) -> list[MlpSpec | MoeSpec]:
-    """The feed-forward of every layer: one, or experts in every so many layers but those that are named."""
+    """The feed-forward of every layer. Experts are in every decoder_sparse_step-th layer except mlp_only_layers."""
     if not traits.experts:
-        return [MlpSpec(keys.whole("intermediate_size"), bias=traits.mlp_bias and keys.flag("mlp_bias"))] * count
+        return [MlpSpec(keys.integer("intermediate_size"), bias=traits.mlp_bias and keys.flag("mlp_bias"))] * count
     sparse = MoeSpec(
-        experts=keys.whole("num_experts", keys.optional_whole("num_local_experts")),
-        used=keys.whole("num_experts_per_tok"),
-        width=keys.whole("moe_intermediate_size"),
+        experts=keys.integer("num_experts", keys.optional_integer("num_local_experts")),
+        used=keys.integer("num_experts_per_tok"),
+        width=keys.integer("moe_intermediate_size"),
         normalised=keys.flag("norm_topk_prob"),
     )
-    step, named = keys.whole("decoder_sparse_step", 1), keys.get("mlp_only_layers") or []
+    step, named = keys.integer("decoder_sparse_step", 1), keys.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(isinstance(index, int) for index in named):
-        raise CorruptFile(f"{origin}: mlp_only_layers must be a list of layers, not {named!r}")
+        raise CorruptFile(f"{origin}: mlp_only_layers must be a list of layer indices, not {named!r}")
     flat = [index in named or (index + 1) % step != 0 for index in range(count)]
-    dense = MlpSpec(keys.whole("intermediate_size", None if any(flat) else 1))
+    dense = MlpSpec(keys.integer("intermediate_size", None if any(flat) else 1))
     return [dense if each else sparse for each in flat]
 
 
 # ------------------------------------------------------------------ GGUF
 
-# Keys below the architecture's name that say nothing about what the model computes.
+# Metadata keys under the architecture's prefix that do not affect the computation.
 IGNORED_METADATA = frozenset({"tensor_data_layout", "source.url"})
 
 
 def _from_metadata(source: ModelSource, traits: Traits) -> ModelSpec:
     metadata, tensors, origin = source.config, source.tensors, source.path.name
     keys = ConfigReader(metadata, origin=origin, prefix=f"{metadata['general.architecture']}.")
-    count = keys.whole("block_count", most=MAX_LAYERS)
-    hidden, max_context = keys.whole("embedding_length"), keys.whole("context_length")
-    heads = keys.wholes("attention.head_count", count)
-    kv_heads = keys.wholes("attention.head_count_kv", count, heads)
-    fed = _stored_feed_forwards(keys, source, count, traits)
-    head_dim = keys.optional_whole("attention.key_length") or share_of_head(hidden, heads[0], origin)
-    keys.only("attention.value_length", head_dim)
-    window = keys.optional_whole("attention.sliding_window", least=0) or None
+    count = keys.integer("block_count", most=MAX_LAYERS)
+    hidden, max_context = keys.integer("embedding_length"), keys.integer("context_length")
+    heads = keys.integers("attention.head_count", count)
+    kv_heads = keys.integers("attention.head_count_kv", count, heads)
+    fed = _gguf_feed_forwards(keys, source, count, traits)
+    head_dim = keys.optional_integer("attention.key_length") or default_head_dim(hidden, heads[0], origin)
+    keys.expect("attention.value_length", head_dim)
+    window = keys.optional_integer("attention.sliding_window", least=0) or None
     rope = rope_from_metadata(keys, tensors.get("rope_freqs.weight"), head_dim=head_dim, max_context=max_context, origin=origin)
     layers = tuple(
         LayerSpec(
@@ -193,7 +196,7 @@ def _from_metadata(source: ModelSource, traits: Traits) -> ModelSpec:
                 rope=rope,
                 scale=head_dim**-0.5,
                 window=window,
-                # A GGUF has no key for biases: it has them or not.
+                # A GGUF file has no key for biases: a layer has one if the tensor is there.
                 qkv_bias=traits.qkv_bias == "always" or f"blk.{index}.attn_q.bias" in tensors,
                 out_bias=f"blk.{index}.attn_output.bias" in tensors,
                 qk_norm=traits.qk_norm,
@@ -207,60 +210,60 @@ def _from_metadata(source: ModelSource, traits: Traits) -> ModelSpec:
         layers=layers,
         hidden=hidden,
         max_context=max_context,
-        **stored_ends(keys, source),
+        **gguf_outer_fields(keys, source),
     )
-    keys.refuse_rest(IGNORED_METADATA)
-    return checked(spec, origin)
+    keys.refuse_unknown(IGNORED_METADATA)
+    return validated(spec, origin)
 
 
-def stored_ends(keys: ConfigReader, source: ModelSource) -> dict[str, Any]:
-    """What every GGUF says alike of what is outside the layers. It need not tell the size of the vocabulary, and has no key
-    for a tied head: it has the head's own tensor or not."""
+def gguf_outer_fields(keys: ConfigReader, source: ModelSource) -> dict[str, Any]:
+    """ModelSpec fields outside the layers, common to all GGUF files. The vocabulary size is optional, and the head is tied if
+    the file has no tensor for it."""
     embedding = source.tensors.get("token_embd.weight")
     return {
-        "vocab": keys.whole("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
+        "vocab": keys.integer("vocab_size", embedding.shape[0] if embedding is not None and embedding.shape else None),
         "eps": keys.number("attention.layer_norm_rms_epsilon"),
         "tied": "output.weight" not in source.tensors,
     }
 
 
-def _stored_feed_forwards(keys: ConfigReader, source: ModelSource, count: int, traits: Traits) -> list[MlpSpec | MoeSpec]:
-    """A GGUF has no key for biases, nor for which layers have experts: it has their tensors or not."""
+def _gguf_feed_forwards(keys: ConfigReader, source: ModelSource, count: int, traits: Traits) -> list[MlpSpec | MoeSpec]:
+    """The feed-forward of every layer. Biases and expert layers are found by their tensors: a GGUF file has no key for them."""
     if not traits.experts:
-        widths = keys.wholes("feed_forward_length", count)
+        widths = keys.integers("feed_forward_length", count)
         return [MlpSpec(width, bias=f"blk.{i}.ffn_down.bias" in source.tensors) for i, width in enumerate(widths)]
-    keys.only("expert_gating_func", 1)  # softmax
-    keys.only("expert_weights_scale", 1, 1.0)
+    keys.expect("expert_gating_func", 1)  # softmax
+    keys.expect("expert_weights_scale", 1, 1.0)
     sparse = MoeSpec(
-        experts=keys.whole("expert_count"),
-        used=keys.whole("expert_used_count"),
-        width=keys.whole("expert_feed_forward_length"),
+        experts=keys.integer("expert_count"),
+        used=keys.integer("expert_used_count"),
+        width=keys.integer("expert_feed_forward_length"),
         normalised=keys.flag("expert_weights_norm", True),
     )
     flat = [f"blk.{index}.ffn_gate_inp.weight" not in source.tensors for index in range(count)]
-    dense = MlpSpec(keys.whole("feed_forward_length", None if any(flat) else 1))
+    dense = MlpSpec(keys.integer("feed_forward_length", None if any(flat) else 1))
     return [dense if each else sparse for each in flat]
 
 
-def checked(spec: ModelSpec, origin: str) -> ModelSpec:
-    check_heads(spec.layers, origin)
+def validated(spec: ModelSpec, origin: str) -> ModelSpec:
+    check_layer_sizes(spec.layers, origin)
     return spec
 
 
-def check_heads(layers: tuple[LayerSpec, ...], origin: str) -> None:
-    """The sums that must come out even."""
+def check_layer_sizes(layers: tuple[LayerSpec, ...], origin: str) -> None:
+    """Raise CorruptFile if head counts, head sizes or expert counts do not fit together."""
     for layer in layers:
         match layer.mixer:
             case AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=head_dim):
                 if heads % kv_heads:
-                    raise CorruptFile(f"{origin}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+                    raise CorruptFile(f"{origin}: {heads} query heads are not a multiple of {kv_heads} key/value heads")
                 if head_dim % 2 or layer.mixer.rope.dims % 2:
-                    raise CorruptFile(f"{origin}: a head size of {head_dim} is odd, rotary positions need pairs")
+                    raise CorruptFile(f"{origin}: a head size of {head_dim} is odd; rotary embeddings need pairs of dimensions")
             case DeltaSpec(key_heads=key_heads, value_heads=value_heads):
                 if value_heads % key_heads:
-                    raise CorruptFile(f"{origin}: {value_heads} value heads cannot share {key_heads} key heads evenly")
+                    raise CorruptFile(f"{origin}: {value_heads} value heads are not a multiple of {key_heads} key heads")
             case _:
                 assert_never(layer.mixer)
         for experts in (layer.feed_forward, layer.beside):
             if isinstance(experts, MoeSpec) and experts.used > experts.experts:
-                raise CorruptFile(f"{origin}: {experts.used} experts of {experts.experts} cannot be used")
+                raise CorruptFile(f"{origin}: {experts.used} experts per token are more than the {experts.experts} experts")

@@ -1,7 +1,7 @@
-"""Laguna (Poolside): a softplus gate on what was attended, head counts that differ by layer, sigmoid routing with a bias.
+"""Laguna (Poolside): a softplus gate on the attention output, head counts that differ by layer, sigmoid routing with a bias.
 
-In: config.json, or the key-values of a GGUF file. Out: ModelSpec. Attention sinks and biases under other names than
-attention_bias are refused by name.
+In: config.json, or the metadata of a GGUF file. Out: ModelSpec. Attention sinks, and biases under other keys than
+attention_bias, are not supported.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from onedraw.models.config_reader import (
     layer_types,
     refuse_quantized,
 )
-from onedraw.models.family import IGNORED_METADATA, Family, checked, stored_ends
-from onedraw.models.rope import DEFAULT_THETA, rope_from_metadata, ropes_by_layer_type, turning_dims
+from onedraw.models.family import IGNORED_METADATA, Family, gguf_outer_fields, validated
+from onedraw.models.rope import DEFAULT_THETA, rope_from_metadata, ropes_by_layer_type, rotary_dims
 from onedraw.models.source import ModelSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, name_table
-from onedraw.models.weight_transforms import PLAIN_EXPERT_NAMES, experts, gguf_experts
+from onedraw.models.weight_transforms import EXPERT_WEIGHT_ALIAS, experts, gguf_experts
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
-PATTERN = 4  # in a GGUF the first of every four layers is full
+PATTERN = 4  # in a GGUF file the first of every four layers is full attention
 HEAD_DIM = 128
 ROPES: Mapping[str, Mapping[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
@@ -40,19 +40,19 @@ GatePer = Literal["element", "head"]
 def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     keys = ConfigReader(config, origin=origin)
     refuse_quantized(keys, origin)
-    keys.only("hidden_act", "silu")
-    keys.only("rope_style", "rotate-half")
-    count, max_context = keys.whole("num_hidden_layers", most=MAX_LAYERS), keys.whole("max_position_embeddings")
+    keys.expect("hidden_act", "silu")
+    keys.expect("rope_style", "rotate-half")
+    count, max_context = keys.integer("num_hidden_layers", most=MAX_LAYERS), keys.integer("max_position_embeddings")
     types = layer_types(keys, count, accepted=(FULL, SLIDING), default=[FULL] * count, origin=origin)
-    window = keys.optional_whole("sliding_window")
+    window = keys.optional_integer("sliding_window")
     if window is None and SLIDING in types:
-        raise CorruptFile(f"{origin}: layer_types names sliding layers, but no sliding_window is set")
-    head_dim, bias = keys.whole("head_dim", HEAD_DIM), keys.flag("attention_bias")
-    heads = keys.wholes("num_attention_heads_per_layer", count, [keys.whole("num_attention_heads")] * count)
-    kv_heads, gate_per = keys.whole("num_key_value_heads"), _gate_per(keys, origin)
+        raise CorruptFile(f"{origin}: layer_types has sliding_attention layers, but no sliding_window is set")
+    head_dim, bias = keys.integer("head_dim", HEAD_DIM), keys.flag("attention_bias")
+    heads = keys.integers("num_attention_heads_per_layer", count, [keys.integer("num_attention_heads")] * count)
+    kv_heads, gate_per = keys.integer("num_key_value_heads"), _gate_per(keys, origin)
     head_dims = dict.fromkeys(types, head_dim)
-    said = _ropes(keys, origin)
-    ropes = ropes_by_layer_type(said, head_dims=head_dims, defaults=ROPES, max_context=max_context, origin=origin)
+    rope_keys = _rope_keys(keys, origin)
+    ropes = ropes_by_layer_type(rope_keys, head_dims=head_dims, defaults=ROPES, max_context=max_context, origin=origin)
     mixers = [
         AttentionSpec(
             heads=heads[index],
@@ -69,21 +69,21 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
         )
         for index, kind in enumerate(types)
     ]
-    dense, sparse = MlpSpec(keys.whole("intermediate_size")), _config_experts(keys)
+    dense, sparse = MlpSpec(keys.integer("intermediate_size")), _config_experts(keys)
     spec = ModelSpec(
         family="laguna",
         layers=tuple(
             LayerSpec(m, dense if flat else sparse) for m, flat in zip(mixers, _dense(keys, count, origin), strict=True)
         ),
-        hidden=keys.whole("hidden_size"),
-        vocab=keys.whole("vocab_size"),
+        hidden=keys.integer("hidden_size"),
+        vocab=keys.integer("vocab_size"),
         eps=keys.number("rms_norm_eps", 1e-6),
         tied=keys.flag("tie_word_embeddings"),
         max_context=max_context,
         notes=code_notes(keys),
     )
-    keys.refuse_rest(IGNORED_KEYS | IGNORED_MOE_KEYS)
-    return checked(spec, origin)
+    keys.refuse_unknown(IGNORED_KEYS | IGNORED_MOE_KEYS)
+    return validated(spec, origin)
 
 
 def _gate_per(keys: ConfigReader, origin: str) -> GatePer:
@@ -91,51 +91,52 @@ def _gate_per(keys: ConfigReader, origin: str) -> GatePer:
     if gating not in (None, True, "per-head", "per-element"):
         raise UnsupportedModel(f"{origin}: gating = {gating!r} is not supported; supported: true, 'per-head', 'per-element'")
     per: GatePer = "element" if gating == "per-element" else "head"
-    named = keys.get("gating_types")  # says the same once more, layer by layer
+    named = keys.get("gating_types")  # repeats `gating` for every layer
     if named is not None and {str(kind).replace("_", "-") for kind in named} != {f"per-{per}"}:
-        raise UnsupportedModel(f"{origin}: gating_types = {named!r} does not go with gating = {gating!r}")
+        raise UnsupportedModel(f"{origin}: gating_types = {named!r} with gating = {gating!r} is not supported")
     return per
 
 
 def _dense(keys: ConfigReader, count: int, origin: str) -> list[bool]:
-    """Which layers have one feed-forward in place of experts: named one by one, or by the older pair of keys, or both."""
-    types, named, step = keys.get("mlp_layer_types"), keys.get("mlp_only_layers"), keys.whole("decoder_sparse_step", 1)
+    """Which layers have a dense feed-forward: by mlp_layer_types, or by mlp_only_layers and decoder_sparse_step."""
+    types, named, step = keys.get("mlp_layer_types"), keys.get("mlp_only_layers"), keys.integer("decoder_sparse_step", 1)
     by_index = [index in ([0] if named is None else named) or (index + 1) % step != 0 for index in range(count)]
     if types is None:
         return by_index
     if not isinstance(types, list) or len(types) != count or not {*types} <= {DENSE, SPARSE}:
-        raise CorruptFile(f"{origin}: mlp_layer_types must name {count} layers, each {DENSE} or {SPARSE}, not {types!r}")
+        raise CorruptFile(f"{origin}: mlp_layer_types must list {count} layers, each {DENSE} or {SPARSE}, not {types!r}")
     dense = [kind == DENSE for kind in types]
     if named is not None and dense != by_index:
         raise CorruptFile(f"{origin}: mlp_layer_types and mlp_only_layers contradict each other; keep one")
     return dense
 
 
-def _ropes(keys: ConfigReader, origin: str) -> ConfigReader:
-    """Older configs describe the rope of full layers in place of all, and that of sliding layers beside it."""
-    described, sliding = keys.mapping("rope_parameters"), keys.mapping("swa_rope_parameters")
-    nested = described is not None and any(isinstance(value, dict) for value in described.values())
+def _rope_keys(keys: ConfigReader, origin: str) -> ConfigReader:
+    """Keys with rope_parameters by layer type. Older configs have those of full layers in rope_parameters itself and those of
+    sliding layers in swa_rope_parameters."""
+    ropes, sliding = keys.mapping("rope_parameters"), keys.mapping("swa_rope_parameters")
+    nested = ropes is not None and any(isinstance(value, dict) for value in ropes.values())
     if nested:
-        keys.get("rope_theta")  # named once more
+        keys.get("rope_theta")  # duplicates of nested keys
         keys.get("partial_rotary_factor")
-    if nested or described is None:
+    if nested or ropes is None:
         return keys
-    return ConfigReader({"rope_parameters": {FULL: described} | ({} if sliding is None else {SLIDING: sliding})}, origin=origin)
+    return ConfigReader({"rope_parameters": {FULL: ropes} | ({} if sliding is None else {SLIDING: sliding})}, origin=origin)
 
 
 def _config_experts(keys: ConfigReader) -> MoeSpec:
-    keys.only("norm_topk_prob", True)
-    keys.only("moe_router_use_sigmoid", True)
-    keys.only("moe_router_score_func", "sigmoid")
+    keys.expect("norm_topk_prob", True)
+    keys.expect("moe_router_use_sigmoid", True)
+    keys.expect("moe_router_score_func", "sigmoid")
     return MoeSpec(
-        experts=keys.whole("num_experts"),
-        used=keys.whole("num_experts_per_tok"),
-        width=keys.whole("moe_intermediate_size"),
+        experts=keys.integer("num_experts"),
+        used=keys.integer("num_experts_per_tok"),
+        width=keys.integer("moe_intermediate_size"),
         scores="sigmoid",
         scale=keys.number("moe_routed_scaling_factor", 1.0),
         softcap=keys.number("moe_router_logit_softcapping") if keys.get("moe_router_logit_softcapping") else None,
         select_bias=True,
-        shared=keys.whole("shared_expert_intermediate_size"),
+        shared=keys.integer("shared_expert_intermediate_size"),
     )
 
 
@@ -145,17 +146,17 @@ def _config_experts(keys: ConfigReader) -> MoeSpec:
 def _from_metadata(source: ModelSource) -> ModelSpec:
     tensors, origin = source.tensors, source.path.name
     keys = ConfigReader(source.config, origin=origin, prefix="laguna.")
-    count, max_context = keys.whole("block_count", most=MAX_LAYERS), keys.whole("context_length")
-    head_dim = keys.whole("attention.key_length", HEAD_DIM)
-    keys.only("attention.value_length", head_dim)
-    heads, kv_heads = keys.wholes("attention.head_count", count), keys.wholes("attention.head_count_kv", count)
-    window = keys.optional_whole("attention.sliding_window", least=0) or None
+    count, max_context = keys.integer("block_count", most=MAX_LAYERS), keys.integer("context_length")
+    head_dim = keys.integer("attention.key_length", HEAD_DIM)
+    keys.expect("attention.value_length", head_dim)
+    heads, kv_heads = keys.integers("attention.head_count", count), keys.integers("attention.head_count_kv", count)
+    window = keys.optional_integer("attention.sliding_window", least=0) or None
     pattern = [window is not None and index % PATTERN != 0 for index in range(count)]
     sliding = keys.flags("attention.sliding_window_pattern", count, pattern)
     full_rope = rope_from_metadata(keys, None, head_dim=head_dim, max_context=max_context, origin=origin, partial=True)
     sliding_rope = RopeSpec(
         theta=keys.number("rope.freq_base_swa", DEFAULT_THETA),
-        dims=turning_dims(keys, "rope.dimension_count_swa", head_dim=head_dim, partial=True, origin=origin),
+        dims=rotary_dims(keys, "rope.dimension_count_swa", head_dim=head_dim, partial=True, origin=origin),
     )
     mixers = [
         AttentionSpec(
@@ -173,44 +174,44 @@ def _from_metadata(source: ModelSource) -> ModelSpec:
         )
         for index in range(count)
     ]
-    leading = keys.whole("leading_dense_block_count", 1, least=0)
-    dense, sparse = MlpSpec(keys.whole("feed_forward_length")), _gguf_experts(keys)
+    leading = keys.integer("leading_dense_block_count", 1, least=0)
+    dense, sparse = MlpSpec(keys.integer("feed_forward_length")), _gguf_experts(keys)
     spec = ModelSpec(
         family="laguna",
         layers=tuple(LayerSpec(mixer, dense if index < leading else sparse) for index, mixer in enumerate(mixers)),
-        hidden=keys.whole("embedding_length"),
-        **stored_ends(keys, source),
+        hidden=keys.integer("embedding_length"),
+        **gguf_outer_fields(keys, source),
         max_context=max_context,
     )
-    keys.refuse_rest(IGNORED_METADATA)
-    return checked(spec, origin)
+    keys.refuse_unknown(IGNORED_METADATA)
+    return validated(spec, origin)
 
 
 def _stored_gate(source: ModelSource, index: int, heads: int) -> GatePer:
-    """A GGUF has no key for it: the gate is as wide as it is."""
+    """Whether the gate is per head or per element, by its width: a GGUF file has no key for it."""
     gate = source.tensors.get(f"blk.{index}.attn_gate.weight")
     return "element" if gate is not None and gate.shape[0] != heads else "head"
 
 
 def _gguf_experts(keys: ConfigReader) -> MoeSpec:
-    keys.only("expert_gating_func", 2)  # sigmoid
-    keys.only("expert_weights_norm", True)
-    keys.only("expert_shared_count", 1)
+    keys.expect("expert_gating_func", 2)  # sigmoid
+    keys.expect("expert_weights_norm", True)
+    keys.expect("expert_shared_count", 1)
     return MoeSpec(
-        experts=keys.whole("expert_count"),
-        used=keys.whole("expert_used_count"),
-        width=keys.whole("expert_feed_forward_length"),
+        experts=keys.integer("expert_count"),
+        used=keys.integer("expert_used_count"),
+        width=keys.integer("expert_feed_forward_length"),
         scores="sigmoid",
         scale=keys.number("expert_weights_scale", 1.0),
         select_bias=True,
-        shared=keys.whole("expert_shared_feed_forward_length"),
+        shared=keys.integer("expert_shared_feed_forward_length"),
     )
 
 
 # ------------------------------------------------------------------ weights
 
 MLP = "model.layers.{layer}.mlp."
-FROM_FOLDER = WeightNames(
+SAFETENSORS_WEIGHTS = WeightNames(
     outer=SAFETENSORS_NAMES.outer,
     layer={**SAFETENSORS_NAMES.layer}
     | name_table("model.layers.{layer}.", "attn_gate=self_attn.g_proj.weight")
@@ -220,12 +221,12 @@ FROM_FOLDER = WeightNames(
     aliases=(
         (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
         (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.experts.e_score_correction_bias"),
-        PLAIN_EXPERT_NAMES,
+        EXPERT_WEIGHT_ALIAS,
     ),
     ignored=SAFETENSORS_NAMES.ignored,
 )
 BLK = "blk.{layer}."
-FROM_GGUF = WeightNames(
+GGUF_WEIGHTS = WeightNames(
     outer=GGUF_NAMES.outer,
     layer={**GGUF_NAMES.layer}
     | name_table(BLK, "attn_gate=attn_gate.weight router=ffn_gate_inp.weight select_bias=exp_probs_b.bias")
@@ -241,5 +242,5 @@ LAGUNA = Family(
     gguf=("laguna",),
     from_config=_from_config,
     from_metadata=_from_metadata,
-    weight_names={"safetensors": FROM_FOLDER, "gguf": FROM_GGUF, "plain": PLAIN_NAMES},
+    weight_names={"safetensors": SAFETENSORS_WEIGHTS, "gguf": GGUF_WEIGHTS, "plain": PLAIN_NAMES},
 )

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x, SmolLM2 and everything else of that form; and Mistral, which adds a sliding window."""
+"""Llama 2, 3 and 3.x, SmolLM2 and other models with the Llama architecture; and Mistral, which adds a sliding window."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LLAMA = dense_family(
     Traits(family="llama", mlp_bias=True, kv_heads_named=False, permuted=True),
     model_types=("llama",),
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
-    gguf=("llama",),  # also what converters make of Mistral
+    gguf=("llama",),  # GGUF converters write Mistral models as llama too
 )
 
 MISTRAL = dense_family(

@@ -1,17 +1,17 @@
-"""The head of a Qwen3.5 checkpoint that guesses the token after the next one, as data.
+"""The MTP head (multi-token prediction) of a Qwen3.5 checkpoint: its spec and weights.
 
-In: an open checkpoint and its description. Out: an MtpSpec with MtpWeights, or a refusal by name where there is none.
+In: an open checkpoint and its ModelInfo. Out: MtpInfo, or UnsupportedModel if there is no such head.
 
-What it computes, for a position t whose token t + 1 is known:
+The head drafts from position t, whose token t + 1 is known:
     e      = rms(embed(token t+1)) · embed_norm
-    h      = rms(x_t) · hidden_norm             x_t: the target's residual after its last norm, as its head reads it;
-                                                from the second guess on, what this head gave at the position before
-    y_t    = layer(fc · [e, h])                 one attention layer of the target's kind, with keys and values of its own
-    guess  = the target's head of rms(y_t) · norm, which is also the next x
+    h      = rms(x_t) · hidden_norm             x_t: the target's hidden state after its final norm (the input of its head);
+                                                from the second draft on, the output of this head at the previous position
+    y_t    = layer(fc · [e, h])                 one attention layer like the target's, with its own keys and values
+    draft  = target's head of rms(y_t) · norm, which is also the next x
 
 Weights, float32, matrices as [outputs, inputs]
     outer      fc [E, 2·E]  embed_norm [E]  hidden_norm [E]  norm [E]; embedding and head are the target's
-    layer      the names of `weights.py`
+    layer      the names of `weight_names.py`
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MtpInfo:
 
 
 def has_mtp(source: ModelSource, info: ModelInfo) -> bool:
-    """Whether the checkpoint has such a head, be it one that is supported or not."""
+    """Whether the checkpoint has an MTP head, supported or not."""
     if info.family.name not in FAMILIES:
         return False
     if info.format == "gguf":
@@ -76,66 +76,66 @@ def has_mtp(source: ModelSource, info: ModelInfo) -> bool:
 
 
 def read_mtp_info(source: ModelSource, info: ModelInfo) -> MtpInfo:
-    """Read the description, and check that the weights fit it. No weight is read."""
+    """Build the spec from the target's, and check that the tensors match it. No weight is read."""
     target = info.spec
     if info.family.name not in FAMILIES:
         raise UnsupportedModel(f"{source.path}: a {target.family} model has no MTP head; supported: {', '.join(FAMILIES)}")
     if not has_mtp(source, info):
         raise UnsupportedModel(f"{source.path}: the checkpoint has no MTP head (mtp.* or nextn tensors); pass another --draft")
-    attending = next((layer for layer in target.layers if isinstance(layer.mixer, AttentionSpec)), None)
-    if attending is None:
-        raise UnsupportedModel(f"{source.path}: an MTP head attends, and no layer of this model says how")
-    spec = MtpSpec(attending, target.hidden, target.vocab, eps=target.eps, norm=target.norm, max_context=target.max_context)
-    rules = _from_gguf(info, target) if info.format == "gguf" else _from_folder(info, target)
-    return MtpInfo(spec, MtpWeights(source, spec, rules, depth=len(target.layers)))
+    attention_layer = next((layer for layer in target.layers if isinstance(layer.mixer, AttentionSpec)), None)
+    if attention_layer is None:
+        raise UnsupportedModel(f"{source.path}: the MTP head needs an attention layer, and this model has none")
+    spec = MtpSpec(attention_layer, target.hidden, target.vocab, eps=target.eps, norm=target.norm, max_context=target.max_context)
+    names = _gguf_names(info, target) if info.format == "gguf" else _safetensors_names(info, target)
+    return MtpInfo(spec, MtpWeights(source, spec, names, depth=len(target.layers)))
 
 
-def _from_folder(info: ModelInfo, target: ModelSpec) -> WeightNames:
-    """The head's layer is read as the layer after the target's last."""
-    rules = info.family.weight_names[info.format]
+def _safetensors_names(info: ModelInfo, target: ModelSpec) -> WeightNames:
+    """Names in a transformers folder. The head's layer is renamed to the layer after the target's last."""
+    names = info.family.weight_names[info.format]
     norms = name_table("mtp.", "embed_norm=pre_fc_norm_embedding.weight hidden_norm=pre_fc_norm_hidden.weight norm=norm.weight")
     own = (r"^(?:model\.)?mtp\.layers\.0\.", f"model.layers.{len(target.layers)}."), (r"^model\.mtp\.", "mtp.")
     return replace(
-        rules,
+        names,
         outer={"fc": "mtp.fc.weight"} | norms,
-        transforms={**rules.transforms} | {weight: add_one(name) for weight, name in norms.items()},
-        aliases=(*own, *rules.aliases),
-        ignored=rf"(?!(model\.)?mtp\.).*|{rules.ignored}",
+        transforms={**names.transforms} | {weight: add_one(name) for weight, name in norms.items()},
+        aliases=(*own, *names.aliases),
+        ignored=rf"(?!(model\.)?mtp\.).*|{names.ignored}",
     )
 
 
-def _from_gguf(info: ModelInfo, target: ModelSpec) -> WeightNames:
-    rules, depth = info.family.weight_names[info.format], len(target.layers)
-    names = "fc=eh_proj.weight embed_norm=enorm.weight hidden_norm=hnorm.weight norm=shared_head_norm.weight"
-    return replace(rules, outer=name_table(f"blk.{depth}.nextn.", names), ignored=rf"(?!blk\.{depth}\.).*|{rules.ignored}")
+def _gguf_names(info: ModelInfo, target: ModelSpec) -> WeightNames:
+    base, depth = info.family.weight_names[info.format], len(target.layers)
+    table = "fc=eh_proj.weight embed_norm=enorm.weight hidden_norm=hnorm.weight norm=shared_head_norm.weight"
+    return replace(base, outer=name_table(f"blk.{depth}.nextn.", table), ignored=rf"(?!blk\.{depth}\.).*|{base.ignored}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Longer:
-    """The target and, after its last layer, the head's."""
+class _ExtendedStack:
+    """The layers of the target followed by the layer of the head."""
 
     layers: tuple[LayerSpec, ...]
     hidden: int
 
 
 class MtpWeights:
-    """The weights of one head. Complete when made: what is missing, misshapen or unclaimed was refused."""
+    """The weights of one MTP head. The constructor refuses missing, misshapen and unknown tensors."""
 
-    def __init__(self, source: ModelSource, spec: MtpSpec, rules: WeightNames, *, depth: int) -> None:
+    def __init__(self, source: ModelSource, spec: MtpSpec, names: WeightNames, *, depth: int) -> None:
         self.spec = spec
         shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
         shapes |= {(depth, weight): shape for weight, shape in spec.layer.shapes(spec.hidden).items()}
-        stack, claimed = _Longer((spec.layer,) * (depth + 1), spec.hidden), set[str]()
-        found = find_weights(source, stack, rules, shapes=shapes, claimed=claimed)
+        stack, used = _ExtendedStack((spec.layer,) * (depth + 1), spec.hidden), set[str]()
+        found = find_weights(source, stack, names, shapes=shapes, used=used)
         self._tensors = {(None if layer is None else 0, weight): tensor for (layer, weight), tensor in found.items()}
-        refuse_unused_tensors(source, claimed, ignored=rules.ignored, kind="MTP head")
+        refuse_unused_tensors(source, used, ignored=names.ignored, kind="MTP head")
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight in our form, its rows still packed. The one layer has the number 0."""
+        """One weight, its rows still quantized. The only layer has index 0."""
         return self._tensors[layer, weight]
 
     def outer(self) -> WeightArrays:
-        """fc, embed_norm, hidden_norm, norm."""
+        """All weights outside the layer."""
         return {weight: self._tensors[None, weight].float32() for weight in self.spec.outer_shapes()}
 
     def layer(self, index: int = 0) -> WeightArrays:

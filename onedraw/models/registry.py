@@ -1,7 +1,7 @@
-"""Which family a checkpoint belongs to.
+"""The supported model families, and the one that a checkpoint belongs to.
 
-In: an open checkpoint. Out: its Family, by `architectures` and `model_type` of config.json or a GGUF's
-`general.architecture`. What is not supported is refused by name, with a list of what is.
+A family is found by `architectures` and `model_type` of config.json, or by `general.architecture` of a GGUF file.
+To support a new family, write it as a Family (see `family.py`) and add it to FAMILIES.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5
 
 
 def find_family(source: ModelSource) -> Family:
+    """The family of a checkpoint; UnsupportedModel with a list of the supported ones."""
     if source.format == "gguf":
-        return _by_gguf(source)
+        return _find_gguf_family(source)
     config = source.config
     names = config.get("architectures") or []
     model_type = config.get("model_type")
     if not isinstance(names, list) or not (names or model_type):
-        raise CorruptFile(f"{source.path}: config.json names neither architectures nor a model_type")
+        raise CorruptFile(
+            f"{source.path}: config.json has neither architectures nor a model_type, so the model family is unknown"
+        )
     for family in FAMILIES:
         known = family.architectures[0] if not names else names[0]
         if known in family.architectures and model_type in (None, *family.model_types):
@@ -37,10 +40,10 @@ def find_family(source: ModelSource) -> Family:
     raise UnsupportedModel(f"{source.path}: {wanted} is not supported; supported: {supported}")
 
 
-def _by_gguf(source: ModelSource) -> Family:
+def _find_gguf_family(source: ModelSource) -> Family:
     name = source.config.get("general.architecture")
     if not isinstance(name, str):
-        raise CorruptFile(f"{source.path}: the key general.architecture is missing")
+        raise CorruptFile(f"{source.path}: the metadata key general.architecture is missing")
     for family in FAMILIES:
         if name in family.gguf:
             return family

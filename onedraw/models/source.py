@@ -1,6 +1,6 @@
-"""What a model reads from: the least that every kind of checkpoint offers. Protocols only.
+"""The protocols that connect models to checkpoint readers: LazyTensor and ModelSource.
 
-The readers live in `checkpoints`; this package names what it needs of them and imports none.
+The readers are in `onedraw.checkpoints`; `models` imports none of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# How a checkpoint names its tensors and describes its model: a transformers folder, a GGUF file, or our own names.
+# How tensors are named and the model is described: a transformers folder, a GGUF file, or the names of `spec.py` (plain).
 CheckpointFormat = Literal["safetensors", "gguf", "plain"]
 
 
 class LazyTensor(Protocol):
-    """A named tensor, not read yet. The shape is row-major."""
+    """A named tensor whose data is read on demand. The shape is row-major."""
 
     @property
     def name(self) -> str: ...
@@ -26,37 +26,39 @@ class LazyTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """The storage type: F32, BF16, Q4_K …"""
 
     def require_readable(self) -> None:
-        """Raise UnsupportedModel if its kind cannot be turned into numbers here."""
+        """Raise UnsupportedModel if this type cannot be converted to float32."""
 
     def float32(self) -> NDArray[np.float32]: ...
 
     def int64(self) -> NDArray[np.int64]:
-        """The values of a tensor of whole numbers; UnsupportedModel for any other kind."""
+        """The values of an integer tensor; UnsupportedModel for any other type."""
 
-    def into(self, out: NDArray[np.float32]) -> None: ...
+    def into(self, out: NDArray[np.float32]) -> None:
+        """Write the values into `out`, which has this tensor's shape."""
 
     @property
     def stays_packed(self) -> bool:
-        """Whether `packed` gives bytes."""
+        """Whether `packed` returns the stored bytes."""
 
     def packed(self) -> NDArray[np.uint8] | None:
-        """All rows as they are stored, [rows, bytes], the leading axes as one; None where values change on the way."""
+        """All rows as stored, [rows, bytes], with the leading axes flattened; None if the values differ from the stored ones."""
 
     def factors(self) -> NDArray[np.float32] | None:
-        """What each of those rows is multiplied with besides, [rows]; None for 1. NVFP4 alone has factors."""
+        """An additional factor of each packed row, [rows]; None if all are 1. Only NVFP4 has factors."""
 
     def take_rows(self, order: NDArray[np.intp]) -> LazyTensor:
-        """Some rows in some order, still packed; the others are not read."""
+        """Selected rows in the given order, still quantized; other rows are not read."""
 
     def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
-        """The same values in the same order; a packed tensor keeps its last axis."""
+        """The same values in the same order; a quantized tensor must keep its last axis."""
 
 
 class ModelSource(Protocol):
-    """Named tensors and the description that came with them."""
+    """The tensors and the configuration of one checkpoint."""
 
     @property
     def path(self) -> Path: ...
@@ -73,7 +75,7 @@ class ModelSource(Protocol):
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """generation_config.json; empty where there is none."""
+        """generation_config.json; empty if there is none."""
 
 
 class WeightSource(Protocol):

@@ -1,8 +1,10 @@
-"""What a model is, as data: layers, widths, rope, norms, and the bytes they need. No torch, no jax.
+"""Model specifications as data: layers, widths, rope, norms, weight shapes and the bytes they need. No torch, no jax.
 
-In: numbers read from a checkpoint's config by a family (`llama.py`, `qwen3.py` …). Out: a frozen ModelSpec that
-every backend builds its stack from, or a DrafterSpec. A model is a list of layers; a layer is a mixer, a feed-forward
-and norms.
+A family (`llama.py`, `qwen3_5.py` …) builds a frozen ModelSpec from a checkpoint's configuration; every backend builds its
+modules from the spec. A model is a list of layers; a layer is a mixer (attention or Gated DeltaNet), a feed-forward and norms.
+A DrafterSpec describes a DFlash drafter in the same terms.
+
+The repr of a ModelSpec is part of the fingerprint of `random:` models: renaming a field changes those fingerprints.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
-KV_BYTES = {**DTYPE_BYTES, "fp8": 1, "int8": 1}  # of a key's or value's number
-KV_SCALE_BYTES = {"fp8": 4, "int8": 4}  # beside the numbers of one token's head
+KV_BYTES = {**DTYPE_BYTES, "fp8": 1, "int8": 1}  # per element of a cached key or value
+KV_SCALE_BYTES = {"fp8": 4, "int8": 4}  # per head and position: the scale of a quantized key or value
 
-STATE_BYTES = 4  # recurrent states are float32, whatever the model's dtype
+STATE_BYTES = 4  # recurrent states are float32 for every model dtype
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors", "proportional"]
 Activation = Literal["silu", "gelu_tanh"]
-Norm = Literal["narrow", "wide"]  # x̂ meets the weight after it was rounded to the model's dtype, or before, in float32
+# RMSNorm multiplies by its weight after rounding to the model's dtype ("narrow"), or in float32 before rounding ("wide").
+Norm = Literal["narrow", "wide"]
 Gate = Literal["sigmoid", "softplus"]
 DrafterLayout = Literal["z-lab", "speculators", "gguf"]
 Shapes = dict[str, tuple[int, ...]]
@@ -27,10 +30,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions in the half-split form: (x[i], x[i + dims/2]) turn by position * inv_freq[i]."""
+    """Rotary position embedding in the half-split form: (x[i], x[i + dims/2]) is rotated by position * inv_freq[i]."""
 
     theta: float
-    dims: int  # how many of the head's first dimensions turn
+    dims: int  # the first dimensions of a head, which are rotated
     kind: RopeKind = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
@@ -40,11 +43,11 @@ class RopeSpec:
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn: multiplies cos and sin; None: 0.1 ln(factor) + 1
     truncate: bool = True  # yarn
-    divisors: tuple[float, ...] = ()  # what a GGUF's rope_freqs tensor holds
-    turning: int = 0  # proportional: the first pairs turn, the others stand still
+    divisors: tuple[float, ...] = ()  # divisors: the rope_freqs tensor of a GGUF file
+    turning: int = 0  # proportional: the number of pairs that are rotated, from the first on
 
     def inverse_frequencies(self) -> list[float]:
-        """One frequency per pair of dimensions, computed in double precision."""
+        """One frequency per pair of dimensions, in double precision."""
         plain = [self.theta ** (-2 * i / self.dims) for i in range(self.dims // 2)]
         match self.kind:
             case "default":
@@ -62,7 +65,7 @@ class RopeSpec:
 
     @property
     def scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -95,15 +98,15 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     rope: RopeSpec
-    scale: float  # of the scores
-    window: int | None = None  # query i sees keys j with i - window < j <= i
+    scale: float  # factor of the attention scores
+    window: int | None = None  # query i attends to keys j with i - window < j <= i
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every q and k head before rope
     v_norm: bool = False  # RMSNorm of every v head, without a weight
-    keys_as_values: bool = False  # no v projection: values are what the k projection gave, before norm and rope
-    reuses: int | None = None  # the layer whose keys and values it reads; it makes none of its own
-    gate: Gate | None = None  # of what was attended, before the output projection
+    keys_as_values: bool = False  # no v projection: values are the output of the k projection, before norm and rope
+    reuses: int | None = None  # index of the layer whose keys and values this layer reads instead of computing its own
+    gate: Gate | None = None  # activation of a gate on the attention output, before the output projection
     gate_per: Literal["element", "head"] = "element"
 
     @property
@@ -129,31 +132,31 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
-    """Gated DeltaNet: a causal convolution, then a state that decays, is corrected and is read at every position.
+    """Gated DeltaNet: a causal convolution, then a recurrent state that decays, is updated and is read at every position.
 
-    Value head i reads with key head i // (value_heads // key_heads).
+    Value head i uses key head i // (value_heads // key_heads).
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    conv: int  # positions that the convolution reads, its own among them
+    conv: int  # kernel size of the convolution
 
     @property
     def channels(self) -> int:
-        """What the convolution runs over: queries, keys, values."""
+        """Channels of the convolution: queries, keys, values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def state_bytes(self) -> int:
-        """The state and the convolution's window of one lane."""
+        """Bytes of one lane: the recurrent state and the convolution's window."""
         state = self.value_heads * self.key_dim * self.value_dim
         return (state + (self.conv - 1) * self.channels) * STATE_BYTES
 
     @property
     def draft_bytes(self) -> int:
-        """What one drafted position did to the state: decay, key, correction, and the convolution's input."""
+        """Rollback bytes of one drafted position: decay, key, update, and the convolution's input."""
         values = self.value_heads + self.key_heads * self.key_dim + self.value_heads * self.value_dim + self.channels
         return values * STATE_BYTES
 
@@ -187,21 +190,21 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A mixture of experts: the router scores all, the best `used` answer, their answers are added in expert order."""
+    """A mixture of experts: the router scores all experts, the best `used` run, their outputs are added in expert order."""
 
     experts: int
     used: int
     width: int  # of one expert
     activation: Activation = "silu"
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True  # the chosen experts' weights are divided by their sum
-    scale: float = 1.0  # of the experts' sum
-    softcap: float | None = None  # of the router's logits
-    select_bias: bool = False  # added to the scores for selecting, not for weighing
-    expert_scale: bool = False  # a learned factor per expert, after normalising
+    normalised: bool = True  # the routing weights of the selected experts are divided by their sum
+    scale: float = 1.0  # factor of the experts' sum
+    softcap: float | None = None  # softcap of the router's logits
+    select_bias: bool = False  # a bias added to the scores for selection only, not to the routing weights
+    expert_scale: bool = False  # a learned factor per expert, applied after normalising
     own_router_norm: bool = False  # the router reads norm(residual) * router_scale / sqrt(hidden), not the layer's normed input
-    shared: int = 0  # width of an expert that always answers
-    shared_gate: bool = False  # its answer times sigmoid(shared_route · h)
+    shared: int = 0  # width of the shared expert, which always runs; 0: none
+    shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(shared_route · h)
 
     def shapes(self, hidden: int) -> Shapes:
         experts, width = self.experts, self.width
@@ -227,12 +230,12 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x += mixer(norm(x)); x += feed_forward(norm(x)); and what some families add to that.
+    """x += mixer(norm(x)); x += feed_forward(norm(x)); with optional parts that some families add:
 
-    sandwich  what the mixer and the feed-forward give is normed before it is added
-    beside    experts that read the residual next to the feed-forward: their answers are normed and added up
-    inputs    width of an input of the layer's own: x += norm(inputs_out(act(inputs_gate(x)) * input))
-    scaled    the residual is multiplied by a learned number at the layer's end
+    sandwich  the outputs of mixer and feed-forward are normed before they are added to the residual
+    beside    experts that run in parallel with the feed-forward; both outputs are normed and added
+    inputs    width of a per-layer input embedding: x += norm(inputs_out(act(inputs_gate(x)) * input)); 0: none
+    scaled    the residual is multiplied by a learned scalar at the end of the layer
     """
 
     mixer: AttentionSpec | DeltaSpec
@@ -244,13 +247,13 @@ class LayerSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The mixer of a layer that is known to attend."""
+        """The mixer of a layer that is known to be an attention layer."""
         if not isinstance(self.mixer, AttentionSpec):
-            raise TypeError("this layer does not attend")
+            raise TypeError("this layer is not an attention layer")
         return self.mixer
 
     def shapes(self, hidden: int) -> Shapes:
-        """Every weight of the layer, as [outputs, inputs]; experts as [expert, outputs, inputs]."""
+        """Shapes of the layer's weights: [outputs, inputs], experts as [expert, outputs, inputs]."""
         shapes: Shapes = {"attn_norm": (hidden,), "mlp_norm": (hidden,)}
         shapes |= self.mixer.shapes(hidden) | self.feed_forward.shapes(hidden)
         if self.sandwich:
@@ -265,7 +268,7 @@ class LayerSpec:
         return shapes
 
     def parameters(self, hidden: int) -> int:
-        """How many weights, where the residual stream is `hidden` wide."""
+        """Number of parameters for a residual stream of width `hidden`."""
         return sum(math.prod(shape) for shape in self.shapes(hidden).values())
 
 
@@ -276,36 +279,36 @@ class ModelSpec:
     hidden: int
     vocab: int
     eps: float
-    tied: bool  # the head is the embedding
+    tied: bool  # the output head is the embedding matrix
     max_context: int
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
     norm: Norm = "narrow"
-    embed_scale: float = 1.0  # of embeddings, rounded to the model's dtype first
-    notes: tuple[str, ...] = ()  # what of the checkpoint is not used; `inspect` shows it
+    embed_scale: float = 1.0  # factor of the embeddings, itself rounded to the model's dtype
+    notes: tuple[str, ...] = ()  # parts of the checkpoint that are not used; `inspect` shows them
 
     @property
     def inputs(self) -> int:
-        """Width of the layers' own inputs; 0 where they have none. All layers have them, or no layer."""
+        """Width of the per-layer input embeddings; 0 if there are none. Either all layers have them or none."""
         return self.layers[0].inputs
 
     @property
     def recurrent(self) -> bool:
-        """Has state that only moves forward."""
+        """Whether any layer has a recurrent state, which cannot be rewound."""
         return any(isinstance(layer.mixer, DeltaSpec) for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The page groups: what layers with keys and values of their own remember, everything first, then by window."""
+        """The page groups: one per distinct window of the layers that store keys and values; full attention (None) first."""
         kept = {m.window for layer in self.layers if isinstance(m := layer.mixer, AttentionSpec) and m.reuses is None}
         return tuple(sorted(kept, key=lambda window: (window is not None, window or 0))) or (None,)
 
     def group(self, index: int) -> int | None:
-        """The page group of a layer's keys and values; None where it has none of its own."""
+        """The page group of a layer's keys and values; None for a layer that stores none."""
         mixer = self.layers[index].mixer
         return self.windows.index(mixer.window) if isinstance(mixer, AttentionSpec) and mixer.reuses is None else None
 
     def outer_shapes(self) -> Shapes:
-        """embed, norm and, unless tied, head; and what the layers' own inputs are made of."""
+        """Shapes of the weights outside the layers: embed, norm, head (unless tied), and the per-layer input embeddings."""
         shapes: Shapes = {"embed": (self.vocab, self.hidden), "norm": (self.hidden,)}
         if not self.tied:
             shapes |= {"head": (self.vocab, self.hidden)}
@@ -322,23 +325,23 @@ class ModelSpec:
         return self.layer_parameters(index) * DTYPE_BYTES[dtype]
 
     def page_bytes(self, index: int, page_size: int, dtype: str = "f32") -> int:
-        """Keys and values of one page in one layer; 0 for a layer without keys and values of its own."""
+        """Bytes of one page of keys and values in one layer; 0 for a layer that stores none."""
         mixer = self.layers[index].mixer
         if isinstance(mixer, DeltaSpec) or mixer.reuses is not None:
             return 0
         return 2 * page_size * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
 
     def lane_bytes(self, index: int) -> int:
-        """Per-sequence state beside the pages; attention has none."""
+        """Bytes of recurrent state per lane in one layer; 0 for attention."""
         mixer = self.layers[index].mixer
         return mixer.state_bytes if isinstance(mixer, DeltaSpec) else 0
 
     def draft_bytes(self) -> int:
-        """What the rollback buffer holds per drafted position, over all layers."""
+        """Bytes of the rollback buffer per drafted position, over all layers."""
         return sum(layer.mixer.draft_bytes for layer in self.layers if isinstance(layer.mixer, DeltaSpec))
 
     def outer_parameters(self) -> int:
-        """Embedding, last norm and head, and what the layers' own inputs are made of."""
+        """Number of parameters outside the layers."""
         return sum(math.prod(shape) for shape in self.outer_shapes().values())
 
     @property
@@ -346,7 +349,7 @@ class ModelSpec:
         return self.outer_parameters() + sum(self.layer_parameters(i) for i in range(len(self.layers)))
 
     def group_page_bytes(self, group: int, page_size: int, dtype: str = "f32") -> int:
-        """One page over all layers of a group."""
+        """Bytes of one page over all layers of a group."""
         members = [i for i in range(len(self.layers)) if self.group(i) == group]
         return sum(self.page_bytes(i, page_size, dtype) for i in members)
 
@@ -356,29 +359,29 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A block drafter: a stack of layers between features of the target and the target's (or its own) head."""
+    """A DFlash drafter: layers that read hidden states of the target, followed by the target's head or a separate one."""
 
-    layout: DrafterLayout  # what it was read from
-    layers: tuple[LayerSpec, ...]  # a window W means: of the context, the last W positions before the anchor
-    causal_in_block: tuple[bool, ...]  # per layer: a slot sees itself and the slots before it, or the whole block
+    layout: DrafterLayout  # format of the file it was read from
+    layers: tuple[LayerSpec, ...]  # a window W covers the last W context positions before the anchor
+    causal_in_block: tuple[bool, ...]  # per layer: a slot attends to itself and earlier slots, or to the whole block
     hidden: int
     target_hidden: int
     vocab: int  # the target's
     draft_vocab: int  # rows of the head
     eps: float
-    block: int  # slots, the anchor's among them: a block drafts one token less
+    block: int  # slots including the anchor: a block drafts block - 1 tokens
     mask_token: int
-    target_layers: tuple[int, ...]  # 0-based; features are the residual stream after each, in this order
+    target_layers: tuple[int, ...]  # 0-based; features are the target's residual stream after these layers, in this order
     max_context: int
     own_embedding: bool = False
     own_head: bool = False
-    mapped: bool = False  # a draft id is not the target's id: see DrafterWeights.target_ids
-    target_depth: int | None = None  # layers of the target, where the file says
+    mapped: bool = False  # draft token ids differ from the target's: see DrafterWeights.target_ids
+    target_depth: int | None = None  # number of target layers, if the file names it
     notes: tuple[str, ...] = ()
 
     @property
     def feature_width(self) -> int:
-        """Numbers that fc reads per context position."""
+        """Input width of fc: the features of one context position."""
         return len(self.target_layers) * self.target_hidden
 
     @property
@@ -387,5 +390,5 @@ class DrafterSpec:
         return self.hidden * (self.feature_width + 2 + own) + sum(layer.parameters(self.hidden) for layer in self.layers)
 
     def position_bytes(self, dtype: str = "f32") -> int:
-        """Keys and values of one context position, all layers together."""
+        """Bytes of keys and values of one context position over all layers."""
         return sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in self.layers) * DTYPE_BYTES[dtype]

@@ -1,7 +1,6 @@
-"""Tensors seen another way, so that every file's weights have one form. Nothing is read before `into` or `float32`.
+"""Lazy views of tensors: selected rows or columns, reshaped, stacked, scaled, or with a function applied to every value.
 
-In: tensors of a checkpoint. Out: tensors again: some rows in some order (still packed), another shape, columns in
-another order, several stacked into one, rows by a factor, values changed one by one.
+In: lazy tensors. Out: lazy tensors; data is read only by `into`, `float32` and `packed`. Views of rows stay quantized.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Order = NDArray[np.intp]
 
 
 class TensorView:
-    """What all views share. A view writes itself with `into` and knows how to take rows of itself."""
+    """Base class: a view implements `into` and `take_rows`, and overrides what it can do without reading values."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +35,7 @@ class TensorView:
         return out
 
     def int64(self) -> NDArray[np.int64]:
-        raise UnsupportedModel(f"tensor {self.name}: whole numbers are read from tensors as they are stored")
+        raise UnsupportedModel(f"tensor {self.name}: integers can only be read from an unmodified tensor")
 
     @property
     def stays_packed(self) -> bool:
@@ -49,11 +48,11 @@ class TensorView:
         return None
 
     def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
-        raise ValueError(f"tensor {self.name}: its rows have no other shape")
+        raise ValueError(f"tensor {self.name}: this view cannot be reshaped")
 
 
 class RowSelection(TensorView):
-    """Row i is row order[i] of another tensor, still packed."""
+    """Row i is row order[i] of another tensor, still quantized."""
 
     def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
@@ -71,8 +70,8 @@ class RowSelection(TensorView):
         return self._tensor.take_rows(self._order).packed()
 
     def factors(self) -> Floats | None:
-        own = self._tensor.factors()  # of every row
-        return None if own is None else own.reshape(self._tensor.shape[0], -1)[self._order].reshape(-1)
+        factors = self._tensor.factors()
+        return None if factors is None else factors.reshape(self._tensor.shape[0], -1)[self._order].reshape(-1)
 
     def into(self, out: Floats) -> None:
         self._tensor.take_rows(self._order).into(out)
@@ -85,13 +84,13 @@ class RowSelection(TensorView):
 
 
 class ReshapedRows(TensorView):
-    """The same values in the same order, with runs of rows folded into rows of their own: [E·F, H] as [E, F, H]."""
+    """The same values in the same order with the first axis split: [E·F, H] as [E, F, H]."""
 
     def __init__(self, tensor: LazyTensor, shape: tuple[int, ...]) -> None:
         if math.prod(shape) != math.prod(tensor.shape) or tensor.shape[0] % shape[0]:
-            raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} does not fold to {shape}")
+            raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} cannot be reshaped to {shape}")
         self.name, self.kind, self.shape = tensor.name, tensor.kind, shape
-        self._tensor, self._run = tensor, tensor.shape[0] // shape[0]
+        self._tensor, self._inner = tensor, tensor.shape[0] // shape[0]
 
     def require_readable(self) -> None:
         self._tensor.require_readable()
@@ -113,12 +112,12 @@ class ReshapedRows(TensorView):
             out[...] = self._tensor.float32().reshape(self.shape)
 
     def take_rows(self, order: Order) -> LazyTensor:
-        rows = (np.asarray(order)[:, None] * self._run + np.arange(self._run)).reshape(-1)
+        rows = (np.asarray(order)[:, None] * self._inner + np.arange(self._inner)).reshape(-1)
         return ReshapedRows(RowSelection(self._tensor, rows), (len(order), *self.shape[1:]))
 
 
 class ColumnSelection(TensorView):
-    """Column i is column order[i]. Blocks run along columns, so these are unpacked first."""
+    """Column i is column order[i]. Blocks run along the columns, so the values must be dequantized."""
 
     def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
@@ -136,7 +135,7 @@ class ColumnSelection(TensorView):
 
 
 class ScaledRows(TensorView):
-    """Every row of the first axis by a factor of its own: [E, …] times [E]."""
+    """Each index of the first axis is multiplied by its own factor: [E, …] times [E]."""
 
     def __init__(self, tensor: LazyTensor, factors: Floats) -> None:
         if factors.shape != tensor.shape[:1]:
@@ -149,7 +148,7 @@ class ScaledRows(TensorView):
 
     @property
     def stays_packed(self) -> bool:
-        """Whoever reads the blocks of NVFP4 takes its factors too; those of other kinds have none."""
+        """Kernels that read NVFP4 blocks apply the factors too; for other types the values must be multiplied here."""
         return self.kind == "NVFP4" and self._tensor.stays_packed
 
     def packed(self) -> NDArray[np.uint8] | None:
@@ -166,14 +165,16 @@ class ScaledRows(TensorView):
         return ScaledRows(self._tensor.take_rows(order), self._factors[order])
 
     def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
-        """The first axis divided into rows, or kept."""
+        """The first axis must stay the same or be split further."""
         if shape[0] % len(self._factors):
-            raise ValueError(f"tensor {self.name} of shape {self.shape} has no factors for {shape}")
+            raise ValueError(
+                f"tensor {self.name} of shape {self.shape} with {len(self._factors)} factors cannot be reshaped to {shape}"
+            )
         return ScaledRows(self._tensor.reshaped(shape), np.repeat(self._factors, shape[0] // len(self._factors)))
 
 
 class StackedTensors(TensorView):
-    """Tensors of one shape as the rows of a tensor with one axis more."""
+    """Tensors of one shape, stacked along a new first axis."""
 
     def __init__(self, tensors: tuple[LazyTensor, ...]) -> None:
         self.name, self.kind = tensors[0].name, tensors[0].kind
@@ -200,15 +201,15 @@ class StackedTensors(TensorView):
         return np.concatenate([np.ones(rows, np.float32) if own is None else own for own in found])
 
     def into(self, out: Floats) -> None:
-        for tensor, room in zip(self._tensors, out, strict=True):
-            tensor.into(room)
+        for tensor, part in zip(self._tensors, out, strict=True):
+            tensor.into(part)
 
     def take_rows(self, order: Order) -> LazyTensor:
         return StackedTensors(tuple(self._tensors[index] for index in order))
 
 
 class StackItem(TensorView):
-    """One matrix of a stack of them: number i of [experts, rows, columns]."""
+    """Matrix `number` of a stack [experts, rows, columns]."""
 
     def __init__(self, stack: LazyTensor, number: int) -> None:
         self.name, self.kind, self.shape = stack.name, stack.kind, stack.shape[1:]
@@ -231,16 +232,16 @@ class StackItem(TensorView):
         self._alone().into(out[None])
 
     def take_rows(self, order: Order) -> LazyTensor:
-        raise ValueError(f"tensor {self.name}: a matrix of a stack is read whole")
+        raise ValueError(f"tensor {self.name}: rows of one matrix of a stack cannot be selected")
 
     def _alone(self) -> LazyTensor:
-        """A stack of this one matrix."""
+        """A stack that contains only this matrix."""
         return self._stack.take_rows(np.array([self._number], dtype=np.intp))
 
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseOp:
-    """What is done to every value, in place."""
+    """An in-place function of every value."""
 
     name: str
     apply: Callable[[Floats], None]
@@ -251,7 +252,7 @@ def _add_one(values: Floats) -> None:
 
 
 def _negative_exponential(values: Floats) -> None:
-    values[...] = -np.exp(values.astype(np.float64))  # rounded once
+    values[...] = -np.exp(values.astype(np.float64))  # in float64, so that the result is rounded only once
 
 
 ADD_ONE = ElementwiseOp("w + 1", _add_one)
@@ -259,7 +260,7 @@ NEGATIVE_EXPONENTIAL = ElementwiseOp("-exp(w)", _negative_exponential)
 
 
 class ElementwiseTensor(TensorView):
-    """Every value changed by itself."""
+    """A function applied to every value of another tensor."""
 
     def __init__(self, tensor: LazyTensor, change: ElementwiseOp) -> None:
         self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape

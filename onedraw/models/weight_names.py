@@ -1,11 +1,11 @@
-"""Rules as data: which tensor of a checkpoint is which weight of the model, and what to undo on the way.
+"""Weight names as data: which tensor of a checkpoint is which weight of the model, and how it is transformed.
 
-In: a checkpoint, a ModelSpec and the rules of its dialect. Out: Weights, checked as a whole (every weight is there in
-the right shape, every tensor is claimed) and then read layer by layer, so that memory holds one layer beside the model.
+In: a checkpoint, a ModelSpec and the WeightNames of the checkpoint's format. Out: ModelWeights. Its constructor checks that every
+weight is present in the right shape and that every tensor is used; the values are read later, layer by layer, to save memory.
 
-Weights, all float32, matrices as [outputs, inputs], experts as [expert, outputs, inputs]. Their names and shapes are
-those of `spec.py`, and they have one form whatever the file: a norm's weight multiplies as it is, `decay` is negative,
-`conv` is [channels, positions], value heads stand grouped by key head, q and its gate are two matrices.
+Weights have the names and shapes of `spec.py` and the same form for every file format: float32, matrices as [outputs, inputs],
+experts as [expert, outputs, inputs]; a norm multiplies by its weight unchanged, `decay` is negative, `conv` is
+[channels, positions], value heads are grouped by key head, q and its gate are separate matrices.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from onedraw.models.source import LazyTensor, ModelSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from onedraw.models.tensor_views import RowSelection
 
-WeightKey = tuple[int | None, str]  # (layer, weight); layer None for the outer ones
+WeightKey = tuple[int | None, str]  # (layer index, weight name); None for weights outside the layers
 TensorShape = tuple[int, ...]
 WeightArrays = dict[str, NDArray[np.float32]]
-WeightTransform = Callable[["WeightLookup"], LazyTensor]  # makes a weight of one or several stored tensors
+WeightTransform = Callable[["WeightLookup"], LazyTensor]  # builds a weight from one or several stored tensors
 
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """One dialect's names: weight → stored name, with {layer} for the index; and what a name alone does not say."""
+    """Stored tensor names of one checkpoint format, by weight; {layer} stands for the layer index."""
 
     outer: Mapping[str, str]
     layer: Mapping[str, str]
-    ignored: str = r"(?!)"  # a pattern of names that hold nothing we need
-    transforms: Mapping[str, WeightTransform] = field(
-        default_factory=dict
-    )  # weights that are more than one tensor as it is stored
-    aliases: tuple[tuple[str, str], ...] = ()  # patterns of other names for the same tensors, and ours
-    unused: tuple[tuple[str, str], ...] = ()  # patterns of tensors that are no part of the model, and what to tell of them
-    mtp_marker: str = ""  # by this tensor the block after the model's last is known to guess ahead and nothing else
+    ignored: str = r"(?!)"  # pattern of tensors that are not needed
+    transforms: Mapping[str, WeightTransform] = field(default_factory=dict)  # for weights that are not one tensor as stored
+    aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) that map alternative tensor names to ours
+    unused: tuple[tuple[str, str], ...] = ()  # (pattern, note) of tensors outside the text model; the note is shown to the user
+    mtp_marker: str = ""  # if this tensor exists in the block after the last layer, that block is an MTP head
 
-    def stored_name(self, where: WeightKey) -> str:
-        layer, weight = where
+    def stored_name(self, key: WeightKey) -> str:
+        layer, weight = key
         return self.outer[weight] if layer is None else self.layer[weight].format(layer=layer)
 
-    def transform(self, where: WeightKey) -> WeightTransform:
-        return self.transforms.get(where[1]) or as_stored(self.stored_name(where))
+    def transform(self, key: WeightKey) -> WeightTransform:
+        return self.transforms.get(key[1]) or as_stored(self.stored_name(key))
 
 
 class LayerStack(Protocol):
-    """What the weights of a layer depend on; a model is one, a drafter too."""
+    """Anything with layers: a model or a drafter."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]: ...
@@ -62,62 +60,60 @@ class LayerStack(Protocol):
 
 
 def name_table(prefix: str, names: str) -> dict[str, str]:
-    """'q=attn_q.weight k=…' → a table, each stored name behind the prefix."""
+    """'q=attn_q.weight k=…' as a table of weight → prefix + stored name."""
     return {weight: prefix + stored for weight, _, stored in (pair.partition("=") for pair in names.split())}
 
 
-# ------------------------------------------------------------------ where a recipe is followed
-
-
+# ------------------------------------------------------------------ looking up one weight
 @dataclass(frozen=True, slots=True)
 class WeightLookup:
-    """One weight being looked for: what there is, what it must become, and what was used for it."""
+    """The context in which a transform finds the stored tensors of one weight."""
 
-    origin: str
-    tensors: Mapping[str, LazyTensor]  # by our names
-    index: int | None
+    origin: str  # path of the checkpoint, for errors
+    tensors: Mapping[str, LazyTensor]  # by name, aliases resolved
+    index: int | None  # of the layer
     layer: LayerSpec | None
-    shape: TensorShape
-    claimed: set[str]
+    shape: TensorShape  # of the weight
+    used: set[str]  # names of the tensors found so far
 
-    def named(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         return name.format(layer=self.index)
 
     def has(self, name: str) -> bool:
-        return self.named(name) in self.tensors
+        return self.stored_name(name) in self.tensors
 
     def find(self, name: str, shape: TensorShape | None = None) -> LazyTensor:
-        """A stored tensor, which must have this shape; without one, that of the weight."""
-        tensor = _find(self.origin, self.tensors, self.named(name), self.shape if shape is None else shape)
-        self.claimed.add(tensor.name)
+        """The stored tensor of this name; it must have the given shape, by default that of the weight."""
+        tensor = _find(self.origin, self.tensors, self.stored_name(name), self.shape if shape is None else shape)
+        self.used.add(tensor.name)
         return tensor
 
     @property
     def attention(self) -> AttentionSpec:
         if self.layer is None:
-            raise TypeError("this weight belongs to no layer")
+            raise TypeError("this weight is outside the layers")
         return self.layer.attention
 
 
 def as_stored(name: str) -> WeightTransform:
-    return lambda site: site.find(name)
+    return lambda lookup: lookup.find(name)
 
 
 def unpermute_rows(name: str, heads: Callable[[AttentionSpec], int]) -> WeightTransform:
-    """Rows that a converter put side by side in pairs."""
+    """q or k of a GGUF file whose converter interleaved the rotary halves of every head."""
 
-    def recipe(site: WeightLookup) -> LazyTensor:
-        return RowSelection(site.find(name), unpermuted_row_order(heads(site.attention), site.attention.head_dim))
+    def transform(lookup: WeightLookup) -> LazyTensor:
+        return RowSelection(lookup.find(name), unpermuted_row_order(heads(lookup.attention), lookup.attention.head_dim))
 
-    return recipe
+    return transform
 
 
 def unpermuted_row_order(heads: int, head_dim: int) -> NDArray[np.intp]:
-    """Undoes what converters do to q and k: pairs that stand side by side go back to (i, i + head_dim / 2)."""
+    """The row order that undoes the interleaving: adjacent pairs become (i, i + head_dim / 2)."""
     return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-# ------------------------------------------------------------------ the dialects of the dense families
+# ------------------------------------------------------------------ names common to most families
 
 
 SAFETENSORS_NAMES = WeightNames(
@@ -169,37 +165,35 @@ PLAIN_NAMES = WeightNames(
 )
 
 
-# ------------------------------------------------------------------ what a spec needs
+# ------------------------------------------------------------------ reading
 
 
 def weight_shapes(spec: ModelSpec) -> dict[WeightKey, TensorShape]:
+    """Shapes of all weights of a model."""
     shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
     for index in range(len(spec.layers)):
         shapes |= {(index, weight): shape for weight, shape in spec.layers[index].shapes(spec.hidden).items()}
     return shapes
 
 
-# ------------------------------------------------------------------ reading
-
-
 class ModelWeights:
-    """The weights of one checkpoint. Complete when made: what is missing, misshapen or unclaimed was refused."""
+    """The weights of one checkpoint. The constructor refuses missing, misshapen and unknown tensors."""
 
-    def __init__(self, source: ModelSource, spec: ModelSpec, rules: WeightNames) -> None:
-        claimed: set[str] = set()
-        self._tensors = find_weights(source, spec, rules, shapes=weight_shapes(spec), claimed=claimed)
-        claimed |= _copies(spec, rules, renamed(source, rules))
-        self.spec = replace(spec, notes=(*spec.notes, *_leftovers(source, spec, rules, claimed)))
+    def __init__(self, source: ModelSource, spec: ModelSpec, names: WeightNames) -> None:
+        used: set[str] = set()
+        self._tensors = find_weights(source, spec, names, shapes=weight_shapes(spec), used=used)
+        used |= _redundant_tensors(spec, names, _resolve_aliases(source, names))
+        self.spec = replace(spec, notes=(*spec.notes, *_notes_on_unused(source, spec, names, used)))
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight in our form, its rows still packed."""
+        """One weight, its rows still quantized."""
         return self._tensors[layer, weight]
 
     def read(self, layer: int | None, weight: str) -> NDArray[np.float32]:
         return self.tensor(layer, weight).float32()
 
     def outer(self) -> WeightArrays:
-        """embed, norm and, unless tied, head."""
+        """All weights outside the layers."""
         return {weight: self.read(None, weight) for weight in self.spec.outer_shapes()}
 
     def layer(self, index: int) -> WeightArrays:
@@ -207,27 +201,27 @@ class ModelWeights:
 
 
 def find_weights(
-    source: ModelSource, stack: LayerStack, rules: WeightNames, *, shapes: Mapping[WeightKey, TensorShape], claimed: set[str]
+    source: ModelSource, stack: LayerStack, names: WeightNames, *, shapes: Mapping[WeightKey, TensorShape], used: set[str]
 ) -> dict[WeightKey, LazyTensor]:
-    """Every weight, checked and not read; the names of the tensors they are made of are added to `claimed`."""
-    tensors = renamed(source, rules)
+    """All weights of these shapes, checked but not read. The names of the tensors they are built from are added to `used`."""
+    tensors = _resolve_aliases(source, names)
     found: dict[WeightKey, LazyTensor] = {}
-    for where, shape in shapes.items():
-        index = where[0]
+    for key, shape in shapes.items():
+        index = key[0]
         layer = None if index is None else stack.layers[index]
-        site = WeightLookup(str(source.path), tensors, index=index, layer=layer, shape=shape, claimed=claimed)
-        found[where] = rules.transform(where)(site)
-        if found[where].shape != shape:
-            raise ValueError(f"the rule for {where} gives shape {found[where].shape}, the model needs {shape}")
-        found[where].require_readable()
+        lookup = WeightLookup(str(source.path), tensors, index=index, layer=layer, shape=shape, used=used)
+        found[key] = names.transform(key)(lookup)
+        if found[key].shape != shape:
+            raise ValueError(f"the transform of {key} gives shape {found[key].shape}, the model needs {shape}")
+        found[key].require_readable()
     return found
 
 
-def renamed(source: ModelSource, rules: WeightNames) -> Mapping[str, LazyTensor]:
-    """The source's tensors by the names that the rules use."""
-    if not rules.aliases:
+def _resolve_aliases(source: ModelSource, names: WeightNames) -> Mapping[str, LazyTensor]:
+    """The source's tensors, with alternative names replaced."""
+    if not names.aliases:
         return source.tensors
-    patterns = [(re.compile(pattern), ours) for pattern, ours in rules.aliases]
+    patterns = [(re.compile(pattern), ours) for pattern, ours in names.aliases]
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in source.tensors.items():
         ours = name
@@ -239,33 +233,33 @@ def renamed(source: ModelSource, rules: WeightNames) -> Mapping[str, LazyTensor]
     return tensors
 
 
-def _copies(spec: ModelSpec, rules: WeightNames, tensors: Mapping[str, LazyTensor]) -> set[str]:
-    """Tensors that may be stored although another is used in their place."""
-    names = {rules.outer["head"]} if spec.tied else set()
+def _redundant_tensors(spec: ModelSpec, names: WeightNames, tensors: Mapping[str, LazyTensor]) -> set[str]:
+    """Stored tensors that another tensor replaces: a tied head, and keys and values of layers that reuse those of another."""
+    redundant = {names.outer["head"]} if spec.tied else set()
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mixer, AttentionSpec) and layer.mixer.reuses is not None:
-            names |= {rules.stored_name((index, weight)) for weight in ("k", "v", "k_norm")}
-    return {tensors[name].name for name in names if name in tensors}
+            redundant |= {names.stored_name((index, weight)) for weight in ("k", "v", "k_norm")}
+    return {tensors[name].name for name in redundant if name in tensors}
 
 
-def _leftovers(source: ModelSource, spec: ModelSpec, rules: WeightNames, claimed: Collection[str]) -> tuple[str, ...]:
-    """What is told of tensors that are no part of the model; one that has no such excuse is refused."""
-    unused, depth = dict(rules.unused), len(spec.layers)
-    if rules.mtp_marker and rules.mtp_marker.format(layer=depth) in source.tensors:
+def _notes_on_unused(source: ModelSource, spec: ModelSpec, names: WeightNames, used: Collection[str]) -> tuple[str, ...]:
+    """Notes on tensors outside the text model; UnsupportedModel for a tensor that is neither used nor known."""
+    unused, depth = dict(names.unused), len(spec.layers)
+    if names.mtp_marker and names.mtp_marker.format(layer=depth) in source.tensors:
         unused[rf"blk\.{depth}\..*"] = MTP_NOTE
     counts = dict.fromkeys(unused, 0)
-    ignored = re.compile(rules.ignored)
+    ignored = re.compile(names.ignored)
     for name in source.tensors:
-        if name in claimed or ignored.fullmatch(name):
+        if name in used or ignored.fullmatch(name):
             continue
         pattern = next((pattern for pattern in unused if re.fullmatch(pattern, name)), None)
         if pattern is None:
-            raise _unclaimed(source, name, f"{spec.family} model")
+            raise _unexpected(source, name, f"{spec.family} model")
         counts[pattern] += 1
     return tuple(f"{unused[pattern]} ({count} tensors)" for pattern, count in counts.items() if count)
 
 
-MTP_NOTE = "a head that guesses the token after the next: it drafts with --draft mtp and is no part of the model"
+MTP_NOTE = "an MTP head (multi-token prediction): it drafts with --draft mtp and is not part of the model"
 
 
 def find_tensor(source: ModelSource, name: str, shape: TensorShape) -> LazyTensor:
@@ -281,13 +275,15 @@ def _find(origin: str, tensors: Mapping[str, LazyTensor], name: str, shape: Tens
     return tensor
 
 
-def refuse_unused_tensors(source: ModelSource, claimed: Collection[str], *, ignored: str, kind: str) -> None:
-    """A tensor nobody reads may be half of the model."""
+def refuse_unused_tensors(source: ModelSource, used: Collection[str], *, ignored: str, kind: str) -> None:
+    """Refuse a checkpoint with a tensor that is not used: part of the model would be left out."""
     pattern = re.compile(ignored)
     for name in source.tensors:
-        if name not in claimed and not pattern.fullmatch(name):
-            raise _unclaimed(source, name, kind)
+        if name not in used and not pattern.fullmatch(name):
+            raise _unexpected(source, name, kind)
 
 
-def _unclaimed(source: ModelSource, name: str, kind: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{source.path}: tensor {name} has no place in a {kind} of this description")
+def _unexpected(source: ModelSource, name: str, kind: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{source.path}: tensor {name} is unexpected: it is not part of the {kind} that the configuration describes"
+    )

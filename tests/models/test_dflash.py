@@ -183,7 +183,7 @@ def test_a_map_out_of_the_vocabulary_is_corrupt(tmp_path: Path) -> None:
     stored["d2t"][-1] = tiny.VOCAB
     folder = tiny.write(tmp_path, tiny.speculators_config(draft_vocab=tiny.DRAFT_VOCAB), stored)
     with pytest.raises(
-        CorruptFile, match=rf"d2t names token {tiny.VOCAB + tiny.DRAFT_VOCAB - 1}, outside the vocabulary of {tiny.VOCAB}"
+        CorruptFile, match=rf"d2t has token id {tiny.VOCAB + tiny.DRAFT_VOCAB - 1}, outside the vocabulary of {tiny.VOCAB}"
     ):
         info(folder).weights.target_ids()
 
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a selector": (with_tensor(ZLAB(), "candidate_selector.hidden_projection.weight"), "candidate_selector.*DFlash2"),
     "an unknown tensor": (
         with_tensor(ZLAB(), "layers.0.extra.weight"),
-        r"tensor layers\.0\.extra\.weight has no place in a DFlash",
+        r"tensor layers\.0\.extra\.weight is unexpected: .* DFlash drafter",
     ),
     "the anchor's slot": (
         lambda folder: tiny.write_speculators(folder, sample_from_anchor=True),
@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "biases": (lambda folder: tiny.write_zlab(folder, attention_bias=True), "attention_bias = True is not supported"),
     "an unknown key": (
         lambda folder: tiny.write_zlab(folder, hc_mult=4),
-        "hc_mult = 4 is not supported; what it changes is unknown",
+        "hc_mult = 4 is not supported: its effect on the model is unknown",
     ),
     "an unknown inner key": (
         lambda folder: tiny.write_zlab(folder, dflash_config={"mask_token_id": 5, "target_layer_ids": [0, 2], "twist": 3}),
@@ -310,11 +310,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a layer below zero": ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [-1, 2]}}, r"not \[-1, 2\]"),
     "no theta": ({"rope_theta": None}, "rope_theta is missing"),
     "sliding without a window": ({"layer_types": ["sliding_attention"] * 2}, "no sliding_window is set"),
-    "too few layer types": ({"layer_types": ["full_attention"]}, "layer_types must name 2 layers"),
-    "uneven heads": ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
+    "too few layer types": ({"layer_types": ["full_attention"]}, "layer_types must list 2 layers"),
+    "uneven heads": ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
     "a vocabulary without a map": (
         {"draft_vocab_size": 96},
-        "draft vocabulary of 96 beside the target's 512 needs a head and d2t",
+        "draft vocabulary of 96 tokens for a target of 512 needs a head and d2t tensor",
     ),
     "another number of features": (
         {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 1, 2]}},
@@ -352,8 +352,8 @@ def gguf_source(**changes: Any) -> MemorySource:
         ({"target_layers": None}, "dflash.target_layers must be a list of layers counted from 1"),
         ({"target_layers": [0, 4]}, r"counted from 1, not \[0, 4\]"),
         ({"rope.freq_base": None}, "dflash.rope.freq_base is missing"),
-        ({"attention.sliding_window_pattern": [True]}, "sliding_window_pattern must be 2 truth values"),
-        ({"attention.sliding_window": None}, "names sliding layers, but no sliding_window is set"),
+        ({"attention.sliding_window_pattern": [True]}, "sliding_window_pattern must be a list of 2 booleans"),
+        ({"attention.sliding_window": None}, "has sliding layers, but no sliding_window is set"),
     ],
 )
 def test_a_gguf_is_refused_with_the_key(changes: dict[str, Any], message: str) -> None:

@@ -18,9 +18,9 @@ from onedraw.models.weight_transforms import (
     grouped_columns,
     grouped_order,
     grouped_rows,
+    half_of_each_head,
     negative_exponential,
-    of_each_head,
-    squeezed,
+    squeeze_conv,
 )
 from tests.support.memory_source import MemorySource
 
@@ -32,10 +32,10 @@ RANDOM = np.random.default_rng(0)
 
 def follow(recipe: WeightTransform, source: MemorySource, shape: tuple[int, ...], layer: LayerSpec | None = None) -> np.ndarray:
     layer = layer or LayerSpec(ATTENTION, MlpSpec(8))
-    site = WeightLookup("made", source.tensors, index=7, layer=layer, shape=shape, claimed=set())
-    tensor = recipe(site)
+    lookup = WeightLookup("made", source.tensors, index=7, layer=layer, shape=shape, used=set())
+    tensor = recipe(lookup)
     assert tensor.shape == shape
-    assert {name for name in source.tensors if name.startswith("blk.7") or name.startswith("l.7")} == site.claimed
+    assert {name for name in source.tensors if name.startswith("blk.7") or name.startswith("l.7")} == lookup.used
     return tensor.float32()
 
 
@@ -50,7 +50,7 @@ def test_a_norm_stored_as_its_distance_from_one_and_a_decay_stored_as_a_logarith
 def test_an_axis_too_many_goes_and_a_vector_becomes_a_row() -> None:
     source, values = MemorySource(), RANDOM.normal(size=(6, 1, 4)).astype(np.float32)
     source.add("l.7.conv", values)
-    np.testing.assert_array_equal(follow(squeezed("l.{layer}.conv"), source, (6, 4)), values[:, 0])
+    np.testing.assert_array_equal(follow(squeeze_conv("l.{layer}.conv"), source, (6, 4)), values[:, 0])
     for stored in (np.arange(5.0), np.arange(5.0)[None]):
         source = MemorySource()
         source.add("l.7.row", stored)
@@ -61,8 +61,8 @@ def test_q_and_its_gate_lie_side_by_side_in_every_head() -> None:
     source, stored = MemorySource(), RANDOM.normal(size=(24, 6)).astype(np.float32)
     source.add("l.7.q", stored)
     heads = stored.reshape(3, 8, 6)
-    np.testing.assert_array_equal(follow(of_each_head("l.{layer}.q", 0), source, (12, 6)), heads[:, :4].reshape(12, 6))
-    np.testing.assert_array_equal(follow(of_each_head("l.{layer}.q", 1), source, (12, 6)), heads[:, 4:].reshape(12, 6))
+    np.testing.assert_array_equal(follow(half_of_each_head("l.{layer}.q", 0), source, (12, 6)), heads[:, :4].reshape(12, 6))
+    np.testing.assert_array_equal(follow(half_of_each_head("l.{layer}.q", 1), source, (12, 6)), heads[:, 4:].reshape(12, 6))
 
 
 def test_tiled_value_heads_are_grouped_again() -> None:
@@ -106,19 +106,19 @@ def apart(source: MemorySource) -> None:
 
 @pytest.mark.parametrize("layout", [fused, together, apart], ids=lambda layout: layout.__name__)
 def test_experts_are_the_same_however_a_folder_holds_them(layout: object) -> None:
-    source, claimed = MemorySource(), set[str]()
+    source, used = MemorySource(), set[str]()
     layout(source)  # type: ignore[operator]
     for weight, expected in (("expert_gate", GATE), ("expert_up", UP), ("expert_down", DOWN)):
-        site = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
-        found = experts("l.{layer}.experts.")[weight](site)
+        lookup = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, used=used)
+        found = experts("l.{layer}.experts.")[weight](lookup)
         np.testing.assert_array_equal(found.float32(), expected)
         np.testing.assert_array_equal(found.take_rows(np.array([2])).float32(), expected[[2]])
-    assert claimed == set(source.tensors)
+    assert used == set(source.tensors)
 
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_experts_are_the_same_however_a_gguf_holds_them(joined: bool) -> None:
-    source, claimed = MemorySource(), set[str]()
+    source, used = MemorySource(), set[str]()
     if joined:
         source.add("blk.7.ffn_gate_up_exps.weight", np.concatenate([GATE, UP], axis=1))
     else:
@@ -126,15 +126,15 @@ def test_experts_are_the_same_however_a_gguf_holds_them(joined: bool) -> None:
         source.add("blk.7.ffn_up_exps.weight", UP)
     source.add("blk.7.ffn_down_exps.weight", DOWN)
     for weight, expected in (("expert_gate", GATE), ("expert_up", UP), ("expert_down", DOWN)):
-        site = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, claimed=claimed)
-        np.testing.assert_array_equal(gguf_experts()[weight](site).float32(), expected)
-    assert claimed == set(source.tensors)
+        lookup = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=expected.shape, used=used)
+        np.testing.assert_array_equal(gguf_experts()[weight](lookup).float32(), expected)
+    assert used == set(source.tensors)
 
 
 def test_a_missing_expert_is_named() -> None:
     source = MemorySource()
     apart(source)
     del source.tensors["l.7.experts.1.up_proj.weight"]
-    site = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=(3, 5, 4), claimed=set())
+    lookup = WeightLookup("made", source.tensors, index=7, layer=SPARSE, shape=(3, 5, 4), used=set())
     with pytest.raises(CorruptFile, match=r"tensor l\.7\.experts\.1\.up_proj\.weight is missing"):
-        experts("l.{layer}.experts.")["expert_up"](site)
+        experts("l.{layer}.experts.")["expert_up"](lookup)
