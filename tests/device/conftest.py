@@ -1,7 +1,7 @@
 """Under the Triton interpreter, `tl.dot` adds its products in one fixed order.
 
-The interpreter computes `tl.dot` by numpy's matrix product, whose rounding may depend on the number of rows (BLAS picks a kernel by
-processor and shape). A tensor core's does not, so tests that compare bits across tile heights need this.
+The interpreter computes `tl.dot` by numpy's matrix product, whose rounding may depend on the number of rows, because BLAS picks a
+kernel by processor and shape. A tensor core's does not, so tests that compare bits across tile heights need this.
 """
 
 from __future__ import annotations
