@@ -52,7 +52,7 @@ def make_backend(side: str, spec: Any, weights: Any, *, device: str, compiled: P
 
         keep_compiled(compiled)
         _, [found] = find_devices(device, ["auto"])
-        backend = XlaBackend(spec, weights, dtype=dtype, sites=[XlaStageDevice(found)], turn_tokens=512, **SIZES)
+        backend = XlaBackend(spec, weights, dtype=dtype, stage_devices=[XlaStageDevice(found)], step_tokens=512, **SIZES)
         print(f"self-check: {[(f.check, f.passed) for f in backend.report.results]}", file=sys.stderr)
         return backend
     from onedraw.backends.torch.backend import TorchBackend

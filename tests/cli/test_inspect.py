@@ -308,7 +308,7 @@ def test_the_xla_backend_says_what_it_compiles_and_refuses_what_it_does_not_know
     there = ("--backend", "xla", "--max-batch", "5", "--devices", "cuda/sm90/80GiB")
     assert terminal.json("inspect", str(known), *there)["compiled_turns"][0] == "64 single tokens"
     assert terminal.run("inspect", str(tiny.write_safetensors("qwen3_moe", tmp_path / "moe")), "--backend", "xla") == 1
-    assert "--backend xla does not interpret qwen3_moe yet" in terminal.err
+    assert "--backend xla does not support qwen3_moe yet" in terminal.err
 
 
 def test_several_cards_have_the_context_that_their_memory_has_room_for(terminal: Terminal) -> None:

@@ -166,12 +166,12 @@ def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, 
 
 def forget_to_move_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept nodes of a tree stay in the slots of the tree, states in the lanes of the last turn."""
-    monkeypatch.setattr(state, "verified", lambda chosen, drafts, shape: jnp.zeros(max(shape.drafts, 1), bool))
+    monkeypatch.setattr(state, "verified", lambda sampled, drafts, shape: jnp.zeros(max(shape.drafts, 1), bool))
 
 
 def commit_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts move the lane, kept or not."""
-    monkeypatch.setattr(state, "verified", lambda chosen, drafts, shape: jnp.ones(max(shape.drafts, 1), bool))
+    monkeypatch.setattr(state, "verified", lambda sampled, drafts, shape: jnp.ones(max(shape.drafts, 1), bool))
 
 
 def key_noise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +199,13 @@ def sum_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The convolution's window closes one position early."""
-    real = inputs._runs
+    real = inputs._recurrent_inputs
 
     def off_by_one(*given: Any) -> dict[str, Any]:
         found = real(*given)
         return {**found, "closings": np.maximum(found["closings"] - 1, 0)}
 
-    monkeypatch.setattr(inputs, "_runs", off_by_one)
+    monkeypatch.setattr(inputs, "_recurrent_inputs", off_by_one)
 
 
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, bool]] = [
@@ -255,7 +255,7 @@ def test_bf16_has_one_height_from_the_start_and_holds(benches: dict[str, Bench])
 
 def test_the_number_of_lanes_and_of_tokens_in_a_turn_changes_no_bit(benches: dict[str, Bench]) -> None:
     bench = benches[DENSE]
-    other = xla_backend(bench.folder, lanes=9, turn_tokens=256)
+    other = xla_backend(bench.folder, lanes=9, step_tokens=256)
     assert other.shape.decode != bench.backend.shape.decode
     got, _ = run(other, REQUESTS, Schedule())
     assert same(got, bench.expected)

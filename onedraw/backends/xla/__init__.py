@@ -1,1 +1,2 @@
-"""The OpenXLA backend: the same engine, law and contract, with layers interpreted in jax. The only place that imports it."""
+"""The OpenXLA backend, through jax: the same protocol, sampling rule and contract as the torch backend. Only this package
+imports jax."""

@@ -1,8 +1,8 @@
-"""The OpenXLA backend: a plan in, an outcome out, through programs compiled by jax.
+"""The OpenXLA backend: plans run as programs that jax compiles.
 
-In: a spec, a source of weights, sizes, jax devices. Out: outcomes. inputs → stages → choosing → commit, one program after
-the other on the devices; the host reads nothing before the chosen tokens are there. What a turn means is decided elsewhere:
-rows by the engine, choices by the law, kept drafts by `sampling/verify.py`.
+In: a spec, a source of weights, sizes, jax devices. Out: outcomes. One step is: inputs → stages → sampling → commit, each a
+compiled program on the devices; the host waits only for the sampled tokens. Rows are decided by the engine, tokens by the
+sampling rule, and kept drafts by `sampling/verify.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from onedraw.backends.xla.families import conv_width, require_supported
 from onedraw.backends.xla.inputs import CHUNK, XlaInputs, compiled_shapes, make_inputs, product_rows, round_up
 from onedraw.backends.xla.model import XlaStage
 from onedraw.backends.xla.platform import OPTIONS, Array, hardware_name
-from onedraw.backends.xla.sampler import DryHistories, choose, sampling_inputs, score
+from onedraw.backends.xla.sampler import DryHistories, XlaTokenCounts, sample, sampling_inputs, score
 from onedraw.backends.xla.selfcheck import self_check
-from onedraw.backends.xla.state import nothing_to_copy
-from onedraw.backends.xla.token_counts import XlaTokenCounts
+from onedraw.backends.xla.state import no_copies
 from onedraw.backends.xla.weights import VECTOR, Weights
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
@@ -36,30 +35,31 @@ from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.verify import draft_prefixes
 from onedraw.types import Logprobs, Outcome, Plan, Row, SampledToken
 
-DRAFTS = 64  # of a turn, all rows together
+DRAFTS = 64  # maximum drafts of all rows of a step
 
 
 @dataclass(frozen=True, slots=True)
 class XlaStageDevice:
-    """A device, and how far the layers on it go: from where the site before ends to `stop`; None: to the last."""
+    """The device of a pipeline stage. Its layers start where the previous stage ends and stop at `stop`; None: after the last
+    layer."""
 
     device: jax.Device
     stop: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingSlot:
-    """A position to choose at: after a token of the turn, or after the prompt of a checkpoint."""
+class SamplePick:
+    """A position to sample at: after a token of the step, or at the end of a checkpoint's prompt."""
 
     row: int
-    token: int  # of the turn
+    token: int  # index in the step
     position: SamplingPosition
-    restore: int  # the checkpoint whose logits are taken instead; -1: none
-    keep: int  # the checkpoint that wants these logits, or nobody's
+    restore: int  # checkpoint slot whose logits are sampled from instead; -1: none
+    keep: int  # checkpoint slot that stores these logits; the padding slot for none
 
 
 class XlaBackend:
-    """Complete when constructed: weights loaded, pages allocated, programs compiled."""
+    """After construction, weights are loaded, pages are allocated and programs are compiled."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class XlaBackend:
         *,
         dtype: str = "f32",
         activation: str | None = None,
-        sites: Sequence[XlaStageDevice],
+        stage_devices: Sequence[XlaStageDevice],
         lanes: int,
         pages: int | tuple[int, ...],
         page_size: int,
         max_context: int,
-        turn_tokens: int = 512,
+        step_tokens: int = 512,
         drafts: int = DRAFTS,
         checkpoints: int = 0,
         warm: bool = True,
@@ -81,40 +81,42 @@ class XlaBackend:
         tell: Callable[[str], None] = lambda line: None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`warm`: compile everything now; else each program when a turn first needs it. `progress` hears of loaded layers."""
+        """`warm`: compile everything now, otherwise each program when a step first needs it. `progress`: called after each
+        loaded layer."""
         require_supported(spec)
-        self._spec, self._sites = spec, tuple(sites)
+        self._spec, self._stage_devices = spec, tuple(stage_devices)
         self._conv = conv_width(spec)
         self._width = round_up(spec.vocab, VECTOR)
-        platform = sites[-1].device.platform
+        platform = stage_devices[-1].device.platform
         self.shape = compiled_shapes(
             lanes=lanes,
             page_size=page_size,
             pages=(pages,) * len(spec.windows) if isinstance(pages, int) else pages,
             windows=spec.windows,
             max_context=max_context,
-            turn_tokens=turn_tokens,
+            step_tokens=step_tokens,
             drafts=drafts,
             checkpoints=checkpoints,
             rows=product_rows(platform, dtype),
         )
         self._stages: list[XlaStage] = []
-        for start, site in zip([0, *(site.stop or 0 for site in sites)], sites, strict=False):
-            stop = len(spec.layers) if site.stop is None else site.stop
+        starts = [0, *(one.stop or 0 for one in stage_devices)]
+        for start, stage_device in zip(starts, stage_devices, strict=False):
+            stop = len(spec.layers) if stage_device.stop is None else stage_device.stop
             sizes: dict[str, Any] = {
                 "dtype": dtype,
                 "activation": activation or dtype,
-                "device": site.device,
+                "device": stage_device.device,
                 "progress": progress,
             }
             self._stages.append(XlaStage(spec, source, self.shape, **sizes, start=start, stop=stop))
-        last = sites[-1].device
+        last = stage_devices[-1].device
         put = partial(jax.device_put, device=last)
-        self._kept = put(np.zeros((checkpoints + 1, self._width), np.float32))
+        self._saved_logits = put(np.zeros((checkpoints + 1, self._width), np.float32))
         sums = np.stack(checksum_weights(spec.vocab))
         self._sums = put(np.pad(sums, ((0, 0), (0, self._width - spec.vocab))))
         self._counts = XlaTokenCounts(width=self._width, lanes=lanes, device=last)
-        self._recalls = DryHistories()
+        self._dry_histories = DryHistories()
         self._make_programs()
         self._capacity = Capacity(
             vocab=spec.vocab,
@@ -128,12 +130,12 @@ class XlaBackend:
             max_drafts=min(64, drafts),
             draft_positions=drafts,
             step_tokens=self.shape.mixed.tokens - CHUNK,
-            stages=len(sites),
+            stages=len(stage_devices),
             device=f"xla-{platform}",
             dtype=dtype,
             activation=activation or dtype,
         )
-        self._tickets = itertools.count()
+        self._handles = itertools.count()
         self._outcomes: dict[StepHandle, Outcome] = {}
         if warm:
             self._warm(tell)
@@ -141,35 +143,35 @@ class XlaBackend:
 
     def _make_programs(self) -> None:
         fixed: dict[str, Any] = {"eps": self._spec.eps, "vocab": self._spec.vocab}
-        self._choose = jax.jit(partial(choose, rows=self.shape.slab, **fixed), donate_argnums=(2, 3), compiler_options=OPTIONS)
+        self._sample = jax.jit(partial(sample, rows=self.shape.slab, **fixed), donate_argnums=(2, 3), compiler_options=OPTIONS)
         self._score = jax.jit(partial(score, **fixed), compiler_options=OPTIONS)
 
     def _warm(self, tell: Callable[[str], None]) -> None:
-        """Compile every program now, with turns that hold nothing. jax keeps what it compiled on disk."""
+        """Compile every program now, with empty steps. jax caches compiled programs on disk."""
         places = np.zeros(self.shape.picks, dtype=np.int32)
         decode, mixed = (
             make_inputs((), self.shape, conv=self._conv, bucket=bucket) for bucket in (self.shape.decode, self.shape.mixed)
         )
-        tell(f"xla: compiling 1 of 5: turns of {decode.bucket.tokens} single tokens")
+        tell(f"xla: compiling 1 of 5: decode steps of {decode.bucket.tokens} tokens")
         self._forward(decode, places)
-        tell(f"xla: compiling 2 of 5: turns of up to {mixed.bucket.tokens} tokens")
+        tell(f"xla: compiling 2 of 5: mixed steps of up to {mixed.bucket.tokens} tokens")
         _, picked, increments = self._forward(mixed, places)
-        tell("xla: compiling 3 of 5: choosing")
-        chosen, _ = self._chosen(picked, [], slabs=1)
-        tell("xla: compiling 4 of 5: copies")
+        tell("xla: compiling 3 of 5: sampling")
+        sampled, _ = self._sample_picks(picked, [], slabs=1)
+        tell("xla: compiling 4 of 5: page and checkpoint copies")
         for stage in self._stages:
-            stage.copy(nothing_to_copy(self.shape))
-        tell("xla: compiling 5 of 5: kept drafts")
+            stage.copy(no_copies(self.shape))
+        tell("xla: compiling 5 of 5: commit of drafts")
         for stage, did in zip(self._stages, increments, strict=True):
             if self.shape.drafts:
-                stage.commit(did, chosen, mixed)
+                stage.commit(did, sampled, mixed)
         jax.block_until_ready([stage.state for stage in self._stages])
 
     def _checked(self, tell: Callable[[str], None]) -> SelfCheck:
-        """What holds here; where something does not, with products and tiles of one height in all turns instead."""
+        """Run the self-check. If it fails, compile again with one fixed number of rows in all matrix products, and repeat it."""
         report = self_check(self)
         if not report.passed and self.shape != self.shape.uniform:
-            tell("xla: bits follow the number of rows here; compiling again with products of one height")
+            tell("xla: results depend on the number of rows on this machine; compiling again with a fixed number of rows")
             self.shape = self.shape.uniform
             for stage in self._stages:
                 stage.reshape(self.shape)
@@ -181,22 +183,22 @@ class XlaBackend:
         return self._capacity
 
     def submit(self, plan: Plan) -> StepHandle:
-        ticket = StepHandle(next(self._tickets))
-        self._outcomes[ticket] = self._run(plan)
-        return ticket
+        handle = StepHandle(next(self._handles))
+        self._outcomes[handle] = self._run(plan)
+        return handle
 
-    def collect(self, ticket: StepHandle) -> Outcome:
-        return self._outcomes.pop(ticket)
+    def collect(self, handle: StepHandle) -> Outcome:
+        return self._outcomes.pop(handle)
 
     def close(self) -> None:
-        """Let go of weights and pages now, whoever still holds this object."""
+        """Free weights and pages now, even if references to this object remain."""
         self._outcomes.clear()
-        for stage in self.__dict__.get("_stages", ()):
+        for stage in self._stages:
             stage.close()
-        for name in ("_stages", "_counts", "_kept", "_sums", "_choose", "_score"):
-            self.__dict__.pop(name, None)
+        for array in (self._saved_logits, self._sums, self._counts.output, self._counts.prompt):
+            array.delete()
 
-    # ------------------------------------------------------------------ one turn
+    # ------------------------------------------------------------------ one step
 
     def _run(self, plan: Plan) -> Outcome:
         begin = time.perf_counter()
@@ -208,14 +210,14 @@ class XlaBackend:
         places = np.zeros(self.shape.picks, dtype=np.int32)
         places[: len(picks)] = [pick.token for pick in picks]
         x, picked, increments = self._forward(inputs, places)
-        chosen, answers = self._chosen(picked, picks)
+        sampled, results = self._sample_picks(picked, picks)
         if int(inputs.drafts["count"]) and (inputs.branches or self._spec.recurrent):
             for stage, did in zip(self._stages, increments, strict=True):
-                stage.commit(did, chosen, inputs)
+                stage.commit(did, sampled, inputs)
         scored = self._scored(rows, inputs, x)
         choices: dict[int, list[SampledToken | None]] = {}
         positions, read = [pick.position for pick in picks], list[SampledToken | None]()
-        for part in answers:
+        for part in results:
             read += read_samples(np.asarray(part), positions[len(read) :])
         for pick, choice in zip(picks, read, strict=True):
             choices.setdefault(pick.row, []).append(choice)
@@ -223,7 +225,7 @@ class XlaBackend:
         return Outcome(tuple(outcomes), time.perf_counter() - begin)
 
     def _forward(self, inputs: XlaInputs, places: Any) -> tuple[Array, Array, list[list[Weights]]]:
-        """Through all stages: residuals [T, E], those of the picked tokens, and per stage what drafts did to its state."""
+        """Run all stages. Returns residuals [T, E], those of the picked tokens, and per stage the state increments of drafts."""
         x: Any = inputs.arrays["tokens"]
         picked: Any = None
         increments = []
@@ -232,27 +234,27 @@ class XlaBackend:
             increments.append(did)
         return x, picked, increments
 
-    def _picks(self, rows: Sequence[Row], inputs: XlaInputs) -> list[SamplingSlot]:
-        """Per choosing row: after its last known token, and after each draft."""
+    def _picks(self, rows: Sequence[Row], inputs: XlaInputs) -> list[SamplePick]:
+        """For each row that samples: one pick after its last known token, and one after each draft."""
         picks = []
-        nobody = self.shape.checkpoints
+        no_slot = self.shape.checkpoints
         for i, (row, first) in enumerate(zip(rows, inputs.firsts, strict=True)):
             if not row.samples:
                 continue
             for k, drafts in enumerate(draft_prefixes(row.drafts)):
                 position = SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
-                keep = next((save.slot for save in row.saves if save.position == row.stop), nobody) if k == 0 else nobody
+                keep = next((save.slot for save in row.saves if save.position == row.stop), no_slot) if k == 0 else no_slot
                 restore = -1 if row.tokens or row.restore is None else row.restore
-                picks.append(SamplingSlot(i, max(first + len(row.tokens) - 1 + k, 0), position, restore, keep))
+                picks.append(SamplePick(i, max(first + len(row.tokens) - 1 + k, 0), position, restore, keep))
         return picks
 
-    def _chosen(self, picked: Array, picks: Sequence[SamplingSlot], *, slabs: int = 0) -> tuple[Array, list[Array]]:
-        """The chosen tokens of all picks, and their rows of answers, a slab after the other, all still on the device."""
+    def _sample_picks(self, picked: Array, picks: Sequence[SamplePick], *, slabs: int = 0) -> tuple[Array, list[Array]]:
+        """The sampled tokens of all picks, and their result rows, one slab after the other. Both stay on the device."""
         rows = self.shape.slab
         self._counts.follow([pick.position for pick in picks])
         counts = (self._counts.output, self._counts.prompt)
-        chosen = jax.device_put(np.zeros(self.shape.picks, dtype=np.int32), self._sites[-1].device)
-        answers = []
+        sampled = jax.device_put(np.zeros(self.shape.picks, dtype=np.int32), self._stage_devices[-1].device)
+        results = []
         for start in range(0, max(len(picks), slabs * rows), rows):
             part = picks[start : start + rows]
             padding = rows - len(part)
@@ -262,11 +264,11 @@ class XlaBackend:
                 "keep": np.asarray([*(pick.keep for pick in part), *[self.shape.checkpoints] * padding], dtype=np.int32),
             }
             sizes = {"rows": rows, "vocab": self._spec.vocab, "width": self._width, "lanes": self.shape.lanes}
-            wants = sampling_inputs([pick.position for pick in part], self._recalls, **sizes)
-            given = (self._head, self._sums, self._kept, chosen, counts, picked, slab, wants)
-            self._kept, chosen, found = self._choose(*given)
-            answers.append(found)
-        return chosen, answers
+            params = sampling_inputs([pick.position for pick in part], self._dry_histories, **sizes)
+            given = (self._head, self._sums, self._saved_logits, sampled, counts, picked, slab, params)
+            self._saved_logits, sampled, found = self._sample(*given)
+            results.append(found)
+        return sampled, results
 
     @property
     def _head(self) -> dict[str, Any]:
@@ -274,7 +276,7 @@ class XlaBackend:
         return {"norm": last["norm"], "head": last["head"]}
 
     def _scored(self, rows: Sequence[Row], inputs: XlaInputs, x: Array) -> dict[int, tuple[Logprobs, ...]]:
-        """Per scoring row, the logprobs of the prompt tokens its positions predict."""
+        """For each row with prompt logprobs: the logprobs of the prompt tokens that its positions predict."""
         scored: dict[int, tuple[Logprobs, ...]] = {}
         step = self.shape.slab
         for i, (row, first) in enumerate(zip(rows, inputs.firsts, strict=True)):
@@ -287,22 +289,23 @@ class XlaBackend:
                 part = np.asarray(targets[start : start + step], dtype=np.int64)
                 index = np.minimum(np.arange(first + start, first + start + step), first + len(row.tokens) - 1).astype(np.int32)
                 padded = np.pad(part, (0, step - len(part)))
-                answers: Integers = np.asarray(self._score(self._head, x, index, padded, np.int32(top)))
-                found += [read_logprobs(line, top) for line in answers[: len(part)]]
+                results: Integers = np.asarray(self._score(self._head, x, index, padded, np.int32(top)))
+                found += [read_logprobs(line, top) for line in results[: len(part)]]
             scored[i] = tuple(found)
         return scored
 
-    # ------------------------------------------------------------------ to and from the disk
+    # ------------------------------------------------------------------ snapshots
 
     @property
     def identity(self) -> str:
-        """What computes the bits: operations, hardware, library and the shapes of products; not the split."""
-        parts = sorted({hardware_name(site.device) for site in self._sites})
+        """Everything that influences results: hardware, libraries and the rows of matrix products, but not the split over
+        devices."""
+        parts = sorted({hardware_name(one.device) for one in self._stage_devices})
         rows = f"products of {self.shape.decode.rows} and {self.shape.mixed.rows} rows"
         return f"xla on {', '.join(parts)}; jax {jax.__version__}, jaxlib {jaxlib_version}; {rows}"
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
-        found = {"logits": np.asarray(self._kept)[slot].copy()}
+        found = {"logits": np.asarray(self._saved_logits)[slot].copy()}
         for stage in self._stages:
             found |= {f"layer.{name}": array for name, array in stage.export(slot, pages).items()}
         return found
@@ -311,4 +314,4 @@ class XlaBackend:
         for stage in self._stages:
             stage.adopt(slot, places, {name.removeprefix("layer."): array for name, array in arrays.items()})
         if slot is not None and "logits" in arrays:
-            self._kept = self._kept.at[slot].set(arrays["logits"])
+            self._saved_logits = self._saved_logits.at[slot].set(arrays["logits"])

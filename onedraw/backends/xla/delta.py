@@ -1,8 +1,9 @@
-"""Gated DeltaNet in jax: the arithmetic of `backends/torch/ops/plain/delta.py`, its loops walked on the device.
+"""Gated DeltaNet in jax: the arithmetic of `backends/torch/ops/plain/delta.py`, with loops on the device. Everything is float32.
 
-In: projections of the turn's tokens, the turn's runs (`inputs.py`), a layer's states. Out: what the state gave at every
-token, the states, and what drafts did to them. Everything is float32. Chunks, steps and drafts come one after the other,
-each in a fixed shape, so neither batch nor schedule changes a bit of a row.
+In: projections of the step's tokens, work lists (`inputs.py`), a layer's states. Out: the layer's output at every token, the
+new states, and the state increments of drafts. Prompt positions use the chunked form, generated positions and drafts the
+recurrent form. Chunks and positions are computed one after the other in fixed shapes, so neither batch nor schedule changes a
+bit of a row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 
 from onedraw.backends.xla.inputs import CHUNK, ShapeBucket
-from onedraw.backends.xla.layers import activated, opened, row_sum, times
+from onedraw.backends.xla.layers import activated, gate_value, row_sum, times
 from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import DeltaSpec
@@ -28,7 +29,7 @@ RecurrentInputs = dict[str, Any]
 def delta(
     projected: Array, store: Weights, runs: RecurrentInputs, weights: Weights, spec: DeltaSpec, bucket: ShapeBucket, eps: float
 ) -> tuple[Array, Weights, Weights]:
-    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → [T, Hv * Dv], the store moved on, and the drafts' increments."""
+    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → outputs [T, Hv * Dv], the new store, and the increments of drafts."""
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
     fed, z, a, b = jnp.split(projected, [spec.channels, spec.channels + inner, spec.channels + inner + heads], axis=1)
     windows = store["windows"].reshape(-1, spec.channels)
@@ -36,10 +37,10 @@ def delta(
     gated = _gate(source, a, b, runs, weights, spec)
     out = jnp.zeros((bucket.tokens, heads, spec.value_dim), jnp.float32)
     states, saved, out = _chunks(store["states"], store["saved_states"], out, gated, runs)
-    states, out = _steps(states, out, gated, runs)
+    states, out = _recurrent_positions(states, out, gated, runs)
     increments: Weights = {}
     if bucket.drafts:
-        out, increments = _nodes(states, out, gated, runs, bucket)
+        out, increments = _drafts(states, out, gated, runs, bucket)
         increments["fed"] = fed[runs["node_token"]]
     moved = {
         "states": states,
@@ -51,7 +52,7 @@ def delta(
 
 
 def commit(store: Weights, increments: Weights, kept: Array, drafts: RecurrentInputs) -> Weights:
-    """Bring the kept drafts home: the same step arithmetic, from the increments the turn left."""
+    """Apply the increments of kept drafts to the states, with the arithmetic of the recurrent form."""
 
     def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         states, windows = carry
@@ -66,11 +67,11 @@ def commit(store: Weights, increments: Weights, kept: Array, drafts: RecurrentIn
     return {**store, "states": states, "windows": windows}
 
 
-# ------------------------------------------------------------------ before and after the state
+# ------------------------------------------------------------------ convolution, gates and output norm
 
 
 def _gate(source: Array, a: Array, b: Array, runs: RecurrentInputs, weights: Weights, spec: DeltaSpec) -> Weights:
-    """Every token's queries, keys [T, Hk, Dk], values [T, Hv, Dv] and gates [T, Hv]."""
+    """Queries and keys [T, Hk, Dk], values [T, Hv, Dv] and gates [T, Hv] of every token."""
     total = len(a)
     mixed = source[runs["taps"][:, 0]] * weights["conv"][0]
     for tap in range(1, spec.conv):
@@ -78,14 +79,14 @@ def _gate(source: Array, a: Array, b: Array, runs: RecurrentInputs, weights: Wei
     mixed = activated(mixed, "silu")
     keys = spec.key_heads * spec.key_dim
     q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=1)
-    g = weights["decay"] * opened(a + weights["delta_bias"], "softplus")
+    g = weights["decay"] * gate_value(a + weights["delta_bias"], "softplus")
     return {
         "q": _unit(q.reshape(total, spec.key_heads, -1)) * spec.key_dim**-0.5,
         "k": _unit(k.reshape(total, spec.key_heads, -1)),
         "v": v.reshape(total, spec.value_heads, -1),
         "g": g,
         "decay": jnp.exp(g),
-        "beta": opened(b, "sigmoid"),
+        "beta": gate_value(b, "sigmoid"),
     }
 
 
@@ -99,11 +100,11 @@ def _close(out: Array, z: Array, weights: Weights, spec: DeltaSpec, eps: float) 
     return normed.reshape(len(out), -1) * activated(z, "silu")
 
 
-# ------------------------------------------------------------------ the state
+# ------------------------------------------------------------------ state updates
 
 
 def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: RecurrentInputs) -> tuple[Array, Array, Array]:
-    """Prompt positions, a chunk at a time, always in the shape of a whole one: what is missing changes nothing."""
+    """The chunked form for prompt positions. A partial chunk is padded with zeros, which do not change the state."""
     padded = {name: jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for name, x in gated.items()}
     out = jnp.pad(out, ((0, CHUNK), (0, 0), (0, 0)))
     inside = jnp.arange(CHUNK)
@@ -117,9 +118,9 @@ def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: Recur
             rows = lax.dynamic_slice_in_dim(x, first, CHUNK)
             tile[name] = jnp.where(real.reshape(-1, *(1,) * (x.ndim - 1)), rows, 0)
         state = jnp.where(runs["chunk_fresh"][index], 0, states[lane])
-        state, seen = _chunk(state, tile)
+        state, output = _chunk(state, tile)
         old = lax.dynamic_slice_in_dim(out, first, CHUNK)
-        out = lax.dynamic_update_slice_in_dim(out, jnp.where(real[:, None, None], seen, old), first, 0)
+        out = lax.dynamic_update_slice_in_dim(out, jnp.where(real[:, None, None], output, old), first, 0)
         return states.at[lane].set(state), saved.at[runs["chunk_slot"][index]].set(state), out
 
     states, saved, out = lax.fori_loop(0, runs["chunks"], one, (states, saved, out))
@@ -127,7 +128,7 @@ def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: Recur
 
 
 def _chunk(state: Array, tile: Weights) -> tuple[Array, Array]:
-    """state [Hv, Dk, Dv] → after the chunk, and what it gave [n, Hv, Dv]."""
+    """state [Hv, Dk, Dv] → the state after the chunk, and its outputs [n, Hv, Dv]."""
     repeats = state.shape[0] // tile["k"].shape[1]
     q, k = (jnp.repeat(tile[name].transpose(1, 0, 2), repeats, axis=0) for name in "qk")  # [Hv, n, Dk]
     v, beta = tile["v"].transpose(1, 0, 2), tile["beta"].T[:, :, None]
@@ -139,10 +140,10 @@ def _chunk(state: Array, tile: Weights) -> tuple[Array, Array]:
     system = jnp.where(jnp.tril(lower, -1), beta * products * fade, 0) + jnp.eye(CHUNK, dtype=jnp.float32)
     right = beta * (v - so_far * _mul(k, state))
     changes = _solve(system, right)
-    seen = so_far * _mul(q, state) + _mul(_mul(q, k.transpose(0, 2, 1)) * fade, changes)
+    output = so_far * _mul(q, state) + _mul(_mul(q, k.transpose(0, 2, 1)) * fade, changes)
     rest = jnp.exp(total[:, -1:] - total)[:, :, None]
     state = state * so_far[:, -1:] + _mul((k * rest).transpose(0, 2, 1), changes)
-    return state, seen.transpose(1, 0, 2)
+    return state, output.transpose(1, 0, 2)
 
 
 def _mul(left: Array, right: Array) -> Array:
@@ -155,37 +156,37 @@ def _solve(system: Array, right: Array) -> Array:
 
 
 def _advance(state: Array, decay: Array, key: Array, change: Array) -> Array:
-    """state ← state · decay + key ⊗ change, each product rounded, then the sum."""
+    """state ← state · decay + key ⊗ change; each product is rounded before the sum."""
     repeats = state.shape[0] // key.shape[0]
     return times(state, decay[:, None, None]) + times(jnp.repeat(key, repeats, axis=0)[:, :, None], change[:, None, :])
 
 
-def _step(state: Array, gated: Weights, token: Array) -> tuple[Array, Array, Array]:
-    """One position: the state after it, what it gave [Hv, Dv], and the change that was written."""
+def _recurrent_position(state: Array, gated: Weights, token: Array) -> tuple[Array, Array, Array]:
+    """The recurrent form for one position: the state after it, its output [Hv, Dv], and the change written to the state."""
     decay, key = gated["decay"][token], gated["k"][token]
     repeats = state.shape[0] // key.shape[0]
     wide, query = jnp.repeat(key, repeats, axis=0), jnp.repeat(gated["q"][token], repeats, axis=0)  # [Hv, Dk]
-    held = jnp.einsum("hkv,hk->hv", state * decay[:, None, None], wide, precision=HIGHEST)
-    change = (gated["v"][token] - held) * gated["beta"][token][:, None]
+    recalled = jnp.einsum("hkv,hk->hv", state * decay[:, None, None], wide, precision=HIGHEST)
+    change = (gated["v"][token] - recalled) * gated["beta"][token][:, None]
     state = _advance(state, decay, key, change)
     return state, jnp.einsum("hkv,hk->hv", state, query, precision=HIGHEST), change
 
 
-def _steps(states: Array, out: Array, gated: Weights, runs: RecurrentInputs) -> tuple[Array, Array]:
-    """Generated positions, one at a time."""
+def _recurrent_positions(states: Array, out: Array, gated: Weights, runs: RecurrentInputs) -> tuple[Array, Array]:
+    """The recurrent form for generated positions, one at a time."""
 
     def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         states, out = carry
         token, lane = runs["step_token"][index], runs["step_lane"][index]
         state = jnp.where(runs["step_fresh"][index], 0, states[lane])
-        state, seen, _ = _step(state, gated, token)
-        return states.at[lane].set(state), out.at[token].set(seen)
+        state, output, _ = _recurrent_position(state, gated, token)
+        return states.at[lane].set(state), out.at[token].set(output)
 
     return lax.fori_loop(0, runs["steps"], one, (states, out))
 
 
-def _nodes(states: Array, out: Array, gated: Weights, runs: RecurrentInputs, bucket: ShapeBucket) -> tuple[Array, Weights]:
-    """Every draft from its parent's state, which is rebuilt from the increments where the parent is not the last one."""
+def _drafts(states: Array, out: Array, gated: Weights, runs: RecurrentInputs, bucket: ShapeBucket) -> tuple[Array, Weights]:
+    """The recurrent form for drafts. A parent's state is rebuilt from increments unless the parent is the draft just before."""
     tokens = runs["node_token"]
     increments = {"decay": gated["decay"][tokens], "key": gated["k"][tokens]}
     changes = jnp.zeros((bucket.drafts, *out.shape[1:]), jnp.float32)
@@ -199,8 +200,8 @@ def _nodes(states: Array, out: Array, gated: Weights, runs: RecurrentInputs, buc
 
         begin = jnp.where(runs["node_goes_on"][index], work, states[runs["node_lane"][index]])
         work = lax.fori_loop(0, jnp.where(runs["node_goes_on"][index], 0, runs["node_depth"][index]), replay, begin)
-        work, seen, change = _step(work, gated, tokens[index])
-        return work, changes.at[index].set(change), out.at[tokens[index]].set(seen)
+        work, output, change = _recurrent_position(work, gated, tokens[index])
+        return work, changes.at[index].set(change), out.at[tokens[index]].set(output)
 
     _, changes, out = lax.fori_loop(0, runs["nodes"], one, (states[0], changes, out))
     return out, {**increments, "change": changes}

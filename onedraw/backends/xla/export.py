@@ -1,9 +1,8 @@
-"""A model as StableHLO graphs that other runtimes can run: `onedraw export`.
+"""Export of a model as StableHLO graphs for other runtimes: `onedraw export`.
 
-In: a spec, a source of weights, sizes. Out: a folder with `prefill.mlir` (a turn of anything up to so many tokens),
-`decode.mlir` (one token of every lane), `weights.npz` and `manifest.json`, which says the order, names, shapes and dtypes of
-what a graph takes and gives. Both graphs take and give the pages and states; logits come out and choosing is the caller's.
-`iree.py` is a loader that runs them.
+In: a spec, a source of weights, sizes. Out: a folder with `prefill.mlir` (a mixed step of up to so many tokens), `decode.mlir`
+(one token of every lane), `weights.npz` and `manifest.json` with the order, names, shapes and dtypes of inputs and results.
+Both graphs take and return pages and states, and return logits; sampling is left to the caller. `iree.py` runs an export.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 
-FORMAT = 2  # of the manifest
+FORMAT = 2  # version of the manifest
 
 
 def export_model(
@@ -39,26 +38,26 @@ def export_model(
     page_size: int,
     pages: tuple[int, ...],
     max_context: int,
-    turn_tokens: int,
+    step_tokens: int,
     version: str,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write everything; gives the manifest's path. Float32: what the graphs compute is what the backend computes."""
+    """Write all files; returns the manifest's path. The graphs are float32 and compute what the backend computes."""
     require_supported(spec)
     if spec.recurrent:
         raise UnsupportedModel(
-            f"{spec.family} cannot be exported: its recurrent layers solve triangular systems with LAPACK, which other runtimes "
-            "do not have; run it with --backend xla or torch"
+            f"{spec.family} cannot be exported: its recurrent layers need LAPACK's triangular solve, which other runtimes do not "
+            "have; run it with --backend xla or torch"
         )
     _require_writable(folder)
     sizes: dict[str, Any] = {"lanes": lanes, "page_size": page_size, "pages": pages, "windows": spec.windows}
-    sizes |= {"max_context": max_context, "turn_tokens": turn_tokens, "drafts": 0, "checkpoints": 0}
-    shape = compiled_shapes(**sizes)
+    sizes |= {"max_context": max_context, "drafts": 0, "checkpoints": 0}
+    shape = compiled_shapes(**sizes, step_tokens=step_tokens)
     _, (device,) = find_devices("cpu", ["auto"])
     stage = XlaStage(spec, source, shape, dtype="f32", activation="f32", device=device, start=0, stop=len(spec.layers))
     graphs = {}
     for name, bucket in (("prefill", shape.mixed), ("decode", shape.decode)):
-        tell(f"writing {name}.mlir: turns of up to {bucket.tokens} tokens")
+        tell(f"writing {name}.mlir: steps of up to {bucket.tokens} tokens")
         text, graphs[name] = _graph(stage, bucket)
         (folder / f"{name}.mlir").write_text(text)
         graphs[name]["file"] = f"{name}.mlir"
@@ -73,7 +72,7 @@ def export_model(
         "vocab": spec.vocab,
         "recurrent": spec.recurrent,
         "conv": conv_width(spec),
-        "sizes": sizes,
+        "sizes": {**sizes, "turn_tokens": step_tokens},
         "buckets": {"prefill": asdict(shape.mixed), "decode": asdict(shape.decode)},
         "state": state,
         "graphs": graphs,
@@ -84,20 +83,20 @@ def export_model(
 
 
 def _require_writable(folder: Path) -> None:
-    """Make the folder, and know before anything is computed that files can be made in it."""
+    """Create the folder and check that it is writable before anything is computed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise BadSetting(f"--out {folder}: {error.strerror or error}; name a folder that can be written to") from None
+        raise BadSetting(f"--out {folder}: {error.strerror or error}; name a writable folder") from None
 
 
 def _graph(stage: XlaStage, bucket: ShapeBucket) -> tuple[str, dict[str, Any]]:
-    """The text of a graph, and what it takes and gives, in order."""
+    """The text of a graph, and its arguments and results in order."""
     spec = stage.spec
 
-    def turn(given: dict[str, Any]) -> dict[str, Any]:
+    def step(given: dict[str, Any]) -> dict[str, Any]:
         weights, inputs = given["weights"], given["inputs"]
         layers = (weights, given["state"], inputs["tokens"], inputs, given["runs"], given["picks"])
         state, _, _, picked = run_layers(*layers, stage=stage, bucket=bucket)
@@ -107,15 +106,15 @@ def _graph(stage: XlaStage, bucket: ShapeBucket) -> tuple[str, dict[str, Any]]:
     picks = np.zeros(stage.shape.picks, dtype=np.int32)
     given = {"weights": stage.weights, "state": stage.state, "inputs": inputs.arrays, "runs": inputs.delta, "picks": picks}
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), given)
-    exported = jax.export.export(jax.jit(turn), platforms=["cpu"])(shapes)
+    exported = jax.export.export(jax.jit(step), platforms=["cpu"])(shapes)
     names = [name for name, _ in _named(given)]
-    results = jax.eval_shape(turn, shapes)
-    arguments = [_described(names[index], exported.in_avals[index]) for index in exported.module_kept_var_idx]
-    return _text(exported), {"arguments": arguments, "results": [_described(*pair) for pair in _named(results)]}
+    results = jax.eval_shape(step, shapes)
+    arguments = [_entry(names[index], exported.in_avals[index]) for index in exported.module_kept_var_idx]
+    return _text(exported), {"arguments": arguments, "results": [_entry(*pair) for pair in _named(results)]}
 
 
 def _text(exported: Any) -> str:
-    """Without the places in the source that operations came from: paths of this machine have no business in a graph."""
+    """The graph without source locations: they contain paths of this machine."""
     before = jax.config.read("jax_include_debug_info_in_dumps")
     jax.config.update("jax_include_debug_info_in_dumps", False)
     try:
@@ -125,10 +124,10 @@ def _text(exported: Any) -> str:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    """Leaves in jax's own order, by names like state/0/keys."""
+    """Leaves in jax's order, with names like state/0/keys."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 
 
-def _described(name: str, leaf: Any) -> dict[str, Any]:
+def _entry(name: str, leaf: Any) -> dict[str, Any]:
     return {"name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype)}

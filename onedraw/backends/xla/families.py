@@ -1,4 +1,4 @@
-"""Which models this backend interprets. Pure: no jax.
+"""Which models the xla backend supports. No jax import, so `inspect` can check without it.
 
 In: a ModelSpec. Out: nothing, or UnsupportedModel that names the family.
 """
@@ -12,15 +12,15 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
 
 
 def require_supported(spec: ModelSpec) -> None:
-    """Refuse, by name, what the layers of this backend do not compute."""
+    """UnsupportedModel for architectures that the layers of this backend do not implement."""
     if spec.family not in FAMILIES or spec.softcap is not None or not all(map(_plain, spec.layers)):
         raise UnsupportedModel(
-            f"--backend xla does not interpret {spec.family} yet; it runs {', '.join(FAMILIES)}; use --backend torch"
+            f"--backend xla does not support {spec.family} yet; it runs {', '.join(FAMILIES)}; use --backend torch"
         )
 
 
 def _plain(layer: LayerSpec) -> bool:
-    """A mixer and a gated feed-forward behind norms, and nothing that some families add to that."""
+    """Whether a layer is a mixer and a gated feed-forward with pre-norms, without the extras of some families."""
     mixer = layer.mixer
     odd = isinstance(mixer, AttentionSpec) and (mixer.v_norm or mixer.keys_as_values or mixer.reuses is not None)
     added = layer.sandwich or layer.beside is not None or layer.inputs or layer.scaled
@@ -28,5 +28,5 @@ def _plain(layer: LayerSpec) -> bool:
 
 
 def conv_width(spec: ModelSpec) -> int:
-    """Positions that the convolutions of recurrent layers read; 0 where there are none. All layers have the same."""
+    """Positions that the convolutions of recurrent layers read, the same in all layers; 0 without recurrent layers."""
     return next((layer.mixer.conv for layer in spec.layers if isinstance(layer.mixer, DeltaSpec)), 0)

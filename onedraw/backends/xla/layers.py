@@ -1,8 +1,8 @@
-"""The layers in jax: norms, products, rope, paged attention, feed-forward. Functions of their arguments.
+"""Layers in jax: norms, matrix products, rotary embedding, paged attention, feed-forward. Pure functions.
 
-In: weights of a layer, tokens of a piece of the turn. Out: arrays of the same rows. Every reduction is over the last axis of
-a piece whose shape the turn does not change (see `buckets.py`), keys come in blocks of absolute positions, one after the
-other, and what a query does not see adds exact zeros.
+In: weights of a layer, rows of a step. Out: arrays with the same rows. So that a row's bits do not depend on the batch: every
+reduction is over the last axis of an array with a fixed shape (`inputs.py`), keys are read in blocks of absolute positions, one
+after the other, and masked keys add exact zeros.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec
 
-COLUMNS = 8  # of the product that adds up rows
+COLUMNS = 8  # columns of ones in `row_sum`
 Piece = tuple[Array, ...]
 
 
 def in_pieces(function: Callable[..., Piece], bucket: ShapeBucket, pieces: Array, *arrays: Array) -> Piece:
-    """`function` over the turn's rows, `bucket.rows` at a time; pieces without a token are left out, and stay zero."""
+    """Apply `function` to the step's rows, `bucket.rows` at a time. Pieces without tokens are skipped and stay zero."""
     if bucket.tokens == bucket.rows:
         return function(*arrays)
     rows = bucket.rows
@@ -46,26 +46,26 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def row_sum(x: Array) -> Array:
-    """Sums over the last axis, [..., W] → [..., 1], as a product with ones: a library's own sum follows the number of rows,
-    its product of several columns was seen not to."""
+    """Sums over the last axis, [..., W] → [..., 1], as a matrix product with ones: the rounding of XLA's own sum depends on the
+    number of rows, that of a product with several columns does not."""
     flat = x.reshape(-1, x.shape[-1])
     sums = lax.dot(flat, jnp.ones((x.shape[-1], COLUMNS), x.dtype), precision=lax.Precision.HIGHEST)
     return sums[:, :1].reshape(*x.shape[:-1], 1)
 
 
 def times(x: Array, y: Array) -> Array:
-    """A product that is rounded before it is added to anything. Compilers join a product and a sum into one operation where
-    they see both; the choice between two values keeps them apart, and gives x · y for any x."""
+    """x · y, rounded before it is added to anything: the `where` keeps the compiler from fusing product and sum into one
+    fused multiply-add."""
     return jnp.where(jnp.isnan(x), x, x * y)
 
 
 def over(x: Array, y: Array) -> Array:
-    """A quotient that is one: x / y where y is spread out would become a product with 1 / y, which rounds twice."""
+    """x / y as a true division: for a broadcast y the compiler would multiply with 1 / y, which rounds twice."""
     return x / jnp.where(jnp.isnan(x), 1, y)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """A float32 weight meets the normed numbers before they are rounded to x's dtype, another one after."""
+    """A float32 weight is applied before rounding to x's dtype, another one after."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(row_sum(wide * wide) * (1 / x.shape[-1]) + eps)
     normed = wide * scale
@@ -74,10 +74,10 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return normed.astype(x.dtype) * weight
 
 
-def rotate(x: Array, turn: Array) -> Array:
-    """x [T, N, D] turned by `turn` [T, 2, d/2], half-split; dimensions past d pass through."""
-    half = turn.shape[-1]
-    cos, sin = turn[:, :1], turn[:, 1:]
+def rotary(x: Array, angles: Array) -> Array:
+    """Rotary embedding of x [T, N, D] by `angles` [T, 2, d/2] (cos, sin), half-split; dimensions from d on pass through."""
+    half = angles.shape[-1]
+    cos, sin = angles[:, :1], angles[:, 1:]
     first, second = x[..., :half], x[..., half : 2 * half]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]], axis=-1)
 
@@ -92,7 +92,7 @@ def activated(x: Array, activation: Activation) -> Array:
             assert_never(activation)
 
 
-def opened(x: Array, gate: Gate) -> Array:
+def gate_value(x: Array, gate: Gate) -> Array:
     match gate:
         case "sigmoid":
             return jax.nn.sigmoid(x)
@@ -111,7 +111,7 @@ def feed_forward(h: Array, weights: Weights, spec: MlpSpec) -> Array:
 # ------------------------------------------------------------------ attention
 
 
-def project(h: Array, turn: Array, weights: Weights, spec: AttentionSpec, eps: float) -> Piece:
+def project(h: Array, angles: Array, weights: Weights, spec: AttentionSpec, eps: float) -> Piece:
     """Queries [T, H, D], keys and values [T, K, D], and the gate [T, W], of normed tokens h."""
     rows, dim = len(h), spec.head_dim
     widths = [spec.heads * dim, spec.kv_heads * dim, spec.kv_heads * dim]
@@ -120,13 +120,13 @@ def project(h: Array, turn: Array, weights: Weights, spec: AttentionSpec, eps: f
     q, k, v = (part.reshape(rows, -1, dim) for part in (q, k, v))
     if spec.qk_norm:
         q, k = rms_norm(q, weights["q_norm"], eps), rms_norm(k, weights["k_norm"], eps)
-    turn = turn.astype(h.dtype)
-    return rotate(q, turn), rotate(k, turn), v, gate
+    angles = angles.astype(h.dtype)
+    return rotary(q, angles), rotary(k, angles), v, gate
 
 
 def write(pages: Weights, k: Array, v: Array, places: Array) -> Weights:
-    """Keys and values [T, K, D] to their slots. A value that is not finite lies there as a key of NaN and a value of zero:
-    whoever sees it gets NaN, and whoever does not is not touched."""
+    """Write keys and values [T, K, D] to their places. A non-finite value is stored as a NaN key and a zero value: queries that
+    attend to it become NaN, and masked queries are not affected (0 · inf would be NaN)."""
     broken = ~jnp.isfinite(v).all(-1, keepdims=True)
     k, v = jnp.where(broken, jnp.nan, k), jnp.where(broken, 0, v)
     return {"keys": pages["keys"].at[places].set(k), "values": pages["values"].at[places].set(v)}
@@ -135,14 +135,14 @@ def write(pages: Weights, k: Array, v: Array, places: Array) -> Weights:
 def attend(
     q: Array, pages: Weights, inputs: dict[str, Any], bucket: ShapeBucket, shape: CompiledShapes, spec: AttentionSpec
 ) -> Array:
-    """q [T, H, D] over the pages of a layer: [T, H * D]."""
+    """Attention of queries q [T, H, D] over the pages of a layer → [T, H * D]."""
     group = shape.windows.index(spec.window)
     kv, per, dim = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
     height = max(per * bucket.tile, MIN_PRODUCT_ROWS)
     tiles = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)[inputs["tile_queries"]]  # [N, h, H, D]
     tiles = tiles.reshape(-1, bucket.tile, kv, per, dim).transpose(0, 2, 3, 1, 4).reshape(-1, kv, per * bucket.tile, dim)
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, height - per * bucket.tile), (0, 0)))
-    ends = jnp.tile(inputs["positions"][inputs["tile_queries"]], (1, per))  # [N, G * h], the last position each query sees
+    ends = jnp.tile(inputs["positions"][inputs["tile_queries"]], (1, per))  # last position of each query, [N, G * h]
     ends = jnp.pad(ends, ((0, 0), (0, height - per * bucket.tile)))
 
     def step(number: Array, out: Array) -> Array:
@@ -177,7 +177,7 @@ def attend(
 
 
 def _places(positions: Array, rows: Piece, table: Array, shape: CompiledShapes) -> Array:
-    """Where a tile's keys lie, [tiles, KEYS]: known positions as they are, then a node's own path."""
+    """Places of a tile's keys, [tiles, KEYS]: known positions first, then the path of a draft node."""
     row, tail, path = rows
     depth = jnp.clip(positions - tail[:, None], 0, path.shape[1] - 1)
     slots = jnp.where(positions < tail[:, None], positions, tail[:, None] + jnp.take_along_axis(path, depth, axis=1))
@@ -186,7 +186,7 @@ def _places(positions: Array, rows: Piece, table: Array, shape: CompiledShapes) 
 
 
 def _block(queries: Array, keys: Array, values: Array, seen: Array, carry: Piece) -> Piece:
-    """One block more: peak, total and mixed values so far. A block that a query does not see leaves its bits alone."""
+    """Online softmax over one more block: maximum, sum and weighted values so far. A fully masked block changes no bit."""
     peak, total, mixed = carry
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     dots: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}

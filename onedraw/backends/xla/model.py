@@ -1,8 +1,8 @@
-"""The model as compiled programs: XlaInputs → what the last layer gave at the positions asked for. One stage per device.
+"""The model as compiled programs, one XlaStage per device.
 
-In: weights read layer by layer, CompiledShapes, the turn's XlaInputs. Out: XlaStages, each with weights, state and programs:
-`open` (copies before a turn), `run` (the layers, one program per bucket), `commit` (kept drafts come home). Embeddings lie
-with the first stage, last norm and head with the last. One device is a split of one.
+In: weights read layer by layer, CompiledShapes, a step's XlaInputs. Out: XlaStages with weights, state and programs: `open`
+(copies before a step), `run` (the layers, one program per compiled shape) and `commit` (kept drafts). The embedding is in the
+first stage, the last norm and the head are in the last. One device is a split of one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from onedraw.backends.xla.delta import delta
 from onedraw.backends.xla.inputs import CompiledShapes, ShapeBucket, XlaInputs
-from onedraw.backends.xla.layers import attend, feed_forward, in_pieces, linear, opened, project, rms_norm, write
+from onedraw.backends.xla.layers import attend, feed_forward, gate_value, in_pieces, linear, project, rms_norm, write
 from onedraw.backends.xla.platform import DTYPES, OPTIONS, Array
-from onedraw.backends.xla.state import State, adopt, allocate, commit_turn, export, open_turn, openings
+from onedraw.backends.xla.state import State, adopt, allocate, apply_copies, commit_drafts, copies_before, export
 from onedraw.backends.xla.weights import Weights, XlaWeightLoader
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -39,8 +39,8 @@ def run_layers(
     stage: XlaStage,
     bucket: ShapeBucket,
 ) -> Result:
-    """The stage's layers over tokens (the first stage) or their residuals x [T, E]. Gives the state, what drafts did to it,
-    the residuals, and those of the picked tokens."""
+    """Run the stage's layers on x: tokens in the first stage, residuals [T, E] in the others. Returns the new state, the state
+    increments of drafts, the residuals, and those of the picked tokens."""
     spec = stage.spec
     if stage.first:
         x = _embedded(weights, x, spec).astype(stage.activation)
@@ -48,8 +48,8 @@ def run_layers(
     increments: list[Weights] = []
     for layer, own, store in zip(stage.layers, weights["layers"], state, strict=True):
         if isinstance(layer.mixer, AttentionSpec):
-            turns = weights["ropes"][stage.ropes[layer.mixer.rope]][inputs["positions"]]
-            x, store = _attention_layer(x, layer, own, store, inputs, turns, stage, bucket)
+            angles = weights["ropes"][stage.ropes[layer.mixer.rope]][inputs["positions"]]
+            x, store = _attention_layer(x, layer, own, store, inputs, angles, stage, bucket)
             increments.append({})
         else:
             x, store, did = _delta_layer(x, layer, own, store, inputs, runs, stage, bucket)
@@ -59,7 +59,7 @@ def run_layers(
 
 
 def _embedded(weights: dict[str, Any], tokens: Array, spec: ModelSpec) -> Array:
-    """A tied embedding is read from the head's columns: there is no second table."""
+    """A tied embedding is read from the columns of the head, without a second table."""
     return weights["embed"][tokens] if "embed" in weights else weights["head"][:, tokens].T
 
 
@@ -69,22 +69,24 @@ def _attention_layer(
     weights: Weights,
     store: Weights,
     inputs: dict[str, Any],
-    turns: Array,
+    angles: Array,
     stage: XlaStage,
     bucket: ShapeBucket,
 ) -> tuple[Array, Weights]:
     spec, eps = layer.attention, stage.spec.eps
 
-    def before(x: Array, turn: Array) -> tuple[Array, ...]:
-        return project(rms_norm(x, weights["attn_norm"], eps).astype(stage.dtype), turn, weights, spec, eps)
+    def before(x: Array, angle: Array) -> tuple[Array, ...]:
+        return project(rms_norm(x, weights["attn_norm"], eps).astype(stage.dtype), angle, weights, spec, eps)
 
     def after(x: Array, mixed: Array, gate: Array) -> tuple[Array, ...]:
         if spec.gate is not None:
             wide = mixed.astype(jnp.float32).reshape(len(mixed), spec.gate_width, -1)
-            mixed = (wide * opened(gate.astype(jnp.float32), spec.gate)[:, :, None]).reshape(len(mixed), -1).astype(mixed.dtype)
-        return (_fed(x + linear(mixed, weights["o"], weights.get("o_bias")).astype(x.dtype), layer, weights, stage),)
+            mixed = (
+                (wide * gate_value(gate.astype(jnp.float32), spec.gate)[:, :, None]).reshape(len(mixed), -1).astype(mixed.dtype)
+            )
+        return (_feed_forward(x + linear(mixed, weights["o"], weights.get("o_bias")).astype(x.dtype), layer, weights, stage),)
 
-    q, k, v, gate = in_pieces(before, bucket, inputs["pieces"], x, turns)
+    q, k, v, gate = in_pieces(before, bucket, inputs["pieces"], x, angles)
     store = write(store, k, v, inputs["places"][stage.shape.windows.index(spec.window)])
     mixed = attend(q, store, inputs, bucket, stage.shape, spec)
     (x,) = in_pieces(after, bucket, inputs["pieces"], x, mixed, gate)
@@ -109,7 +111,7 @@ def _delta_layer(
         return (linear(h, weights["projections"]).astype(jnp.float32),)
 
     def after(x: Array, mixed: Array) -> tuple[Array, ...]:
-        return (_fed(x + linear(mixed.astype(stage.dtype), weights["o"]).astype(x.dtype), layer, weights, stage),)
+        return (_feed_forward(x + linear(mixed.astype(stage.dtype), weights["o"]).astype(x.dtype), layer, weights, stage),)
 
     (projected,) = in_pieces(before, bucket, inputs["pieces"], x)
     mixed, store, did = delta(projected, store, runs, weights, mixer, bucket, eps)
@@ -117,14 +119,14 @@ def _delta_layer(
     return x, store, did
 
 
-def _fed(x: Array, layer: LayerSpec, weights: Weights, stage: XlaStage) -> Array:
+def _feed_forward(x: Array, layer: LayerSpec, weights: Weights, stage: XlaStage) -> Array:
     assert isinstance(layer.feed_forward, MlpSpec)
     h = rms_norm(x, weights["mlp_norm"], stage.spec.eps).astype(stage.dtype)
     return x + feed_forward(h, weights, layer.feed_forward).astype(x.dtype)
 
 
 class XlaStage:
-    """Layers [start, stop) on one device. Owner of their weights and state; complete when constructed."""
+    """Layers [start, stop) on one device. Owner of their weights and state."""
 
     def __init__(
         self,
@@ -159,36 +161,37 @@ class XlaStage:
         self.reshape(shape)
 
     def reshape(self, shape: CompiledShapes) -> None:
-        """Make the programs anew, for other buckets."""
+        """Replace the programs by those for other compiled shapes."""
         self.shape = shape
         fixed: dict[str, Any] = {"layers": self.layers, "shape": shape}
-        self._open = jax.jit(partial(open_turn, **fixed), donate_argnums=0, compiler_options=OPTIONS)
-        self._commit = jax.jit(partial(commit_turn, **fixed), donate_argnums=0, compiler_options=OPTIONS)
+        self._open = jax.jit(partial(apply_copies, **fixed), donate_argnums=0, compiler_options=OPTIONS)
+        self._commit = jax.jit(partial(commit_drafts, **fixed), donate_argnums=0, compiler_options=OPTIONS)
         self._run = {
             bucket: jax.jit(partial(run_layers, stage=self, bucket=bucket), donate_argnums=1, compiler_options=OPTIONS)
             for bucket in (shape.decode, shape.mixed)
         }
 
     def close(self) -> None:
-        """Let go of weights, state and programs; jax remembers what it traced, and the stage itself with it."""
+        """Free weights, state and programs. jax's caches keep a reference to the stage, so its arrays must be dropped here."""
         self.weights, self.state, self._run = {}, [], {}
 
     def open(self, rows: Sequence[Row]) -> None:
-        for part in openings(rows, self.shape):
+        for part in copies_before(rows, self.shape):
             self.copy(part)
 
     def copy(self, part: dict[str, Any]) -> None:
         self.state = self._open(self.state, part)
 
     def run(self, x: Any, inputs: XlaInputs, picks: Any) -> tuple[list[Weights], Array, Array]:
-        """x: tokens, or the residuals of the stage before. Gives what drafts did, residuals [T, E], picked ones [C, E]."""
+        """x: tokens, or the residuals of the previous stage. Returns increments of drafts, residuals [T, E], picked residuals
+        [C, E]."""
         given = jax.device_put(x, self.device)
         program = self._run[inputs.bucket]
         self.state, increments, x, picked = program(self.weights, self.state, given, inputs.arrays, inputs.delta, picks)
         return increments, x, picked
 
-    def commit(self, increments: list[Weights], chosen: Array, inputs: XlaInputs) -> None:
-        self.state = self._commit(self.state, increments, jax.device_put(chosen, self.device), inputs.drafts)
+    def commit(self, increments: list[Weights], sampled: Array, inputs: XlaInputs) -> None:
+        self.state = self._commit(self.state, increments, jax.device_put(sampled, self.device), inputs.drafts)
 
     def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         return export(self.state, self.layers, slot, pages, shape=self.shape, first=self.start)

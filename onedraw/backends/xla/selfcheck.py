@@ -1,8 +1,8 @@
-"""Whether a row is computed from its row on this machine: measured before anything is served.
+"""The self-check at start: whether a row's results on this machine are independent of the other rows.
 
-In: a backend whose programs are made. Out: findings. A few sequences go through the backend's own turns: alone and whole,
-in parts, beside others, their last token in a turn of single tokens and in a mixed one. Tokens and checksums must agree.
-Nothing of it stays: pages, lanes and counts are as free as before, and whoever gets them writes before reading.
+In: a backend with compiled programs. Out: SelfCheck. A few sequences run through the backend: alone, in chunks, and beside
+others, with their last token in a decode step and in a mixed step. Tokens and checksums must be equal. Nothing remains
+allocated: pages, lanes and counts are written before they are read again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from onedraw.backends.base import Backend, Capacity, CheckResult, SelfCheck
 from onedraw.types import History, Plan, Row, SampledToken, SamplingParams
 
-LONGEST = 140  # past a block of keys and two chunks
+LONGEST = 140  # more than one block of keys and two chunks
 PARAMS = SamplingParams(temperature=1.0, seed=7, checksums=True, max_tokens=2)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """A text in a lane with pages of its own; its last token counts as generated."""
+class CheckSequence:
+    """A token sequence in a lane with its own pages; its last token counts as generated."""
 
     lane: int
     tokens: tuple[int, ...]
@@ -44,33 +44,33 @@ class Sample:
 
 
 def self_check(backend: Backend) -> SelfCheck:
-    samples = _samples(backend.capacity)
-    if not samples:
+    sequences = _sequences(backend.capacity)
+    if not sequences:
         return SelfCheck(())
-    first = samples[0]
+    first = sequences[0]
     prompt, end = len(first.tokens) - 1, len(first.tokens)
-    alone = [*_turn(backend, [first.row(0, prompt)]), *_turn(backend, [first.row(prompt, end)])]
+    alone = [*_step(backend, [first.row(0, prompt)]), *_step(backend, [first.row(prompt, end)])]
     cuts = [cut for cut in (64, 128) if cut < prompt]
     for start, stop in zip([0, *cuts], [*cuts, prompt], strict=True):
-        parts = _turn(backend, [first.row(start, stop)])
-    findings = [CheckResult("a prompt in parts", parts == alone[:1])]
-    if len(samples) > 1:
-        together = _turn(backend, [sample.row(0, len(sample.tokens) - 1) for sample in samples])
-        findings.append(CheckResult("a prompt beside others", together[:1] == alone[:1]))
-        beside = [sample.row(0, len(sample.tokens) - 1) for sample in samples[1:]]
-        mixed = _turn(backend, [first.row(prompt, end), *beside])
-        findings.append(CheckResult("a token beside prompts", mixed[:1] == alone[1:]))
-    return SelfCheck(tuple(findings))
+        parts = _step(backend, [first.row(start, stop)])
+    results = [CheckResult("a prompt alone and in chunks", parts == alone[:1])]
+    if len(sequences) > 1:
+        together = _step(backend, [sequence.row(0, len(sequence.tokens) - 1) for sequence in sequences])
+        results.append(CheckResult("a prompt alone and in a batch", together[:1] == alone[:1]))
+        beside = [sequence.row(0, len(sequence.tokens) - 1) for sequence in sequences[1:]]
+        mixed = _step(backend, [first.row(prompt, end), *beside])
+        results.append(CheckResult("a decode token alone and beside prompts", mixed[:1] == alone[1:]))
+    return SelfCheck(tuple(results))
 
 
-def _turn(backend: Backend, rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
+def _step(backend: Backend, rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
     outcome = backend.collect(backend.submit(Plan(tuple(rows))))
     return [row.sampled for row in outcome.rows]
 
 
-def _samples(capacity: Capacity) -> list[Sample]:
-    """As many as there are lanes and pages for, up to three; the first is the longest; none where a context is too short."""
-    found: list[Sample] = []
+def _sequences(capacity: Capacity) -> list[CheckSequence]:
+    """Up to three sequences, as lanes and pages allow, the longest first; none if the context is too short."""
+    found: list[CheckSequence] = []
     rng = np.random.default_rng(0)
     used = 0
     for lane, length in enumerate((LONGEST, 37, 5)[: capacity.lanes]):
@@ -80,6 +80,6 @@ def _samples(capacity: Capacity) -> list[Sample]:
             break
         count = -(-length // capacity.page_size)
         pages = (tuple(range(used, used + count)),) * len(capacity.groups)
-        found.append(Sample(lane, tuple(rng.integers(0, capacity.vocab, length).tolist()), pages))
+        found.append(CheckSequence(lane, tuple(rng.integers(0, capacity.vocab, length).tolist()), pages))
         used += count
     return found

@@ -1,8 +1,8 @@
-"""What a stage remembers between turns: pages and recurrent states as donated arrays, updated in place.
+"""State of a stage between steps: KV pages and recurrent states as donated arrays, updated in place.
 
-In: sizes, then rows and what became of them. Out: a list of dictionaries of arrays, one per layer of the stage, which every
-program takes and gives back. Allocated once. After every turn the state behind a row's kept tokens lies in its pages and
-its lane, and nowhere else. Lanes, pages and checkpoints have one more than the engine knows: nobody's, for padding.
+In: sizes, then the rows of each step. Out: one dictionary of arrays per layer of the stage, which every program takes and
+returns. After every step the state after a row's kept tokens is in its pages and its lane, and nowhere else. Lanes, pages and
+checkpoints have one extra entry at the end, which padding reads and writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onedraw.models.spec import AttentionSpec, LayerSpec
 from onedraw.types import Row
 
 State = list[Weights]
-COPIES = 16  # page copies and restored lanes of one program
+COPIES = 16  # page copies and restored lanes per program call
 
 
 def allocate(layers: Sequence[LayerSpec], shape: CompiledShapes, *, dtype: str, device: jax.Device) -> State:
@@ -35,9 +35,9 @@ def allocate(layers: Sequence[LayerSpec], shape: CompiledShapes, *, dtype: str, 
             for layer in layers:
                 found.append({name: jnp.zeros(size, kind) for name, (size, kind) in _sizes(layer, shape, dtype).items()})
             jax.block_until_ready(found)
-    except (RuntimeError, MemoryError):  # how jax says that there is not enough
+    except (RuntimeError, MemoryError):  # how jax reports out of memory
         raise OutOfMemory(
-            f"pages of {shape.max_context} tokens and the states of {shape.lanes} lanes do not fit into the memory of {device}; "
+            f"KV pages for {shape.max_context} tokens and the states of {shape.lanes} lanes do not fit into {device}; "
             f"lower --kv-memory, --max-context or --max-batch"
         ) from None
     return [{name: jax.device_put(array, device) for name, array in layer.items()} for layer in found]
@@ -60,8 +60,8 @@ def _sizes(layer: LayerSpec, shape: CompiledShapes, dtype: str) -> dict[str, tup
     }
 
 
-def openings(rows: Sequence[Row], shape: CompiledShapes) -> list[dict[str, npt.NDArray[np.int32]]]:
-    """What is to be copied before a turn, in parts of a fixed size; nothing where nobody asked."""
+def copies_before(rows: Sequence[Row], shape: CompiledShapes) -> list[dict[str, npt.NDArray[np.int32]]]:
+    """Page copies and checkpoint restores before a step, in parts of a fixed size; empty if there are none."""
     copies = [[(c.source, c.target) for row in rows for c in row.copies if c.group == group] for group in range(len(shape.pages))]
     restored = [(row.restore, row.lane) for row in rows if row.restore is not None]
     parts = -(-max(len(restored), *map(len, copies)) // COPIES)
@@ -74,23 +74,23 @@ def openings(rows: Sequence[Row], shape: CompiledShapes) -> list[dict[str, npt.N
     ]
 
 
-def nothing_to_copy(shape: CompiledShapes) -> dict[str, npt.NDArray[np.int32]]:
+def no_copies(shape: CompiledShapes) -> dict[str, npt.NDArray[np.int32]]:
     pages = np.stack([_padded((), 0, scratch) for scratch in shape.pages])
     return {"pages": pages, "lanes": _padded((), 0, shape.checkpoints, shape.lanes)}
 
 
-def _padded(pairs: Sequence[tuple[int, int]], part: int, *nobodys: int) -> npt.NDArray[np.int32]:
-    """[COPIES, 2] of a list's part, from and to nobody's behind its end."""
+def _padded(pairs: Sequence[tuple[int, int]], part: int, *padding: int) -> npt.NDArray[np.int32]:
+    """Part `part` of the pairs as [COPIES, 2], padded with copies from and to the padding entry."""
     found = np.empty((COPIES, 2), dtype=np.int32)
-    found[:] = nobodys if len(nobodys) == 2 else nobodys * 2
+    found[:] = padding if len(padding) == 2 else padding * 2
     here = pairs[part * COPIES : (part + 1) * COPIES]
     if here:
         found[: len(here)] = here
     return found
 
 
-def open_turn(state: State, copied: dict[str, Array], *, layers: Sequence[LayerSpec], shape: CompiledShapes) -> State:
-    """Pages of one's own, and the states of checkpoints into lanes."""
+def apply_copies(state: State, copied: dict[str, Array], *, layers: Sequence[LayerSpec], shape: CompiledShapes) -> State:
+    """Copy shared pages that a row will write to, and the states of checkpoints into lanes."""
     found: State = []
     for layer, store in zip(layers, state, strict=True):
         if isinstance(layer.mixer, AttentionSpec):
@@ -105,45 +105,45 @@ def open_turn(state: State, copied: dict[str, Array], *, layers: Sequence[LayerS
     return found
 
 
-def commit_turn(
+def commit_drafts(
     state: State,
     increments: Sequence[Weights],
-    chosen: Array,
+    sampled: Array,
     drafts: dict[str, Any],
     *,
     layers: Sequence[LayerSpec],
     shape: CompiledShapes,
 ) -> State:
-    """Bring kept drafts home: nodes of trees to the slots of their positions, states to their lanes."""
-    kept = verified(chosen, drafts, shape)
+    """Commit kept drafts: move keys and values of tree nodes to the slots of their positions, and update the lanes' states."""
+    kept = verified(sampled, drafts, shape)
     found: State = []
     for layer, store, own in zip(layers, state, increments, strict=True):
         if isinstance(layer.mixer, AttentionSpec):
             group = shape.windows.index(layer.mixer.window)
-            nobodys = shape.pages[group] * shape.page_size
+            padding = shape.pages[group] * shape.page_size
             source = drafts["sources"][group]
-            target = jnp.where(kept, drafts["targets"][group], nobodys)
+            target = jnp.where(kept, drafts["targets"][group], padding)
             found.append({name: array.at[target].set(array[source]) for name, array in store.items()})
         else:
             found.append(delta.commit(store, own, kept, drafts))
     return found
 
 
-def verified(chosen: Array, drafts: dict[str, Any], shape: CompiledShapes) -> Array:
-    """Which drafts equal the choice at their parent, the parent kept: `sampling/verify.kept` for all rows.   [D] bool"""
+def verified(sampled: Array, drafts: dict[str, Any], shape: CompiledShapes) -> Array:
+    """Which drafts are kept: the parent is kept and sampled this token. `sampling/verify.kept` for all rows.   [D] bool"""
     rows = shape.lanes + 1
 
     def one(index: jax.Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         kept, last = carry
         row = drafts["rows"][index]
-        right = (drafts["parents"][index] == last[row]) & (drafts["tokens"][index] == chosen[drafts["picks"][index]])
+        right = (drafts["parents"][index] == last[row]) & (drafts["tokens"][index] == sampled[drafts["picks"][index]])
         return kept.at[index].set(right), last.at[row].set(jnp.where(right, index.astype(jnp.int32), last[row]))
 
     begin = (jnp.zeros(max(shape.drafts, 1), bool), jnp.full(rows, -1, jnp.int32))
     return jax.lax.fori_loop(0, drafts["count"], one, begin)[0]
 
 
-# ------------------------------------------------------------------ to and from the disk
+# ------------------------------------------------------------------ snapshots
 
 
 @jax.jit
@@ -157,7 +157,7 @@ def put(array: Array, index: Array, value: Array) -> Array:
 
 
 def as_stored(array: Array) -> npt.NDArray[Any]:
-    """A file knows no bf16: its bits are stored as integers."""
+    """The array for a file. numpy has no bf16, so its bits are stored as int16."""
     found = np.asarray(array)
     return found.view(np.int16) if array.dtype == jnp.bfloat16 else found
 
@@ -165,14 +165,14 @@ def as_stored(array: Array) -> npt.NDArray[Any]:
 def as_given(array: npt.NDArray[Any], like: Array) -> npt.NDArray[Any]:
     found = array.view(like.dtype) if like.dtype == jnp.bfloat16 and array.dtype == np.int16 else array
     if found.dtype != like.dtype:
-        raise ValueError(f"numbers of {found.dtype}, not of {like.dtype}")
+        raise ValueError(f"the array is {found.dtype}, expected {like.dtype}")
     return found
 
 
 def export(
     state: State, layers: Sequence[LayerSpec], slot: int, pages: Sequence[Sequence[int]], *, shape: CompiledShapes, first: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Copies on the host, by the layers' numbers in the model."""
+    """Host copies, named by the layer's index in the model."""
     found: dict[str, npt.NDArray[Any]] = {}
     for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
         if isinstance(layer.mixer, AttentionSpec):
@@ -197,13 +197,13 @@ def adopt(
     shape: CompiledShapes,
     first: int,
 ) -> None:
-    """Stored pages to pages here, and a checkpoint's states, where there is a slot. The state's dictionaries are changed."""
+    """Import what `export` returned, into `state`. `places`: per group, stored page → page here. `slot` None: pages only."""
     for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
         if isinstance(layer.mixer, AttentionSpec):
             for name in ("keys", "values"):
                 given = as_given(arrays[f"{first + index}.{name}"], store[name])
                 if given.shape[1:] != (shape.page_size, *store[name].shape[1:]):
-                    raise ValueError(f"pages of {given.shape[1:]}, not of {(shape.page_size, *store[name].shape[1:])}")
+                    raise ValueError(f"pages have shape {given.shape[1:]}, expected {(shape.page_size, *store[name].shape[1:])}")
                 for stored, page in places[shape.windows.index(layer.mixer.window)].items():
                     store[name] = put(store[name], slots_of(page, shape), given[stored])
         elif slot is not None:

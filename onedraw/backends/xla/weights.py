@@ -1,7 +1,7 @@
-"""Weights on their way from a source to a jax device: leaves per layer, matrices as [inputs, outputs].
+"""Weights from a source to a jax device: a dictionary of arrays per layer, matrices as [inputs, outputs].
 
-In: a source of named weights (`models/spec.py` lists the names). Out: a dictionary of arrays per layer, and one of the outer
-ones. Leaves rather than stacks: a slice of a stack is copied at every use. What reads the same input is joined.
+In: a source of named weights (names in `models/spec.py`). Out: one dictionary per layer, and one for embedding and head. Layers
+are not stacked into one array: jax would copy a slice at every use. Matrices with the same input are concatenated.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from onedraw.backends.xla.platform import DTYPES, Array
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
-VECTOR = 64  # the vocabulary is padded to a multiple of it
+VECTOR = 64  # the vocabulary is padded to a multiple of this
 
 Floats = npt.NDArray[np.float32]
 Weights = dict[str, Array]
 
 
 class XlaWeightLoader:
-    """Owner: the stack, while it is being made."""
+    """Reads weights while a stage is being made."""
 
     def __init__(self, spec: ModelSpec, source: WeightSource, *, dtype: str, device: jax.Device) -> None:
         self._spec, self._source, self._dtype, self._device = spec, source, DTYPES[dtype], device
@@ -39,11 +39,11 @@ class XlaWeightLoader:
         return found
 
     def embedding(self) -> Weights:
-        """For a head that is not tied, or lies on another device."""
+        """The embedding table, for a head that is not tied or is on another device."""
         return {"embed": self._put(self._read(None, "embed"))}
 
     def head(self) -> Weights:
-        """The last norm, and the head as [E, V'], which a tied embedding is read from too."""
+        """The last norm, and the head as [E, V'], from which a tied embedding is read too."""
         name = "embed" if self._spec.tied else "head"
         rows = self._read(None, name)
         width = round_up(self._spec.vocab, VECTOR)
@@ -52,7 +52,7 @@ class XlaWeightLoader:
         return {"norm": self._norm(None, "norm"), "head": self._put(wide)}
 
     def rope(self, rope: RopeSpec, positions: int) -> Array:
-        """cos and sin of every position: [positions, 2, d/2]."""
+        """cos and sin of every position, [positions, 2, d/2]."""
         frequencies = np.asarray(rope.inverse_frequencies(), dtype=np.float32)
         wide = (np.arange(positions, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
         return self._put((np.stack([np.cos(wide), np.sin(wide)], axis=1) * rope.scale).astype(np.float32))
@@ -84,7 +84,7 @@ class XlaWeightLoader:
         return self._put(np.concatenate([self._read(layer, name) for name in names]))
 
     def _norm(self, layer: int | None, name: str) -> Array:
-        """In float32 where it meets the numbers before they are rounded."""
+        """In float32 if it is applied before rounding."""
         value = self._read(layer, name)
         return self._wide(value) if self._spec.norm == "wide" else self._put(value)
 

@@ -1,4 +1,4 @@
-"""One way to make an xla backend from a folder, for every test that needs one; skips where jax is not installed."""
+"""Makes an xla backend from a model folder, for tests. Importing it skips the module if jax is not installed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from onedraw.backends.xla.platform import keep_compiled
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 
-jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for splits; read before the first device is asked for
-COMPILED = tempfile.TemporaryDirectory()  # a program that two tests of a process need is compiled once
+jax.config.update("jax_num_cpu_devices", 8)  # virtual devices for splits; must be set before jax lists its devices
+COMPILED = tempfile.TemporaryDirectory()  # shared by all tests of a process
 keep_compiled(Path(COMPILED.name))
 
-SIZES: dict[str, Any] = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "turn_tokens": 192, "checkpoints": 12}
+SIZES: dict[str, Any] = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "step_tokens": 192, "checkpoints": 12}
 
 
 def xla_backend(path: Path, *, cuts: tuple[int, ...] = (), **changes: Any) -> XlaBackend:
-    """On the CPU, in one stage or cut before some layers, each stage on the next of jax's CPU devices."""
+    """On the CPU, in one stage or cut before the layers `cuts`, each stage on the next of jax's CPU devices."""
     info = read_model_info(open_checkpoint(path))
     devices = jax.devices("cpu")
     stops = (*cuts, None)
-    sites = [XlaStageDevice(devices[number % len(devices)], stop) for number, stop in enumerate(stops)]
-    return XlaBackend(info.spec, info.weights, sites=sites, **{"warm": False, "check": False, **SIZES, **changes})
+    stage_devices = [XlaStageDevice(devices[number % len(devices)], stop) for number, stop in enumerate(stops)]
+    return XlaBackend(info.spec, info.weights, stage_devices=stage_devices, **{"warm": False, "check": False, **SIZES, **changes})

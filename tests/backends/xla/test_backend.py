@@ -18,8 +18,8 @@ from tests.support import tiny
 
 
 @pytest.mark.parametrize("cuts", [(), (2,)])
-def test_a_closed_backend_leaves_no_array_behind(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    """jax remembers what it traced; weights and pages must not be part of that."""
+def test_closing_a_backend_frees_all_arrays(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    """jax caches traced functions; these must not keep weights or pages alive."""
     path = tiny.write_safetensors("qwen3", tmp_path / "model")
     before = {id(array) for array in jax.live_arrays()}
     backend = xla_backend(path, cuts=cuts)
@@ -31,10 +31,10 @@ def test_a_closed_backend_leaves_no_array_behind(cuts: tuple[int, ...], tmp_path
     assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
 
 
-@pytest.mark.parametrize("turn_tokens", [1, 64])
-def test_a_backend_of_small_turns_checks_itself(turn_tokens: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step_tokens", [1, 64])
+def test_the_self_check_runs_with_a_small_token_budget(step_tokens: int, tmp_path: Path) -> None:
     path = tiny.write_safetensors("qwen2", tmp_path / "model")
-    backend = xla_backend(path, turn_tokens=turn_tokens, check=True)
+    backend = xla_backend(path, step_tokens=step_tokens, check=True)
     assert backend.report is not None
     assert len(backend.report.results) == 3
     assert backend.report.passed
@@ -43,7 +43,7 @@ def test_a_backend_of_small_turns_checks_itself(turn_tokens: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("max_context", [1, 2, 3])
-def test_a_context_too_short_to_compare_is_no_error(max_context: int, tmp_path: Path) -> None:
+def test_a_context_too_short_for_the_self_check_is_not_an_error(max_context: int, tmp_path: Path) -> None:
     path = tiny.write_safetensors("qwen2", tmp_path / "model")
     report = xla_backend(path, max_context=max_context, check=True).report
     assert report is not None
@@ -51,14 +51,14 @@ def test_a_context_too_short_to_compare_is_no_error(max_context: int, tmp_path: 
     assert bool(report.results) == (max_context >= 3)
 
 
-def test_loaded_layers_are_told_through_all_stages(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_counts_loaded_layers_over_all_stages(tmp_path: Path) -> None:
+    progress: list[tuple[int, int]] = []
     path = tiny.write_safetensors("qwen2", tmp_path / "model")
-    xla_backend(path, cuts=(1,), progress=lambda done, layers: told.append((done, layers)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    xla_backend(path, cuts=(1,), progress=lambda done, layers: progress.append((done, layers)))
+    assert progress == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_the_identity_names_the_processor_and_both_libraries(tmp_path: Path) -> None:
+def test_the_identity_names_the_cpu_and_both_libraries(tmp_path: Path) -> None:
     identity = xla_backend(tiny.write_safetensors("qwen2", tmp_path / "model")).identity
     assert f"cpu {cpu_model()} (vectors {cpu_features_digest()})" in identity
     assert f"jax {jax.__version__}, jaxlib {jaxlib_version}" in identity

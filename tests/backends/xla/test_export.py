@@ -1,4 +1,4 @@
-"""`onedraw export` → StableHLO → IREE → tokens: whole generations, greedy and sampled, equal to the xla backend's."""
+"""`onedraw export` and IREE: whole generations, greedy and sampled, equal those of the xla backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.backends.xla.making import xla_backend
 # isort: split
 pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip install "onedraw[xla]"')
 
-from onedraw.backends.xla.iree import IreeBackend, Runtime
+from onedraw.backends.xla.iree import IreeBackend, IreeRuntime
 from onedraw.build.xla import export_graphs
 from onedraw.cli.main import main
 from onedraw.errors import BadSetting, ModelNotFound, UnsupportedModel
@@ -40,29 +40,29 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def requests() -> list[Request]:
     rng = np.random.default_rng(3)
     prompts = [tuple(rng.integers(0, tiny.VOCAB, n).tolist()) for n in (150, 7, 40, 20, 33)]
-    wishes = [
+    params = [
         SamplingParams(temperature=0.0, max_tokens=12),
         SamplingParams(temperature=1.0, seed=42, max_tokens=12),
         SamplingParams(temperature=0.8, seed=7, top_p=0.9, repetition_penalty=1.2, max_tokens=12),
         SamplingParams(temperature=0.0, logit_bias=((5, 2.0),), max_tokens=12),
         SamplingParams(temperature=1.2, seed=1, min_p=0.05, max_tokens=12),
     ]
-    return [Request(f"r{i}", prompt, wish) for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True))]
+    return [Request(f"r{i}", prompt, own) for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
 
 
-def test_whole_generations_under_iree_are_the_backends(folders: tuple[Path, Path]) -> None:
+def test_iree_generates_the_tokens_of_the_xla_backend(folders: tuple[Path, Path]) -> None:
     model, out = folders
     loaded = IreeBackend(out)
     got, stats = run(loaded, requests(), Schedule())
     expected, _ = run(xla_backend(model), requests(), Schedule())
     assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
-    assert stats.middle_chunks > 0  # prompts longer than a turn
+    assert stats.middle_chunks > 0  # prompts longer than a step
     assert stats.mixed_steps > 0
     alone = [run(loaded, [request], Schedule())[0][0].tokens for request in requests()[:2]]
     assert alone == [answer.tokens for answer in got[:2]]
 
 
-def test_the_manifest_names_what_a_graph_takes_and_gives(folders: tuple[Path, Path]) -> None:
+def test_the_manifest_lists_arguments_and_results_of_the_graphs(folders: tuple[Path, Path]) -> None:
     _, out = folders
     manifest = json.loads((out / "manifest.json").read_text())
     for graph in manifest["graphs"].values():
@@ -73,7 +73,7 @@ def test_the_manifest_names_what_a_graph_takes_and_gives(folders: tuple[Path, Pa
     assert manifest["family"] == "qwen2"
 
 
-def test_graphs_say_nothing_of_the_machine_that_wrote_them(folders: tuple[Path, Path]) -> None:
+def test_graphs_contain_no_paths_of_this_machine(folders: tuple[Path, Path]) -> None:
     model, out = folders
     for name in ("prefill", "decode"):
         text = (out / f"{name}.mlir").read_text()
@@ -85,21 +85,21 @@ def test_graphs_say_nothing_of_the_machine_that_wrote_them(folders: tuple[Path, 
     assert jax.config.read("jax_include_debug_info_in_dumps") is True
 
 
-def test_a_recurrent_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_recurrent_model_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     model = tiny.write_safetensors("qwen3_5", tmp_path / "model")
     with pytest.raises(UnsupportedModel, match="qwen3_5 cannot be exported: its recurrent layers"):
         export_graphs(Settings(model=str(model), backend="xla", max_context=256), tmp_path / "graphs", print)
     assert not (tmp_path / "graphs").exists()
 
 
-def test_a_place_that_cannot_be_written_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
     model, _ = folders
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadSetting, match=r"--out .*graphs: Not a directory; name a folder"):
+    with pytest.raises(BadSetting, match=r"--out .*graphs: Not a directory; name a writable folder"):
         export_graphs(Settings(model=str(model), backend="xla", max_context=256), tmp_path / "file" / "graphs", print)
 
 
-def test_a_compiled_graph_is_whole_or_not_there(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_compiled_graph_is_complete_or_missing(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     _, out = folders
     compiled = out / "decode.vmfb"
     compiled.unlink(missing_ok=True)
@@ -110,12 +110,12 @@ def test_a_compiled_graph_is_whole_or_not_there(folders: tuple[Path, Path], monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            Runtime().load(out / "decode.mlir")
+            IreeRuntime().load(out / "decode.mlir")
     assert not compiled.exists()
-    assert callable(Runtime().load(out / "decode.mlir"))
+    assert callable(IreeRuntime().load(out / "decode.mlir"))
     assert compiled.exists()
 
 
-def test_a_folder_that_is_no_export_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_an_export_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"has no manifest\.json"):
         IreeBackend(tmp_path)

@@ -1,4 +1,4 @@
-"""Which devices the xla backend takes, and what is said where there are none, or no jax at all."""
+"""Devices of the xla backend, and errors without such a device or without jax."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from onedraw.errors import BadSetting
 from onedraw.settings import Settings
 
 
-def test_without_jax_the_flag_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
-    said = r'--backend xla needs jax, which is not installed: pip install "onedraw\[xla\]"'
-    with pytest.raises(BadSetting, match=said):
+    message = r'--backend xla needs jax, which is not installed: pip install "onedraw\[xla\]"'
+    with pytest.raises(BadSetting, match=message):
         build_llm(Settings(backend="xla"))
-    with pytest.raises(BadSetting, match=said):
+    with pytest.raises(BadSetting, match=message):
         export_graphs(Settings(backend="xla"), tmp_path, print)
 
 
-def test_devices_are_named_by_their_platform() -> None:
+def test_devices_are_found_by_platform_and_number() -> None:
     pytest.importorskip("jax", reason='--backend xla needs jax: pip install "onedraw[xla]"')
     from onedraw.backends.xla.platform import find_devices, resolve_platform
 
@@ -33,7 +33,7 @@ def test_devices_are_named_by_their_platform() -> None:
     assert [device.name for device in planned] == ["cpu:0"]
     assert found[0].platform == "cpu"
     assert resolve_platform("tpu") == "tpu"
-    with pytest.raises(BadSetting, match="--xla-platform tpu: this jax finds no such device"):
+    with pytest.raises(BadSetting, match="--xla-platform tpu: jax finds no such device"):
         find_devices("tpu", ["auto"])
     with pytest.raises(BadSetting, match=r"--device cuda:0: with --xla-platform cpu a device is auto, cpu or cpu:0"):
         find_devices("cpu", ["cuda:0"])
@@ -42,15 +42,15 @@ def test_devices_are_named_by_their_platform() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "taken"),
+    ("device", "dtype", "expected"),
     [("cpu", "auto", "f32"), ("cuda/sm90/80GiB", "auto", "bf16"), ("cuda/sm70/16GiB", "auto", "f32"), ("cpu", "bf16", "bf16")],
 )
-def test_weights_are_never_packed_there(device: str, asked: str, taken: str) -> None:
-    assert xla_settings(Settings(backend="xla", dtype=asked), [parse_device(device)]).dtype == taken
+def test_weights_are_never_packed(device: str, dtype: str, expected: str) -> None:
+    assert xla_settings(Settings(backend="xla", dtype=dtype), [parse_device(device)]).dtype == expected
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "asked", "taken"),
+    ("device", "dtype", "activation", "expected"),
     [
         ("cuda/sm70/16GiB", "bf16", "auto", "f32"),
         ("cuda/sm75/16GiB", "auto", "auto", "f32"),
@@ -59,23 +59,23 @@ def test_weights_are_never_packed_there(device: str, asked: str, taken: str) -> 
         ("cuda/sm90/80GiB", "f32", "auto", "f32"),
     ],
 )
-def test_the_residual_stream_is_never_f16_there(device: str, dtype: str, asked: str, taken: str) -> None:
-    settings = Settings(backend="xla", dtype=dtype, activation_dtype=asked)
-    assert xla_settings(settings, [parse_device(device)]).activation_dtype == taken
+def test_the_residual_stream_is_never_f16(device: str, dtype: str, activation: str, expected: str) -> None:
+    settings = Settings(backend="xla", dtype=dtype, activation_dtype=activation)
+    assert xla_settings(settings, [parse_device(device)]).activation_dtype == expected
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_no_reason_to_stop(tmp_path: Path) -> None:
+def test_an_unwritable_compilation_cache_is_reported_and_not_an_error(tmp_path: Path) -> None:
     pytest.importorskip("jax", reason='--backend xla needs jax: pip install "onedraw[xla]"')
     from onedraw.backends.xla.platform import keep_compiled
 
     (tmp_path / "file").write_text("")
-    assert keep_compiled(tmp_path / "file" / "xla").startswith("programs are not kept: Not a directory: ")
+    assert keep_compiled(tmp_path / "file" / "xla").startswith("compiled programs are not cached: Not a directory: ")
 
 
-def test_a_platform_that_jax_was_told_of_and_does_not_find_is_named() -> None:
-    """In a process of its own: jax reads the variable once."""
+def test_jax_platforms_without_a_device_is_named_in_the_error() -> None:
+    """In a subprocess, because jax reads the variable only once."""
     pytest.importorskip("jax", reason='--backend xla needs jax: pip install "onedraw[xla]"')
-    tried = """
+    script = """
 from onedraw.backends.xla.platform import find_devices, resolve_platform
 from onedraw.errors import BadSetting
 for call in (lambda: resolve_platform("auto"), lambda: find_devices("cpu", ["auto"])):
@@ -85,5 +85,5 @@ for call in (lambda: resolve_platform("auto"), lambda: find_devices("cpu", ["aut
         print(error)
 """
     environment = {**os.environ, "JAX_PLATFORMS": "tpu"}
-    done = subprocess.run([sys.executable, "-c", tried], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.count("JAX_PLATFORMS=tpu: this jax finds no such device; leave JAX_PLATFORMS out") == 2
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.count("JAX_PLATFORMS=tpu: jax finds no such device; unset JAX_PLATFORMS") == 2
