@@ -26,7 +26,7 @@ from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.build.checkpoint import read_text
 from onedraw.checkpoints.download import resolve_model
-from onedraw.checkpoints.drafters import built_in
+from onedraw.checkpoints.drafters import find_built_in_drafter
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import read_drafter_info
 from onedraw.models.model_info import read_model_info
@@ -65,7 +65,7 @@ class Bench:
         self.target = read_model_info(open_checkpoint(path))
         source = open_checkpoint(path)
         self.tokenizer, self.template = read_text(source)
-        drafter = built_in(self.target.spec, source)
+        drafter = find_built_in_drafter(self.target.spec, source)
         assert drafter is not None, "this program needs a model with a shipped drafter"
         self.drafter = read_drafter_info(open_checkpoint(drafter))
         self.ops = pick_ops("cpu", "f32", cache=default_cache_dir())

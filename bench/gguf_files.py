@@ -201,6 +201,6 @@ def _content(tensor: Any, shape: tuple[int, ...]) -> Callable[[], Bytes]:
         row = packed_bytes(shape[-1:], tensor.kind)
         assert row is not None
         rows = max(1, min(math.prod(shape[:-1]), PIECE // row))
-        return random_blocks(tensor.kind, rows, shape[-1], np.random.default_rng(7), tensor.spread).reshape(-1)
+        return random_blocks(tensor.kind, rows, shape[-1], np.random.default_rng(7), tensor.std).reshape(-1)
 
     return content

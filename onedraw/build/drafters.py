@@ -18,7 +18,7 @@ from onedraw.backends.precision import float_dtype
 from onedraw.build.checkpoint import open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
 from onedraw.checkpoints.base import Checkpoint
-from onedraw.checkpoints.drafters import built_in
+from onedraw.checkpoints.drafters import find_built_in_drafter
 from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
@@ -66,7 +66,7 @@ def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) 
         return named[0]
     if "auto" not in settings.draft:
         return None
-    return built_in(info.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, info) else None)
+    return find_built_in_drafter(info.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, info) else None)
 
 
 def known_drafter(info: ModelInfo, *, packed: bool) -> Path | None:

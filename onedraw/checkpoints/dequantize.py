@@ -1,10 +1,10 @@
-"""Packed bytes → float32, in numpy, for every kind of tensor a checkpoint may hold.
+"""Dequantizes GGUF blocks and other stored types to float32, in numpy.
 
-In: the raw bytes of a tensor and the name of its kind. Out: float32 values written into a given array. The common
-kinds are computed here; the rarer ones (IQ, TQ, MXFP4 …) by the `gguf` package where it is installed.
+In: the raw bytes of a tensor and the name of its type. Out: float32 values, written into a given array. Common types are
+implemented here; the `gguf` package, if installed, handles the rarer ones (IQ, TQ).
 
-A packed row is a run of blocks: `values` numbers in `size` bytes. Work goes in runs of blocks that fit a core's
-cache and is shared among a few threads (numpy lets go of the interpreter lock); a value depends on its block alone.
+A quantized row is a sequence of blocks, each `block_values` values in `block_bytes` bytes; a value depends on its block alone.
+Blocks are processed in chunks that fit a core's cache, by a few threads (numpy releases the GIL).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from onedraw.errors import UnsupportedModel
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-Unpack = Callable[[Bytes, Floats], None]  # blocks [n, size], out [n, values]
+Unpack = Callable[[Bytes, Floats], None]  # blocks [n, block_bytes], out [n, block_values]
 
-RUN_VALUES = 1 << 17  # values of one run: 512 KiB of float32, which a core's second-level cache holds
-THREAD_VALUES = 1 << 18  # fewer values than this are not worth a second thread
-THREAD_BYTES = 1 << 19  # the same of bytes that are only copied
+RUN_VALUES = 1 << 17  # values of one chunk: 512 KiB of float32, which fits a core's L2 cache
+THREAD_VALUES = 1 << 18  # values per thread, at least
+THREAD_BYTES = 1 << 19  # bytes per thread, at least, if they are only copied
 MAX_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class QuantType:
-    """How a kind is packed; `unpack` is None where the `gguf` package has to do it, `code` None outside GGUF."""
+    """A storage type: quantized blocks, or plain numbers as blocks of one value."""
 
     name: str
     block_values: int
     block_bytes: int
-    ggml_type: int | None = None
-    unpack: Unpack | None = None
-    in_gguf_package: bool = False  # the gguf package may know how
+    ggml_type: int | None = None  # its number in GGUF files; None for types of safetensors only
+    unpack: Unpack | None = None  # None: not implemented here
+    in_gguf_package: bool = False  # the gguf package can dequantize it
 
 
-# ------------------------------------------------------------------ our own kinds
+# ------------------------------------------------------------------ implementations
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
+def _fp16(blocks: Bytes, at: int) -> Floats:
     """The float16 at byte `at` of every block."""
     return blocks[:, at : at + 2].view("<f2").astype(np.float32)  # [n, 1]
 
@@ -80,48 +80,48 @@ def _bf16(blocks: Bytes, out: Floats) -> None:
 
 def _q8_0(blocks: Bytes, out: Floats) -> None:
     out[...] = np.ascontiguousarray(blocks[:, 2:]).view(np.int8)
-    out *= _half(blocks, 0)
+    out *= _fp16(blocks, 0)
 
 
 def _q4_0(blocks: Bytes, out: Floats) -> None:
     _nibbles(blocks[:, 2:], out)
     out -= 8
-    out *= _half(blocks, 0)
+    out *= _fp16(blocks, 0)
 
 
 def _q4_1(blocks: Bytes, out: Floats) -> None:
     _nibbles(blocks[:, 4:], out)
-    out *= _half(blocks, 0)
-    out += _half(blocks, 2)
+    out *= _fp16(blocks, 0)
+    out += _fp16(blocks, 2)
 
 
 def _q5_0(blocks: Bytes, out: Floats) -> None:
     _nibbles(blocks[:, 6:], out)
     _add_bits(blocks[:, 2:6], 16, out)
     out -= 16
-    out *= _half(blocks, 0)
+    out *= _fp16(blocks, 0)
 
 
 def _q5_1(blocks: Bytes, out: Floats) -> None:
     _nibbles(blocks[:, 8:], out)
     _add_bits(blocks[:, 4:8], 16, out)
-    out *= _half(blocks, 0)
-    out += _half(blocks, 2)
+    out *= _fp16(blocks, 0)
+    out += _fp16(blocks, 2)
 
 
 def _q2_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes: 16 of (min << 4 | scale), 64 of codes, half scale, half min. Sixteen values share a scale and a min."""
+    """Bytes: 16 of (min << 4 | scale), 64 of codes, fp16 scale, fp16 min. Sixteen values share a scale and a min."""
     scales = blocks[:, :16]
     values = out.reshape(-1, 16, 16)
-    _crumbs(blocks[:, 16:80], out)
-    values *= (_half(blocks, 80) * (scales & 15))[:, :, None]
-    values -= (_half(blocks, 82) * (scales >> 4))[:, :, None]
+    _two_bit_codes(blocks[:, 16:80], out)
+    values *= (_fp16(blocks, 80) * (scales & 15))[:, :, None]
+    values -= (_fp16(blocks, 82) * (scales >> 4))[:, :, None]
 
 
 def _q3_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes: 32 of high bits (clear: minus 4), 64 of codes, 12 of scales, half scale."""
+    """Bytes: 32 of high bits (clear: minus 4), 64 of codes, 12 of scales, fp16 scale."""
     values = out.reshape(-1, 8, 32)
-    _crumbs(blocks[:, 32:96], out)
+    _two_bit_codes(blocks[:, 32:96], out)
     high = np.ascontiguousarray(blocks[:, :32])
     for part in range(8):
         values[:, part] -= (~high >> part & 1) << 2
@@ -129,11 +129,11 @@ def _q3_k(blocks: Bytes, out: Floats) -> None:
     low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)  # [n, 16]
     top = np.concatenate([packed[:, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
     scales = (low | top << 4).astype(np.float32) - 32
-    out.reshape(-1, 16, 16)[...] *= (_half(blocks, 108) * scales)[:, :, None]
+    out.reshape(-1, 16, 16)[...] *= (_fp16(blocks, 108) * scales)[:, :, None]
 
 
 def _q4_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes: half scale, half min, 12 of scales and mins, 128 of codes. 32 values share a scale and a min."""
+    """Bytes: fp16 scale, fp16 min, 12 of scales and mins, 128 of codes. 32 values share a scale and a min."""
     _nibbles(blocks[:, 16:].reshape(-1, 4, 32), out.reshape(-1, 4, 64))
     _scale_and_min(blocks, out)
 
@@ -149,7 +149,7 @@ def _q5_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q6_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes: 128 of low nibbles, 64 of high crumbs, 16 signed scales, half scale. Sixteen values share a scale."""
+    """Bytes: 128 of low nibbles, 64 of high two-bit codes, 16 signed scales, fp16 scale. Sixteen values share a scale."""
     low = np.ascontiguousarray(blocks[:, :128]).reshape(-1, 2, 64)
     high = np.ascontiguousarray(blocks[:, 128:192]).reshape(-1, 2, 32)
     values = out.reshape(-1, 2, 4, 32)
@@ -158,22 +158,22 @@ def _q6_k(blocks: Bytes, out: Floats) -> None:
         values[:, :, part] = nibble | (high >> 2 * part & 3) << 4
     out -= 32
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    out.reshape(-1, 16, 16)[...] *= (_half(blocks, 208) * scales)[:, :, None]
+    out.reshape(-1, 16, 16)[...] *= (_fp16(blocks, 208) * scales)[:, :, None]
 
 
-_FOURS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice what a code stands for
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice the value of each FP4 code
 
 
 def _mxfp4(blocks: Bytes, out: Floats) -> None:
-    """Bytes: an exponent, 16 of codes with a sign, two bits of exponent and one of mantissa."""
+    """Bytes: an E8M0 exponent, 16 of E2M1 codes."""
     codes = np.ascontiguousarray(blocks[:, 1:])
-    out[:, :16] = _FOURS[codes & 15]
-    out[:, 16:] = _FOURS[codes >> 4]
+    out[:, :16] = _E2M1[codes & 15]
+    out[:, 16:] = _E2M1[codes >> 4]
     out *= np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
 
 
-def _tiny_floats() -> Floats:
-    """Half of what a byte of an NVFP4 block stands for: four bits of exponent, three of mantissa. 0x7F, no number there, is 0."""
+def _e4m3_table() -> Floats:
+    """Half the value of each E4M3 scale of NVFP4 (the other factor of 2 is in _E2M1); 0x7F (NaN) becomes 0."""
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
     values: Floats = np.zeros(256, np.float32)
@@ -182,19 +182,19 @@ def _tiny_floats() -> Floats:
     return values
 
 
-_TINY = _tiny_floats()
+_HALF_E4M3 = _e4m3_table()
 
 
 def _nvfp4(blocks: Bytes, out: Floats) -> None:
-    """Bytes: four scales, 32 of codes as in MXFP4. Sixteen values share a scale, eight bytes hold them."""
+    """Bytes: four E4M3 scales, 32 of E2M1 codes. Sixteen values (eight bytes) share a scale."""
     codes = np.ascontiguousarray(blocks[:, 4:]).reshape(-1, 4, 8)
     values = out.reshape(-1, 4, 16)
-    values[:, :, :8] = _FOURS[codes & 15]
-    values[:, :, 8:] = _FOURS[codes >> 4]
-    values *= _TINY[blocks[:, :4]][:, :, None]
+    values[:, :, :8] = _E2M1[codes & 15]
+    values[:, :, 8:] = _E2M1[codes >> 4]
+    values *= _HALF_E4M3[blocks[:, :4]][:, :, None]
 
 
-def _crumbs(packed: Bytes, out: Floats) -> None:
+def _two_bit_codes(packed: Bytes, out: Floats) -> None:
     """Two-bit codes: 32 bytes hold 128 values, value 32j + l in bits 2j of byte l."""
     dense = np.ascontiguousarray(packed).reshape(-1, 2, 32)
     values = out.reshape(-1, 2, 4, 32)
@@ -203,16 +203,16 @@ def _crumbs(packed: Bytes, out: Floats) -> None:
 
 
 def _scale_and_min(blocks: Bytes, out: Floats) -> None:
-    """Q4_K and Q5_K: eight six-bit scales and mins in bytes 4 to 16."""
+    """Apply the scales and mins of Q4_K and Q5_K: eight of six bits each, in bytes 4 to 16."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=1)  # [n, 8]
     mins = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=1)
     values = out.reshape(-1, 8, 32)
-    values *= (_half(blocks, 0) * scales)[:, :, None]
-    values -= (_half(blocks, 2) * mins)[:, :, None]
+    values *= (_fp16(blocks, 0) * scales)[:, :, None]
+    values -= (_fp16(blocks, 2) * mins)[:, :, None]
 
 
-# ------------------------------------------------------------------ the table
+# ------------------------------------------------------------------ table of types
 
 QUANT_TYPES: dict[str, QuantType] = {
     kind.name: kind
@@ -242,8 +242,8 @@ QUANT_TYPES: dict[str, QuantType] = {
         QuantType("TQ1_0", 256, 54, 34, in_gguf_package=True),
         QuantType("TQ2_0", 256, 66, 35, in_gguf_package=True),
         QuantType("MXFP4", 32, 17, 39, _mxfp4),
-        QuantType("NVFP4", 64, 36, 40, _nvfp4),  # with a factor for the whole tensor beside it: see `gguf.py`
-        # No weights we can use come in these, but a header that names them is no reason to call a file broken.
+        QuantType("NVFP4", 64, 36, 40, _nvfp4),  # a factor per matrix is in a separate tensor: see `gguf.py`
+        # Not readable as weights, but valid in a header: the file is refused only if such a tensor is needed.
         QuantType("Q8_1", 32, 40, 9),
         QuantType("Q8_K", 256, 292, 15),
         QuantType("I8", 1, 1, 24),
@@ -267,24 +267,22 @@ QUANT_TYPE_BY_GGML_TYPE: dict[int, QuantType] = {
 BUILT_IN_TYPES: tuple[str, ...] = tuple(name for name, kind in QUANT_TYPES.items() if kind.unpack is not None)
 
 
-# ------------------------------------------------------------------ the work
+# ------------------------------------------------------------------ dequantization
 
 
 def dequantize_into(raw: Bytes, kind: str, out: Floats, *, tensor: str = "") -> None:
     """Write the values of `raw` into `out` (C order, float32, as many values as `raw` holds).
 
-    `tensor` is named in the error when this kind cannot be read here.
+    `tensor` is named in the error if this type cannot be read.
     """
-    packing = QUANT_TYPES[kind]
+    quant = QUANT_TYPES[kind]
     unpack = unpacker(kind, tensor)
-    blocks = raw.reshape(-1, packing.block_bytes)
-    if not out.flags.c_contiguous or out.dtype != np.float32 or out.size != len(blocks) * packing.block_values:
-        raise ValueError(
-            f"out must be {len(blocks) * packing.block_values} float32 values in C order, not {out.dtype} {out.shape}"
-        )
-    if packing.block_values == 1:  # whole runs of plain numbers, not one number per block
+    blocks = raw.reshape(-1, quant.block_bytes)
+    if not out.flags.c_contiguous or out.dtype != np.float32 or out.size != len(blocks) * quant.block_values:
+        raise ValueError(f"out must be {len(blocks) * quant.block_values} float32 values in C order, not {out.dtype} {out.shape}")
+    if quant.block_values == 1:  # process plain numbers as flat arrays, not one number per block
         unpack = _flat(unpack)
-    values = out.reshape(-1, packing.block_values)
+    values = out.reshape(-1, quant.block_values)
     shares = max(1, min(_threads(), out.size // THREAD_VALUES))
     edges = [len(blocks) * i // shares for i in range(shares + 1)]
     work = [(blocks[start:stop], values[start:stop]) for start, stop in pairwise(edges)]
@@ -295,7 +293,7 @@ def dequantize_into(raw: Bytes, kind: str, out: Floats, *, tensor: str = "") -> 
 
 
 def copy_rows(raw: Bytes, out: Bytes) -> None:
-    """out [n, bytes] = raw, by a few threads: of a mapped file most of the time goes into touching its pages first."""
+    """out [n, bytes] = raw, by a few threads: most of the time goes into page faults of the mapped file."""
     shares = max(1, min(_threads(), raw.size // THREAD_BYTES))
     edges = [len(raw) * i // shares for i in range(shares + 1)]
     spans = [slice(start, stop) for start, stop in pairwise(edges)]
@@ -306,13 +304,13 @@ def copy_rows(raw: Bytes, out: Bytes) -> None:
 
 
 def unpacker(kind: str, tensor: str = "") -> Unpack:
-    """What unpacks this kind; UnsupportedModel, naming kind and tensor, when nothing here does."""
-    return QUANT_TYPES[kind].unpack or _elsewhere(QUANT_TYPES[kind], tensor)
+    """The function that dequantizes this type; UnsupportedModel, naming type and tensor, if there is none."""
+    return QUANT_TYPES[kind].unpack or _gguf_package_unpacker(QUANT_TYPES[kind], tensor)
 
 
 def _run(unpack: Unpack, blocks: Bytes, out: Floats) -> None:
     step = max(1, RUN_VALUES // out.shape[1])
-    with np.errstate(invalid="ignore", over="ignore"):  # a NaN in the file is the file's; it needs no warning here
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN in the file is kept without a warning
         for start in range(0, len(blocks), step):
             unpack(blocks[start : start + step], out[start : start + step])
 
@@ -321,18 +319,18 @@ def _flat(unpack: Unpack) -> Unpack:
     return lambda blocks, out: unpack(blocks.reshape(-1), out.reshape(-1))
 
 
-def _elsewhere(kind: QuantType, tensor: str) -> Unpack:
-    """The gguf package's way to unpack a kind."""
+def _gguf_package_unpacker(kind: QuantType, tensor: str) -> Unpack:
+    """Dequantization by the gguf package."""
     where = f"tensor {tensor}: " if tensor else ""
     if not kind.in_gguf_package:
-        raise UnsupportedModel(f"{where}kind {kind.name} cannot be read as weights; supported: {', '.join(BUILT_IN_TYPES)}")
+        raise UnsupportedModel(f"{where}type {kind.name} cannot be read as weights; supported: {', '.join(BUILT_IN_TYPES)}")
     try:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError:
         raise UnsupportedModel(
-            f"{where}kind {kind.name} needs the gguf package: pip install 'onedraw[models]'; "
-            f"without it these kinds are supported: {', '.join(BUILT_IN_TYPES)}"
+            f"{where}type {kind.name} needs the gguf package: pip install 'onedraw[models]'; "
+            f"without it these types are supported: {', '.join(BUILT_IN_TYPES)}"
         ) from None
     code = GGMLQuantizationType[kind.name]
 

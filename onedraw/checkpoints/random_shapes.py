@@ -1,8 +1,7 @@
-"""Named shapes of well-known models: `random:NAME` is a model of that shape with random weights, for benchmarks;
-`random:NAME-q4_k_m` one with random blocks; `random:NAME-dflash` a drafter for it.
+"""Random models by name: `random:NAME` has the shape of a well-known model and random weights, for benchmarks.
 
-In: a name, or the path of a config.json. Out: a checkpoint whose weights are made when they are read. A shape is the text part
-of the model's published config.json, so `random:PATH` and a name come in by the same door.
+`random:NAME-q4_k_m` has random quantized blocks, `random:NAME-dflash` is a drafter for the model, and `random:PATH/config.json`
+takes the shape from a file. The tables below contain the text part of each model's published config.json.
 """
 
 from __future__ import annotations
@@ -20,48 +19,6 @@ from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, detect_layout, outer_sha
 from onedraw.models.registry import find_family
 from onedraw.models.source import CheckpointFormat, LazyTensor
 from onedraw.models.weight_names import TensorShape, WeightKey
-
-# -------------------- A DFlash drafter of a known shape without a file: `random:qwen3.6-27b-dflash`, for benchma
-
-
-@dataclass(frozen=True, slots=True)
-class RandomDrafter:
-    config: Mapping[str, Any]
-    path: Path
-    mixture: str = ""
-    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
-    format: CheckpointFormat = "safetensors"
-    generation_config: Mapping[str, Any] = field(default_factory=dict)
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.config} {self.mixture}".encode()).hexdigest()[:16]
-
-    def stamp(self) -> str:
-        """There are no files."""
-        return ""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = "", seed: int = 0) -> RandomDrafter:
-    bare = RandomDrafter(config, Path(name), mixture)
-    layout = detect_layout(bare)
-    spec = read_drafter_spec(bare, layout)
-    shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
-    for index, layer in enumerate(spec.layers):
-        shapes |= {(index, weight): shape for weight, shape in layer.shapes(spec.hidden).items()}
-    tensors: dict[str, LazyTensor] = {}
-    for where, shape in shapes.items():
-        made = random_tensor(DRAFTER_WEIGHT_NAMES[layout].stored_name(where), where[1], shape, tied=False, seed=seed)
-        kind = mixture_kind(mixture, *where, shape, layers=len(spec.layers), tied=False) if mixture else "F32"
-        packed = RandomQuantTensor(made.name, shape, kind, seed, made.spread)
-        tensors[made.name] = replace(made, anywhere=True) if kind == "F32" else packed
-    return replace(bare, tensors=tensors)
-
-
-# -------------------- Named shapes of well-known models: `random:NAME` is a model of that shape with random weig
-
 
 PREFIX = "random:"
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
@@ -169,15 +126,7 @@ DRAFTER_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigOnly:
-    """A config alone, to ask which family it is."""
-
-    config: Mapping[str, Any]
-    path: Path
-    format: CheckpointFormat = "plain"
-    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
-    generation_config: Mapping[str, Any] = field(default_factory=dict)
+# ------------------------------------------------------------------ models
 
 
 def is_random(model: str) -> bool:
@@ -185,14 +134,14 @@ def is_random(model: str) -> bool:
 
 
 def named_mixture(model: str) -> tuple[str, str]:
-    """random:NAME-q4_k_m → the shape's name, and the mixture of kinds its weights are packed as; "" where they are numbers."""
+    """The name of the shape and the quantization mixture of `random:NAME-q4_k_m`; the mixture is "" for plain weights."""
     name = model.removeprefix(PREFIX)
     mixture = next((mixture for mixture in MIXTURES if name.endswith(f"-{mixture}")), "")
     return (name.removesuffix(f"-{mixture}"), mixture) if mixture else (name, "")
 
 
 def shape_config(model: str) -> dict[str, Any]:
-    """The config behind `random:NAME` or `random:PATH/config.json`, whatever its weights are stored as."""
+    """The config of `random:NAME` or `random:PATH/config.json`, with or without a quantization suffix."""
     return _config(model, SHAPES)
 
 
@@ -202,25 +151,79 @@ def _config(model: str, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         return dict(known[name])
     path = Path(name)
     if not path.is_file():
-        told = f"{', '.join(known)}; packed with -q4_k_m or a kind behind"
-        raise ModelNotFound(f"{model}: neither a known shape ({told}) nor the path of a config.json")
+        raise ModelNotFound(
+            f"{model}: neither a known shape nor the path of a config.json; known shapes: {', '.join(known)}; "
+            f"append a quantization for quantized weights: {', '.join(f'-{mixture}' for mixture in MIXTURES)}"
+        )
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise CorruptFile(f"{path} is no JSON: {error}") from None
+        raise CorruptFile(f"{path}: the file is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise CorruptFile(f"{path}: a config.json holds one object")
+        raise CorruptFile(f"{path}: config.json must contain one JSON object")
     return found
 
 
-def open_random_drafter(model: str) -> RandomDrafter:
-    """`random:qwen3.6-27b-dflash` or `random:PATH/config.json`, perhaps with a mixture behind it."""
-    return make_random_drafter(_config(model, DRAFTER_SHAPES), model, mixture=named_mixture(model)[1])
+@dataclass(frozen=True, slots=True)
+class _ConfigOnly:
+    """A source with a configuration and no tensors, to find its family."""
+
+    config: Mapping[str, Any]
+    path: Path
+    format: CheckpointFormat = "plain"
+    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_random(model: str, seed: int = 0) -> RandomCheckpoint:
     config = shape_config(model)
-    family = find_family(ConfigOnly(config, Path(model)))
+    family = find_family(_ConfigOnly(config, Path(model)))
     mixture = named_mixture(model)[1]
     spec = family.from_config(config, model)
-    return RandomCheckpoint(spec, seed, config=config, name=model, anywhere=True, mixture=mixture)
+    return RandomCheckpoint(spec, seed, config=config, name=model, on_device=True, mixture=mixture)
+
+
+# ------------------------------------------------------------------ drafters
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDrafter:
+    """A DFlash drafter with random weights."""
+
+    config: Mapping[str, Any]
+    path: Path
+    mixture: str = ""
+    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
+    format: CheckpointFormat = "safetensors"
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.config} {self.mixture}".encode()).hexdigest()[:16]
+
+    def stamp(self) -> str:
+        """Empty: there are no files."""
+        return ""
+
+    def close(self) -> None:
+        """No-op: there are no files."""
+
+
+def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = "", seed: int = 0) -> RandomDrafter:
+    bare = RandomDrafter(config, Path(name), mixture)
+    layout = detect_layout(bare)
+    spec = read_drafter_spec(bare, layout)
+    shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
+    for index, layer in enumerate(spec.layers):
+        shapes |= {(index, weight): shape for weight, shape in layer.shapes(spec.hidden).items()}
+    tensors: dict[str, LazyTensor] = {}
+    for key, shape in shapes.items():
+        plain = random_tensor(DRAFTER_WEIGHT_NAMES[layout].stored_name(key), key[1], shape, tied=False, seed=seed)
+        kind = mixture_kind(mixture, *key, shape, layers=len(spec.layers), tied=False) if mixture else "F32"
+        quantized = RandomQuantTensor(plain.name, shape, kind, seed, plain.std)
+        tensors[plain.name] = replace(plain, on_device=True) if kind == "F32" else quantized
+    return replace(bare, tensors=tensors)
+
+
+def open_random_drafter(model: str) -> RandomDrafter:
+    """The drafter `random:qwen3.6-27b-dflash` or `random:PATH/config.json`, with or without a quantization suffix."""
+    return make_random_drafter(_config(model, DRAFTER_SHAPES), model, mixture=named_mixture(model)[1])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onedraw.checkpoints.drafters import SHIPPED, built_in
+from onedraw.checkpoints.drafters import BUILT_IN_DRAFTERS, find_built_in_drafter
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
 from onedraw.models.model_info import read_model_info
@@ -38,20 +38,20 @@ def source(config: dict[str, Any], path: str = "somewhere/model.gguf") -> Memory
     ],
 )
 def test_the_default_model_has_a_drafter_under_any_of_its_names(config: dict[str, Any], path: str) -> None:
-    found = built_in(SMOLLM2, source(config, path))
+    found = find_built_in_drafter(SMOLLM2, source(config, path))
     assert found is not None
     assert found.is_file()
 
 
 def test_another_shape_or_another_name_has_none() -> None:
-    assert built_in(SMOLLM2, source({"general.name": "My own tiny llama"})) is None
+    assert find_built_in_drafter(SMOLLM2, source({"general.name": "My own tiny llama"})) is None
     for changes in ({"hidden": 960}, {"vocab": 49280}, {"layers": SMOLLM2.layers[:24]}, {"family": "qwen3"}):
-        assert built_in(replace(SMOLLM2, **changes), source(NAMED)) is None
+        assert find_built_in_drafter(replace(SMOLLM2, **changes), source(NAMED)) is None
 
 
-@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda shipped: shipped.file)
+@pytest.mark.parametrize("shipped", BUILT_IN_DRAFTERS, ids=lambda shipped: shipped.file)
 def test_what_is_shipped_is_a_whole_drafter_of_its_target(shipped: Any) -> None:
-    path = built_in(SMOLLM2, source(NAMED))
+    path = find_built_in_drafter(SMOLLM2, source(NAMED))
     assert path is not None
     checkpoint = open_checkpoint(path)
     assert is_drafter(checkpoint)
@@ -68,7 +68,7 @@ def test_the_package_carries_what_it_names() -> None:
     root = Path(__file__).parent.parent.parent
     carried = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["onedraw"]
     files = {file for pattern in carried for file in (root / "onedraw").glob(pattern)}
-    assert {root / "onedraw" / "checkpoints" / "drafters" / shipped.file for shipped in SHIPPED} <= files
+    assert {root / "onedraw" / "checkpoints" / "drafters" / shipped.file for shipped in BUILT_IN_DRAFTERS} <= files
 
 
 # "Write a Python function that reverses a string." after the default system message, and the greedy answer of SmolLM2.
@@ -88,7 +88,7 @@ TOKENS = [
 def test_the_shipped_drafter_keeps_drafts_of_the_default_model(smollm2_path: Path) -> None:
     checkpoint = open_checkpoint(smollm2_path)
     info = read_model_info(checkpoint)
-    path = built_in(info.spec, checkpoint)
+    path = find_built_in_drafter(info.spec, checkpoint)
     assert path is not None
     target, drafter = Target(info.weights), Drafter(read_drafter_info(open_checkpoint(path)).weights)
     right = draft_along(target, drafter, TOKENS, ANSWER)

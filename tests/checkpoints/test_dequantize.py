@@ -96,7 +96,7 @@ def test_a_rare_kind_without_the_gguf_package_says_what_to_install(monkeypatch: 
 
 
 def test_a_kind_that_holds_no_weights_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match=r"tensor x: kind F8_E4M3 .* supported: F32"):
+    with pytest.raises(UnsupportedModel, match=r"tensor x: type F8_E4M3 .* supported: F32"):
         dequantize_into(np.zeros(4, np.uint8), "F8_E4M3", np.empty(4, np.float32), tensor="x")
 
 

@@ -70,7 +70,7 @@ def test_rows_of_a_random_tensor_can_be_taken() -> None:
 def test_a_large_tensor_repeats_its_numbers_and_gives_single_rows_cheaply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "POOL", 97)
     random._pool.cache_clear()
-    tensor = RandomTensor("large", (30, 10), seed=1, spread=2.0, mean=1.0)
+    tensor = RandomTensor("large", (30, 10), seed=1, std=2.0, mean=1.0)
     whole = tensor.float32()
     np.testing.assert_array_equal(whole.reshape(-1)[97:194], whole.reshape(-1)[:97])
     assert len(np.unique(whole)) == 97
@@ -78,7 +78,7 @@ def test_a_large_tensor_repeats_its_numbers_and_gives_single_rows_cheaply(monkey
     np.testing.assert_array_equal(tensor.take_rows(order).float32(), whole[order])
     random._pool.cache_clear()
     monkeypatch.undo()
-    table = RandomTensor("table", (262_144, 42 * 256), seed=1, spread=0.1)  # 11 GB, were it made
+    table = RandomTensor("table", (262_144, 42 * 256), seed=1, std=0.1)  # 11 GB, were it made
     rows = table.take_rows(np.array([0, 262_143])).float32()
     assert rows.shape == (2, 42 * 256)
     assert not np.array_equal(rows[0], rows[1])

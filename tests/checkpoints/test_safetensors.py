@@ -91,8 +91,8 @@ def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
         ({"x": {**ENTRY, "data_offsets": [4, 12]}}, "tensor x ends 4 bytes beyond"),
         ({"x": {**ENTRY, "shape": [-2]}}, "tensor x"),
         ({"x": {**ENTRY, "dtype": "F99"}}, "tensor x: unknown dtype F99"),
-        ({"x": {"dtype": "F32"}}, "tensor x: its header entry lacks"),
-        ({"x": 5}, "tensor x: its header entry lacks"),
+        ({"x": {"dtype": "F32"}}, "tensor x: the header entry lacks"),
+        ({"x": 5}, "tensor x: the header entry lacks"),
     ],
 )
 def test_a_broken_header_is_corrupt(tmp_path: Path, header: Any, words: str) -> None:

@@ -31,7 +31,7 @@ def test_what_is_no_shape_is_refused_by_name(tmp_path: Path) -> None:
         open_random("random:llama9")
     path = tmp_path / "config.json"
     path.write_text("[1]")
-    with pytest.raises(CorruptFile, match="one object"):
+    with pytest.raises(CorruptFile, match="one JSON object"):
         open_random(f"random:{path}")
     path.write_text('{"architectures": ["Nobody"]}')
     with pytest.raises(UnsupportedModel, match="Nobody"):

@@ -121,5 +121,5 @@ def test_a_kind_that_cannot_be_read_is_refused_before_any_reading() -> None:
     source = made(SAFETENSORS_NAMES)
     norm = source.tensors["model.norm.weight"]
     source.tensors["model.norm.weight"] = replace(norm, kind="F8_E4M3", data=norm.data[:16])
-    with pytest.raises(UnsupportedModel, match=r"tensor model\.norm\.weight: kind F8_E4M3"):
+    with pytest.raises(UnsupportedModel, match=r"tensor model\.norm\.weight: type F8_E4M3"):
         ModelWeights(source, SPEC, SAFETENSORS_NAMES)

@@ -1,9 +1,8 @@
-"""Drafters that come with the package, and which model each belongs to.
+"""DFlash drafters that ship with the package, and the model that each belongs to.
 
-In: the target's spec and its open checkpoint. Out: the path of a drafter's GGUF file, or None. A drafter belongs to a
-target whose shape it was trained on and which calls itself by the model's name: in general.name or general.basename of
-a GGUF file, in _name_or_path of a config, or in the name of its file or folder. A wrong match could only make drafts
-worse, never change a token.
+In: the target's spec and its open checkpoint. Out: the path of a drafter's GGUF file, or None. A drafter belongs to a target of
+the shape it was trained for and with the model's name in general.name or general.basename of a GGUF file,
+_name_or_path of a config, or the name of its file or folder. A wrong match only makes drafts worse; it never changes a token.
 """
 
 from __future__ import annotations
@@ -15,33 +14,35 @@ from pathlib import Path
 from onedraw.models.source import ModelSource
 from onedraw.models.spec import ModelSpec
 
-NAMING = ("general.name", "general.basename", "_name_or_path")
+NAME_KEYS = ("general.name", "general.basename", "_name_or_path")
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class BuiltInDrafter:
     file: str
     family: str
     layers: int
     hidden: int
     vocab: int
-    name: str  # a pattern, for names in lower case without punctuation
+    name: str  # pattern for the lower-case name without punctuation
 
     def belongs_to(self, spec: ModelSpec, names: list[str]) -> bool:
         shape = (spec.family, len(spec.layers), spec.hidden, spec.vocab)
         return shape == (self.family, self.layers, self.hidden, self.vocab) and any(re.search(self.name, name) for name in names)
 
 
-SHIPPED = (Shipped("smollm2-dflash.q8_0.gguf", family="llama", layers=30, hidden=576, vocab=49152, name="smollm2"),)
+BUILT_IN_DRAFTERS = (
+    BuiltInDrafter("smollm2-dflash.q8_0.gguf", family="llama", layers=30, hidden=576, vocab=49152, name="smollm2"),
+)
 
 
-def built_in(spec: ModelSpec, source: ModelSource) -> Path | None:
-    """The shipped drafter of this target."""
-    told = [source.config.get(key) for key in NAMING]
-    # Of the path only the name and its folder: a path further up says where a model is kept, not what it is.
-    told += [source.path.name, source.path.parent.name]
-    names = [re.sub(r"[^a-z0-9]", "", value.lower()) for value in told if isinstance(value, str)]
-    for shipped in SHIPPED:
-        if shipped.belongs_to(spec, names):
-            return Path(__file__).parent / shipped.file
+def find_built_in_drafter(spec: ModelSpec, source: ModelSource) -> Path | None:
+    """The built-in drafter of this target, if there is one."""
+    given = [source.config.get(key) for key in NAME_KEYS]
+    # Only the file and its folder: folders further up are places, not model names.
+    given += [source.path.name, source.path.parent.name]
+    names = [re.sub(r"[^a-z0-9]", "", value.lower()) for value in given if isinstance(value, str)]
+    for drafter in BUILT_IN_DRAFTERS:
+        if drafter.belongs_to(spec, names):
+            return Path(__file__).parent / drafter.file
     return None

