@@ -1,1 +1,1 @@
-"""What benchmarks need and serving does not: peers, recorded drafts, floors."""
+"""Tools for benchmarks that serving does not need: the transformers peer, recorded drafts, lower bounds of step times."""

@@ -1,7 +1,7 @@
-"""The least time a decode turn can take: the bytes it must read, at the speed of the memory. Pure arithmetic.
+"""A lower bound for the time of a decode step: the bytes it must read, divided by the memory bandwidth.
 
-In: a spec, the bytes of its matrices, rows and their context. Out: bytes. Every matrix is read once whatever the rows; of
-experts those that the rows choose at most, and of keys and values what each row sees.
+Every matrix is read once for all rows, experts up to the number that the rows can select, keys and values per row within the
+attention window.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from onedraw.settings import Settings
 
 
 def step_bytes(spec: ModelSpec, sizes: Mapping[WeightKey, int], *, dtype: str, rows: int, context: int) -> int:
-    """Bytes that a turn of so many rows, each with so much context, reads. `sizes`: of matrices; `dtype`: of keys."""
+    """Bytes that a decode step reads. `sizes`: bytes of every matrix; `dtype`: of the KV cache; `context`: tokens per row."""
     weights = 0
     for (layer, weight), shape in weight_shapes(spec).items():
         if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
-            continue  # small, or looked up row by row
+            continue  # small, or only a few rows are read
         share = 1.0
         if weight.startswith("expert_") and layer is not None:
             experts = next(
@@ -36,13 +36,13 @@ def step_bytes(spec: ModelSpec, sizes: Mapping[WeightKey, int], *, dtype: str, r
 def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
     mixer = spec.layers[index].mixer
     if isinstance(mixer, AttentionSpec):
-        seen = context if mixer.window is None else min(context, mixer.window)
-        return 2 * seen * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
+        positions = context if mixer.window is None else min(context, mixer.window)
+        return 2 * positions * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
     return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # read and written
 
 
 def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
-    """Seconds that a decode turn of (rows, context) takes at least, at the memory's measured speed; None but on a GPU."""
+    """The minimum seconds of a decode step by (rows, context), from the measured memory bandwidth; None unless on one GPU."""
     if settings.backend != "torch":
         return None
     from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
@@ -60,6 +60,6 @@ def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
         sizes = matrix_sizes(info.weights, dtype)
     finally:
         checkpoint.close()
-    speed = copy_bandwidth(device.name)
-    kept_as = kv_precision(settings.kv_dtype, products=dtype)
-    return lambda rows, context: step_bytes(spec, sizes, dtype=kept_as, rows=rows, context=context) / speed
+    bandwidth = copy_bandwidth(device.name)
+    kv_dtype = kv_precision(settings.kv_dtype, products=dtype)
+    return lambda rows, context: step_bytes(spec, sizes, dtype=kv_dtype, rows=rows, context=context) / bandwidth

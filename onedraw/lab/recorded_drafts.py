@@ -1,7 +1,6 @@
-"""Drafts from answers that are known already, with a lie planted so that a chosen number of them is kept: for benchmarks.
+"""A proposer that drafts recorded answers with deliberate errors, so that a given number of drafts is accepted: for benchmarks.
 
-In: recorded answers by prompt. Out: chains in which the first `kept` drafts are the truth and the rest are not. What
-speculation is worth at that many kept drafts per turn shows without a trained drafter.
+It measures speculative decoding at a fixed acceptance, without a trained drafter.
 """
 
 from __future__ import annotations
@@ -9,11 +8,14 @@ from __future__ import annotations
 from onedraw.speculation.proposer import chain
 from onedraw.types import Draft, History, Request
 
-DEFAULT_LENGTH = 15  # drafts of a chain, where nobody said
+DEFAULT_LENGTH = 15  # drafts per chain by default
 
 
 class RecordedProposer:
-    """Says nothing before it has heard the answers. Owner: the bench that made it."""
+    """Drafts the recorded answer of a prompt; only the first `kept` drafts are right. It drafts nothing until `answers` is set.
+
+    Owner: the benchmark that made it.
+    """
 
     name = "replay"
 
@@ -26,8 +28,8 @@ class RecordedProposer:
         if answer is None:
             return ()
         done = len(history.output)
-        truth = answer[done : done + min(self.length, room)]
-        return chain(tuple(t if i < self._kept else (t + 1) % self.vocab for i, t in enumerate(truth)))
+        expected = answer[done : done + min(self.length, room)]
+        return chain(tuple(t if i < self._kept else (t + 1) % self.vocab for i, t in enumerate(expected)))
 
     def forget(self, request_id: str) -> None:
-        """Answers belong to prompts, not to requests."""
+        """No-op: answers belong to prompts, not to requests."""

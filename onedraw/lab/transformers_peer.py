@@ -1,8 +1,8 @@
-"""The same work with transformers, for a benchmark's other column.
+"""Decoding speed of transformers with the same model, for comparison in benchmarks.
 
-In: a folder, or the config of a shape, and batch sizes. Out: decoded tokens per second for each. transformers is asked as its
-users ask it: `generate`, sampled, its own defaults for everything else. A few tokens are enough: the time between two of them is
-taken, after the first ones, so neither its prefill nor its warming up counts.
+In: a checkpoint folder or a model config, and batch sizes. Out: decoded tokens per second. transformers runs as its users
+run it: `generate` with sampling and default settings. The time between two tokens is measured after the first few, so prefill and
+warm-up do not count, and few tokens are enough.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from onedraw.checkpoints.random_shapes import is_random, shape_config
 from onedraw.errors import BadSetting
 from onedraw.settings import Settings, default_cache_dir
 
-WARMUP_TOKENS = 3  # tokens whose time does not count
+WARMUP_TOKENS = 3  # tokens that are not timed
 TIMED_TOKENS = 16
-MAX_PROMPT_TOKENS = (
-    256  # a longer one takes transformers longer to read, and tells nothing of its decoding that is not in its favour
-)
+MAX_PROMPT_TOKENS = 256  # a longer prompt would only make transformers slower
 
 
 def transformers_rates(
@@ -41,42 +39,41 @@ def transformers_rates(
     batches: Sequence[int],
     prompt_tokens: int,
     sampling: Mapping[str, float],
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[int, float]:
-    """Tokens per second while decoding, by batch size. `source`: a checkpoint's folder, or a config of random weights."""
-    tell("transformers: importing")
+    """Decoded tokens per second by batch size. `source`: a checkpoint folder, or a config for random weights."""
+    report("transformers: importing")
     try:
         import transformers as library
     except ImportError:
-        raise BadSetting("--against transformers: it is not installed; pip install transformers") from None
-    place, transformers = torch.device(device), cast(Any, library)
+        raise BadSetting("--against transformers: the package is not installed; pip install transformers") from None
+    torch_device, transformers = torch.device(device), cast(Any, library)
     gc.collect()
-    if place.type == "cuda":
-        torch.cuda.empty_cache()  # what our own weights left
-    tell("transformers: making the model")
+    if torch_device.type == "cuda":
+        torch.cuda.empty_cache()  # memory of the weights measured before
+    report("transformers: loading the model")
     if isinstance(source, str):
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).to(place).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).to(torch_device).eval()
     else:
-        model = _made(transformers, source, place, DTYPES[dtype])
+        model = _random_model(transformers, source, torch_device, DTYPES[dtype])
     vocab = int(model.config.get_text_config().vocab_size)
     found = {}
     for batch in batches:
-        tell(f"transformers: batch {batch}")
-        prompt = torch.randint(0, vocab, (batch, min(prompt_tokens, MAX_PROMPT_TOKENS)), device=place)
-        found[batch] = batch / max(_between_tokens(transformers, model, prompt, sampling), 1e-9)
+        report(f"transformers: batch {batch}")
+        prompt = torch.randint(0, vocab, (batch, min(prompt_tokens, MAX_PROMPT_TOKENS)), device=torch_device)
+        found[batch] = batch / max(_token_interval(transformers, model, prompt, sampling), 1e-9)
     return found
 
 
-def _made(transformers: Any, source: Mapping[str, Any], place: torch.device, dtype: torch.dtype) -> Any:
-    """A model of this config whose weights are drawn where they are used, each once: the library's own drawing is left out
-    where it can be."""
-    given = {name: value for name, value in source.items() if name not in ("model_type", "architectures")}
-    config = transformers.AutoConfig.for_model(source["model_type"], **given)
+def _random_model(transformers: Any, source: Mapping[str, Any], torch_device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of this config with random weights generated on the device; the library does not initialize them if possible."""
+    fields = {name: value for name, value in source.items() if name not in ("model_type", "architectures")}
+    config = transformers.AutoConfig.for_model(source["model_type"], **fields)
     try:
-        undrawn = importlib.import_module("transformers.initialization").no_init_weights
-    except (ImportError, AttributeError):  # of another version
-        undrawn = nullcontext
-    with place, undrawn():
+        no_init = importlib.import_module("transformers.initialization").no_init_weights
+    except (ImportError, AttributeError):  # another version of the library
+        no_init = nullcontext
+    with torch_device, no_init():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for weight in model.parameters():
         if weight.dim() > 1:
@@ -86,14 +83,14 @@ def _made(transformers: Any, source: Mapping[str, Any], place: torch.device, dty
     return model
 
 
-def _between_tokens(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float]) -> float:
-    """Seconds from one token of every sequence to the next, the median of a few."""
-    moments: list[float] = []
+def _token_interval(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float]) -> float:
+    """Median seconds between two tokens of every sequence."""
+    times: list[float] = []
 
-    def note(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def record_time(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if prompt.device.type == "cuda":
             torch.cuda.synchronize(prompt.device)
-        moments.append(time.perf_counter())
+        times.append(time.perf_counter())
         return scores
 
     count = WARMUP_TOKENS + TIMED_TOKENS + 1
@@ -105,15 +102,20 @@ def _between_tokens(transformers: Any, model: Any, prompt: torch.Tensor, samplin
             eos_token_id=None,
             max_new_tokens=count,
             min_new_tokens=count,
-            logits_processor=transformers.LogitsProcessorList([note]),
+            logits_processor=transformers.LogitsProcessorList([record_time]),
             **({"do_sample": True, **sampling} if sampling else {"do_sample": False}),
         )
-    gaps = [after - before for before, after in pairwise(moments)]
+    gaps = [after - before for before, after in pairwise(times)]
     return statistics.median(gaps[WARMUP_TOKENS:])
 
 
 def peer_rates(
-    settings: Settings, tell: Callable[[str], None], *, batches: Sequence[int], prompt_tokens: int, sampling: Mapping[str, float]
+    settings: Settings,
+    report: Callable[[str], None],
+    *,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    sampling: Mapping[str, float],
 ) -> dict[int, float]:
     """Decoded tokens per second of transformers with the same model, by batch size."""
     device = find_devices(settings.device_names)[0]
@@ -124,6 +126,6 @@ def peer_rates(
     else:
         source = str(resolve_model(settings.model, settings.cache_dir or default_cache_dir()))
         if not Path(source).is_dir():
-            raise BadSetting("--against transformers: needs a folder with safetensors, or a random: shape")
-    asked: dict[str, Any] = {"batches": batches, "prompt_tokens": prompt_tokens, "sampling": sampling}
-    return transformers_rates(source, device=device.name, dtype=dtype, tell=tell, **asked)
+            raise BadSetting("--against transformers: pass a folder with safetensors or a random: shape as the model")
+    options: dict[str, Any] = {"batches": batches, "prompt_tokens": prompt_tokens, "sampling": sampling}
+    return transformers_rates(source, device=device.name, dtype=dtype, report=report, **options)

@@ -1,4 +1,4 @@
-"""Drafts from a recorded answer, with a planted lie."""
+"""Recorded drafts: the first ones are right, the others wrong."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from onedraw.types import History, Request, SamplingParams
 REQUEST = Request("r", (1, 2), SamplingParams())
 
 
-def test_the_first_drafts_are_the_truth_and_the_rest_are_not() -> None:
+def test_the_first_drafts_are_right_and_the_rest_are_wrong() -> None:
     proposer = RecordedProposer(kept=2, length=4, vocab=10)
     proposer.answers = {(1, 2): (5, 6, 9, 8, 7)}
     assert [d.token for d in proposer.propose(REQUEST, History((1, 2)), 64)] == [5, 6, 0, 9]
     assert [d.token for d in proposer.propose(REQUEST, History((1, 2), [5, 6, 9]), 64)] == [8, 7]
 
 
-def test_it_is_silent_before_it_has_heard_the_answer_and_keeps_to_the_room() -> None:
+def test_it_drafts_nothing_without_an_answer_and_no_more_than_there_is_room() -> None:
     proposer = RecordedProposer(kept=2, length=4, vocab=10)
     assert proposer.propose(REQUEST, History((1, 2)), 64) == ()
     proposer.answers = {(1, 2): (5, 6, 9)}
