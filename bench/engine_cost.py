@@ -52,7 +52,7 @@ def running_engine(*, rows: int, length: int, room: int) -> Engine:
     pages = rows * -(-longest // PAGE_SIZE)
     backend = FakeBackend(vocab=VOCAB, pages=pages, lanes=rows, page_size=PAGE_SIZE, max_context=longest)
     allocator = Allocator(backend.capacity, reuse=True)
-    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), turn_tokens=512)
+    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), step_tokens=512)
     engine = Engine(backend=backend, scheduler=scheduler)
     for row in range(rows):
         prompt = tuple((row + 7 * i + i * i) % VOCAB for i in range(length))

@@ -163,7 +163,7 @@ class Bench:
         allocator = Allocator(capacity, reuse=False)
         return Engine(
             backend=self.backend,
-            scheduler=Scheduler(allocator=allocator, capacity=capacity, speculator=speculator, turn_tokens=turn_tokens),
+            scheduler=Scheduler(allocator=allocator, capacity=capacity, speculator=speculator, step_tokens=turn_tokens),
         )
 
     def answers(self, requests: Sequence[Request], engine: Engine, arrivals: int = 0) -> tuple[list[list[Any]], list[float]]:

@@ -97,13 +97,13 @@ def turns(
         proposers = [proposer]
     speculator = Speculator(proposers, draft_tokens=15 if proposers else None)
     capacity = backend.capacity
-    scheduler = Scheduler(allocator=Allocator(capacity, reuse=False), capacity=capacity, speculator=speculator, turn_tokens=2048)
+    scheduler = Scheduler(allocator=Allocator(capacity, reuse=False), capacity=capacity, speculator=speculator, step_tokens=2048)
     engine = Engine(backend=backend, scheduler=scheduler)
     for row in range(rows):
         engine.add(Request(f"r{row}", prompt_of(row), params), lambda event: None)
     scheduler._admit()
     for sequence in scheduler.running:
-        sequence.lease.cover(PROMPT)  # type: ignore[union-attr]
+        sequence.lease.reserve(PROMPT)  # type: ignore[union-attr]
         sequence.history.output.append(ANSWER[0])
         sequence.computed = PROMPT
     script.waited.clear()

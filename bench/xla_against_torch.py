@@ -75,7 +75,7 @@ class Driver:
         from onedraw.speculation.speculator import Speculator
 
         allocator = Allocator(backend.capacity, reuse=False)
-        given = {"allocator": allocator, "capacity": backend.capacity, "speculator": Speculator([]), "turn_tokens": 512}
+        given = {"allocator": allocator, "capacity": backend.capacity, "speculator": Speculator([]), "step_tokens": 512}
         self.engine = Engine(backend=backend, scheduler=Scheduler(**given))
         self.count = 0
 

@@ -81,7 +81,7 @@ def make_service(
             allocator=allocator,
             capacity=capacity,
             speculator=speculator,
-            turn_tokens=settings.turn_tokens,
+            step_tokens=settings.turn_tokens,
             fetch=None if offload is None else offload.fetch,
         )
         return Engine(backend=backend, scheduler=scheduler, observer=observer, offload=offload)

@@ -66,7 +66,7 @@ def replay(records: Sequence[Record], llm: LLM, *, tell: Tell = lambda text: Non
 
 
 async def _all(records: Sequence[Record], llm: LLM, tell: Tell) -> list[Verdict]:
-    turnstile = asyncio.Semaphore(min(llm.service.most, 2 * llm.service.capacity.lanes))
+    turnstile = asyncio.Semaphore(min(llm.service.max_requests, 2 * llm.service.capacity.lanes))
     done = 0
 
     async def one(record: Record) -> Verdict:

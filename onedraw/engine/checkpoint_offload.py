@@ -1,7 +1,7 @@
-"""Between the allocator's checkpoints and snapshots on disk: what was saved goes out, what a prompt begins with comes in.
+"""Moves prompt checkpoints between memory and disk: saved checkpoints become snapshots, prompts resume from snapshots.
 
-In: checkpoints that rows have filled, prompts about to be admitted. Out: files, and pages and checkpoints in the prefix
-index that admission then finds there like any others. The engine thread copies and reads, never writes to the disk.
+In: checkpoints that rows have filled, prompts about to be admitted. Out: files; pages and checkpoints in the prefix cache, where
+admission finds them like any others. The engine thread copies and reads; a thread of `SnapshotFolder` writes.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from onedraw.backends.base import Backend, SupportsSnapshots
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import Snapshot, SnapshotFolder
-from onedraw.memory.pages import first_needed
-from onedraw.memory.prefix_cache import Checkpoint
-from onedraw.memory.prefix_import import abandon, adopt, make_room, pages_of, reach
+from onedraw.memory.pages import first_visible
+from onedraw.memory.prefix_cache import PrefixCheckpoint
+from onedraw.memory.prefix_import import begin_import, cancel_import, checkpoint_pages, finish_import, reusable_length
 from onedraw.types import History
 
 log = logging.getLogger("onedraw.snapshots")
 
-FEWEST = 64  # tokens: a shorter prompt is computed sooner than it is looked up
+MIN_TOKENS = 64  # computing a shorter prompt is faster than reading it from disk
 
 
 @dataclass(frozen=True, slots=True)
-class Find:
-    """A snapshot that serves a prompt up to `position`; with `slot`, from its states and logits."""
+class SnapshotMatch:
+    """A snapshot that covers a prompt up to `position`; with `slot`, its recurrent state and logits are used too."""
 
     snapshot: Snapshot
     position: int
@@ -34,80 +34,80 @@ class Find:
 class CheckpointOffload:
     """Owner: the engine."""
 
-    def __init__(self, folder: SnapshotFolder, *, allocator: Allocator, backend: Backend, fewest: int = FEWEST) -> None:
+    def __init__(self, folder: SnapshotFolder, *, allocator: Allocator, backend: Backend, min_tokens: int = MIN_TOKENS) -> None:
         if not isinstance(backend, SupportsSnapshots):
             raise AssertionError("this backend does not export checkpoints")
-        self._folder, self._allocator, self._backend, self._fewest = folder, allocator, backend, fewest
+        self._folder, self._allocator, self._backend, self._min_tokens = folder, allocator, backend, min_tokens
         self.restored = 0
 
     @property
     def saved(self) -> int:
         return self._folder.written
 
-    def keep(self, saved: list[tuple[Checkpoint, tuple[int, ...]]]) -> None:
-        """Write the checkpoints that a step saved, as far as the disk keeps up."""
-        for checkpoint, tokens in saved:
-            if len(tokens) < self._fewest or self._folder.busy or tokens in self._folder:
+    def save(self, checkpoints: list[tuple[PrefixCheckpoint, tuple[int, ...]]]) -> None:
+        """Export the checkpoints that a step saved and queue them for writing, as far as the disk keeps up."""
+        for checkpoint, tokens in checkpoints:
+            if len(tokens) < self._min_tokens or self._folder.busy or tokens in self._folder:
                 continue
-            held = pages_of(self._allocator, checkpoint)
-            if held is None:  # gave way within the turn
+            held = checkpoint_pages(self._allocator, checkpoint)
+            if held is None:  # evicted within the same step
                 continue
             firsts, pages = [first for first, _ in held], [pages for _, pages in held]
             try:
                 arrays = self._backend.export(checkpoint.slot, pages)
-            except Exception as error:  # a snapshot less; nobody's reply hangs on it
-                log.warning("a snapshot could not be taken: %s", error)
+            except Exception as error:  # a missing snapshot only costs time later; no reply depends on it
+                log.warning("a checkpoint could not be exported to a snapshot: %s", error)
                 return
             if not checkpoint.logits:
-                arrays.pop("logits", None)  # the slot has those of somebody else
+                arrays.pop("logits", None)  # the slot still has the logits of an earlier checkpoint
             self._folder.write(tokens, arrays, logits=checkpoint.logits, firsts=firsts)
 
     def fetch(self, history: History) -> None:
-        """Before admission: bring in what the disk knows of a prompt beyond what the index knows."""
-        if len(history.prompt) < self._fewest:
+        """Before admission: load a snapshot into the prefix cache if it covers more of the prompt than the cache does."""
+        if len(history.prompt) < self._min_tokens:
             return
-        known = reach(self._allocator, history)
-        found = self._find(history)
-        if found is None or found.position < known + self._fewest:
+        cached = reusable_length(self._allocator, history)
+        match = self._find(history)
+        if match is None or match.position < cached + self._min_tokens:
             return
-        arrays = self._folder.read(found.snapshot)
+        arrays = self._folder.read(match.snapshot)
         if arrays is None:
             return
-        tokens = history.prompt[: found.position]
-        adoption = make_room(self._allocator, tokens, slot=found.slot)
-        if adoption is None:
+        imported = begin_import(self._allocator, history.prompt[: match.position], slot=match.slot)
+        if imported is None:
             return
         try:
-            self._backend.adopt(adoption.slot, adoption.places(found.snapshot.firsts), arrays)
+            self._backend.adopt(imported.slot, imported.page_map(match.snapshot.firsts), arrays)
         except (KeyError, ValueError) as error:
-            self._folder.discard(found.snapshot, error)
-            abandon(self._allocator, adoption)
+            self._folder.discard(match.snapshot, error)
+            cancel_import(self._allocator, imported)
             return
-        except Exception as error:  # the prompt is computed instead; the file may be good
-            log.warning("a snapshot could not be taken in: %s", error)
-            abandon(self._allocator, adoption)
+        except Exception as error:  # compute the prompt instead; the file may be good, so it stays
+            log.warning("a snapshot could not be loaded: %s", error)
+            cancel_import(self._allocator, imported)
             return
-        adopt(self._allocator, adoption, logits=found.slot and found.snapshot.logits)
+        finish_import(self._allocator, imported, logits=match.slot and match.snapshot.logits)
         self.restored += 1
 
-    def _find(self, history: History) -> Find | None:
-        """Exactly this prompt; else a boundary inside it where there is recurrent state, or as many full pages as possible."""
-        prompt, needs, size = history.prompt, self._allocator.needs, self._allocator.page_size
-        slots = self._allocator.slots.count > 0
-        whole = self._folder.whole(prompt, lengths=[len(prompt)]) if slots and not history.output else None
+    def _find(self, history: History) -> SnapshotMatch | None:
+        """The snapshot of exactly this prompt; else, with recurrent state, of a chunk boundary inside it; else, as many full
+        pages as possible."""
+        prompt, rules, size = history.prompt, self._allocator.rules, self._allocator.page_size
+        has_slots = self._allocator.checkpoint_slots.count > 0
+        whole = self._folder.longest_whole(prompt, lengths=[len(prompt)]) if has_slots and not history.output else None
         if whole is not None and whole.logits:
-            return Find(whole, len(prompt), slot=True)
-        if needs.recurrent:
-            lengths = range(needs.chunk, len(prompt) + (1 if history.output else 0), needs.chunk)
-            inside = self._folder.whole(prompt, lengths=lengths) if slots else None
-            return None if inside is None else Find(inside, len(inside.tokens), slot=True)
-        begins = self._folder.beginning(prompt[: len(history) - 1])
-        if begins is None:
+            return SnapshotMatch(whole, len(prompt), slot=True)
+        if rules.recurrent:
+            lengths = range(rules.chunk, len(prompt) + (1 if history.output else 0), rules.chunk)
+            inside = self._folder.longest_whole(prompt, lengths=lengths) if has_slots else None
+            return None if inside is None else SnapshotMatch(inside, len(inside.tokens), slot=True)
+        found = self._folder.longest_pages(prompt[: len(history) - 1])
+        if found is None:
             return None
-        snapshot, pages = begins
-        sees = (first_needed(pages * size, window) // size for window in needs.windows)
-        there = all(first <= seen for first, seen in zip(snapshot.firsts, sees, strict=True))
-        return Find(snapshot, pages * size, slot=False) if there else None
+        snapshot, pages = found
+        visible = (first_visible(pages * size, window) // size for window in rules.windows)
+        complete = all(first <= needed for first, needed in zip(snapshot.firsts, visible, strict=True))
+        return SnapshotMatch(snapshot, pages * size, slot=False) if complete else None
 
     def close(self) -> None:
         self._folder.close()

@@ -1,9 +1,11 @@
-"""The turn: plan → submit → collect → accept → tell. Plans of disjoint sequences may be under way at once, and where the
-backend goes ahead a plan and the one behind it: then the host's work on a turn falls into the time of the next. Where the
-backend only starts a turn, what the last one gave is told when the next is under way: nobody waits for the telling.
+"""The engine step: plan → submit → collect → commit → deliver events.
 
 In: requests with sinks, cancellations. Out: events to the sinks. One thread owns everything here (see service.py).
-A turn that fails fails its rows, gives back what they held, and the engine goes on.
+
+Plans of disjoint sequences may be in flight at once. With asynchronous scheduling a plan is submitted before the tokens of
+the one before it are known, so the host works on one step while the device computes the next. Where `submit` returns before
+the step is computed, the events of a step are delivered after the next one is submitted, so the device does not wait for them.
+A step that raises fails its own rows and releases what they hold; the engine continues.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from onedraw.backends.base import Backend, StepHandle
 from onedraw.engine.checkpoint_offload import CheckpointOffload
-from onedraw.engine.isolated_constraint import Watched
+from onedraw.engine.isolated_constraint import IsolatedConstraint
 from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import DraftStats, Stats
@@ -29,38 +31,41 @@ log = logging.getLogger("onedraw.engine")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a request's sink hears after a turn. The last one has a finish or an error."""
+    """What a step produced for one request. The last event of a request has a finish or an error."""
 
     request_id: str
     sampled: tuple[SampledToken, ...] = ()
     finish: Finish | None = None
     stop_id: int | None = None
     usage: Usage = field(default_factory=Usage)
-    scored: tuple[Logprobs, ...] | None = None  # logprobs of the prompt's tokens but the first, once, when asked for
+    scored: tuple[Logprobs, ...] | None = None  # logprobs of all prompt tokens but the first; once, if requested
     error: OnedrawError | None = None
-    kept: int = 0  # how many of `chosen`, from the first on, were drafts
+    kept: int = 0  # how many of `sampled`, from the first on, were drafts
 
 
 Sink = Callable[[Event], None]
-Observer = Callable[[Row, RowOutcome], None]  # sees every row that carried drafts, and what became of them
-COUNTED = (
-    *("prompt_tokens", "completion_tokens", "drafts", "draft_trees", "draft_tokens", "accepted_tokens"),
-    *(
-        "middle_chunks",
-        "mixed_steps",
-        "failed_steps",
-        "steps",
-        "overlapped_steps",
-        "steps_ahead",
-        "restores",
-        "whole_prompts",
-        "page_copies",
-    ),
+Observer = Callable[[Row, RowOutcome], None]  # called with every row that carried drafts, and its outcome
+COUNTERS = (  # fields of Stats that the engine itself counts
+    "prompt_tokens",
+    "completion_tokens",
+    "drafts",
+    "draft_trees",
+    "draft_tokens",
+    "accepted_tokens",
+    "middle_chunks",
+    "mixed_steps",
+    "failed_steps",
+    "steps",
+    "overlapped_steps",
+    "steps_ahead",
+    "restores",
+    "whole_prompts",
+    "page_copies",
 )
 
 
 class Engine:
-    """Owner: the engine thread of the service, or whoever calls `turn` in a test."""
+    """Owner: the engine thread of the service, or the test that calls `step`."""
 
     def __init__(
         self,
@@ -74,104 +79,104 @@ class Engine:
         self.scheduler = scheduler
         self._observer, self._offload = observer, offload
         self._live: dict[str, tuple[Sequence, Sink]] = {}
-        self._under_way: deque[tuple[StepHandle, list[Member]]] = deque()  # in order of submission
-        self._news: deque[tuple[Sink, Event]] = deque()  # not told yet, in order
-        self._totals = dict.fromkeys(COUNTED, 0)
+        self._in_flight: deque[tuple[StepHandle, list[Member]]] = deque()  # in order of submission
+        self._undelivered: deque[tuple[Sink, Event]] = deque()  # in order
+        self._totals = dict.fromkeys(COUNTERS, 0)
         self._seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        """Another thread may look while a sequence moves between the queues."""
-        return bool(self._live or self._under_way or self._news)
+        """Whether work is left. Safe to read from another thread while a sequence moves between the queues."""
+        return bool(self._live or self._in_flight or self._undelivered)
 
     def add(self, request: Request, sink: Sink) -> None:
         if request.params.constraint is not None:
-            request = replace(request, params=replace(request.params, constraint=Watched(request.params.constraint)))
+            request = replace(request, params=replace(request.params, constraint=IsolatedConstraint(request.params.constraint)))
         sequence = Sequence(request)
         self._live[request.id] = (sequence, sink)
         self.scheduler.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request; unknown ids have finished already. One that rides gives back what it holds on its return."""
+        """Remove a request; an unknown id has finished already. If it has a row in flight, its lease is released later."""
         if request_id in self._live:
             sequence, sink = self._remove(request_id)
-            self._news.append((sink, Event(request_id, finish="cancelled", usage=sequence.usage)))
-            self._tell()
+            self._undelivered.append((sink, Event(request_id, finish="cancelled", usage=sequence.usage)))
+            self._deliver()
 
     def step(self) -> None:
-        """Send off what the backend takes, then hear what became of the oldest."""
+        """Submit as many plans as the backend takes, then collect and commit the oldest one in flight."""
         if self.scheduler.waiting:
-            self._tell()  # who is admitted may be looked up on the disk
-        self._send()
-        self._send_ahead()
-        self._tell()
-        if not self._under_way:
+            self._deliver()  # admission may read a snapshot from disk, and events must not wait for it
+        self._submit_plans()
+        self._submit_ahead()
+        self._deliver()
+        if not self._in_flight:
             return
-        ticket, members = self._under_way.popleft()
+        handle, members = self._in_flight.popleft()
         try:
-            outcome = self.backend.collect(ticket)
-        except BaseException as error:  # a panic below Python is no Exception
-            gone = self._let_go(members)
-            self._fail([member for member in members if member.sequence not in gone], error)
+            outcome = self.backend.collect(handle)
+        except BaseException as error:  # a panic in native code is not an Exception
+            ended = self._release_ended(members)
+            self._fail([member for member in members if member.sequence not in ended], error)
             return
-        gone = self._let_go(members)
+        ended = self._release_ended(members)
         self._count(members, outcome)
         for member, result in zip(members, outcome.rows, strict=True):
-            if member.sequence not in gone:
-                self._settle(member, result)
-        saved = self.scheduler.allocator.take_saved()  # in every step, so that the list stays short
+            if member.sequence not in ended:
+                self._commit(member, result)
+        saved = self.scheduler.allocator.take_saved()  # also without offload: else the list would grow
         offloads = self._offload is not None and bool(saved)
         if offloads or not self.backend.capacity.async_tokens:
-            self._tell()
-        if self._offload is not None and offloads:  # when everybody has heard
-            self._offload.keep(saved)
+            self._deliver()
+        if self._offload is not None and offloads:  # after delivery: no reply waits for the export
+            self._offload.save(saved)
 
-    def _tell(self) -> None:
-        """Everybody hears what became of them so far."""
-        while self._news:
-            sink, event = self._news.popleft()
+    def _deliver(self) -> None:
+        """Call the sinks with the events so far."""
+        while self._undelivered:
+            sink, event = self._undelivered.popleft()
             sink(event)
 
-    def _send(self) -> None:
-        while len(self._under_way) < self.backend.capacity.max_in_flight:
-            if not self._sent(self.scheduler.plan(), "overlapped_steps", bool(self._under_way)):
+    def _submit_plans(self) -> None:
+        while len(self._in_flight) < self.backend.capacity.max_in_flight:
+            if not self._submit(self.scheduler.plan(), "overlapped_steps", bool(self._in_flight)):
                 return
 
-    def _send_ahead(self) -> None:
-        """The turn behind the one under way, where that is all there is to do."""
-        if len(self._under_way) == 1:
-            self._sent(self.scheduler.behind(self._under_way[0][1]), "steps_ahead", True)
+    def _submit_ahead(self) -> None:
+        """Submit the step after the only one in flight, before its tokens are known."""
+        if len(self._in_flight) == 1:
+            self._submit(self.scheduler.plan_ahead(self._in_flight[0][1]), "steps_ahead", True)
 
-    def _sent(self, members: list[Member], counter: str, counts: bool) -> bool:
-        """Whether a plan is under way now; where the backend does not take it, its rows fail."""
+    def _submit(self, members: list[Member], counter: str, counts: bool) -> bool:
+        """Whether a plan was submitted. If the backend raises, the rows of the plan fail."""
         if not members:
             return False
-        if not self._quick(members):
-            self._tell()
+        if not self._returns_at_once(members):
+            self._deliver()
         try:
-            ticket = self.backend.submit(Plan(tuple(m.row for m in members)))
+            handle = self.backend.submit(Plan(tuple(m.row for m in members)))
         except BaseException as error:
             self._fail(members, error)
             return False
         self._totals[counter] += counts
-        self._under_way.append((ticket, members))
-        self.scheduler.away(members)
+        self._in_flight.append((handle, members))
+        self.scheduler.mark_in_flight(members)
         return True
 
-    def _quick(self, members: list[Member]) -> bool:
-        """To submit these takes no time worth speaking of: they are only started, and nothing else that computes is under way,
-        which could hold a device."""
-        plans = [members, *(others for _, others in self._under_way)]
+    def _returns_at_once(self, members: list[Member]) -> bool:
+        """Whether `submit` only starts this plan. Plans in flight must be of that kind too: others could occupy the device."""
+        plans = [members, *(others for _, others in self._in_flight)]
         return all(self.backend.capacity.submits_async([member.row for member in plan]) for plan in plans)
 
-    def _let_go(self, members: list[Member]) -> set[Sequence]:
-        """Their plan is back. Those who ended on the way are, and give back what they hold, unless they still ride."""
-        self.scheduler.back(members)
-        gone = {member.sequence for member in members if member.sequence.ended}
-        for sequence in gone:
-            if sequence not in self.scheduler.riding:
+    def _release_ended(self, members: list[Member]) -> set[Sequence]:
+        """The plan of these members is collected. Returns the sequences that ended meanwhile, and releases those that have no
+        other row in flight."""
+        self.scheduler.mark_collected(members)
+        ended = {member.sequence for member in members if member.sequence.ended}
+        for sequence in ended:
+            if sequence not in self.scheduler.in_flight:
                 self.scheduler.finish(sequence)
-        return gone
+        return ended
 
     def close(self) -> None:
         if self._offload is not None:
@@ -179,58 +184,58 @@ class Engine:
         self.backend.close()
 
     def stats(self) -> Stats:
-        allocator, guessed = self.scheduler.allocator, self.scheduler.speculator.stats()
+        allocator, drafting = self.scheduler.allocator, self.scheduler.speculator.stats()
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             pages_used=allocator.pages_held,
             pages_total=allocator.pages_total,
-            pages_let_go=allocator.let_go,
-            checkpoints_used=allocator.slots.kept,
-            checkpoints_total=allocator.slots.count,
-            checkpoints_saved=allocator.saved,
-            checkpoints_evicted=allocator.slots.evictions,
-            prefix_queries=allocator.queried,
-            prefix_hits=allocator.hit,
+            window_pages_freed=allocator.window_pages_freed,
+            checkpoints_used=allocator.checkpoint_slots.used,
+            checkpoints_total=allocator.checkpoint_slots.count,
+            checkpoints_saved=allocator.checkpoints_saved,
+            checkpoints_evicted=allocator.checkpoint_slots.evictions,
+            prefix_queries=allocator.tokens_queried,
+            prefix_hits=allocator.tokens_hit,
             preemptions=self.scheduler.preemptions,
             step_seconds=self._seconds,
-            accepted_per_position=guessed.accepted_per_position,
-            drafted_by=tuple(DraftStats(source, *counts) for source, counts in guessed.by_source.items()),
+            accepted_per_position=drafting.accepted_per_position,
+            drafted_by=tuple(DraftStats(source, *counts) for source, counts in drafting.by_source.items()),
             snapshots_saved=0 if self._offload is None else self._offload.saved,
             snapshots_restored=0 if self._offload is None else self._offload.restored,
-            propose_seconds=guessed.propose_seconds,
+            propose_seconds=drafting.propose_seconds,
             **self._totals,
         )
 
     def fail_all(self, error: OnedrawError) -> None:
-        """Everybody hears this; what cannot be given back or told in good order keeps nobody else waiting."""
-        while self._under_way:
-            ticket, members = self._under_way.popleft()
+        """End every request with this error. An exception for one request must not keep the others from their last event."""
+        while self._in_flight:
+            handle, members = self._in_flight.popleft()
             try:
-                self.backend.collect(ticket)
+                self.backend.collect(handle)
             except BaseException as failure:
-                log.error("a turn failed that nobody waited for", exc_info=failure)
-            self.scheduler.back(members)
-        self.scheduler.riding.clear()  # nothing is under way any more
+                log.error("a step in flight failed during shutdown", exc_info=failure)
+            self.scheduler.mark_collected(members)
+        self.scheduler.in_flight.clear()  # no plan is in flight any more
         for request_id, (_, sink) in list(self._live.items()):
             try:
                 self._remove(request_id)
             except BaseException as failure:
-                log.error("a request could not be taken off", exc_info=failure)
+                log.error("a request could not be removed", exc_info=failure)
                 self._live.pop(request_id, None)
-            self._news.append((sink, Event(request_id, error=error)))
-        while self._news:
+            self._undelivered.append((sink, Event(request_id, error=error)))
+        while self._undelivered:
             try:
-                self._tell()
+                self._deliver()
             except BaseException as failure:
-                log.error("a request could not be told that it failed", exc_info=failure)
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:  # those who were cancelled on the way
+                log.error("the error event of a request could not be delivered", exc_info=failure)
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:  # cancelled while in flight
             try:
                 self.scheduler.finish(sequence)
             except BaseException as failure:
-                log.error("a request could not be taken off", exc_info=failure)
+                log.error("a request could not be removed", exc_info=failure)
 
-    def _settle(self, member: Member, result: RowOutcome) -> None:
+    def _commit(self, member: Member, result: RowOutcome) -> None:
         sequence, row = member.sequence, member.row
         if row.drafts:
             kept = len(result.kept)
@@ -239,49 +244,49 @@ class Engine:
             if self._observer is not None:
                 self._observer(row, result)
         kept_before = sequence.kept
-        chosen, finish = sequence.accept(row, result)
+        sampled, finish = sequence.accept(row, result)
         assert sequence.lease is not None
-        ahead = self.scheduler.riding[sequence]
-        sequence.lease.settle(min(sequence.computed, sequence.known), sequence.history, ahead=ahead)
-        self._totals["completion_tokens"] += len(chosen)
-        scored = self._scores(sequence)
+        ahead = self.scheduler.in_flight[sequence]
+        sequence.lease.commit(min(sequence.computed, sequence.known), sequence.history, ahead=ahead)
+        self._totals["completion_tokens"] += len(sampled)
+        scored = self._prompt_logprobs(sequence)
         sink = self._live[row.request_id][1]
-        error = _barren(sequence, result) if result.no_token_left and finish is None else None
+        error = _no_token_error(sequence, result) if result.no_token_left and finish is None else None
         if finish is not None or error is not None:
             self._remove(row.request_id)
-        if chosen or finish or scored is not None:
-            stop_id = chosen[-1].token if finish == "stop" else None
+        if sampled or finish or scored is not None:
+            stop_id = sampled[-1].token if finish == "stop" else None
             kept = sequence.kept - kept_before
-            self._news.append((sink, Event(row.request_id, chosen, finish, stop_id, sequence.usage, scored, kept=kept)))
-        if error is not None:  # told by itself: a stop string in what was chosen before it ends the reply in good order
-            self._news.append((sink, Event(row.request_id, usage=sequence.usage, error=error)))
+            self._undelivered.append((sink, Event(row.request_id, sampled, finish, stop_id, sequence.usage, scored, kept=kept)))
+        if error is not None:  # a separate event: a stop string in the tokens before it may end the reply without error
+            self._undelivered.append((sink, Event(row.request_id, usage=sequence.usage, error=error)))
 
-    def _scores(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
-        """The prompt's logprobs, once, when its last position is computed."""
-        if not sequence.bypasses_cache or sequence.told_scores or sequence.computed < len(sequence.request.prompt):
+    def _prompt_logprobs(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
+        """The logprobs of the prompt, once, when its last position is computed."""
+        if not sequence.bypasses_cache or sequence.logprobs_sent or sequence.computed < len(sequence.request.prompt):
             return None
-        sequence.told_scores = True
+        sequence.logprobs_sent = True
         return tuple(sequence.scored)
 
     def _remove(self, request_id: str) -> tuple[Sequence, Sink]:
         sequence, sink = self._live[request_id]
-        if sequence not in self.scheduler.riding:
+        if sequence not in self.scheduler.in_flight:
             self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
         sequence.ended = True
-        del self._live[request_id]  # last: whoever is live still hears when this fails
+        del self._live[request_id]  # last: if something above raises, the request still gets its error event
         return sequence, sink
 
     def _fail(self, members: list[Member], error: BaseException) -> None:
-        """Their turn failed, and they with it."""
-        number = secrets.token_hex(6)
-        log.error("turn failed, error id %s", number, exc_info=error)
+        """The step of these members raised: end their requests with an error."""
+        error_id = secrets.token_hex(6)
+        log.error("step failed, error id %s", error_id, exc_info=error)
         self._totals["failed_steps"] += 1
         for member in members:
             _, sink = self._remove(member.row.request_id)
-            told = StepFailed(f"the turn failed; error id {number} stands in the server's log")
-            self._news.append((sink, Event(member.row.request_id, error=told)))
-        self._tell()
+            failure = StepFailed(f"the step failed; see error id {error_id} in the server's log")
+            self._undelivered.append((sink, Event(member.row.request_id, error=failure)))
+        self._deliver()
 
     def _count(self, members: list[Member], outcome: Outcome) -> None:
         totals = self._totals
@@ -305,20 +310,20 @@ class Engine:
                 totals["page_copies"] += len(row.copies)
 
 
-def _barren(sequence: Sequence, result: RowOutcome) -> OnedrawError:
+def _no_token_error(sequence: Sequence, result: RowOutcome) -> OnedrawError:
     if result.fault:
-        return NonFiniteLogits(f"the model's numbers overflowed: {result.fault}")
+        return NonFiniteLogits(f"the model's activations overflowed: {result.fault}")
     constraint = sequence.request.params.constraint
-    failure = constraint.failure(sequence.history.output) if isinstance(constraint, Watched) else None
+    failure = constraint.failure(sequence.history.output) if isinstance(constraint, IsolatedConstraint) else None
     if failure is not None:
         return failure
     return NoTokenLeft(_NO_TOKEN_LEFT) if sequence.request.params.may_ban_all else NonFiniteLogits(_NOT_FINITE)
 
 
 _NOT_FINITE = (
-    "the model's numbers are not finite, so there is no token to choose; its weights may be damaged, or need a wider --dtype"
+    "the logits of the model are not finite, so no token can be sampled; its weights may be damaged, or need a wider --dtype"
 )
 _NO_TOKEN_LEFT = (
-    "the sampling parameters leave no token to choose at this position (bans, bias of -inf, a constraint and filters "
+    "the sampling parameters leave no token to sample at this position (bans, bias of -inf, a constraint and filters "
     "together); relax logit_bias, bad_words, min_tokens or the constraint"
 )

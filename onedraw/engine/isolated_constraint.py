@@ -1,7 +1,7 @@
-"""A request's constraint, watched: where it fails, its own request does, and nobody who rides with it.
+"""Wraps a request's constraint so that an exception in it fails only this request, not the other rows of the step.
 
-In: a constraint. Out: one that answers the same, and allows nothing where the other one raised. Whoever finds that nothing is
-allowed asks whether it failed there: with an error that it says on purpose, or with one that stands in the log under an id.
+A constraint that raises counts as one that allows no token. The engine then asks `failure` for the cause: an error made for
+the user, or any other exception, which goes to the log under an error id.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from onedraw.types import EMPTY_MASK, Constraint, TokenMask
 log = logging.getLogger(__name__)
 
 
-class Watched:
+class IsolatedConstraint:
     """Owner: one request."""
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
-        answer = self._asked(output, drafts)
+        answer = self._try(output, drafts)
         return EMPTY_MASK if isinstance(answer, BaseException) else answer
 
     def failure(self, output: Sequence[int]) -> OnedrawError | None:
-        """What it fails with behind this output, if it does: what it says itself, or an error id."""
-        answer = self._asked(output, ())
+        """The error that the constraint raises after this output, if it raises."""
+        answer = self._try(output, ())
         if isinstance(answer, OnedrawError):
             return answer
         if not isinstance(answer, BaseException):
             return None
-        number = secrets.token_hex(6)
-        log.error("a constraint failed, error id %s", number, exc_info=answer)
-        return StepFailed(f"holding this reply to its form failed; error id {number} stands in the server's log")
+        error_id = secrets.token_hex(6)
+        log.error("a constraint failed, error id %s", error_id, exc_info=answer)
+        return StepFailed(f"the constraint on this reply failed; see error id {error_id} in the server's log")
 
-    def _asked(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | BaseException | None:
+    def _try(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | BaseException | None:
         try:
             return self._constraint.allowed(output, drafts)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic below Python is no Exception
+        except BaseException as error:  # a panic in native code is not an Exception
             return error

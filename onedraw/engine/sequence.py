@@ -1,11 +1,11 @@
-"""One request on its way: known tokens, how far they are computed, and what it holds.
+"""One request being generated: its known tokens, how far they are computed, and its lease.
 
-In: rows' outcomes. Out: what became known, and whether the request is finished. Owner: the engine thread.
+In: row outcomes. Out: newly sampled tokens, and whether the request is finished. Owner: the engine thread.
 
-    known    = len(history)                 prompt and everything chosen so far
-    computed <= known                       positions whose state is settled
+    known    = len(history)                 prompt and everything sampled so far
+    computed <= known                       positions whose state is committed
     row      = [computed, computed + n) and drafts, drafts only if the row reaches `known`
-    after    : computed += n + kept;  known += len(chosen) = kept + 1, or 0 for a middle chunk
+    after    : computed += n + kept;  known += len(sampled) = kept + 1, or 0 for a middle chunk
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Sequence:
     kept: int = 0
     rejected: int = 0
     scored: list[Logprobs] = field(default_factory=list)
-    next_drafts: tuple[Draft, ...] = ()  # the backend's own, for the next row
-    looked_up: bool = False  # on the disk, before it was first admitted
-    ended: bool = False  # nobody waits for it any more; it may still ride
-    told_scores: bool = False  # the prompt's logprobs went out; a recomputation need not make them again
+    next_drafts: tuple[Draft, ...] = ()  # made by the backend's drafter, for the next row
+    looked_up: bool = False  # in the disk snapshots, before the first admission
+    ended: bool = False  # no longer reported to its sink; a row may still be in flight
+    logprobs_sent: bool = False  # the prompt's logprobs; not computed again after preemption
 
     def __post_init__(self) -> None:
         self.history = History(self.request.prompt)
@@ -41,12 +41,12 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens still to compute; 1 while generating, 0 where a checkpoint has the whole prompt."""
+        """Known tokens still to compute; 1 while generating, 0 if a checkpoint covers the whole prompt."""
         return self.known - self.computed
 
     @property
     def room(self) -> int:
-        """Tokens that may still be chosen."""
+        """Tokens that may still be sampled."""
         return self.request.params.max_tokens - len(self.history.output)
 
     @property
@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def bypasses_cache(self) -> bool:
-        """Prompt logprobs need the logits of every prompt position, so every one is computed."""
+        """Prompt logprobs need the logits of every prompt position, so every position is computed."""
         return self.request.params.prompt_logprobs is not None
 
     def begin(self, lease: Lease) -> None:
@@ -74,11 +74,11 @@ class Sequence:
 
     @property
     def saves(self) -> bool:
-        """The next row may fill a checkpoint. It carries no drafts, so that its state is the one after known tokens."""
-        return self.lease is not None and bool(self.lease.wishes)
+        """Whether the next row may save a checkpoint. Such a row carries no drafts, so its state covers known tokens only."""
+        return self.lease is not None and bool(self.lease.save_positions)
 
     def rewind(self) -> None:
-        """Preemption: give everything back, compute again later. The tokens stay."""
+        """Preemption: release the lease and compute again later. The tokens stay."""
         assert self.lease is not None
         self.lease.release()
         self.lease, self.computed, self.next_drafts = None, 0, ()
@@ -87,7 +87,7 @@ class Sequence:
         assert self.lease is not None
         stop = self.computed + length
         samples = stop == self.known and self.room > 0
-        opening = self.lease.opening
+        restore = self.lease.restore
         return Row(
             request_id=self.request.id,
             lane=self.lease.lane,
@@ -99,14 +99,14 @@ class Sequence:
             samples=samples,
             params=self.request.params,
             history=self.history,
-            scores_prompt=self.bypasses_cache and not self.told_scores and self.computed < len(self.request.prompt),
-            restore=None if opening is None else opening.slot,
-            copies=() if opening is None else opening.copies,
-            saves=self.lease.saves(start=self.computed, stop=stop, samples=samples),
+            scores_prompt=self.bypasses_cache and not self.logprobs_sent and self.computed < len(self.request.prompt),
+            restore=None if restore is None else restore.slot,
+            copies=() if restore is None else restore.copies,
+            saves=self.lease.plan_saves(start=self.computed, stop=stop, samples=samples),
         )
 
-    def row_behind(self, row: Row) -> Row:
-        """The row after one that is under way: the token which that one chooses, whichever it is."""
+    def row_ahead(self, row: Row) -> Row:
+        """The row after one in flight, for the token that it samples."""
         assert self.lease is not None
         return Row(
             request_id=row.request_id,
@@ -123,24 +123,24 @@ class Sequence:
         )
 
     def accept(self, row: Row, outcome: RowOutcome) -> tuple[tuple[SampledToken, ...], Finish | None]:
-        """Take in what a row gave. Choices past a stop id or past max_tokens are as if never made."""
+        """Apply the outcome of a row. Tokens sampled past a stop id or past max_tokens are dropped."""
         self.scored.extend(outcome.scored)
         self.next_drafts = outcome.next_drafts
         kept = len(outcome.kept)
         self.computed = row.stop + kept
-        chosen, finish = self._take(outcome.sampled)
-        said = min(kept, len(chosen))  # a draft behind a stop id was right, but is no part of the reply
-        self.kept += said
-        self.rejected += len(row.drafts) - said
-        return chosen, finish
+        sampled, finish = self._append(outcome.sampled)
+        kept_in_reply = min(kept, len(sampled))  # a correct draft behind a stop id is not part of the reply
+        self.kept += kept_in_reply
+        self.rejected += len(row.drafts) - kept_in_reply
+        return sampled, finish
 
-    def _take(self, chosen: tuple[SampledToken, ...]) -> tuple[tuple[SampledToken, ...], Finish | None]:
+    def _append(self, sampled: tuple[SampledToken, ...]) -> tuple[tuple[SampledToken, ...], Finish | None]:
         stop_ids = self.request.params.stop_ids
-        for count, choice in enumerate(chosen, start=1):
-            self.history.output.append(choice.token)
-            if choice.token in stop_ids:
-                return chosen[:count], "stop"
+        for count, token in enumerate(sampled, start=1):
+            self.history.output.append(token.token)
+            if token.token in stop_ids:
+                return sampled[:count], "stop"
             if self.room == 0:
-                return chosen[:count], "length"
+                return sampled[:count], "length"
         done = self.room == 0 and self.computed >= self.known
-        return chosen, "length" if done else None
+        return sampled, "length" if done else None

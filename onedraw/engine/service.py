@@ -1,7 +1,7 @@
-"""The only thread border: callers on any thread, the engine on its own.
+"""The border between threads: callers on any thread, the engine on its own.
 
-In: submit and cancel from any thread. Out: events, called on the engine thread (a sink must not block).
-What the backend cannot honour is refused here, before any work. Cancelling is a note read at the start of a turn.
+In: submit and cancel from any thread. Out: events, delivered on the engine thread (a sink must not block). Requests that the
+backend cannot serve are refused here, before any work. A cancellation takes effect at the start of the next step.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ log = logging.getLogger("onedraw.engine")
 
 
 class Service:
-    """Runs an engine on a thread of its own, from its making to its end.
+    """Builds, runs and closes an engine on one thread.
 
-    The engine is made there too: a device's thread pool then belongs to one thread, which keeps it awake between
-    products (two pools on one machine slow each other down by a third).
+    The engine is built on that thread too, so that a CPU backend's OpenMP pool belongs to it: with two pools on one machine
+    both are slower by a third.
     """
 
     def __init__(self, make_engine: Callable[[], Engine], *, queue_limit: int = 256) -> None:
         self._queue_limit = queue_limit
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._arrivals: deque[tuple[Request, Sink]] = deque()
         self._cancelled: deque[str] = deque()
         self._draining = False
@@ -51,7 +51,7 @@ class Service:
         made: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_engine, made), name="onedraw-engine", daemon=True)
         self._thread.start()
-        self._engine = made.result()  # raises what the making raised
+        self._engine = made.result()  # raises if make_engine raised
         self._stats = self._engine.stats()
 
     @property
@@ -63,16 +63,16 @@ class Service:
         return self._thread.is_alive() and not self._draining
 
     @property
-    def most(self) -> int:
-        """Requests that may run and wait at once; more in one call can never be taken."""
+    def max_requests(self) -> int:
+        """Requests that may run and wait at once; a call with more can never be accepted."""
         return self._queue_limit + self.capacity.lanes
 
     def stats(self) -> Stats:
-        """As of the last turn."""
+        """As of the last step."""
         return self._stats
 
     def check(self, request: Request) -> None:
-        """Raise what makes a request impossible here."""
+        """Raise if this backend cannot serve the request."""
         capacity, params = self.capacity, request.params
         for token in request.prompt:
             if not 0 <= token < capacity.vocab:
@@ -98,44 +98,44 @@ class Service:
             )
 
     def submit(self, requests: Sequence[tuple[Request, Sink]]) -> None:
-        """Take all of them or none."""
-        if len(requests) > self.most:
+        """Accept all of the requests or none."""
+        if len(requests) > self.max_requests:
             raise BadRequest(
-                f"{len(requests)} replies at once are more than the {self.most} that may run and wait here; "
-                f"ask for them in several requests, or raise --queue-limit or --max-batch",
+                f"{len(requests)} replies at once are more than the {self.max_requests} that may run and wait; "
+                f"split them over several requests, or raise --queue-limit or --max-batch",
                 code="too_many_replies",
             )
         for request, _ in requests:
             self.check(request)
-        with self._news:
+        with self._changed:
             if self._draining:
                 raise ShuttingDown("the server is shutting down and takes no new requests")
             if self._stop or not self._thread.is_alive():
-                raise ShuttingDown("the engine failed and takes no new requests; the server's log says why")
+                raise ShuttingDown("the engine failed and takes no new requests; see the server's log")
             if self._stats.waiting + len(self._arrivals) + len(requests) > self._queue_limit + self._free_lanes():
                 raise QueueFull(f"{self._queue_limit} requests are waiting already; try again in a moment")
             self._arrivals.extend(requests)
-            self._news.notify()
+            self._changed.notify()
 
     def cancel(self, request_id: str) -> None:
-        with self._news:
+        with self._changed:
             self._cancelled.append(request_id)
-            self._news.notify()
+            self._changed.notify()
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let the running ones finish for at most this long, then end the thread."""
-        with self._news:
+        with self._changed:
             self._draining = True
         deadline = time.monotonic() + drain_seconds
-        while time.monotonic() < deadline and self._thread.is_alive() and self._occupied():
+        while time.monotonic() < deadline and self._thread.is_alive() and self._has_work():
             time.sleep(0.01)
-        with self._news:
+        with self._changed:
             self._stop = True
-            self._news.notify()
+            self._changed.notify()
         self._thread.join()
 
-    def _occupied(self) -> bool:
-        with self._news:  # an arrival is either still noted or known to the engine
+    def _has_work(self) -> bool:
+        with self._changed:  # under the lock an arrival is either still queued or added to the engine
             return bool(self._arrivals) or self._engine.busy
 
     def _free_lanes(self) -> int:
@@ -148,15 +148,15 @@ class Service:
             made.set_exception(error)
             return
         made.set_result(engine)
-        end: OnedrawError = StepFailed("the engine failed and takes no more requests; the server's log says why")
+        end: OnedrawError = StepFailed("the engine failed and takes no more requests; see the server's log")
         try:
-            while self._go_on(engine):
+            while self._step(engine):
                 pass
             end = ShuttingDown("the server was shut down before this request finished")
         except BaseException:
-            log.exception("the engine failed and cannot go on")
+            log.exception("the engine failed and cannot continue")
         finally:
-            with self._news:  # nobody is taken from here on
+            with self._changed:  # no request is accepted from here on
                 self._stop = True
                 left, self._arrivals = self._arrivals, deque()
             for request, sink in left:
@@ -165,36 +165,36 @@ class Service:
                 engine.fail_all(end)
                 self._stats = engine.stats()
             except BaseException:
-                log.exception("the engine did not end in good order")
+                log.exception("the engine failed while it was closed")
             finally:
                 engine.close()
 
-    def _go_on(self, engine: Engine) -> bool:
-        """One turn. False: stop."""
+    def _step(self, engine: Engine) -> bool:
+        """One engine step. False: stop."""
         try:
-            if not self._listen(engine):
+            if not self._take_messages(engine):
                 return False
             engine.step()
             if not engine.busy:
                 engine.scheduler.allocator.audit()
-        except BaseException:  # a bug of ours outside the backend, or a panic below Python: nobody may wait for ever
-            log.exception("the engine failed between turns")
-            engine.fail_all(StepFailed("the engine failed; the server's log says why"))
+        except BaseException:  # a bug outside the backend, or a panic in native code: no caller may wait forever
+            log.exception("the engine failed between steps")
+            engine.fail_all(StepFailed("the engine failed; see the server's log"))
         self._stats = engine.stats()
         return True
 
-    def _listen(self, engine: Engine) -> bool:
-        """Take in arrivals and cancellations; sleep while there is nothing to do. False: stop."""
-        with self._news:
+    def _take_messages(self, engine: Engine) -> bool:
+        """Apply arrivals and cancellations; sleep while there is nothing to do. False: stop."""
+        with self._changed:
             while not (self._stop or self._arrivals or self._cancelled or engine.busy):
-                self._news.wait()
+                self._changed.wait()
             if self._stop:
                 return False
             arrived = bool(self._arrivals)
             while self._arrivals:
                 engine.add(*self._arrivals.popleft())
             if arrived:
-                self._stats = engine.stats()  # before the next submit looks how many wait
+                self._stats = engine.stats()  # the next submit reads how many are waiting
             cancelled, self._cancelled = self._cancelled, deque()
         for request_id in cancelled:
             engine.cancel(request_id)

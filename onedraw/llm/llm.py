@@ -220,9 +220,9 @@ class LLM:
     def _requests(self, generation: Generation) -> list[Request]:
         if generation.n < 1:
             raise BadParameter("n", f"must be at least 1, not {generation.n}")
-        if generation.n > self.service.most:
+        if generation.n > self.service.max_requests:
             raise BadParameter(
-                "n", f"must be at most {self.service.most}, which is what may run and wait here, not {generation.n}"
+                "n", f"must be at most {self.service.max_requests}, which is what may run and wait here, not {generation.n}"
             )
         name = f"{generation.label or 'r'}-{next(self._numbers)}"
         return [

@@ -1,10 +1,10 @@
-"""Snapshots on disk: what prompts left in pages, states and last logits, found again after a restart.
+"""Snapshots on disk: pages, recurrent state and last logits of prompts, reused after a restart.
 
-In: arrays with the tokens they belong to. Out: the same arrays for a prompt that begins with these tokens, or nothing. A
-thread of its own writes; reading is the caller's. A file is complete or it is not there: it is written beside its place,
-flushed, and renamed. Everything in it is under a checksum. What is torn, cut short, foreign or stale is skipped with one
-warning, and computed again. The checksum is CRC-32 of every MiB under one blake2b: against accidents, and four times as
-quick to read as blake2b of everything, which is what a first token waits for.
+In: arrays with the tokens they belong to. Out: the same arrays for a prompt that begins with these tokens. A separate thread
+writes; the caller's thread reads. A file is either complete or absent: it is written under a temporary name, flushed and
+renamed. A file that is truncated, damaged, made by another configuration or of another prompt is discarded with one
+warning, and the prompt is computed. The checksum detects accidental damage: a CRC-32 of every MiB under one blake2b, four
+times as fast as blake2b of everything, because the first token waits for the read.
 
     magic, u64 length of the header, header (JSON), tokens (u32), arrays one after the other, checksum of all before it
 """
@@ -36,54 +36,55 @@ MAGIC = b"onedraw snapshot 2\n"
 SUFFIX = ".snapshot"
 DIGEST = 16
 BLOCK = 2**20  # bytes under one CRC
-MOST_WAITING = 2  # snapshots on their way to the disk; more are dropped, since they hold memory
-LARGEST_READ = 2**30  # bytes that an admission may read
+MAX_QUEUED = 2  # snapshots waiting to be written; more are dropped, because their arrays use memory
+MAX_READ_BYTES = 2**30  # at an admission
 HALF_LIFE = 24 * 3600.0  # seconds in which an unused snapshot loses half of its value
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a file holds. `firsts`: per page group, which page of the prefix its first stored page is."""
+    """The content of a file. `firsts`: per page group, the index in the prefix of the first stored page."""
 
     tokens: tuple[int, ...]
-    logits: bool  # the scores behind the last token are there too
+    logits: bool  # whether the logits of the last token are included
     firsts: tuple[int, ...]
     path: Path
     size: int
 
 
 class SnapshotFolder:
-    """Owner: the engine thread; `_write` alone runs on the writing thread.
+    """Owner: the engine thread; only `_write` runs on the writing thread.
 
-    `fingerprint` is everything that decides about bits: weights, backend, kind of device, dtypes, chunk and page length,
-    drafter, version; not the split. Each has a folder of its own below `root`, and all share `budget` bytes.
+    `fingerprint` names everything that affects the bits of the arrays: weights, backend, kind of device, dtypes, chunk and
+    page length, drafter, version; not the split over devices. Each fingerprint has its own folder below `root`; all folders
+    share `budget` bytes.
     """
 
-    def __init__(self, root: Path, *, fingerprint: str, page_size: int, budget: int, most_waiting: int = MOST_WAITING) -> None:
-        self._most_waiting = most_waiting
+    def __init__(self, root: Path, *, fingerprint: str, page_size: int, budget: int, max_queued: int = MAX_QUEUED) -> None:
+        self._max_queued = max_queued
         self._root, self._fingerprint, self._page_size, self._budget = root, fingerprint, page_size, budget
         self._folder = root / hashlib.blake2b(fingerprint.encode(), digest_size=8).hexdigest()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be read from what lies here
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # snapshots contain the prompts of users
         self._folder.mkdir(exist_ok=True)
         self._index: dict[bytes, Snapshot] = {}  # by the key of all its tokens
         self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # by the key of each of its full pages
-        self._lengths: dict[int, int] = {}  # how many snapshots have so many tokens
+        self._lengths: dict[int, int] = {}  # length in tokens → number of snapshots
         self.written = self.skipped = 0
-        self._lock = threading.Lock()  # of the four above: the writer adds what it wrote
-        self._waiting: queue.Queue[tuple[Snapshot, Arrays] | None] = queue.Queue()
+        self._lock = threading.Lock()  # guards the four above, which the writing thread updates
+        self._queue: queue.Queue[tuple[Snapshot, Arrays] | None] = queue.Queue()
         self._pending = 0
         for path in sorted(self._folder.iterdir()):
-            self._meet(path)
+            self._register_file(path)
         self._thread = threading.Thread(target=self._run, name="onedraw-snapshots", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
         return len(self._index)
 
-    # ------------------------------------------------------------------ finding
+    # ------------------------------------------------------------------ lookup and reading
 
-    def whole(self, tokens: Sequence[int], *, lengths: Sequence[int] | None = None) -> Snapshot | None:
-        """The longest snapshot of exactly tokens[:n], n one of `lengths` (None: any)."""
+    def longest_whole(self, tokens: Sequence[int], *, lengths: Sequence[int] | None = None) -> Snapshot | None:
+        """The longest snapshot whose tokens are exactly tokens[:n], for n in `lengths` (None: any n)."""
         with self._lock:
             wanted = sorted(n for n in self._lengths if n <= len(tokens) and (lengths is None or n in lengths))
         found, state, done = None, hashlib.blake2b(digest_size=DIGEST), 0
@@ -94,16 +95,16 @@ class SnapshotFolder:
                 found = self._index.get(state.digest(), found)
         return found
 
-    def beginning(self, tokens: Sequence[int]) -> tuple[Snapshot, int] | None:
-        """A snapshot that begins with as many full pages of `tokens` as any, and how many pages that are."""
+    def longest_pages(self, tokens: Sequence[int]) -> tuple[Snapshot, int] | None:
+        """A snapshot that shares the most leading full pages with `tokens`, and the number of these pages."""
         found, state, size = None, hashlib.blake2b(digest_size=DIGEST), self._page_size
         for start in range(0, len(tokens) - size + 1, size):
             state.update(_packed(tokens[start : start + size]))
             with self._lock:
-                there = self._pages.get(state.digest())
-            if there is None:
+                entry = self._pages.get(state.digest())
+            if entry is None:
                 break
-            found = there
+            found = entry
         return found
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
@@ -111,57 +112,57 @@ class SnapshotFolder:
             return _key(tokens) in self._index
 
     def read(self, snapshot: Snapshot) -> dict[str, npt.NDArray[Any]] | None:
-        """Its arrays; None, after one warning, where the file is not what it says."""
+        """The arrays of a snapshot; None if the file is too large, or damaged or of another prompt: then it is discarded."""
         try:
-            if snapshot.size > LARGEST_READ:
+            if snapshot.size > MAX_READ_BYTES:
                 return None
             content = _content(snapshot.path)
             header, start = self._header(content)
             checksum = Checksum()
             checksum.update(content[:-DIGEST])
             if checksum.digest() != bytes(content[-DIGEST:]):
-                raise ValueError("its checksum is another")
+                raise ValueError("checksum mismatch")
             stop = start + 4 * header["tokens"]
             if np.frombuffer(content[start:stop], "<u4").tolist() != list(snapshot.tokens):
-                raise ValueError("it is of another prompt")
-            os.utime(snapshot.path)  # used now: worth keeping
+                raise ValueError("it belongs to another prompt")
+            os.utime(snapshot.path)  # the eviction policy reads the time of last use
             return dict(_arrays(content, header["arrays"], stop))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.discard(snapshot, error)
             return None
 
     def discard(self, snapshot: Snapshot, error: Exception) -> None:
-        """It is not what it says: one warning, and it may be written anew."""
+        """Discard a snapshot whose content does not match its header; warn once."""
         self._skip(snapshot.path, error)
-        self._forget(snapshot)
+        self._unregister(snapshot)
 
     # ------------------------------------------------------------------ writing
 
     def write(self, tokens: Sequence[int], arrays: Arrays, *, logits: bool, firsts: Sequence[int]) -> bool:
-        """Hand over to the writing thread. The arrays are not touched again. False: too much is waiting already."""
+        """Queue for the writing thread; the caller must not change the arrays afterwards. False if the queue is full."""
         with self._lock:
-            if self._pending >= self._most_waiting or _key(tokens) in self._index:
+            if self._pending >= self._max_queued or _key(tokens) in self._index:
                 return False
             self._pending += 1
         size = sum(array.nbytes for array in arrays.values())
-        self._waiting.put((Snapshot(tuple(tokens), logits, tuple(firsts), self._path(tokens), size), arrays))
+        self._queue.put((Snapshot(tuple(tokens), logits, tuple(firsts), self._path(tokens), size), arrays))
         return True
 
     @property
     def busy(self) -> bool:
-        """More would be dropped."""
+        """Whether the queue is full, so that `write` would drop a snapshot."""
         with self._lock:
-            return self._pending >= self._most_waiting
+            return self._pending >= self._max_queued
 
     def close(self) -> None:
-        """Write what is waiting."""
-        self._waiting.put(None)
+        """Write the queued snapshots and end the writing thread."""
+        self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._waiting.get()) is not None:
+        while (queued := self._queue.get()) is not None:
             try:
-                self._write(*job)
+                self._write(*queued)
             except OSError as error:
                 log.warning("a snapshot could not be written: %s", error)
             finally:
@@ -169,33 +170,33 @@ class SnapshotFolder:
                     self._pending -= 1
 
     def _write(self, snapshot: Snapshot, arrays: Arrays) -> None:
-        beside = snapshot.path.with_name(f"{snapshot.path.stem}.{os.getpid()}.part")
+        temporary = snapshot.path.with_name(f"{snapshot.path.stem}.{os.getpid()}.part")
         checksum, size = Checksum(), DIGEST
         try:
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 for part in self._parts(snapshot, arrays):
                     checksum.update(part)
                     size += file.write(part)
                 file.write(checksum.digest())
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(snapshot.path)
+            temporary.replace(snapshot.path)
         except OSError:
-            beside.unlink(missing_ok=True)
-            self._evict()  # others may have filled the disk with more than the budget
+            temporary.unlink(missing_ok=True)
+            self._evict()  # the disk may be full of snapshots over the budget
             raise
-        self._remember(Snapshot(snapshot.tokens, snapshot.logits, snapshot.firsts, snapshot.path, size))
+        self._register(Snapshot(snapshot.tokens, snapshot.logits, snapshot.firsts, snapshot.path, size))
         self.written += 1
         self._evict()
 
     def _parts(self, snapshot: Snapshot, arrays: Arrays) -> list[bytes | memoryview]:
-        told = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+        described = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
         header = {
             "fingerprint": self._fingerprint,
             "tokens": len(snapshot.tokens),
             "logits": snapshot.logits,
             "firsts": list(snapshot.firsts),
-            "arrays": told,
+            "arrays": described,
             "bytes": snapshot.size,
         }
         text = json.dumps(header).encode()
@@ -203,7 +204,7 @@ class SnapshotFolder:
         return [MAGIC, struct.pack("<Q", len(text)), text, _packed(snapshot.tokens), *bodies]
 
     def _evict(self) -> None:
-        """Within the budget, over all fingerprints: what saves the fewest tokens per byte, and longest ago, goes first."""
+        """Delete files of all fingerprints until they fit the budget, lowest value first (see `value`)."""
         found = []
         for path in self._root.glob(f"*/*{SUFFIX}"):
             try:
@@ -221,14 +222,14 @@ class SnapshotFolder:
             with self._lock:
                 gone = next((s for s in self._index.values() if s.path == path), None)
             if gone is not None:
-                self._forget(gone)
+                self._unregister(gone)
 
-    # ------------------------------------------------------------------ the books
+    # ------------------------------------------------------------------ index of files
 
     def _path(self, tokens: Sequence[int]) -> Path:
         return self._folder / f"{len(tokens)}-{_key(tokens).hex()}{SUFFIX}"
 
-    def _remember(self, snapshot: Snapshot) -> None:
+    def _register(self, snapshot: Snapshot) -> None:
         state, size = hashlib.blake2b(digest_size=DIGEST), self._page_size
         with self._lock:
             for page in range(1, len(snapshot.tokens) // size + 1):
@@ -240,7 +241,7 @@ class SnapshotFolder:
                 self._lengths[length] = self._lengths.get(length, 0) + 1
             self._index[key] = snapshot
 
-    def _forget(self, snapshot: Snapshot) -> None:
+    def _unregister(self, snapshot: Snapshot) -> None:
         with self._lock:
             self._pages = {key: entry for key, entry in self._pages.items() if entry[0].path != snapshot.path}
             if self._index.pop(_key(snapshot.tokens), None) is not None:
@@ -249,8 +250,8 @@ class SnapshotFolder:
                 if not self._lengths[length]:
                     del self._lengths[length]
 
-    def _meet(self, path: Path) -> None:
-        """Take a file of an earlier run into the books by its header alone; its content is checked when it is read."""
+    def _register_file(self, path: Path) -> None:
+        """Register a file of an earlier run by its header; `read` checks the content."""
         if path.suffix == ".part":
             if not _alive(path):
                 _remove(path)
@@ -259,49 +260,49 @@ class SnapshotFolder:
             return
         try:
             with path.open("rb") as file:
-                opening = file.read(len(MAGIC) + 8)
-                opening += file.read(_length(opening))
-                header, start = self._header(opening)
+                head = file.read(len(MAGIC) + 8)
+                head += file.read(_header_length(head))
+                header, start = self._header(head)
                 size = path.stat().st_size
                 if not 0 <= header["tokens"] <= size:
-                    raise ValueError("it is cut short")
+                    raise ValueError("it is truncated")
                 tokens = tuple(np.frombuffer(file.read(4 * header["tokens"]), "<u4").tolist())
             if size != start + 4 * header["tokens"] + header["bytes"] + DIGEST or len(tokens) != header["tokens"]:
-                raise ValueError("it is cut short")
+                raise ValueError("it is truncated")
             if path != self._path(tokens):
-                raise ValueError("it is of another prompt")
-            self._remember(Snapshot(tokens, bool(header["logits"]), tuple(header["firsts"]), path, size))
+                raise ValueError("it belongs to another prompt")
+            self._register(Snapshot(tokens, bool(header["logits"]), tuple(header["firsts"]), path, size))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self._skip(path, error)
 
     def _header(self, content: bytes | memoryview) -> tuple[dict[str, Any], int]:
-        """The header and where it ends."""
-        length = _length(content)
+        """The header, and the offset behind it."""
+        length = _header_length(content)
         start = len(MAGIC) + 8
         header = json.loads(bytes(content[start : start + length]))
         if header["fingerprint"] != self._fingerprint:
-            raise ValueError(f"it was made by {header['fingerprint']}, not {self._fingerprint}")
+            raise ValueError(f"it was written for {header['fingerprint']}, not {self._fingerprint}")
         return header, start + length
 
     def _skip(self, path: Path, error: Exception) -> None:
         self.skipped += 1
-        log.warning("snapshot %s is not used: %s", path.name, error)
+        log.warning("snapshot %s is discarded: %s", path.name, error)
         _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """What cannot be removed, a folder for one, stays where it is."""
+    """Delete a file; ignore paths that cannot be deleted, such as folders."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def value(tokens: int, size: int, age: float) -> float:
-    """Tokens saved per byte, halved for every HALF_LIFE that nobody used it."""
+    """Tokens saved per byte, halved for every HALF_LIFE since the last use."""
     return float(tokens / max(size, 1) * 0.5 ** (max(age, 0.0) / HALF_LIFE))
 
 
 class Checksum:
-    """Of bytes that come in parts of any length."""
+    """The checksum of bytes given in parts of any length."""
 
     def __init__(self) -> None:
         self._whole = hashlib.blake2b(digest_size=DIGEST)
@@ -314,30 +315,30 @@ class Checksum:
             self._crc = zlib.crc32(piece, self._crc)
             self._room -= len(piece)
             if not self._room:
-                self._close()
+                self._end_block()
 
     def digest(self) -> bytes:
-        """Nothing comes after it."""
-        self._close()
+        """The checksum; no `update` may follow."""
+        self._end_block()
         return self._whole.digest()
 
-    def _close(self) -> None:
+    def _end_block(self) -> None:
         self._whole.update(struct.pack("<IQ", self._crc, self._room))
         self._crc, self._room = 0, BLOCK
 
 
-def _length(content: bytes | memoryview) -> int:
+def _header_length(content: bytes | memoryview) -> int:
     if len(content) < len(MAGIC) + 8 or content[: len(MAGIC)] != MAGIC:
-        raise ValueError("it is no snapshot")
+        raise ValueError("it is not a snapshot")
     length = int(struct.unpack("<Q", content[len(MAGIC) : len(MAGIC) + 8])[0])
     if length > 2**24:
-        raise ValueError("it is no snapshot")
+        raise ValueError("it is not a snapshot")
     return length
 
 
-def _arrays(content: memoryview, told: Sequence[Any], start: int) -> list[tuple[str, npt.NDArray[Any]]]:
+def _arrays(content: memoryview, described: Sequence[Any], start: int) -> list[tuple[str, npt.NDArray[Any]]]:
     found = []
-    for name, dtype, shape in told:
+    for name, dtype, shape in described:
         kind = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         found.append((name, np.frombuffer(content, kind, count=count, offset=start).reshape(shape)))
@@ -350,7 +351,7 @@ def _content(path: Path) -> memoryview:
     content = np.empty(path.stat().st_size, np.uint8).data
     with path.open("rb") as file:
         if file.readinto(content) != len(content):
-            raise ValueError("it is cut short")
+            raise ValueError("it is truncated")
     return content
 
 

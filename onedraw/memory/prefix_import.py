@@ -1,7 +1,7 @@
-"""A prefix that comes from elsewhere into the prefix index: room for it first, then its place among the others.
+"""Import of a prefix from a disk snapshot into the prefix cache: first reserve its pages and slot, then register it.
 
-In: tokens, and a backend's word that pages and slot have their content. Out: nodes and a checkpoint that `Allocator.lend`
-finds like any others. Owner of an adoption: the engine thread, which begins and ends it between two turns.
+In: tokens, and page and slot content that the backend has loaded. Out: nodes and a checkpoint that `Allocator.allocate` finds
+like any others. An import begins and ends between two steps, on the engine thread.
 """
 
 from __future__ import annotations
@@ -10,48 +10,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onedraw.memory.allocator import Allocator
-from onedraw.memory.pages import NO_PAGE, first_needed, pages_for
-from onedraw.memory.prefix_cache import Checkpoint, Node, longest
+from onedraw.memory.pages import NO_PAGE, first_visible, pages_for
+from onedraw.memory.prefix_cache import Node, PrefixCheckpoint, longest_resume
 from onedraw.types import History
 
 
 @dataclass(frozen=True, slots=True)
-class Adoption:
-    """Room for a prefix that comes from elsewhere, until it is in the index."""
+class PrefixImport:
+    """Pages and slot reserved for a prefix until it is in the prefix cache."""
 
     tokens: tuple[int, ...]
     slot: int | None
-    pages: tuple[dict[int, int], ...]  # per group: place in the prefix → page to be filled
-    held: tuple[dict[int, int], ...]  # the same for those that are there already
+    new_pages: tuple[dict[int, int], ...]  # per group: page index in the prefix → page to be filled
+    held_pages: tuple[dict[int, int], ...]  # the same for pages that the cache has already
     pinned: Node
 
-    def places(self, firsts: Sequence[int]) -> list[dict[int, int]]:
-        """Stored page → page here, where the stored ones begin with these places."""
-        return [{place - first: page for place, page in new.items()} for first, new in zip(firsts, self.pages, strict=True)]
+    def page_map(self, firsts: Sequence[int]) -> list[dict[int, int]]:
+        """Per group: stored page → page to be filled. `firsts`: index in the prefix of each group's first stored page."""
+        return [{index - first: page for index, page in new.items()} for first, new in zip(firsts, self.new_pages, strict=True)]
 
 
-def reach(allocator: Allocator, history: History) -> int:
-    """How far a prompt could be resumed now."""
-    path = allocator.index.walk(history.prompt)
-    return longest(path, history.prompt, prompt=len(history.prompt), known=len(history), needs=allocator.needs).position
+def reusable_length(allocator: Allocator, history: History) -> int:
+    """How far a prompt could be resumed from the prefix cache now."""
+    path = allocator.prefix_cache.match(history.prompt)
+    return longest_resume(path, history.prompt, prompt=len(history.prompt), known=len(history), rules=allocator.rules).position
 
 
-def pages_of(allocator: Allocator, checkpoint: Checkpoint) -> list[tuple[int, list[int]]] | None:
-    """Per group the pages that its position sees, in order, and the place of the first; None where it is gone or one of
-    them is. Where they are still there, those that the end of the last full page sees come along: the next turn of a
-    conversation goes on from there."""
+def checkpoint_pages(allocator: Allocator, checkpoint: PrefixCheckpoint) -> list[tuple[int, list[int]]] | None:
+    """Per group: index of the first page that the checkpoint's position attends to, and the pages from there on, in order.
+
+    None if the checkpoint or one of these pages is gone. If still present, the pages that the end of the last full page
+    attends to are included: the next prompt of a conversation resumes there.
+    """
     if checkpoint.node.checkpoints.get(checkpoint.tail) is not checkpoint:
         return None
     chain: list[Node] = []
     node = checkpoint.node
-    while node.above is not None:
+    while node.parent is not None:
         chain.append(node)
-        node = node.above
+        node = node.parent
     found, size = [], allocator.page_size
-    for group, window in enumerate(allocator.needs.windows):
+    for group, window in enumerate(allocator.rules.windows):
         held = [node.pages[group] for node in reversed(chain)] + list(checkpoint.pages[group : group + 1])
         ends = (checkpoint.position - checkpoint.position % size, checkpoint.position)
-        firsts = [first_needed(end, window) // size for end in ends]
+        firsts = [first_visible(end, window) // size for end in ends]
         first = next((first for first in firsts if NO_PAGE not in held[first:]), None)
         if first is None:
             return None
@@ -59,67 +61,69 @@ def pages_of(allocator: Allocator, checkpoint: Checkpoint) -> list[tuple[int, li
     return found
 
 
-def make_room(allocator: Allocator, tokens: tuple[int, ...], *, slot: bool) -> Adoption | None:
-    """Pages, and a slot, for a prefix that comes from elsewhere; what the index has of it stays. None: no room."""
+def begin_import(allocator: Allocator, tokens: tuple[int, ...], *, slot: bool) -> PrefixImport | None:
+    """Reserve the pages that the cache lacks, and a slot if requested. None if there is not enough room."""
     position, size = len(tokens), allocator.page_size
-    path = allocator.index.walk(tokens)
-    pages: list[dict[int, int]] = [{} for _ in allocator.pools]
-    held: list[dict[int, int]] = [{} for _ in allocator.pools]
+    path = allocator.prefix_cache.match(tokens)
+    new_pages: list[dict[int, int]] = [{} for _ in allocator.pools]
+    held_pages: list[dict[int, int]] = [{} for _ in allocator.pools]
     for group, pool in enumerate(allocator.pools):
-        for place in range(first_needed(position, pool.window) // size, pages_for(position, size)):
-            there = path[place + 1].pages[group] if place + 1 < len(path) else NO_PAGE
-            (pages if there == NO_PAGE else held)[group][place] = there
-    idle = [sum(map(pool.idle, set(kept.values()))) for pool, kept in zip(allocator.pools, held, strict=True)]
-    if any(len(new) + gone > pool.available for new, gone, pool in zip(pages, idle, allocator.pools, strict=True)):
+        for index in range(first_visible(position, pool.window) // size, pages_for(position, size)):
+            page = path[index + 1].pages[group] if index + 1 < len(path) else NO_PAGE
+            (new_pages if page == NO_PAGE else held_pages)[group][index] = page
+    idle = [sum(map(pool.idle, set(held.values()))) for pool, held in zip(allocator.pools, held_pages, strict=True)]
+    if any(len(new) + taken > pool.available for new, taken, pool in zip(new_pages, idle, allocator.pools, strict=True)):
         return None
-    allocator.index.pin(path[-1])
-    for pool, kept in zip(allocator.pools, held, strict=True):
-        for page in kept.values():
-            pool.share(page)
-    adoption = Adoption(tokens, allocator.slots.take() if slot else None, tuple(pages), tuple(held), path[-1])
-    for pool, new in zip(allocator.pools, pages, strict=True):
-        for place in new:
-            new[place] = pool.take()
-    if slot and adoption.slot is None:  # all are about to be read or written
-        abandon(allocator, adoption)
+    allocator.prefix_cache.pin(path[-1])
+    for pool, held in zip(allocator.pools, held_pages, strict=True):
+        for page in held.values():
+            pool.retain(page)
+    taken_slot = allocator.checkpoint_slots.take() if slot else None
+    imported = PrefixImport(tokens, taken_slot, tuple(new_pages), tuple(held_pages), path[-1])
+    for pool, new in zip(allocator.pools, new_pages, strict=True):
+        for index in new:
+            new[index] = pool.take()
+    if slot and imported.slot is None:  # rows are going to read or fill all slots
+        cancel_import(allocator, imported)
         return None
-    return adoption
+    return imported
 
 
-def adopt(allocator: Allocator, adoption: Adoption, *, logits: bool) -> None:
-    """What was made room for has its content now: whoever comes finds it in the index."""
-    tokens, size = adoption.tokens, allocator.page_size
+def finish_import(allocator: Allocator, imported: PrefixImport, *, logits: bool) -> None:
+    """The reserved pages and slot have their content: register them in the prefix cache."""
+    tokens, size, cache = imported.tokens, allocator.page_size, allocator.prefix_cache
     depth = len(tokens) // size
-    node = allocator.index.root
-    for place in range(depth):
-        node = allocator.index.below(node, tokens[place * size : (place + 1) * size])
-        for group, new in enumerate(adoption.pages):
-            if place in new:
-                allocator.index.adopt(node, group, new[place])
-    allocator.index.pin(node)  # it stays while its checkpoint is exchanged
+    node = cache.root
+    for index in range(depth):
+        node = cache.child(node, tokens[index * size : (index + 1) * size])
+        for group, new in enumerate(imported.new_pages):
+            if index in new:
+                cache.add_page(node, group, new[index])
+    cache.pin(node)  # the node stays while its checkpoint is replaced
     tail = tokens[depth * size :]
-    if adoption.slot is not None:
+    if imported.slot is not None:
         before = node.checkpoints.get(tail)
-        if before is not None and allocator.slots.pinned(before.slot):
-            allocator.slots.give_back(adoption.slot)
+        if before is not None and allocator.checkpoint_slots.pinned(before.slot):
+            allocator.checkpoint_slots.release(imported.slot)
         else:
             if before is not None:
-                allocator.dissolve(before)
-            last = tuple(new[depth] for new in adoption.pages) if tail else ()
-            checkpoint = Checkpoint(node, tail, len(tokens), adoption.slot, logits, last)
-            allocator.index.keep(checkpoint)
-            allocator.slots.keep(checkpoint)
-    _let_rest(allocator, adoption)
-    allocator.index.unpin(node)
+                allocator.remove_checkpoint(before)
+            last = tuple(new[depth] for new in imported.new_pages) if tail else ()
+            checkpoint = PrefixCheckpoint(node, tail, len(tokens), imported.slot, logits, last)
+            cache.add_checkpoint(checkpoint)
+            allocator.checkpoint_slots.add(checkpoint)
+    _release_pages(allocator, imported)
+    cache.unpin(node)
 
 
-def abandon(allocator: Allocator, adoption: Adoption) -> None:
-    if adoption.slot is not None:
-        allocator.slots.give_back(adoption.slot)
-    _let_rest(allocator, adoption)
+def cancel_import(allocator: Allocator, imported: PrefixImport) -> None:
+    if imported.slot is not None:
+        allocator.checkpoint_slots.release(imported.slot)
+    _release_pages(allocator, imported)
 
 
-def _let_rest(allocator: Allocator, adoption: Adoption) -> None:
-    for group, (new, held) in enumerate(zip(adoption.pages, adoption.held, strict=True)):
-        allocator.drop(group, [page for _, page in sorted({**new, **held}.items())])
-    allocator.index.unpin(adoption.pinned)
+def _release_pages(allocator: Allocator, imported: PrefixImport) -> None:
+    """The pages become idle if the prefix cache refers to them, else free."""
+    for group, (new, held) in enumerate(zip(imported.new_pages, imported.held_pages, strict=True)):
+        allocator.release_pages(group, [page for _, page in sorted({**new, **held}.items())])
+    allocator.prefix_cache.unpin(imported.pinned)

@@ -39,7 +39,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prompt_checkpoints_whole", "Prompts taken whole from a checkpoint, none of them computed.", lambda s: s.whole_prompts),
     ("prompt_snapshots_saved", "Checkpoints of prompts written to the disk.", lambda s: s.snapshots_saved),
     ("prompt_snapshots_restored", "Prompts that began with a snapshot from the disk.", lambda s: s.snapshots_restored),
-    ("sliding_pages_let_go", "Pages of sliding layers that no later position sees.", lambda s: s.pages_let_go),
+    ("sliding_pages_let_go", "Pages of sliding layers that no later position sees.", lambda s: s.window_pages_freed),
     ("spec_decode_num_drafts", "Rows that carried drafts.", lambda s: s.drafts),
     ("spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.draft_tokens),
     ("spec_decode_num_accepted_tokens", "DraftStats tokens kept.", lambda s: s.accepted_tokens),

@@ -126,7 +126,7 @@ def test_an_answer_that_fails_under_way_takes_its_question_back(llm: LLM, capsys
     conversation = a_conversation(min_tokens=1, stop_token_ids=tuple(range(llm.card.vocab)))
     chat_loop(llm, conversation, read=typing("hello"))
     assert conversation.turns == []
-    assert "leave no token to choose" in capsys.readouterr().out
+    assert "leave no token to sample" in capsys.readouterr().out
 
 
 def test_control_c_before_an_answer_begins_does_not_leave(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_a_packed_drafter_drafts_beside_a_packed_model_and_changes_no_bit() -> N
             allocator=Allocator(backend.capacity, reuse=False),
             capacity=backend.capacity,
             speculator=Speculator([], draft_tokens=count),
-            turn_tokens=16,
+            step_tokens=16,
         )
         engine = Engine(backend=backend, scheduler=scheduler)
         engine.add(Request("r", (1, 5, 9, 200, 7), params), lambda event, chosen=chosen: chosen.extend(event.sampled))  # type: ignore[misc]

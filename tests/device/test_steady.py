@@ -254,7 +254,7 @@ def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_i
     asked = calm(2, max_tokens=6, length=5)
     backend = backend_of("hybrid", next(iter(recorders().values())), dtype="f16")
     allocator = Allocator(backend.capacity, reuse=False)
-    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), turn_tokens=64)
+    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), step_tokens=64)
     engine = Engine(backend=backend, scheduler=scheduler)
     heard: list[Event] = []
     for request in asked:

@@ -1,4 +1,4 @@
-"""Who runs and how much: fairness, chunks, budgets."""
+"""The scheduler: fairness, chunks, token budgets, preemption."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onedraw.types import Draft, History, Request, RowOutcome, SampledToken, Sam
 
 def make(
     *,
-    turn_tokens: int = 8,
+    step_tokens: int = 8,
     lanes: int = 4,
     pages: int = 64,
     chunk: int = 1,
@@ -34,12 +34,12 @@ def make(
     )
     allocator = Allocator(capacity, reuse=checkpoints > 0)
     return Scheduler(
-        allocator=allocator, capacity=capacity, speculator=Speculator(proposers, draft_tokens=64), turn_tokens=turn_tokens
+        allocator=allocator, capacity=capacity, speculator=Speculator(proposers, draft_tokens=64), step_tokens=step_tokens
     )
 
 
 class Eager:
-    """Drafts all there is room for."""
+    """Drafts as many tokens as there is room for."""
 
     name = "eager"
 
@@ -56,29 +56,29 @@ def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50) -> S
 
 
 def step(scheduler: Scheduler) -> dict[str, Member]:
-    """One turn in which every row chooses token 2."""
+    """One step in which every row samples token 2."""
     members = scheduler.plan()
     for member in members:
         sequence = member.sequence
         sequence.accept(member.row, RowOutcome((SampledToken(2),) if member.row.samples else ()))
         assert sequence.lease is not None
-        sequence.lease.settle(sequence.computed, sequence.history)
+        sequence.lease.commit(sequence.computed, sequence.history)
     return {m.row.request_id: m for m in members}
 
 
-def test_a_long_prompt_never_starves_what_runs() -> None:
-    scheduler = make(turn_tokens=8)
+def test_a_long_prompt_never_starves_running_sequences() -> None:
+    scheduler = make(step_tokens=8)
     add(scheduler, "short", 3)
     step(scheduler)
     add(scheduler, "long", 60)
     for _ in range(5):
-        turn = step(scheduler)
-        assert turn["short"].row.samples
-        assert len(turn["long"].row.tokens) == 7
+        rows = step(scheduler)
+        assert rows["short"].row.samples
+        assert len(rows["long"].row.tokens) == 7
 
 
-def test_what_runs_never_starves_a_prompt() -> None:
-    scheduler = make(turn_tokens=2, lanes=4)
+def test_running_sequences_never_starve_a_prompt() -> None:
+    scheduler = make(step_tokens=2, lanes=4)
     for i in range(3):
         add(scheduler, f"s{i}", 1)
     step(scheduler)
@@ -87,7 +87,7 @@ def test_what_runs_never_starves_a_prompt() -> None:
 
 
 def test_prompt_rows_stop_at_multiples_of_the_chunk() -> None:
-    scheduler = make(turn_tokens=10, chunk=4)
+    scheduler = make(step_tokens=10, chunk=4)
     add(scheduler, "a", 19)
     stops = []
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_prompt_rows_stop_at_multiples_of_the_chunk() -> None:
 
 
 def test_drafts_leave_every_running_sequence_its_token() -> None:
-    scheduler = make(turn_tokens=6, lanes=4, proposers=(Eager(),))
+    scheduler = make(step_tokens=6, lanes=4, proposers=(Eager(),))
     for i in range(4):
         add(scheduler, f"s{i}", 1)
     members = scheduler.plan()
@@ -104,37 +104,39 @@ def test_drafts_leave_every_running_sequence_its_token() -> None:
     assert sum(1 + len(m.row.drafts) for m in members) <= 6
 
 
-def test_the_latest_comer_is_driven_out_first_and_waits_in_front() -> None:
-    scheduler = make(turn_tokens=100, lanes=2, pages=6)
+def test_the_latest_sequence_is_preempted_first_and_resumes_first() -> None:
+    scheduler = make(step_tokens=100, lanes=2, pages=6)
     first, second = add(scheduler, "first", 8), add(scheduler, "second", 8)
     while not scheduler.preemptions:
         step(scheduler)
     assert first in scheduler.running
     assert scheduler.waiting[0] is second
     assert second.computed == 0
-    assert len(second.history.output) > 0  # what was chosen stays chosen
+    assert len(second.history.output) > 0  # sampled tokens stay
     scheduler.allocator.audit_all()
 
 
-def test_drafts_of_a_turn_stay_within_what_can_be_rolled_back() -> None:
-    scheduler = make(turn_tokens=100, lanes=4, proposers=(Eager(),), draft_positions=5)
+def test_drafts_of_a_step_fit_the_rollback_buffer() -> None:
+    scheduler = make(step_tokens=100, lanes=4, proposers=(Eager(),), draft_positions=5)
     for i in range(4):
         add(scheduler, f"s{i}", 1)
     members = scheduler.plan()
     assert [len(m.row.drafts) for m in members] == [5, 0, 0, 0]
 
 
-def test_a_row_is_no_longer_than_a_window_leaves_pages_for() -> None:
-    scheduler = make(turn_tokens=100, pages=6, window=8, chunk=4)
+def test_a_row_is_no_longer_than_the_pages_left_by_the_window() -> None:
+    scheduler = make(step_tokens=100, pages=6, window=8, chunk=4)
     add(scheduler, "long", 90)
     rows = [step(scheduler)["long"].row for _ in range(8)]
-    assert max(len(row.tokens) for row in rows) == 12  # of 14 that six pages leave beside the window
+    assert (
+        max(len(row.tokens) for row in rows) == 12
+    )  # the largest multiple of the chunk within the 14 positions left by the window
     assert all(row.stop % 4 == 0 or row.stop == 90 for row in rows if row.start < 90)
     assert rows[-1].samples
     assert scheduler.preemptions == 0
 
 
-def test_a_prompt_known_as_a_whole_generates_at_once_from_a_row_without_tokens() -> None:
+def test_a_whole_prompt_from_a_checkpoint_generates_at_once_from_a_row_without_tokens() -> None:
     scheduler = make(proposers=(Eager(),), checkpoints=2)
     add(scheduler, "first", 6)
     (save,) = step(scheduler)["first"].row.saves
@@ -146,9 +148,9 @@ def test_a_prompt_known_as_a_whole_generates_at_once_from_a_row_without_tokens()
     scheduler.allocator.audit_all()
 
 
-def test_a_row_that_fills_a_checkpoint_carries_no_drafts() -> None:
-    """Its last state is then the one after the prompt, whatever a backend rolls back."""
-    scheduler = make(turn_tokens=20, proposers=(Eager(),), checkpoints=2)
+def test_a_row_that_saves_a_checkpoint_carries_no_drafts() -> None:
+    """Then its last state is the state after the prompt, however a backend rolls back drafts."""
+    scheduler = make(step_tokens=20, proposers=(Eager(),), checkpoints=2)
     add(scheduler, "short", 1)
     row = step(scheduler)["short"].row
     assert len(row.saves) == 1

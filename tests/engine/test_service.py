@@ -1,4 +1,4 @@
-"""The thread border: many callers, one engine, nothing lost, nothing left behind."""
+"""The service: requests from many threads reach one engine thread, and every request ends with an event."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import pytest
 from onedraw.backends.base import StepHandle
 from onedraw.backends.fake import FakeBackend
 from onedraw.build.llm import make_service
+from onedraw.engine.engine import Engine
+from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Event, Service
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, NonFiniteLogits, QueueFull, ShuttingDown, Unsupported
+from onedraw.memory.allocator import Allocator
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Outcome, Request, Row, RowOutcome, SamplingParams
@@ -22,7 +25,7 @@ PATIENCE = 120.0  # seconds
 
 
 class Slow(FakeBackend):
-    """200 tokens take ten seconds: what runs is still running when a test looks."""
+    """200 tokens take ten seconds, so a request is still running when the test checks it."""
 
     def run(self, row: Row) -> RowOutcome:
         time.sleep(0.05)
@@ -31,6 +34,20 @@ class Slow(FakeBackend):
 
 def start(backend: FakeBackend | None = None, *, queue_limit: int = 64) -> Service:
     return make_service(lambda: backend or FakeBackend(), Settings(queue_limit=queue_limit), Speculator())
+
+
+def start_with_engine(backend: FakeBackend | None = None) -> tuple[Service, Engine]:
+    """A service whose engine the test can break."""
+    made: list[Engine] = []
+
+    def make_engine() -> Engine:
+        own = backend or FakeBackend()
+        allocator = Allocator(own.capacity, reuse=True)
+        scheduler = Scheduler(allocator=allocator, capacity=own.capacity, speculator=Speculator(), step_tokens=512)
+        made.append(Engine(backend=own, scheduler=scheduler))
+        return made[0]
+
+    return Service(make_engine), made[0]
 
 
 def request(name: str, *, length: int = 3, **params: object) -> Request:
@@ -49,7 +66,7 @@ def read(inbox: queue.SimpleQueue[Event]) -> tuple[list[int], Event]:
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not holds():
-        assert time.monotonic() < deadline, "this never came true"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.005)
 
 
@@ -83,14 +100,14 @@ def test_a_cancelled_request_frees_its_pages() -> None:
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     service.submit([(request("a", max_tokens=200), inbox.put)])
     inbox.get(timeout=PATIENCE)
-    wait_until(lambda: service.stats().pages_used > 0)  # the counters come behind the events of a turn
+    wait_until(lambda: service.stats().pages_used > 0)  # the counters are updated after the events of a step
     service.cancel("a")
     assert read(inbox)[1].finish == "cancelled"
     wait_until(lambda: service.stats().pages_used == 0)
     service.close()
 
 
-def test_a_full_queue_is_refused_and_says_so() -> None:
+def test_a_request_to_a_full_queue_is_refused() -> None:
     service = start(Slow(lanes=1, max_context=250), queue_limit=2)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     service.submit([(request("first", max_tokens=200), inbox.put)])
@@ -100,7 +117,7 @@ def test_a_full_queue_is_refused_and_says_so() -> None:
     service.close()
 
 
-def test_more_than_ever_fits_is_no_reason_to_try_again() -> None:
+def test_more_requests_than_the_queue_can_ever_hold_are_a_bad_request() -> None:
     service = start(FakeBackend(lanes=1), queue_limit=2)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with pytest.raises(BadRequest, match="4 replies at once are more than the 3"):
@@ -110,7 +127,7 @@ def test_more_than_ever_fits_is_no_reason_to_try_again() -> None:
 
 
 def test_a_prompt_that_fills_every_page_is_scored() -> None:
-    """It has no next token, so no page has to be free for one; waiting for it would hold up everybody behind."""
+    """A scored prompt has no next token, so it must not wait for a page for one: it would block the requests behind it."""
     service = start(FakeBackend(vocab=99, pages=16, page_size=4, max_context=64))
     tokens, event = ask(service, request("full", length=60, max_tokens=4))
     assert (len(tokens), event.finish) == (4, "length")
@@ -121,7 +138,7 @@ def test_a_prompt_that_fills_every_page_is_scored() -> None:
     service.close()
 
 
-def test_a_request_for_more_pages_than_there_are_is_refused_instead_of_waiting_for_ever() -> None:
+def test_a_request_for_more_pages_than_exist_is_refused_instead_of_waiting_forever() -> None:
     service = start(FakeBackend(pages=4, page_size=4, max_context=64))
     with pytest.raises(ContextOverflow, match="over the context of 16"):
         service.check(request("a", length=10, max_tokens=8))
@@ -129,10 +146,10 @@ def test_a_request_for_more_pages_than_there_are_is_refused_instead_of_waiting_f
     service.close()
 
 
-def test_a_sliding_group_limits_no_context_that_its_window_and_one_row_fit_into() -> None:
+def test_a_sliding_group_does_not_limit_the_context_if_its_window_and_one_row_fit() -> None:
     service = start(FakeBackend(pages=(40, 5), windows=(None, 12), page_size=4, max_context=160))
     assert ask(service, request("long", length=60, max_tokens=100))[1].finish == "length"
-    assert service.stats().pages_let_go > 20
+    assert service.stats().window_pages_freed > 20
     service.close()
     service = start(FakeBackend(pages=(40, 2), windows=(None, 12), page_size=4, max_context=160))
     with pytest.raises(ContextOverflow, match="over the context of 8"):
@@ -140,16 +157,16 @@ def test_a_sliding_group_limits_no_context_that_its_window_and_one_row_fit_into(
     service.close()
 
 
-class BarrenBehindTheFirst(FakeBackend):
-    """The law leaves a token and, at the position after it, none: what a kept draft can show in one turn."""
+class NoTokenAfterTheFirst(FakeBackend):
+    """Samples one token, and finds no token allowed at the position after it, in the same step (as after a kept draft)."""
 
     def run(self, row: Row) -> RowOutcome:
         return RowOutcome(super().run(row).sampled[:1], no_token_left=True)
 
 
-def test_what_was_chosen_before_an_error_is_told_before_it() -> None:
-    """A stop string may stand in it; then the reply ended in good order and the error concerns nobody."""
-    service = start(BarrenBehindTheFirst())
+def test_tokens_sampled_before_an_error_are_delivered_before_it() -> None:
+    """They may complete a stop string; then the reply ends normally and the error is dropped."""
+    service = start(NoTokenAfterTheFirst())
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     service.submit([(request("a"), inbox.put)])
     first, second = inbox.get(timeout=PATIENCE), inbox.get(timeout=PATIENCE)
@@ -169,7 +186,7 @@ def test_closing_lets_running_requests_finish() -> None:
         service.submit([(request("b"), inbox.put)])
 
 
-def test_closing_without_patience_fails_what_runs_by_name() -> None:
+def test_closing_without_drain_time_ends_running_requests_with_shutting_down() -> None:
     service = start(Slow(max_context=250))
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     service.submit([(request("a", max_tokens=200), inbox.put)])
@@ -177,7 +194,7 @@ def test_closing_without_patience_fails_what_runs_by_name() -> None:
     assert isinstance(read(inbox)[1].error, ShuttingDown)
 
 
-def test_what_cannot_be_served_is_refused_before_any_work() -> None:
+def test_an_impossible_request_is_refused_before_any_work() -> None:
     service = start(FakeBackend(max_context=16))
     with pytest.raises(ContextOverflow, match=r"10 tokens.*max_tokens is 8.*18.*16"):
         service.check(request("a", length=10))
@@ -205,10 +222,10 @@ def test_a_backend_without_logits_serves_plain_greedy_only(params: dict[str, obj
     service.close()
 
 
-def test_an_engine_that_breaks_outside_a_turn_fails_its_requests_and_serves_the_next() -> None:
-    """A bug in planning must not leave callers waiting for ever."""
-    service = start()
-    scheduler = service._engine.scheduler
+def test_an_engine_that_raises_between_steps_fails_its_requests_and_serves_the_next() -> None:
+    """A bug in planning must not leave callers waiting forever."""
+    service, engine = start_with_engine()
+    scheduler = engine.scheduler
     real, calls = scheduler.plan, []
 
     def broken() -> list[object]:
@@ -224,13 +241,13 @@ def test_an_engine_that_breaks_outside_a_turn_fails_its_requests_and_serves_the_
 
 
 class Panic(BaseException):
-    """What a panic below Python is: no Exception."""
+    """Like a panic in native code: not an Exception."""
 
 
 @pytest.mark.parametrize("where", ["plan", "finish"])
-def test_a_panic_leaves_nobody_waiting(where: str) -> None:
-    service = start(FakeBackend(lanes=2))
-    scheduler = service._engine.scheduler
+def test_a_panic_ends_every_request(where: str) -> None:
+    service, engine = start_with_engine(FakeBackend(lanes=2))
+    scheduler = engine.scheduler
     real, calls = getattr(scheduler, where), []
 
     def broken(*given: object) -> object:
@@ -247,36 +264,35 @@ def test_a_panic_leaves_nobody_waiting(where: str) -> None:
     service.close()
 
 
-def test_an_engine_that_cannot_go_on_tells_everybody_and_takes_nobody() -> None:
-    service = start(FakeBackend(lanes=1))
+def test_an_engine_that_cannot_continue_ends_every_request_and_takes_no_new_one() -> None:
+    service, engine = start_with_engine(FakeBackend(lanes=1))
     heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
-    def deaf(event: Event) -> None:
+    def raises(event: Event) -> None:
         raise Panic("planted")
 
     def broken() -> object:
         raise Panic("planted")
 
-    service._engine.stats = broken  # type: ignore[method-assign,assignment]
-    service.submit([(request("a"), deaf), (request("b"), heard.put)])
+    engine.stats = broken  # type: ignore[method-assign,assignment]
+    service.submit([(request("a"), raises), (request("b"), heard.put)])
     assert read(heard)[1].error is not None
-    service._thread.join(PATIENCE)
-    assert not service.ready
+    wait_until(lambda: not service.ready)
     with pytest.raises(ShuttingDown, match="the engine failed"):
         service.submit([(request("c"), heard.put)])
     service.close()
 
 
-def test_an_outcome_of_too_few_rows_leaves_nothing_held() -> None:
+def test_an_outcome_with_too_few_rows_leaves_no_sequence_in_flight() -> None:
     class Short(FakeBackend):
-        def collect(self, ticket: StepHandle) -> Outcome:
-            found = super().collect(ticket)
-            return Outcome(found.rows[:-1], found.seconds) if ticket == 1 else found
+        def collect(self, handle: StepHandle) -> Outcome:
+            found = super().collect(handle)
+            return Outcome(found.rows[:-1], found.seconds) if handle == 1 else found
 
-    service = start(Short(max_in_flight=2, lanes=2))
+    service, engine = start_with_engine(Short(max_in_flight=2, lanes=2))
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in range(2)]
     service.submit([(request(f"a{i}"), inbox.put) for i, inbox in enumerate(inboxes)])
     assert all(read(inbox)[1].error is not None for inbox in inboxes)
     assert [ask(service, request(f"b{i}"))[1].finish for i in range(3)] == ["length"] * 3
-    assert not service._engine.scheduler.riding
+    assert not engine.scheduler.in_flight
     service.close()

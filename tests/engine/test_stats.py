@@ -1,4 +1,4 @@
-"""Counters: what came after is what there is less what there was; and the engine fills them in."""
+"""Counters: differences between two values, and the engine's own counts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from onedraw.types import Request, Row, RowOutcome, SamplingParams
 
 
 def run(*requests: Request, observed: list[tuple[Row, RowOutcome]] | None = None) -> tuple[dict[str, list[Event]], Stats]:
-    """All requests through an engine that drafts four predicted tokens a row."""
+    """All requests through an engine that drafts four predicted tokens per row."""
     backend = FakeBackend()
     capacity = backend.capacity
     allocator = Allocator(capacity, reuse=False)
     speculator = Speculator([PredictionProposer()], draft_tokens=4)
-    scheduler = Scheduler(allocator=allocator, capacity=capacity, speculator=speculator, turn_tokens=512)
+    scheduler = Scheduler(allocator=allocator, capacity=capacity, speculator=speculator, step_tokens=512)
     observer = None if observed is None else lambda row, outcome: observed.append((row, outcome))
     engine = Engine(backend=backend, scheduler=scheduler, observer=observer)
-    heard: dict[str, list[Event]] = {request.id: [] for request in requests}
+    events: dict[str, list[Event]] = {request.id: [] for request in requests}
     for request in requests:
-        engine.add(request, heard[request.id].append)
+        engine.add(request, events[request.id].append)
     while engine.busy:
         engine.step()
-    return heard, engine.stats()
+    return events, engine.stats()
 
 
 def request(name: str = "r", *, predicted: tuple[int, ...] = (), stop: int | None = None) -> Request:
@@ -35,10 +35,10 @@ def request(name: str = "r", *, predicted: tuple[int, ...] = (), stop: int | Non
 
 
 def tokens(events: list[Event]) -> tuple[int, ...]:
-    return tuple(choice.token for event in events for choice in event.sampled)
+    return tuple(token.token for event in events for token in event.sampled)
 
 
-def test_what_was_counted_since_is_a_difference() -> None:
+def test_since_is_the_difference_of_two_stats() -> None:
     early = Stats(steps=3, propose_seconds=0.5, accepted_per_position=(4, 1), drafted_by=(DraftStats("ngram", 5, 9, 5),))
     late = Stats(
         steps=10,
@@ -55,29 +55,29 @@ def test_what_was_counted_since_is_a_difference() -> None:
     assert late.since(Stats()) == late
 
 
-def test_the_engine_says_who_guessed_and_what_came_of_it() -> None:
+def test_the_engine_counts_drafts_and_kept_drafts_by_source() -> None:
     answer = tokens(run(request())[0]["r"])
-    heard, stats = run(request(predicted=answer))
-    assert tokens(heard["r"]) == answer
-    # One token of the prompt's row, then rows of five: 4 + 1 three times.
+    events, stats = run(request(predicted=answer))
+    assert tokens(events["r"]) == answer
+    # The prompt's row samples one token, then three rows of four kept drafts and one new token.
     assert stats.drafted_by == (DraftStats("prediction", 3, 12, 12),)
     assert stats.accepted_per_position[:5] == (3, 3, 3, 3, 0)
     assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (3, 12, 12)
     assert stats.propose_seconds > 0
-    usage = heard["r"][-1].usage
+    usage = events["r"][-1].usage
     assert (usage.kept, usage.rejected) == (12, 0)
-    assert [event.kept for event in heard["r"]] == [0, 4, 4, 4]
+    assert [event.kept for event in events["r"]] == [0, 4, 4, 4]
 
 
 def test_a_draft_behind_a_stop_id_is_not_counted_as_kept() -> None:
-    """Verification was right about all four, but two of them are no part of the reply."""
+    """Verification keeps all four drafts, but two of them are not part of the reply."""
     answer = tokens(run(request())[0]["r"])
     stop = answer[2]
     assert stop not in answer[:2]
-    heard, stats = run(request(predicted=answer, stop=stop))
-    assert tokens(heard["r"]) == answer[:3]
+    events, stats = run(request(predicted=answer, stop=stop))
+    assert tokens(events["r"]) == answer[:3]
     assert stats.accepted_tokens == 4
-    last = heard["r"][-1]
+    last = events["r"][-1]
     assert (last.usage.kept, last.usage.rejected, last.kept) == (2, 2, 2)
 
 

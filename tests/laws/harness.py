@@ -58,7 +58,7 @@ class Schedule:
     cancels: tuple[tuple[int, int], ...] = ()  # (turn, index of the request)
     allocator: type[Allocator] = Allocator
     snapshots: SnapshotFolder | None = None  # on disk, and closed at the end
-    fewest: int = 8  # tokens that are worth a snapshot
+    snapshot_tokens: int = 8  # shorter prompts get no snapshot
     ahead: bool = True  # turns may be sent off behind others, where the backend takes them
 
 
@@ -69,12 +69,16 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
     proposers = [schedule.proposer] if schedule.proposer else []
     speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)
     folder = schedule.snapshots
-    offload = None if folder is None else CheckpointOffload(folder, allocator=allocator, backend=backend, fewest=schedule.fewest)
+    offload = (
+        None
+        if folder is None
+        else CheckpointOffload(folder, allocator=allocator, backend=backend, min_tokens=schedule.snapshot_tokens)
+    )
     scheduler = Scheduler(
         allocator=allocator,
         capacity=capacity,
         speculator=speculator,
-        turn_tokens=schedule.turn_tokens,
+        step_tokens=schedule.turn_tokens,
         fetch=None if offload is None else offload.fetch,
     )
     engine = Engine(backend=backend, scheduler=scheduler, offload=offload)

@@ -218,7 +218,7 @@ def test_a_reply_that_stops_is_told_at_once_and_keeps_its_pages_until_the_turn_b
     heard: list[str | None] = []
     backend = Noting(lanes=2)
     allocator = Allocator(backend.capacity, reuse=False)
-    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), turn_tokens=64)
+    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), step_tokens=64)
     engine = Engine(backend=backend, scheduler=scheduler)
     engine.add(asked, lambda event: heard.append(event.finish))
     while "stop" not in heard:
@@ -262,8 +262,8 @@ def stepped_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def page_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row under way writes to is given back when the row before it is settled."""
-    real = Lease.settle
-    monkeypatch.setattr(Lease, "settle", lambda self, length, history, ahead=0: real(self, length, history))
+    real = Lease.commit
+    monkeypatch.setattr(Lease, "commit", lambda self, length, history, ahead=0: real(self, length, history))
 
 
 def history_short_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.engine.stats import Stats
 from onedraw.memory.allocator import Allocator, CacheSizes, Lease
 from onedraw.memory.pages import most_pages
-from onedraw.memory.prefix_cache import Needs
+from onedraw.memory.prefix_cache import ReuseRules
 from onedraw.types import History, Request, Row, RowOutcome, SamplingParams
 from tests.laws.harness import Answer, Clairvoyant, Schedule, follow_ups, plain, random_requests, run
 
@@ -138,7 +138,7 @@ def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bo
         whole=stats.whole_prompts,
         midway=stats.restores - stats.whole_prompts,
         copies=stats.page_copies,
-        let_go=stats.pages_let_go,
+        let_go=stats.window_pages_freed,
     )
 
 
@@ -341,36 +341,36 @@ def test_a_planted_fault_is_caught(faulty: type[FakeBackend]) -> None:
 class CheckpointsOffTheGrid(Allocator):
     """Saves and resumes at positions inside a chunk."""
 
-    class Anywhere(Needs):
+    class Anywhere(ReuseRules):
         def boundary(self, position: int) -> bool:
             return True
 
     def __init__(self, sizes: CacheSizes, *, reuse: bool) -> None:
         super().__init__(sizes, reuse=reuse)
-        self.needs = self.Anywhere(**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(Needs)})
+        self.rules = self.Anywhere(**{f.name: getattr(self.rules, f.name) for f in dataclasses.fields(ReuseRules)})
 
-    def lend(self, history: History, **how: Any) -> Lease | None:
-        lease = super().lend(history, **how)
+    def allocate(self, history: History, **how: Any) -> Lease | None:
+        lease = super().allocate(history, **how)
         if lease is not None:
-            lease.wishes = tuple(position - 1 for position in lease.wishes if position - 1 > lease.cached)
+            lease.save_positions = tuple(position - 1 for position in lease.save_positions if position - 1 > lease.cached)
         return lease
 
 
 class IndexesAnswers(Allocator):
     """Shares pages of generated positions on a backend with two forms."""
 
-    def lend(self, history: History, **how: Any) -> Lease | None:
-        lease = super().lend(history, **how)
+    def allocate(self, history: History, **how: Any) -> Lease | None:
+        lease = super().allocate(history, **how)
         if lease is not None and self.reuse:
-            lease.indexable = 2**62
+            lease.shareable = 2**62
         return lease
 
 
 class LetsGoTooEarly(Allocator):
     """Counts a window one position short when it lets go of pages."""
 
-    def seen_from(self, length: int, window: int | None) -> int:
-        return super().seen_from(length + 1, window)
+    def first_visible(self, length: int, window: int | None) -> int:
+        return super().first_visible(length + 1, window)
 
 
 @pytest.mark.parametrize("faulty", [CheckpointsOffTheGrid, IndexesAnswers, LetsGoTooEarly], ids=lambda c: c.__name__)

@@ -22,7 +22,7 @@ from tests.support.torch_backend import make_backend
 
 HYBRIDS = ("qwen3_5_odd", "qwen3_5_moe")
 SLIDING = ("gemma4_e2b", "gemma4_26b", "laguna_odd")
-WINDOWS = ("pages_let_go",)
+WINDOWS = ("window_pages_freed",)
 STATES = ("restores", "whole_prompts", "page_copies", "checkpoints_saved")
 
 

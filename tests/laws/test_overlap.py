@@ -167,7 +167,7 @@ def engine_of(backend: FakeBackend) -> Engine:
     from onedraw.speculation.speculator import Speculator
 
     allocator = Allocator(backend.capacity, reuse=True)
-    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator([]), turn_tokens=64)
+    scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator([]), step_tokens=64)
     return Engine(backend=backend, scheduler=scheduler)
 
 
@@ -350,7 +350,7 @@ def test_a_shared_buffer_is_noticed(
 
 def rides_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody notes who is under way."""
-    monkeypatch.setattr(Scheduler, "away", lambda self, members: None)
+    monkeypatch.setattr(Scheduler, "mark_in_flight", lambda self, members: None)
 
 
 def gives_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,31 +358,31 @@ def gives_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def remove(self: Engine, request_id: str) -> tuple[Sequence, Sink]:
         sequence, sink = self._live.pop(request_id)
-        self.scheduler.riding.pop(sequence, None)
+        self.scheduler.in_flight.pop(sequence, None)
         self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
         return sequence, sink
 
-    def let_go(self: Engine, members: list[Member]) -> set[Sequence]:
-        self.scheduler.back(members)
+    def release_ended(self: Engine, members: list[Member]) -> set[Sequence]:
+        self.scheduler.mark_collected(members)
         return {member.sequence for member in members} - {sequence for sequence, _ in self._live.values()}
 
     monkeypatch.setattr(Engine, "_remove", remove)
-    monkeypatch.setattr(Engine, "_let_go", let_go)
+    monkeypatch.setattr(Engine, "_release_ended", release_ended)
 
 
 def drives_out_who_rides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence with a row under way is told to begin again."""
-    real = Scheduler._place
+    real = Scheduler._add_row
 
-    def place(self: Scheduler, *given: Any) -> bool:
-        riding, self.riding = self.riding, Counter()
+    def add_row(self: Scheduler, *given: Any) -> bool:
+        in_flight, self.in_flight = self.in_flight, Counter()
         try:
             return real(self, *given)
         finally:
-            self.riding = riding
+            self.in_flight = in_flight
 
-    monkeypatch.setattr(Scheduler, "_place", place)
+    monkeypatch.setattr(Scheduler, "_add_row", add_row)
 
 
 @pytest.mark.parametrize("fault", [rides_twice, gives_back_at_once, drives_out_who_rides], ids=lambda fault: fault.__name__)

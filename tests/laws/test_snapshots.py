@@ -49,7 +49,7 @@ def requests_of(vocab: int) -> list[Request]:
 
 
 def folder_of(place: Path, *, page_size: int = PAGE) -> SnapshotFolder:
-    return SnapshotFolder(place, fingerprint="one", page_size=page_size, budget=10**10, most_waiting=99)
+    return SnapshotFolder(place, fingerprint="one", page_size=page_size, budget=10**10, max_queued=99)
 
 
 def restarted(

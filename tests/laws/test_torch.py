@@ -160,7 +160,7 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
         case "stale page":  # reused pages are one short: the last shared position keeps an older key
             from onedraw.memory.allocator import Allocator
 
-            lend = Allocator.lend
+            lend = Allocator.allocate
 
             def stale(self: Allocator, history: object, **named: object) -> object:
                 lease = lend(self, history, **named)  # type: ignore[arg-type]
@@ -168,6 +168,6 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
                     lease.cached += 1
                 return lease
 
-            monkeypatch.setattr(Allocator, "lend", stale)
+            monkeypatch.setattr(Allocator, "allocate", stale)
     got, _ = run(backend_of(folder), requests, Schedule(turn_tokens=33, reuse=True, arrivals=(0, 3, 6, 9, 12, 15)))
     assert not same(got, expected)

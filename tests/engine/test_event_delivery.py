@@ -1,4 +1,4 @@
-"""When sinks hear of a turn: at once where `submit` computes, and where it only starts a turn, when the next is under way."""
+"""When events are delivered: at once if `submit` computes the step, after the next submit if it only starts the step."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Logged(FakeBackend):
 def engine_of(backend: FakeBackend, fetch: Fetch | None = None) -> Engine:
     capacity = backend.capacity
     allocator = Allocator(capacity, reuse=False)
-    scheduler = Scheduler(allocator=allocator, capacity=capacity, speculator=Speculator(), turn_tokens=64, fetch=fetch)
+    scheduler = Scheduler(allocator=allocator, capacity=capacity, speculator=Speculator(), step_tokens=64, fetch=fetch)
     return Engine(backend=backend, scheduler=scheduler)
 
 
-def hearing(log: list[str], name: str) -> Callable[[Event], None]:
-    def hear(event: Event) -> None:
+def logging_sink(log: list[str], name: str) -> Callable[[Event], None]:
+    def sink(event: Event) -> None:
         end = event.finish if event.error is None else type(event.error).__name__
         log.append(f"{name} {len(event.sampled)} {end}")
 
-    return hear
+    return sink
 
 
 def request(name: str, prompt: int, new: int) -> Request:
@@ -50,67 +50,67 @@ def request(name: str, prompt: int, new: int) -> Request:
 
 
 @pytest.mark.parametrize("starts", [0, 256])
-def test_what_a_turn_gave_is_told_beside_the_next_where_that_is_only_started(starts: int) -> None:
+def test_events_are_delivered_after_the_next_submit_if_it_only_starts_the_step(starts: int) -> None:
     log: list[str] = []
     engine = engine_of(Logged(starts=starts, log=log))
-    engine.add(request("a", 5, 3), hearing(log, "a"))
+    engine.add(request("a", 5, 3), logging_sink(log, "a"))
     while engine.busy:
         engine.step()
-    told = ["a 1 None", "a 1 None", "a 1 length"]
+    delivered = ["a 1 None", "a 1 None", "a 1 length"]
     if starts:
-        assert log == ["submit 5", "submit 1", told[0], "submit 1", told[1], told[2]]
+        assert log == ["submit 5", "submit 1", delivered[0], "submit 1", delivered[1], delivered[2]]
     else:
-        assert log == ["submit 5", told[0], "submit 1", told[1], "submit 1", told[2]]
+        assert log == ["submit 5", delivered[0], "submit 1", delivered[1], "submit 1", delivered[2]]
 
 
-def test_nobody_waits_for_a_prompt_to_hear_of_a_token() -> None:
+def test_no_event_waits_for_a_prompt() -> None:
     log: list[str] = []
     engine = engine_of(Logged(log=log))
-    engine.add(request("a", 5, 4), hearing(log, "a"))
+    engine.add(request("a", 5, 4), logging_sink(log, "a"))
     engine.step()
-    engine.add(request("b", 7, 1), hearing(log, "b"))
+    engine.add(request("b", 7, 1), logging_sink(log, "b"))
     engine.step()
     assert log == ["submit 5", "a 1 None", "submit 1+7"]
 
 
-def test_nobody_waits_for_a_turn_that_is_too_large_to_be_only_started() -> None:
+def test_no_event_waits_for_a_step_that_submit_computes() -> None:
     log: list[str] = []
     engine = engine_of(Logged(log=log, starts=1))
-    engine.add(request("a", 3, 2), hearing(log, "a"))
-    engine.add(request("b", 3, 2), hearing(log, "b"))
+    engine.add(request("a", 3, 2), logging_sink(log, "a"))
+    engine.add(request("b", 3, 2), logging_sink(log, "b"))
     while engine.busy:
         engine.step()
     assert log == ["submit 3+3", "a 1 None", "b 1 None", "submit 1+1", "a 1 length", "b 1 length"]
 
 
-def test_nobody_waits_for_the_disk() -> None:
-    """Who is admitted may be looked up there first."""
+def test_no_event_waits_for_the_disk() -> None:
+    """Admission may look for a snapshot first."""
     log: list[str] = []
     engine = engine_of(Logged(log=log), fetch=lambda history: log.append(f"look up {len(history)}"))
-    engine.add(request("a", 5, 3), hearing(log, "a"))
+    engine.add(request("a", 5, 3), logging_sink(log, "a"))
     engine.step()
-    engine.add(request("b", 1, 1), hearing(log, "b"))
+    engine.add(request("b", 1, 1), logging_sink(log, "b"))
     engine.step()
     assert log == ["look up 5", "submit 5", "a 1 None", "look up 1", "submit 1+1"]
 
 
-def test_who_fails_or_is_cancelled_hears_first_what_was_chosen() -> None:
+def test_sampled_tokens_are_delivered_before_a_failure_or_cancellation() -> None:
     log: list[str] = []
     engine = engine_of(Logged(log=log, fails_at=2))
-    engine.add(request("a", 5, 4), hearing(log, "a"))
+    engine.add(request("a", 5, 4), logging_sink(log, "a"))
     for _ in range(3):
         engine.step()
     assert log == ["submit 5", "submit 1", "a 1 None", "submit 1", "a 1 None", "a 0 StepFailed"]
     assert not engine.busy
     log.clear()
     engine = engine_of(Logged(log=log))
-    engine.add(request("a", 5, 4), hearing(log, "a"))
+    engine.add(request("a", 5, 4), logging_sink(log, "a"))
     engine.step()
     engine.cancel("a")
     assert log == ["submit 5", "a 1 None", "a 0 cancelled"]
 
 
-def test_a_sink_that_breaks_keeps_nobody_from_hearing() -> None:
+def test_a_sink_that_raises_does_not_keep_others_from_their_events() -> None:
     log: list[str] = []
     engine = engine_of(Logged(log=log))
 
@@ -119,7 +119,7 @@ def test_a_sink_that_breaks_keeps_nobody_from_hearing() -> None:
         raise ValueError("planted")
 
     engine.add(request("a", 2, 4), breaks)
-    engine.add(request("b", 2, 4), hearing(log, "b"))
+    engine.add(request("b", 2, 4), logging_sink(log, "b"))
     engine.step()
     with pytest.raises(ValueError, match="planted"):
         engine.step()
