@@ -16,64 +16,64 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.attention import (
-    LEAST,
-    OWN,
-    SHARED,
+    FIRST_SPLIT,
+    TREE_PATH,
+    TREE_PREFIX,
     TILE_WORDS,
-    WHOLE,
+    FULL,
     TileSet,
-    View,
+    AttentionMetadata,
     block_keys,
-    split_of,
+    split_indices,
 )
 from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Ints
 
 Words = npt.NDArray[np.int32]
 Tile = tuple[int, int, int, int]  # first token, tokens, kind, tail
-Found = dict[tuple[int, int], list[Tile]]  # by kind and height
-PARTIAL_BYTES = 256 * 2**20  # of splits that wait to be merged
-LONG = 128  # queries
-FAR = np.iinfo(np.int32).max
+TileLists = dict[tuple[int, int], list[Tile]]  # by kind and height
+SPLIT_BUFFER_BYTES = 256 * 2**20  # of splits that wait to be merged
+LONG_PROMPT = 128  # queries
+NO_TREE = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """Sizes of a kind of attention, and how many programs keep the device busy."""
 
     heads: int
     kv_heads: int
     dim: int
     window: int | None
-    busy: int
-    small: bool = False  # a card with little shared memory per block
+    full_grid: int
+    small_shared_memory: bool = False  # a card with little shared memory per block
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         return self.heads // self.kv_heads
 
     @property
-    def heights(self) -> tuple[int, ...]:
+    def tile_heights(self) -> tuple[int, ...]:
         """Tile heights, lowest first. Wide heads leave no room for high tiles."""
-        least = max(16, 1 << (self.group - 1).bit_length())
-        most = 128 if self.dim <= (128 if self.small else 256) else 64 if self.dim <= 256 else 16
+        least = max(16, 1 << (self.group_size - 1).bit_length())
+        most = 128 if self.dim <= (128 if self.small_shared_memory else 256) else 64 if self.dim <= 256 else 16
         return tuple(h for h in (16, 32, 64, 128) if least <= h <= max(most, least))
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TileSetLayout:
     """Tiles of one height: where they lie in the words, and how they are launched."""
 
     height: int
     tiles: int
-    tokens: int
+    merge_tokens: int
     splits: int
-    launched: int
-    together: bool
+    grid_splits: int
+    sequential: bool
     kind: int
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttentionLayout:
     """Where everything lies in the words. Equal layouts may share captured kernels."""
 
     tokens: int
@@ -81,73 +81,73 @@ class Layout:
     width: int
     depth: int | None  # of the paths; None where no row branches
     page_size: int
-    cuts: tuple[Cut, ...]
+    tile_sets: tuple[TileSetLayout, ...]
 
     @property
     def sizes(self) -> list[int]:
         tree = [] if self.depth is None else [self.tokens * self.depth]
-        tiles = [size for cut in self.cuts for size in (cut.tiles * TILE_WORDS, cut.tokens)]
+        tiles = [size for tile_set in self.tile_sets for size in (tile_set.tiles * TILE_WORDS, tile_set.merge_tokens)]
         return [*[self.tokens] * 6, self.rows * self.width, *tree, *tiles]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LayoutTemplate:
     """A layout, words that hold what all its turns have in common, and where the other parts begin."""
 
-    layout: Layout
-    begins: tuple[int, ...]
+    layout: AttentionLayout
+    starts: tuple[int, ...]
     words: Words
 
 
 @dataclass(frozen=True, slots=True)
-class HostView:
+class HostAttentionInputs:
     words: Words
-    layout: Layout
+    layout: AttentionLayout
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceView:
+class DeviceAttentionInputs:
     """The words on the device, and what they mean."""
 
     words: Tensor
     positions: Tensor  # [T]
     slots: Tensor  # [T]
-    view: View
-    sets: tuple[TileSet, ...]
+    metadata: AttentionMetadata
+    tile_sets: tuple[TileSet, ...]
 
 
-def host_view(inputs: Inputs, heads: Heads) -> HostView:
+def host_attention_inputs(inputs: Inputs, shape: AttentionShape) -> HostAttentionInputs:
     if inputs.bucket is None:
-        cuts = _cuts(inputs, heads)
-        form = _form(_layout(inputs, heads, tuple(cut for cut, _, _ in cuts)), [tokens for _, _, tokens in cuts])
-        tiles = [table for _, table, _ in cuts]
+        tile_sets = _tile_sets(inputs, shape)
+        template = _template(_attention_layout(inputs, shape, tuple(tile_set for tile_set, _, _ in tile_sets)), [tokens for _, _, tokens in tile_sets])
+        tiles = [table for _, table, _ in tile_sets]
     else:
-        form = _bucket_form(inputs.bucket, heads, inputs.page_size)
-        tiles = [_tile_table(inputs, heads, own) for own in _bucket_tiles(inputs, inputs.bucket, heads, form.layout.cuts)]
-    firsts, table = inputs.host_firsts(heads.window), inputs.host_tables[inputs.group(heads.window)]
-    parts = [inputs.host_positions, inputs.host_slots, inputs.host_rows, firsts, inputs.host_ends, table]
-    parts += tiles if inputs.host_paths is None else [inputs.host_paths, *tiles]
-    words = form.words.copy()
-    for begin, part in zip(form.begins, parts, strict=True):
-        words[begin : begin + part.size] = part.reshape(-1)
-    return HostView(words, form.layout)
+        template = _bucket_template(inputs.bucket, shape, inputs.page_size)
+        tiles = [_tile_table(inputs, shape, own) for own in _bucket_tiles(inputs, inputs.bucket, shape, template.layout.tile_sets)]
+    firsts, table = inputs.host_firsts(shape.window), inputs.host_tables[inputs.group(shape.window)]
+    arrays = [inputs.host_positions, inputs.host_slots, inputs.host_rows, firsts, inputs.host_ends, table]
+    arrays += tiles if inputs.host_paths is None else [inputs.host_paths, *tiles]
+    words = template.words.copy()
+    for start, array in zip(template.starts, arrays, strict=True):
+        words[start : start + array.size] = array.reshape(-1)
+    return HostAttentionInputs(words, template.layout)
 
 
-def _layout(inputs: Inputs, heads: Heads, cuts: tuple[Cut, ...]) -> Layout:
+def _attention_layout(inputs: Inputs, shape: AttentionShape, tile_sets: tuple[TileSetLayout, ...]) -> AttentionLayout:
     depth = None if inputs.host_paths is None else inputs.host_paths.shape[1]
-    rows, width = inputs.host_tables[inputs.group(heads.window)].shape
-    return Layout(len(inputs.host_tokens), rows, width, depth, inputs.page_size, cuts)
+    rows, width = inputs.host_tables[inputs.group(shape.window)].shape
+    return AttentionLayout(len(inputs.host_tokens), rows, width, depth, inputs.page_size, tile_sets)
 
 
-def _form(layout: Layout, tokens: list[Ints]) -> Form:
+def _template(layout: AttentionLayout, tokens: list[Ints]) -> LayoutTemplate:
     """`tokens`: of each cut, those that are kept until the merge."""
-    begins = [0, *accumulate(map(_aligned, layout.sizes))]
-    words = np.zeros(begins.pop(), dtype=np.int32)
+    starts = [0, *accumulate(map(_aligned, layout.sizes))]
+    words = np.zeros(starts.pop(), dtype=np.int32)
     kept, behind = np.concatenate(tokens), 7 + (layout.depth is not None)
-    words[begins[5] : begins[6]][kept] = np.arange(len(kept))
-    for begin, own in zip(begins[behind + 1 :: 2], tokens, strict=True):
-        words[begin : begin + len(own)] = own
-    return Form(layout, (*begins[:5], *begins[6:behind], *begins[behind::2]), words)
+    words[starts[5] : starts[6]][kept] = np.arange(len(kept))
+    for start, own in zip(starts[behind + 1 :: 2], tokens, strict=True):
+        words[start : start + len(own)] = own
+    return LayoutTemplate(layout, (*starts[:5], *starts[6:behind], *starts[behind::2]), words)
 
 
 def _aligned(size: int) -> int:
@@ -155,151 +155,151 @@ def _aligned(size: int) -> int:
     return -(-size // 4) * 4
 
 
-def device_view(words: Tensor, layout: Layout) -> DeviceView:
+def device_attention_inputs(words: Tensor, layout: AttentionLayout) -> DeviceAttentionInputs:
     """`words` [layout's sizes] int32 on the device; nothing is copied."""
     sizes = layout.sizes
-    parts = [part[:size] for part, size in zip(torch.split(words, list(map(_aligned, sizes))), sizes, strict=True)]
-    positions, slots, rows, firsts, ends, lines, table = parts[:7]
-    paths, rest = None, parts[7:]
+    arrays = [array[:size] for array, size in zip(torch.split(words, list(map(_aligned, sizes))), sizes, strict=True)]
+    positions, slots, rows, first_keys, last_keys, merge_rows, page_table = arrays[:7]
+    paths, rest = None, arrays[7:]
     if layout.depth is not None:
         paths, rest = rest[0].view(layout.tokens, layout.depth), rest[1:]
-    view = View(rows, firsts, ends, lines, table.view(layout.rows, layout.width), paths, layout.page_size)
-    sets = tuple(
+    metadata = AttentionMetadata(rows, first_keys, last_keys, merge_rows, page_table.view(layout.rows, layout.width), paths, layout.page_size)
+    tile_sets = tuple(
         TileSet(
-            cut.height,
-            rest[2 * i].view(cut.tiles, TILE_WORDS),
+            tile_set.height,
+            rest[2 * i].view(tile_set.tiles, TILE_WORDS),
             rest[2 * i + 1],
-            cut.splits,
-            cut.launched,
-            cut.together,
-            cut.kind,
+            tile_set.splits,
+            tile_set.grid_splits,
+            tile_set.sequential,
+            tile_set.kind,
         )
-        for i, cut in enumerate(layout.cuts)
+        for i, tile_set in enumerate(layout.tile_sets)
     )
-    return DeviceView(words, positions, slots, view, sets)
+    return DeviceAttentionInputs(words, positions, slots, metadata, tile_sets)
 
 
-def to_view(inputs: Inputs, heads: Heads) -> DeviceView:
-    host = host_view(inputs, heads)
+def stage_attention_inputs(inputs: Inputs, shape: AttentionShape) -> DeviceAttentionInputs:
+    host = host_attention_inputs(inputs, shape)
     inputs.staging.note(host.layout)
     words = inputs.staging.put(host.words)
-    return inputs.staging.cached(words, host.layout, lambda: device_view(words, host.layout))
+    return inputs.staging.cached(words, host.layout, lambda: device_attention_inputs(words, host.layout))
 
 
-def _cuts(inputs: Inputs, heads: Heads) -> list[tuple[Cut, Ints, Ints]]:
+def _tile_sets(inputs: Inputs, shape: AttentionShape) -> list[tuple[TileSetLayout, Ints, Ints]]:
     """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
-    splits = int(split_of(inputs.host_ends.max())) + 1
-    found: Found = {}
+    splits = int(split_indices(inputs.host_ends.max())) + 1
+    tile_lists: TileLists = {}
     for span in inputs.spans:
         known = span.count - len(span.drafts) if span.branches else span.count
         if span.branches:
             # What the tokens have in common is read once for all of them, the rest by each for itself.
             known = max(known - 1, 0)
-            _tile(found, heads, splits, span.first + known, span.count - known, SHARED, span.stop)
+            _add_tiles(tile_lists, shape, splits, span.first + known, span.count - known, TREE_PREFIX, span.stop)
             for token in range(span.first + known, span.first + span.count):
-                _tile(found, heads, splits, token, 1, OWN, span.stop)
-        _tile(found, heads, splits, span.first, known, WHOLE, FAR)
+                _add_tiles(tile_lists, shape, splits, token, 1, TREE_PATH, span.stop)
+        _add_tiles(tile_lists, shape, splits, span.first, known, FULL, NO_TREE)
     # In order of their kinds: what nodes share before what is their own.
-    return [_cut(inputs, heads, height, tiles, splits) for (_, height), tiles in sorted(found.items())]
+    return [_tile_set(inputs, shape, height, tiles, splits) for (_, height), tiles in sorted(tile_lists.items())]
 
 
 @lru_cache(maxsize=128)  # of long contexts and many rows, megabytes each
-def _bucket_form(bucket: Bucket, heads: Heads, page_size: int) -> Form:
+def _bucket_template(bucket: Bucket, shape: AttentionShape, page_size: int) -> LayoutTemplate:
     """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
     empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
-    splits = int(split_of(np.asarray(bucket.reach - 1))) + 1
+    splits = int(split_indices(np.asarray(bucket.reach - 1))) + 1
     if bucket.depth is None:
-        cuts = [_bucket_cut(bucket, heads, WHOLE, bucket.longest, splits)]
+        tile_sets = [_bucket_tile_set(bucket, shape, FULL, bucket.longest, splits)]
     else:
-        cuts = [_bucket_cut(bucket, heads, SHARED, bucket.longest, splits), _bucket_cut(bucket, heads, OWN, 1, splits)]
-    layout = Layout(bucket.tokens, bucket.rows + 1, bucket.reach // page_size, bucket.depth, page_size, tuple(cuts))
-    form = _form(layout, [np.arange(cut.tokens, dtype=np.int64) for cut in cuts])
-    for cut, begin in zip(cuts, form.begins[-len(cuts) :], strict=True):
-        size = cut.tiles * TILE_WORDS
-        form.words[begin : begin + size] = np.tile([0, 0, -1, bucket.rows, LEAST, 0, 0, 1], cut.tiles)  # sees nothing
-    return form
+        tile_sets = [_bucket_tile_set(bucket, shape, TREE_PREFIX, bucket.longest, splits), _bucket_tile_set(bucket, shape, TREE_PATH, 1, splits)]
+    layout = AttentionLayout(bucket.tokens, bucket.rows + 1, bucket.reach // page_size, bucket.depth, page_size, tuple(tile_sets))
+    template = _template(layout, [np.arange(tile_set.merge_tokens, dtype=np.int64) for tile_set in tile_sets])
+    for tile_set, start in zip(tile_sets, template.starts[-len(tile_sets) :], strict=True):
+        size = tile_set.tiles * TILE_WORDS
+        template.words[start : start + size] = np.tile([0, 0, -1, bucket.rows, FIRST_SPLIT, 0, 0, 1], tile_set.tiles)  # sees nothing
+    return template
 
 
-def _bucket_cut(bucket: Bucket, heads: Heads, kind: int, count: int, splits: int) -> Cut:
+def _bucket_tile_set(bucket: Bucket, shape: AttentionShape, kind: int, count: int, splits: int) -> TileSetLayout:
     """For so many tokens of a row; what is a node's own, for every one of them."""
-    height = _height(heads, count, kind, splits)
-    room = bucket.tokens if kind == OWN else bucket.rows * -(-count // (height // heads.group))
-    tokens = 0 if kind == OWN else bucket.tokens
-    together = _together(heads, kind, height, room, tokens, splits)
-    seen = heads.window and heads.window + bucket.longest
-    launched = splits if seen is None else min(splits, seen // LEAST + 2)
-    return Cut(height, room, 0 if together else tokens, splits, launched, together, kind)
+    height = _tile_height(shape, count, kind, splits)
+    tile_count = bucket.tokens if kind == TREE_PATH else bucket.rows * -(-count // (height // shape.group_size))
+    tokens = 0 if kind == TREE_PATH else bucket.tokens
+    sequential = _is_sequential(shape, kind, height, tile_count, tokens, splits)
+    reach = shape.window and shape.window + bucket.longest
+    grid_splits = splits if reach is None else min(splits, reach // FIRST_SPLIT + 2)
+    return TileSetLayout(height, tile_count, 0 if sequential else tokens, splits, grid_splits, sequential, kind)
 
 
-def _bucket_tiles(inputs: Inputs, bucket: Bucket, heads: Heads, cuts: tuple[Cut, ...]) -> list[list[Tile]]:
+def _bucket_tiles(inputs: Inputs, bucket: Bucket, shape: AttentionShape, tile_sets: tuple[TileSetLayout, ...]) -> list[list[Tile]]:
     """The tiles that a turn of a bucket needs, per cut."""
     rows = [span for span in inputs.spans if span.lane is not None]
-    found: list[list[Tile]] = [[] for _ in cuts]
-    for cut, tiles in zip(cuts, found, strict=True):
+    tile_lists: list[list[Tile]] = [[] for _ in tile_sets]
+    for tile_set, tiles in zip(tile_sets, tile_lists, strict=True):
         for span in rows:
-            tail = FAR if cut.kind == WHOLE else span.stop
-            per = 1 if cut.kind == OWN else cut.height // heads.group
-            _cover(tiles, per, span.first, span.count, cut.kind, tail)
-    return found
+            tree_start = NO_TREE if tile_set.kind == FULL else span.stop
+            per = 1 if tile_set.kind == TREE_PATH else tile_set.height // shape.group_size
+            _append_tiles(tiles, per, span.first, span.count, tile_set.kind, tree_start)
+    return tile_lists
 
 
-def _tile(found: Found, heads: Heads, splits: int, first: int, count: int, kind: int, tail: int) -> None:
+def _add_tiles(tile_lists: TileLists, shape: AttentionShape, splits: int, first: int, count: int, kind: int, tree_start: int) -> None:
     if count:
         # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
-        height = _height(heads, count, kind, splits)
-        _cover(found.setdefault((kind, height), []), height // heads.group, first, count, kind, tail)
+        height = _tile_height(shape, count, kind, splits)
+        _append_tiles(tile_lists.setdefault((kind, height), []), height // shape.group_size, first, count, kind, tree_start)
 
 
-def _height(heads: Heads, count: int, kind: int, splits: int) -> int:
+def _tile_height(shape: AttentionShape, count: int, kind: int, splits: int) -> int:
     # High tiles pay for long prompts of narrow heads, and where one of them holds all queries of a row, which then read their
     # keys once, if there are enough of them all the same. Nodes of a tree would fill little of their last one.
-    long = count >= LONG and heads.dim <= 128
-    many = splits * heads.kv_heads >= heads.busy // 4 and kind == WHOLE
-    joined = [h for h in heads.heights if h <= 64 or long or (many and count * heads.group <= h)]
-    return next((h for h in joined if count * heads.group <= h), joined[-1])
+    long_prompt = count >= LONG_PROMPT and shape.dim <= 128
+    enough_splits = splits * shape.kv_heads >= shape.full_grid // 4 and kind == FULL
+    heights = [h for h in shape.tile_heights if h <= 64 or long_prompt or (enough_splits and count * shape.group_size <= h)]
+    return next((h for h in heights if count * shape.group_size <= h), heights[-1])
 
 
-def _cover(tiles: list[Tile], per: int, first: int, count: int, kind: int, tail: int) -> None:
-    tiles.extend((first + offset, min(per, count - offset), kind, tail) for offset in range(0, count, per))
+def _append_tiles(tiles: list[Tile], per: int, first: int, count: int, kind: int, tree_start: int) -> None:
+    tiles.extend((first + offset, min(per, count - offset), kind, tree_start) for offset in range(0, count, per))
 
 
-def _tile_table(inputs: Inputs, heads: Heads, tiles: list[Tile]) -> Ints:
+def _tile_table(inputs: Inputs, shape: AttentionShape, tiles: list[Tile]) -> Ints:
     """[N, 8]: tiles of one kind."""
     if not tiles:
         return np.zeros((0, TILE_WORDS), dtype=np.int64)
     kind = tiles[0][2]
-    first, count, _, tail = np.asarray(tiles, dtype=np.int64).T
+    first, count, _, tree_start = np.asarray(tiles, dtype=np.int64).T
     table = np.empty((len(tiles), TILE_WORDS), dtype=np.int64)
-    firsts = inputs.host_firsts(heads.window)
+    firsts = inputs.host_firsts(shape.window)
     low, high = firsts[first], inputs.host_ends[first + count - 1]  # known tokens see more and more
-    carried: Ints | int = -1
-    if kind != WHOLE:
-        common = tail // block_keys(heads.dim) * block_keys(heads.dim)  # where the blocks end that all nodes read alike
-        if kind == OWN:
-            carried = np.where(low < common, split_of(common - 1), -1)
-            low = np.maximum(low, common)
+    carried_split: Ints | int = -1
+    if kind != FULL:
+        prefix_stop = tree_start // block_keys(shape.dim) * block_keys(shape.dim)  # where the blocks end that all nodes read alike
+        if kind == TREE_PATH:
+            carried_split = np.where(low < prefix_stop, split_indices(prefix_stop - 1), -1)
+            low = np.maximum(low, prefix_stop)
         else:
-            low, high = np.asarray([firsts[f : f + c].min() for f, c, _, _ in tiles]), common - 1
-    for column, values in enumerate((first, count, carried, inputs.host_rows[first], low, high, tail, split_of(low))):
+            low, high = np.asarray([firsts[f : f + c].min() for f, c, _, _ in tiles]), prefix_stop - 1
+    for column, values in enumerate((first, count, carried_split, inputs.host_rows[first], low, high, tree_start, split_indices(low))):
         table[:, column] = values
     return table
 
 
-def _cut(inputs: Inputs, heads: Heads, height: int, tiles: list[Tile], splits: int) -> tuple[Cut, Ints, Ints]:
-    table = _tile_table(inputs, heads, tiles)
-    launched = max(int((split_of(table[:, 5]) + 1 - table[:, 7]).max()), 1)  # the most splits that a tile reads
+def _tile_set(inputs: Inputs, shape: AttentionShape, height: int, tiles: list[Tile], splits: int) -> tuple[TileSetLayout, Ints, Ints]:
+    table = _tile_table(inputs, shape, tiles)
+    grid_splits = max(int((split_indices(table[:, 5]) + 1 - table[:, 7]).max()), 1)  # the most splits that a tile reads
     # A node's shared and own parts may lie in tiles of two heights; what it shares is kept for its own tile.
-    ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != OWN]
-    tokens = np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int64)
+    token_ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != TREE_PATH]
+    tokens = np.concatenate(token_ranges) if token_ranges else np.zeros(0, dtype=np.int64)
     kind = tiles[0][2]
-    together = _together(heads, kind, height, len(tiles), len(tokens), splits)
-    cut = Cut(height, len(tiles), 0 if together else len(tokens), splits, launched, together, kind)
-    return cut, table, tokens[: 0 if together else None]
+    sequential = _is_sequential(shape, kind, height, len(tiles), len(tokens), splits)
+    tile_set = TileSetLayout(height, len(tiles), 0 if sequential else len(tokens), splits, grid_splits, sequential, kind)
+    return tile_set, table, tokens[: 0 if sequential else None]
 
 
-def _together(heads: Heads, kind: int, height: int, tiles: int, tokens: int, splits: int) -> bool:
+def _is_sequential(shape: AttentionShape, kind: int, height: int, tiles: int, tokens: int, splits: int) -> bool:
     """One split, or enough programs without splitting whose registers hold two sums, or too much to keep until the merge. What
     is a node's own always, what nodes share never."""
-    many = tiles * heads.kv_heads >= heads.busy and height * heads.dim <= 128 * 128
-    much = splits * tokens * heads.heads * heads.dim * 4 > PARTIAL_BYTES
-    return kind == OWN or (kind == WHOLE and (splits == 1 or many or much))
+    enough_programs = tiles * shape.kv_heads >= shape.full_grid and height * shape.dim <= 128 * 128
+    large_buffers = splits * tokens * shape.heads * shape.dim * 4 > SPLIT_BUFFER_BYTES
+    return kind == TREE_PATH or (kind == FULL and (splits == 1 or enough_programs or large_buffers))

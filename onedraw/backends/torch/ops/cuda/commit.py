@@ -26,34 +26,34 @@ from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 BLOCK = 256
 
 
-def awaited(given: Tensor, last: Tensor) -> Tensor:
+def resolve_pending_tokens(tokens: Tensor, last: Tensor) -> Tensor:
     """given [n] tokens, last [lanes + 1] → [n]. Where a lane's law left no token, anything: nobody hears of that row."""
-    found = torch.empty_like(given)
-    _awaited[(triton.cdiv(len(given), BLOCK),)](given, last, found, len(given), BLOCK=BLOCK)
-    return found
+    resolved = torch.empty_like(tokens)
+    _resolve_pending_tokens[(triton.cdiv(len(tokens), BLOCK),)](tokens, last, resolved, len(tokens), BLOCK=BLOCK)
+    return resolved
 
 
-def leave(answers: Tensor, lanes: Tensor, last: Tensor) -> None:
+def store_last_tokens(samples: Tensor, lanes: Tensor, last: Tensor) -> None:
     """last[lanes] = answers[:, 0]; answers [T, columns], lanes [T]. Padding has the lane behind the last."""
-    _leave[(triton.cdiv(len(lanes), BLOCK),)](answers, lanes, last, len(lanes), answers.stride(0), BLOCK=BLOCK)
+    _store_last_tokens[(triton.cdiv(len(lanes), BLOCK),)](samples, lanes, last, len(lanes), samples.stride(0), BLOCK=BLOCK)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _awaited(given, last, found, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = place < count
-    token = tl.load(given + place, mask=there, other=0)
-    unknown = token < 0
-    chosen = tl.load(last + (-1 - token), mask=there & unknown, other=0)
-    tl.store(found + place, tl.where(unknown, tl.maximum(chosen, 0).to(token.dtype), token), mask=there)
+def _resolve_pending_tokens(tokens, last, resolved, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
+    token = tl.load(tokens + index, mask=mask, other=0)
+    pending = token < 0
+    last_token = tl.load(last + (-1 - token), mask=mask & pending, other=0)
+    tl.store(resolved + index, tl.where(pending, tl.maximum(last_token, 0).to(token.dtype), token), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "stride"])
-def _leave(answers, lanes, last, count, stride, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = place < count
-    lane = tl.load(lanes + place, mask=there, other=0)
-    tl.store(last + lane, tl.load(answers + place * stride, mask=there, other=0), mask=there)
+def _store_last_tokens(samples, lanes, last, count, stride, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
+    lane = tl.load(lanes + index, mask=mask, other=0)
+    tl.store(last + lane, tl.load(samples + index * stride, mask=mask, other=0), mask=mask)
 
 
 # -------------------- After the choosing, still on the device: which drafts are kept, and kept drafts brought ho
@@ -66,27 +66,27 @@ ROW_WORDS = 5  # first token, tokens, lane, first place in the rollback buffer, 
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
+class VerifiedDrafts:
     """The kept drafts of each row, in order, -1 behind the last."""
 
     kept: Tensor  # [R, W] int32: by index in the row
-    places: Tensor  # [R, W] int32: in the rollback buffer
+    slots: Tensor  # [R, W] int32: in the rollback buffer
     lanes: Tensor  # [R] int32
-    sources: Tensor  # [R, 1 + K] int32: what the windows of the convolution become; see `shift_windows`
+    window_sources: Tensor  # [R, 1 + K] int32: what the windows of the convolution become; see `shift_windows`
 
 
-@triton.jit(do_not_specialize=["width", "held"])
-def _walk(
-    chosen,
+@triton.jit(do_not_specialize=["width", "slot_count"])
+def _verify_drafts(
+    samples,
     tokens,
     parents,
     rows,
     kept,
-    places,
+    slots,
     lanes,
-    sources,
+    window_sources,
     width,
-    held,
+    slot_count,
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -97,103 +97,103 @@ def _walk(
     count = tl.load(rows + row * 5 + 1)
     lane = tl.load(rows + row * 5 + 2)
     base = tl.load(rows + row * 5 + 3)
-    place = tl.arange(0, BLOCK)
-    inside = place < count - 1
-    parent = tl.load(parents + first + 1 + place, mask=inside, other=-2)
-    token = tl.load(tokens + first + 1 + place, mask=inside, other=-1)
-    answer = tl.load(chosen + first + 1 + place, mask=inside, other=0)
+    draft = tl.arange(0, BLOCK)
+    is_draft = draft < count - 1
+    parent = tl.load(parents + first + 1 + draft, mask=is_draft, other=-2)
+    token = tl.load(tokens + first + 1 + draft, mask=is_draft, other=-1)
+    sampled_after = tl.load(samples + first + 1 + draft, mask=is_draft, other=0)
     path = tl.full((BLOCK,), -1, dtype=tl.int32)
     depth = 0
-    choice = tl.load(chosen + first)
-    index = tl.min(tl.where((parent == -1) & (token == choice), place, BLOCK), 0)
-    while index < BLOCK:  # a draft is kept: its children stand behind it
-        path = tl.where(place == depth, index, path)
-        choice = tl.sum(tl.where(place == index, answer, 0), 0)
+    sampled = tl.load(samples + first)
+    next_draft = tl.min(tl.where((parent == -1) & (token == sampled), draft, BLOCK), 0)
+    while next_draft < BLOCK:  # a draft is kept: its children stand behind it
+        path = tl.where(draft == depth, next_draft, path)
+        sampled = tl.sum(tl.where(draft == next_draft, sampled_after, 0), 0)
         depth += 1
-        index = tl.min(tl.where((parent == index) & (place > index) & (token == choice), place, BLOCK), 0)
-    tl.store(kept + row * width + place, path, mask=place < width)
-    tl.store(places + row * width + place, tl.where(path >= 0, base + path, -1), mask=place < width)
+        next_draft = tl.min(tl.where((parent == next_draft) & (draft > next_draft) & (token == sampled), draft, BLOCK), 0)
+    tl.store(kept + row * width + draft, path, mask=draft < width)
+    tl.store(slots + row * width + draft, tl.where(path >= 0, base + path, -1), mask=draft < width)
     tl.store(lanes + row, lane)
     tl.debug_barrier()
-    tl.store(sources + row * (TAPS + 1), tl.where(depth > 0, lane, -1))
+    tl.store(window_sources + row * (TAPS + 1), tl.where(depth > 0, lane, -1))
     for tap in tl.static_range(TAPS - 1):
         old = depth + tap < TAPS - 1
-        new = tl.load(places + row * width + depth + tap - (TAPS - 1), mask=depth + tap >= TAPS - 1, other=0)
-        tl.store(sources + row * (TAPS + 1) + 1 + tap, tl.where(old, held + lane * (TAPS - 1) + depth + tap, new))
-    tl.store(sources + row * (TAPS + 1) + TAPS, -1)
+        new = tl.load(slots + row * width + depth + tap - (TAPS - 1), mask=depth + tap >= TAPS - 1, other=0)
+        tl.store(window_sources + row * (TAPS + 1) + 1 + tap, tl.where(old, slot_count + lane * (TAPS - 1) + depth + tap, new))
+    tl.store(window_sources + row * (TAPS + 1) + TAPS, -1)
 
 
-def walk(
-    chosen: Tensor,
+def verify_drafts(
+    samples: Tensor,
     *,
     tokens: Tensor,
     parents: Tensor,
     rows: Tensor,
     longest: int,
     taps: int = 1,
-    held: int = 0,
+    slot_count: int = 0,
     pdl: bool = False,
-) -> Walked:
+) -> VerifiedDrafts:
     """chosen and tokens [T] int64, parents [T] int32 (of drafts), rows [R, ROW_WORDS] int32; `longest`: tokens of a row.
 
     `taps` of the convolution and `held`, the places that the rollback buffer has, are for the windows.
     """
-    count, width, device = len(rows), max(longest - 1, 1), chosen.device
-    kept, places = (torch.empty(count, width, dtype=torch.int32, device=device) for _ in range(2))
+    count, width, device = len(rows), max(longest - 1, 1), samples.device
+    kept, slots = (torch.empty(count, width, dtype=torch.int32, device=device) for _ in range(2))
     lanes = torch.empty(count, dtype=torch.int32, device=device)
-    sources = torch.empty(count, taps + 1, dtype=torch.int32, device=device)
-    _walk[(count,)](
-        chosen, tokens, parents, rows, kept, places, lanes, sources, width, held,
+    window_sources = torch.empty(count, taps + 1, dtype=torch.int32, device=device)
+    _verify_drafts[(count,)](
+        samples, tokens, parents, rows, kept, slots, lanes, window_sources, width, slot_count,
         TAPS=taps, BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
-    return Walked(kept, places, lanes, sources)
+    return VerifiedDrafts(kept, slots, lanes, window_sources)
 
 
 @triton.jit(do_not_specialize=["width"])
-def _move(
+def _move_kept_kv(
     stores,
     kept,
     rows,
-    table,
+    page_table,
     width,
     table_width,
-    KV: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row, head and layer: all are read before any is written."""
     begin_kernel(PDL)
-    row = (tl.program_id(0) // KV).to(tl.int64)
-    head = tl.program_id(0) % KV
-    depth = tl.arange(0, WIDTH)
+    row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    head = tl.program_id(0) % KV_HEADS
+    depth = tl.arange(0, MAX_DEPTH)
     index = tl.load(kept + row * width + depth, mask=depth < width, other=-1)
     moved = index > depth
     if tl.max(moved.to(tl.int32), 0) == 0:
         return
-    stop = tl.load(rows + row * 5 + 4)
-    source, target = stop + index, stop + depth
-    from_page = tl.load(table + row * table_width + source // PAGE, mask=moved, other=0).to(tl.int64)
-    to_page = tl.load(table + row * table_width + target // PAGE, mask=moved, other=0).to(tl.int64)
-    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    here = (((from_page * KV + head) * PAGE + source % PAGE) * WORDS)[:, None] + at[None, :]
-    there = (((to_page * KV + head) * PAGE + target % PAGE) * WORDS)[:, None] + at[None, :]
-    mask = moved[:, None] & (at < WORDS)[None, :]
-    for part in tl.static_range(2):
-        store = tl.load(stores + tl.program_id(1) * 2 + part).to(tl.pointer_type(tl.int32))
-        numbers = tl.load(store + here, mask=mask, other=0)
+    first_slot = tl.load(rows + row * 5 + 4)
+    source, target = first_slot + index, first_slot + depth
+    from_page = tl.load(page_table + row * table_width + source // PAGE_SIZE, mask=moved, other=0).to(tl.int64)
+    to_page = tl.load(page_table + row * table_width + target // PAGE_SIZE, mask=moved, other=0).to(tl.int64)
+    word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    source_offsets = (((from_page * KV_HEADS + head) * PAGE_SIZE + source % PAGE_SIZE) * WORDS)[:, None] + word[None, :]
+    target_offsets = (((to_page * KV_HEADS + head) * PAGE_SIZE + target % PAGE_SIZE) * WORDS)[:, None] + word[None, :]
+    mask = moved[:, None] & (word < WORDS)[None, :]
+    for kind in tl.static_range(2):
+        store = tl.load(stores + tl.program_id(1) * 2 + kind).to(tl.pointer_type(tl.int32))
+        numbers = tl.load(store + source_offsets, mask=mask, other=0)
         tl.debug_barrier()
-        tl.store(store + there, numbers, mask=mask)
+        tl.store(store + target_offsets, numbers, mask=mask)
 
 
-def move_kept(
+def move_kept_kv(
     stores: Tensor,
-    walked: Walked,
+    verified: VerifiedDrafts,
     *,
     rows: Tensor,
-    table: Tensor,
+    page_table: Tensor,
     kv_heads: int,
     head_bytes: int,
     page_size: int,
@@ -201,10 +201,10 @@ def move_kept(
 ) -> None:
     """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows. `stores` [L, 2] int64: where keys and
     values of the layers, or their scales, lie; `head_bytes`, a multiple of 4: what one position of one head takes."""
-    width, words = walked.kept.shape[1], head_bytes // 4
+    width, words = verified.kept.shape[1], head_bytes // 4
     block = min(64, triton.next_power_of_2(words))
-    _move[(len(rows) * kv_heads, len(stores), triton.cdiv(words, block))](
-        stores, walked.kept, rows, table, width, table.shape[1],
-        KV=kv_heads, WORDS=words, BLOCK=block, WIDTH=triton.next_power_of_2(width), PAGE=page_size, PDL=pdl, num_warps=4,
+    _move_kept_kv[(len(rows) * kv_heads, len(stores), triton.cdiv(words, block))](
+        stores, verified.kept, rows, page_table, width, page_table.shape[1],
+        KV_HEADS=kv_heads, WORDS=words, BLOCK=block, MAX_DEPTH=triton.next_power_of_2(width), PAGE_SIZE=page_size, PDL=pdl, num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import (
     begin_kernel,
     exp,
-    let_next_start,
+    launch_dependents,
     sigmoid,
     silu,
     softplus,
@@ -33,7 +33,7 @@ SHIFT_BLOCK = 512  # and one of `shift_windows`
 L2_EPS = 1e-6
 
 
-def why_not(spec: DeltaSpec) -> str:
+def unsupported_reason(spec: DeltaSpec) -> str:
     """Why these kernels cannot compute a layer; nothing where they can. A column's eight sums over every eighth row are made
     by parts of four rows or of eight, in pairs: a head that is no whole number of eights would leave one without its other."""
     heads = {"key heads": spec.key_dim, "value heads": spec.value_dim}
@@ -48,7 +48,7 @@ def why_not(spec: DeltaSpec) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
+class DeltaQkv:
     """Every token's queries, keys, values and gates; float32."""
 
     q: Tensor  # [T, Hk, Dk]
@@ -58,17 +58,17 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftIncrements:
     """Where drafted tokens leave what a commit reads."""
 
-    places: Tensor  # [T] int32, -1 for tokens that are no drafts
+    slots: Tensor  # [T] int32, -1 for tokens that are no drafts
     decays: Tensor  # [places, Hv]
     keys: Tensor  # [places, Hk, Dk]
     changes: Tensor  # [places, Hv, Dv]
-    fed: Tensor  # [places, C], what the convolution was fed
+    conv_inputs: Tensor  # [places, C], what the convolution was fed
 
 
-def sizes_of(states: Tensor, *, key_heads: int) -> dict[str, int]:
+def state_sizes(states: Tensor, *, key_heads: int) -> dict[str, int]:
     """Heads and their widths, as kernels that move states [lanes, Hv, Dk, Dv] are told."""
     value_heads, key_dim, value_dim = states.shape[-3:]
     return {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
@@ -78,35 +78,35 @@ def sizes_of(states: Tensor, *, key_heads: int) -> dict[str, int]:
 
 
 @triton.jit
-def _fed(projected, windows, source, tokens, stride, start, at, inside, CHANNELS: tl.constexpr):
+def _conv_input(projected, windows, source, tokens, stride, start, offsets, mask, CHANNELS: tl.constexpr):
     """What one tap of the convolution takes: channels of a row of the turn, from `tokens` on of a window; zeros for -1."""
-    own = projected + source * stride + start + at
-    past = windows + (source - tokens) * CHANNELS + start + at
-    fed = tl.load(own, mask=inside & (source >= 0) & (source < tokens), other=0.0).to(tl.float32)
-    fed += tl.load(past, mask=inside & (source >= tokens), other=0.0)
-    return fed
+    current = projected + source * stride + start + offsets
+    past = windows + (source - tokens) * CHANNELS + start + offsets
+    value = tl.load(current, mask=mask & (source >= 0) & (source < tokens), other=0.0).to(tl.float32)
+    value += tl.load(past, mask=mask & (source >= tokens), other=0.0)
+    return value
 
 
 @triton.jit
-def _token_gates(projected, decay, bias, gates, decays, token, tokens, place, stride, START: tl.constexpr, HEADS: tl.constexpr,
+def _token_gates(projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START: tl.constexpr, HEADS: tl.constexpr,
                  BLOCK: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
     """Of all heads of a token: log of the decay, the decay itself, beta. START: of a and b among the projections."""
-    one = tl.arange(0, BLOCK)
-    there = one < HEADS
-    base = projected + token * stride + START + one
-    a = tl.load(base, mask=there, other=0.0).to(tl.float32) + tl.load(bias + one, mask=there, other=0.0)
-    g = tl.load(decay + one, mask=there, other=0.0) * softplus(a)
-    b = tl.load(base + HEADS, mask=there, other=0.0).to(tl.float32)
-    tl.store(gates + token * HEADS + one, g, mask=there)
-    fade = exp(g)
-    tl.store(gates + (token + tokens) * HEADS + one, fade, mask=there)
+    head = tl.arange(0, BLOCK)
+    mask = head < HEADS
+    base = projected + token * stride + START + head
+    a = tl.load(base, mask=mask, other=0.0).to(tl.float32) + tl.load(bias + head, mask=mask, other=0.0)
+    g = tl.load(decay + head, mask=mask, other=0.0) * softplus(a)
+    b = tl.load(base + HEADS, mask=mask, other=0.0).to(tl.float32)
+    tl.store(gates + token * HEADS + head, g, mask=mask)
+    alpha = exp(g)
+    tl.store(gates + (token + tokens) * HEADS + head, alpha, mask=mask)
     if DRAFTS:
-        tl.store(decays + place * HEADS + one, fade, mask=there & (place >= 0))
-    tl.store(gates + (token + 2 * tokens) * HEADS + one, sigmoid(b), mask=there)
+        tl.store(draft_decays + slot * HEADS + head, alpha, mask=mask & (slot >= 0))
+    tl.store(gates + (token + 2 * tokens) * HEADS + head, sigmoid(b), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _gate(
+def _conv_and_gates(
     projected,
     windows,
     taps,
@@ -117,10 +117,10 @@ def _gate(
     k,
     v,
     gates,
-    places,
-    decays,
-    keys,
-    held,
+    draft_slots,
+    draft_decays,
+    draft_keys,
+    draft_inputs,
     tokens,
     stride,
     KEY_HEADS: tl.constexpr,
@@ -139,41 +139,41 @@ def _gate(
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    place = tl.full((), -1, dtype=tl.int64)
+    slot = tl.full((), -1, dtype=tl.int64)
     if DRAFTS:
-        place = tl.load(places + token).to(tl.int64)
+        slot = tl.load(draft_slots + token).to(tl.int64)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     if head < 2 * KEY_HEADS + VALUE_HEADS:
         is_value = head >= 2 * KEY_HEADS
-        size = tl.where(is_value, VALUE_DIM, KEY_DIM)
+        width = tl.where(is_value, VALUE_DIM, KEY_DIM)
         start = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM, head * KEY_DIM)
-        at = tl.arange(0, BLOCK)
-        inside = at < size
-        mixed = tl.zeros((BLOCK,), dtype=tl.float32)
+        offsets = tl.arange(0, BLOCK)
+        mask = offsets < width
+        convolved = tl.zeros((BLOCK,), dtype=tl.float32)
         for tap in tl.static_range(TAPS):
             source = tl.load(taps + token * TAPS + tap).to(tl.int64)
-            fed = _fed(projected, windows, source, tokens, stride, start, at, inside, CHANNELS)
-            mixed += fed * tl.load(conv + tap * CHANNELS + start + at, mask=inside, other=0.0)
+            value = _conv_input(projected, windows, source, tokens, stride, start, offsets, mask, CHANNELS)
+            convolved += value * tl.load(conv + tap * CHANNELS + start + offsets, mask=mask, other=0.0)
             if DRAFTS and tap == TAPS - 1:
-                tl.store(held + place * CHANNELS + start + at, fed, mask=inside & (place >= 0))
-        mixed = tl.where(inside, silu(mixed), 0.0)
+                tl.store(draft_inputs + slot * CHANNELS + start + offsets, value, mask=mask & (slot >= 0))
+        convolved = tl.where(mask, silu(convolved), 0.0)
         if is_value:
-            tl.store(v + (token * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + at, mixed, mask=inside)
+            tl.store(v + (token * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + offsets, convolved, mask=mask)
         else:
-            unit = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) + EPS)
+            unit = convolved * tl.rsqrt(tl.sum(convolved * convolved, 0) + EPS)
             if head < KEY_HEADS:
-                tl.store(q + (token * KEY_HEADS + head) * KEY_DIM + at, unit * (KEY_DIM**-0.5), mask=inside)
+                tl.store(q + (token * KEY_HEADS + head) * KEY_DIM + offsets, unit * (KEY_DIM**-0.5), mask=mask)
             else:
-                tl.store(k + (token * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + at, unit, mask=inside)
+                tl.store(k + (token * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + offsets, unit, mask=mask)
                 if DRAFTS:
-                    tl.store(keys + (place * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + at, unit, mask=inside & (place >= 0))
+                    tl.store(draft_keys + (slot * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + offsets, unit, mask=mask & (slot >= 0))
     else:
         START: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM
-        _token_gates(projected, decay, bias, gates, decays, token, tokens, place, stride, START, VALUE_HEADS, BLOCK_HEADS, DRAFTS)
-    let_next_start(PDL)  # at the end: steps that start among these programs are not spread evenly over the device
+        _token_gates(projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START, VALUE_HEADS, BLOCK_HEADS, DRAFTS)
+    launch_dependents(PDL)  # at the end: steps that start among these programs are not spread evenly over the device
 
 
-def gate(
+def conv_and_gates(
     projected: Tensor,
     windows: Tensor,
     taps: Tensor,
@@ -185,9 +185,9 @@ def gate(
     value_heads: int,
     key_dim: int,
     value_dim: int,
-    drafted: Drafted | None = None,
+    drafts: DraftIncrements | None = None,
     pdl: bool = False,
-) -> Gated:
+) -> DeltaQkv:
     """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b). taps [T, K] int32: rows of the turn, then of windows [lanes * (K - 1),
     C], oldest first; -1 for zeros. Drafts leave decay, key and what they feed behind."""
     count, device = len(projected), projected.device
@@ -195,7 +195,7 @@ def gate(
     v = torch.empty(count, value_heads, value_dim, device=device)
     gates = torch.empty(3, count, value_heads, device=device)
     if count:
-        _gate[(count, 2 * key_heads + value_heads + 1)](
+        _conv_and_gates[(count, 2 * key_heads + value_heads + 1)](
             projected,
             windows,
             taps,
@@ -206,7 +206,7 @@ def gate(
             k,
             v,
             gates,
-            *((None,) * 4 if drafted is None else (drafted.places, drafted.decays, drafted.keys, drafted.fed)),
+            *((None,) * 4 if drafts is None else (drafts.slots, drafts.decays, drafts.keys, drafts.conv_inputs)),
             count,
             projected.stride(0),
             KEY_HEADS=key_heads,
@@ -214,7 +214,7 @@ def gate(
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             TAPS=taps.shape[1],
-            DRAFTS=drafted is not None,
+            DRAFTS=drafts is not None,
             BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
             BLOCK_HEADS=triton.next_power_of_2(value_heads),
             EPS=L2_EPS,
@@ -223,84 +223,84 @@ def gate(
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
-    return Gated(q, k, v, gates)
+    return DeltaQkv(q, k, v, gates)
 
 
 # ------------------------------------------------------------------ after the state
 
 
 @triton.jit
-def _window(
-    fed,
+def _shift_window(
+    inputs,
     windows,
     target,
     sources,
-    one,
+    index,
     block,
     rows,
     stride,
     CHANNELS: tl.constexpr,
-    BEFORE: tl.constexpr,
+    TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """All rows of one window are read before any is written, so a window may be made of itself."""
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < CHANNELS
-    slot = tl.arange(0, BEFORE)
-    source = tl.load(sources + one * (BEFORE + 1) + 1 + slot).to(tl.int64)[:, None]
-    place = tl.load(sources + one * (BEFORE + 1)).to(tl.int64)
-    new = tl.load(fed + source * stride + at[None, :], mask=inside[None, :] & (source >= 0) & (source < rows), other=0.0)
-    old = tl.load(windows + (source - rows) * CHANNELS + at[None, :], mask=inside[None, :] & (source >= rows), other=0.0)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < CHANNELS
+    tap = tl.arange(0, TAPS)
+    source = tl.load(sources + index * (TAPS + 1) + 1 + tap).to(tl.int64)[:, None]
+    slot = tl.load(sources + index * (TAPS + 1)).to(tl.int64)
+    new = tl.load(inputs + source * stride + offsets[None, :], mask=mask[None, :] & (source >= 0) & (source < rows), other=0.0)
+    old = tl.load(windows + (source - rows) * CHANNELS + offsets[None, :], mask=mask[None, :] & (source >= rows), other=0.0)
     tl.debug_barrier()
-    row = place * (BEFORE - 1) + slot[:, None]
-    keep = inside[None, :] & (slot < BEFORE - 1)[:, None] & (place >= 0)
-    tl.store(target + row * CHANNELS + at[None, :], new.to(tl.float32) + old, mask=keep)
+    row = slot * (TAPS - 1) + tap[:, None]
+    keep = mask[None, :] & (tap < TAPS - 1)[:, None] & (slot >= 0)
+    tl.store(target + row * CHANNELS + offsets[None, :], new.to(tl.float32) + old, mask=keep)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _shift(
-    fed,
+def _shift_windows(
+    inputs,
     windows,
     target,
     sources,
     rows,
     stride,
-    per_windows,
-    per_target,
+    windows_stride,
+    target_stride,
     CHANNELS: tl.constexpr,
-    BEFORE: tl.constexpr,
+    TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """per_…: numbers of one layer."""
     begin_kernel(PDL)
     layer = tl.program_id(2).to(tl.int64)
-    fed += layer * rows * stride
-    windows += layer * per_windows
-    target += layer * per_target
-    _window(fed, windows, target, sources, tl.program_id(0), tl.program_id(1), rows, stride, CHANNELS, BEFORE, BLOCK)
+    inputs += layer * rows * stride
+    windows += layer * windows_stride
+    target += layer * target_stride
+    _shift_window(inputs, windows, target, sources, tl.program_id(0), tl.program_id(1), rows, stride, CHANNELS, TAPS, BLOCK)
 
 
-def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
+def shift_conv_windows(inputs: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
     """target[place] ← K - 1 rows of `fed` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
 
     sources [m, 1 + K] int32: the place (-1: nowhere), the K - 1 rows oldest first (-1 for zeros), and one column of padding.
     K is a power of two. `target` may be `windows` itself. All are one layer's, or contiguous with the layers in front.
     """
     layers = windows.shape[0] if windows.dim() == 4 else 1
-    before, channels = windows.shape[-2] + 1, windows.shape[-1]
+    taps, channels = windows.shape[-2] + 1, windows.shape[-1]
     if len(sources):
-        _shift[(len(sources), triton.cdiv(channels, SHIFT_BLOCK), layers)](
-            fed,
+        _shift_windows[(len(sources), triton.cdiv(channels, SHIFT_BLOCK), layers)](
+            inputs,
             windows,
             target,
             sources,
-            fed.shape[-2],
-            fed.stride(-2),
+            inputs.shape[-2],
+            inputs.stride(-2),
             windows.numel() // layers,
             target.numel() // layers,
             CHANNELS=channels,
-            BEFORE=before,
+            TAPS=taps,
             BLOCK=SHIFT_BLOCK,
             PDL=pdl,
             num_warps=4,
@@ -309,7 +309,7 @@ def shift_windows(fed: Tensor, windows: Tensor, target: Tensor, sources: Tensor,
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _close(
+def _gated_norm(
     x,
     projected,
     weight,
@@ -323,32 +323,32 @@ def _close(
     D: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BEFORE: tl.constexpr,
+    TAPS: tl.constexpr,
     BLOCK_WINDOW: tl.constexpr,
-    WINDOWS: tl.constexpr,
+    SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One head of one token; programs behind those of all tokens move windows on."""
     begin_kernel(PDL)
     program = tl.program_id(0)
-    behind = program - tokens * HEADS
-    if behind < 0:
+    window_program = program - tokens * HEADS
+    if window_program < 0:
         token = (program // HEADS).to(tl.int64)
         head = program % HEADS
-        at = tl.arange(0, BLOCK)
-        inside = at < D
-        values = tl.load(x + (token * HEADS + head) * D + at, mask=inside, other=0.0)
+        offsets = tl.arange(0, BLOCK)
+        mask = offsets < D
+        values = tl.load(x + (token * HEADS + head) * D + offsets, mask=mask, other=0.0)
         scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / D) + eps)
-        normed = values * scale * tl.load(weight + at, mask=inside, other=0.0)
-        z = tl.load(projected + token * stride + CHANNELS + head * D + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + (token * HEADS + head) * D + at, (normed * silu(z)).to(y.dtype.element_ty), mask=inside)
-    elif WINDOWS:
+        normed = values * scale * tl.load(weight + offsets, mask=mask, other=0.0)
+        z = tl.load(projected + token * stride + CHANNELS + head * D + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + (token * HEADS + head) * D + offsets, (normed * silu(z)).to(y.dtype.element_ty), mask=mask)
+    elif SHIFT:
         BLOCKS: tl.constexpr = (CHANNELS + BLOCK_WINDOW - 1) // BLOCK_WINDOW
-        one, block = behind // BLOCKS, behind % BLOCKS
-        _window(projected, windows, windows, sources, one, block, tokens, stride, CHANNELS, BEFORE, BLOCK_WINDOW)
+        index, block = window_program // BLOCKS, window_program % BLOCKS
+        _shift_window(projected, windows, windows, sources, index, block, tokens, stride, CHANNELS, TAPS, BLOCK_WINDOW)
 
 
-def close(
+def gated_norm(
     out: Tensor,
     projected: Tensor,
     weight: Tensor,
@@ -363,9 +363,9 @@ def close(
     move on in the same launch, as in `shift_windows`: nothing reads them any more."""
     count, heads, dim = out.shape
     y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
-    closing = 0 if sources is None else len(sources)
-    if count or closing:
-        _close[(count * heads + closing * triton.cdiv(channels, WINDOW_BLOCK),)](
+    window_count = 0 if sources is None else len(sources)
+    if count or window_count:
+        _gated_norm[(count * heads + window_count * triton.cdiv(channels, WINDOW_BLOCK),)](
             out,
             projected,
             weight,
@@ -379,9 +379,9 @@ def close(
             D=dim,
             CHANNELS=channels,
             BLOCK=triton.next_power_of_2(dim),
-            BEFORE=2 if windows is None else windows.shape[1] + 1,
+            TAPS=2 if windows is None else windows.shape[1] + 1,
             BLOCK_WINDOW=WINDOW_BLOCK,
-            WINDOWS=closing > 0,
+            SHIFT=window_count > 0,
             PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.ops.cuda.delta import Gated, sizes_of
+from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, state_sizes
 from onedraw.backends.torch.ops.cuda.triton_math import exp
 
 CHUNK = 64
@@ -20,19 +20,19 @@ CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes throug
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _solve(
+def _invert_chunks(
     q,
     k,
     gates,
     inverse,
-    near,
+    scores,
     chunks,
     tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LENGTH: tl.constexpr,
+    CHUNK_LENGTH: tl.constexpr,
 ):
     """(I + tril₋₁(β K Kᵀ D))⁻¹ of one chunk and head, row by row; and tril(Q Kᵀ D)."""
     chunk = tl.program_id(0)
@@ -40,50 +40,50 @@ def _solve(
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     first = tl.load(chunks + chunk * 2).to(tl.int64)
     count = tl.load(chunks + chunk * 2 + 1)
-    i = tl.arange(0, LENGTH)
+    i = tl.arange(0, CHUNK_LENGTH)
     d = tl.arange(0, BLOCK_K)
     live = i < count
-    heads = ((first + i)[:, None] * KEY_HEADS + key_head) * KEY_DIM + d[None, :]
-    key = tl.load(k + heads, mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+    key_offsets = ((first + i)[:, None] * KEY_HEADS + key_head) * KEY_DIM + d[None, :]
+    key = tl.load(k + key_offsets, mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0)
     g = tl.load(gates + (first + i) * VALUE_HEADS + head, mask=live, other=0.0)
     beta = tl.load(gates + (2 * tokens + first + i) * VALUE_HEADS + head, mask=live, other=0.0)
-    total = tl.cumsum(g, 0)
-    apart = total[:, None] - total[None, :]
+    cum_log_decay = tl.cumsum(g, 0)
+    log_decay = cum_log_decay[:, None] - cum_log_decay[None, :]
     lower = tl.dot(key, tl.trans(key), input_precision="tf32x3") * beta[:, None]
-    lower = tl.where(i[:, None] > i[None, :], lower * exp(tl.where(i[:, None] > i[None, :], apart, 0.0)), 0.0)
-    offset = (chunk * VALUE_HEADS + head).to(tl.int64) * LENGTH * LENGTH
-    place = inverse + offset
-    tl.store(place + i[:, None] * LENGTH + i[None, :], lower)
-    query = tl.load(q + heads, mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0)
-    below = i[:, None] >= i[None, :]
-    seen = tl.dot(query, tl.trans(key), input_precision="tf32x3")
-    seen = tl.where(below, seen * exp(tl.where(below, apart, 0.0)), 0.0)
-    tl.store(near + offset + i[:, None] * LENGTH + i[None, :], seen)
+    lower = tl.where(i[:, None] > i[None, :], lower * exp(tl.where(i[:, None] > i[None, :], log_decay, 0.0)), 0.0)
+    offset = (chunk * VALUE_HEADS + head).to(tl.int64) * CHUNK_LENGTH * CHUNK_LENGTH
+    inverse_ptrs = inverse + offset
+    tl.store(inverse_ptrs + i[:, None] * CHUNK_LENGTH + i[None, :], lower)
+    query = tl.load(q + key_offsets, mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+    causal = i[:, None] >= i[None, :]
+    qk = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+    qk = tl.where(causal, qk * exp(tl.where(causal, log_decay, 0.0)), 0.0)
+    tl.store(scores + offset + i[:, None] * CHUNK_LENGTH + i[None, :], qk)
     tl.debug_barrier()
-    row = tl.arange(0, LENGTH)
-    found = (row[:, None] == row[None, :]).to(tl.float32)
-    for index in range(1, LENGTH):
-        factors = tl.load(place + index * LENGTH + row)
-        new = tl.sum(factors[:, None] * found, 0)
-        found = tl.where(row[:, None] == index, found - new[None, :], found)
+    row = tl.arange(0, CHUNK_LENGTH)
+    solution = (row[:, None] == row[None, :]).to(tl.float32)
+    for index in range(1, CHUNK_LENGTH):
+        factors = tl.load(inverse_ptrs + index * CHUNK_LENGTH + row)
+        row_update = tl.sum(factors[:, None] * solution, 0)
+        solution = tl.where(row[:, None] == index, solution - row_update[None, :], solution)
     tl.debug_barrier()
-    tl.store(place + row[:, None] * LENGTH + row[None, :], found)
+    tl.store(inverse_ptrs + row[:, None] * CHUNK_LENGTH + row[None, :], solution)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _chunks(
+def _scan_chunks(
     q,
     k,
     v,
     gates,
     inverse,
-    near,
+    scores,
     states,
-    saved,
+    saved_states,
     out,
     chunks,
-    runs,
-    slots,
+    spans,
+    save_slots,
     tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -91,96 +91,96 @@ def _chunks(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    LENGTH: tl.constexpr,
+    CHUNK_LENGTH: tl.constexpr,
 ):
     """The chunks of one run, one after the other, for one head and some columns of its state."""
-    run = tl.program_id(0) * 4
+    span = tl.program_id(0) * 4
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    lane = tl.load(runs + run).to(tl.int64)
-    begin = tl.load(runs + run + 1)
-    stop = tl.load(runs + run + 2)
-    fresh = tl.load(runs + run + 3)
-    i = tl.arange(0, LENGTH)
+    lane = tl.load(spans + span).to(tl.int64)
+    begin = tl.load(spans + span + 1)
+    stop = tl.load(spans + span + 2)
+    fresh = tl.load(spans + span + 3)
+    i = tl.arange(0, CHUNK_LENGTH)
     d = tl.arange(0, BLOCK_K)
     column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    wide, high = column < VALUE_DIM, d < KEY_DIM
-    whole = high[:, None] & wide[None, :]
-    inner = d[:, None] * VALUE_DIM + column[None, :]
-    at = states + (lane * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + inner
-    state = tl.load(at, mask=whole & (fresh == 0), other=0.0)
+    column_mask, key_dim_mask = column < VALUE_DIM, d < KEY_DIM
+    state_mask = key_dim_mask[:, None] & column_mask[None, :]
+    state_offsets = d[:, None] * VALUE_DIM + column[None, :]
+    state_ptrs = states + (lane * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + state_offsets
+    state = tl.load(state_ptrs, mask=state_mask & (fresh == 0), other=0.0)
     for chunk in range(begin, stop):
         first = tl.load(chunks + chunk * 2).to(tl.int64)
         count = tl.load(chunks + chunk * 2 + 1)
         live = i < count
-        heads = ((first + i)[:, None] * KEY_HEADS + key_head) * KEY_DIM + d[None, :]
-        shown = live[:, None] & high[None, :]
-        spot = ((first + i)[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
-        value = tl.load(v + spot, mask=live[:, None] & wide[None, :], other=0.0)
+        key_offsets = ((first + i)[:, None] * KEY_HEADS + key_head) * KEY_DIM + d[None, :]
+        key_mask = live[:, None] & key_dim_mask[None, :]
+        value_offsets = ((first + i)[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
+        value = tl.load(v + value_offsets, mask=live[:, None] & column_mask[None, :], other=0.0)
         g = tl.load(gates + (first + i) * VALUE_HEADS + head, mask=live, other=0.0)
         beta = tl.load(gates + (2 * tokens + first + i) * VALUE_HEADS + head, mask=live, other=0.0)
-        total = tl.cumsum(g, 0)
-        last = tl.sum(g, 0)
-        so_far = exp(total)
-        held = tl.dot(tl.load(k + heads, mask=shown, other=0.0), state, input_precision="tf32x3")
-        right = beta[:, None] * (value - so_far[:, None] * held)
-        square = (chunk * VALUE_HEADS + head).to(tl.int64) * LENGTH * LENGTH + i[:, None] * LENGTH + i[None, :]
-        change = tl.dot(tl.load(inverse + square), right, input_precision="tf32x3")
-        seen = so_far[:, None] * tl.dot(tl.load(q + heads, mask=shown, other=0.0), state, input_precision="tf32x3")
-        seen = seen + tl.dot(tl.load(near + square), change, input_precision="tf32x3")
-        tl.store(out + spot, seen, mask=live[:, None] & wide[None, :])
+        cum_log_decay = tl.cumsum(g, 0)
+        chunk_log_decay = tl.sum(g, 0)
+        cum_decay = exp(cum_log_decay)
+        retrieved = tl.dot(tl.load(k + key_offsets, mask=key_mask, other=0.0), state, input_precision="tf32x3")
+        rhs = beta[:, None] * (value - cum_decay[:, None] * retrieved)
+        square_offsets = (chunk * VALUE_HEADS + head).to(tl.int64) * CHUNK_LENGTH * CHUNK_LENGTH + i[:, None] * CHUNK_LENGTH + i[None, :]
+        change = tl.dot(tl.load(inverse + square_offsets), rhs, input_precision="tf32x3")
+        output = cum_decay[:, None] * tl.dot(tl.load(q + key_offsets, mask=key_mask, other=0.0), state, input_precision="tf32x3")
+        output = output + tl.dot(tl.load(scores + square_offsets), change, input_precision="tf32x3")
+        tl.store(out + value_offsets, output, mask=live[:, None] & column_mask[None, :])
         # Keys once more, lying: each fades by what comes behind it in the chunk.
-        lying = ((first + i)[None, :] * KEY_HEADS + key_head) * KEY_DIM + d[:, None]
-        faded = tl.load(k + lying, mask=live[None, :] & high[:, None], other=0.0) * exp(last - total)[None, :]
-        state = state * exp(last) + tl.dot(faded, change, input_precision="tf32x3")
-        slot = tl.load(slots + chunk).to(tl.int64)
-        if slot >= 0:
-            tl.store(saved + (slot * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + inner, state, mask=whole)
-    tl.store(at, state, mask=whole)
+        transposed_offsets = ((first + i)[None, :] * KEY_HEADS + key_head) * KEY_DIM + d[:, None]
+        decayed_keys = tl.load(k + transposed_offsets, mask=live[None, :] & key_dim_mask[:, None], other=0.0) * exp(chunk_log_decay - cum_log_decay)[None, :]
+        state = state * exp(chunk_log_decay) + tl.dot(decayed_keys, change, input_precision="tf32x3")
+        save_slot = tl.load(save_slots + chunk).to(tl.int64)
+        if save_slot >= 0:
+            tl.store(saved_states + (save_slot * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + state_offsets, state, mask=state_mask)
+    tl.store(state_ptrs, state, mask=state_mask)
 
 
-def chunked(gated: Gated, states: Tensor, saved: Tensor, out: Tensor, *, chunks: Tensor, runs: Tensor, slots: Tensor) -> None:
+def chunked_delta(qkv: DeltaQkv, states: Tensor, saved_states: Tensor, out: Tensor, *, chunks: Tensor, spans: Tensor, save_slots: Tensor) -> None:
     """Prompt positions. chunks [n, 2] int32: first token and tokens (64, at a prompt's end perhaps fewer), a run's chunks one
     behind the other. runs [R, 4] int32: lane, first chunk, chunk behind the last, fresh. slots [n] int32: the checkpoint that
     takes the state behind a chunk, or -1. Lanes move on in place; out [T, Hv, Dv] is written for the chunks' tokens."""
     _, value_heads, key_dim, value_dim = states.shape
     if not len(chunks):
         return
-    inverse, near = (torch.empty(len(chunks), value_heads, CHUNK, CHUNK, device=out.device) for _ in range(2))
-    _solve[(len(chunks), value_heads)](
-        gated.q,
-        gated.k,
-        gated.gates,
+    inverse, scores = (torch.empty(len(chunks), value_heads, CHUNK, CHUNK, device=out.device) for _ in range(2))
+    _invert_chunks[(len(chunks), value_heads)](
+        qkv.q,
+        qkv.k,
+        qkv.gates,
         inverse,
-        near,
+        scores,
         chunks,
-        len(gated.q),
-        KEY_HEADS=gated.q.shape[1],
+        len(qkv.q),
+        KEY_HEADS=qkv.q.shape[1],
         VALUE_HEADS=value_heads,
         KEY_DIM=key_dim,
         BLOCK_K=triton.next_power_of_2(key_dim),
-        LENGTH=CHUNK,
+        CHUNK_LENGTH=CHUNK,
         num_warps=4,
         enable_fp_fusion=False,
     )
-    _chunks[(len(runs), value_heads, triton.cdiv(value_dim, CHUNK_COLUMNS))](
-        gated.q,
-        gated.k,
-        gated.v,
-        gated.gates,
+    _scan_chunks[(len(spans), value_heads, triton.cdiv(value_dim, CHUNK_COLUMNS))](
+        qkv.q,
+        qkv.k,
+        qkv.v,
+        qkv.gates,
         inverse,
-        near,
+        scores,
         states,
-        saved,
+        saved_states,
         out,
         chunks,
-        runs,
-        slots,
-        len(gated.q),
-        **sizes_of(states, key_heads=gated.q.shape[1]),
+        spans,
+        save_slots,
+        len(qkv.q),
+        **state_sizes(states, key_heads=qkv.q.shape[1]),
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=CHUNK_COLUMNS,
-        LENGTH=CHUNK,
+        CHUNK_LENGTH=CHUNK,
         num_warps=CHUNK_WARPS,
         num_stages=1,
         enable_fp_fusion=False,

@@ -17,8 +17,8 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, exp, sigmoid, tanh
 from onedraw.models.spec import MoeSpec
 
-MOST_PAIRS = 512  # rows times experts of each that one program brings together
-AT_ONCE = 16
+MAX_PAIRS = 512  # rows times experts of each that one program brings together
+PAIR_BLOCK = 16
 
 
 @triton.jit
@@ -45,38 +45,38 @@ def _choose_experts(
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
-    inside = expert < EXPERTS
-    raw = tl.load(logits + row * stride + expert, mask=inside, other=0.0).to(tl.float32)
+    mask = expert < EXPERTS
+    raw = tl.load(logits + row * stride + expert, mask=mask, other=0.0).to(tl.float32)
     if SOFTCAP:
         raw = tanh(tl.div_rn(raw, tl.zeros_like(raw) + softcap)) * softcap
     if SOFTMAX:
-        shares = tl.where(inside, exp(raw - tl.max(tl.where(inside, raw, float("-inf")), 0)), 0.0)
-        scores = tl.div_rn(shares, tl.zeros_like(shares) + tl.sum(shares, 0))
+        exps = tl.where(mask, exp(raw - tl.max(tl.where(mask, raw, float("-inf")), 0)), 0.0)
+        scores = tl.div_rn(exps, tl.zeros_like(exps) + tl.sum(exps, 0))
     else:
         scores = sigmoid(raw)
     rank = scores
     if BIAS:
-        rank = scores + tl.load(bias + expert, mask=inside, other=0.0)
+        rank = scores + tl.load(bias + expert, mask=mask, other=0.0)
     # What is no number comes first, as in a sort, and makes the row's sum no number: it is noticed, and no expert is taken twice.
     rank = tl.where(rank == rank, rank, float("inf"))
-    open_ = inside
+    remaining = mask
     slot = tl.arange(0, SLOTS)
-    found = tl.full((SLOTS,), EXPERTS - 1, dtype=tl.int32)
+    expert_ids = tl.full((SLOTS,), EXPERTS - 1, dtype=tl.int32)
     weight = tl.zeros((SLOTS,), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
     for index in tl.static_range(USED):
-        best = tl.max(tl.where(open_, rank, float("-inf")), 0)
-        one = tl.min(tl.where(open_ & (rank == best), expert, EXPERTS - 1), 0)
-        open_ = open_ & (expert != one)
-        score = tl.sum(tl.where(expert == one, scores, 0.0), 0)
+        best = tl.max(tl.where(remaining, rank, float("-inf")), 0)
+        chosen = tl.min(tl.where(remaining & (rank == best), expert, EXPERTS - 1), 0)
+        remaining = remaining & (expert != chosen)
+        score = tl.sum(tl.where(expert == chosen, scores, 0.0), 0)
         total += score
-        found = tl.where(slot == index, one, found)
+        expert_ids = tl.where(slot == index, chosen, expert_ids)
         weight = tl.where(slot == index, score, weight)
     if NORMALISED:
         weight = tl.div_rn(weight, tl.zeros_like(weight) + total)
     if FACTORS:
-        weight = weight * tl.load(factors + found)
-    tl.store(ids + row * USED + slot, found.to(tl.int64), mask=slot < USED)
+        weight = weight * tl.load(factors + expert_ids)
+    tl.store(ids + row * USED + slot, expert_ids.to(tl.int64), mask=slot < USED)
     tl.store(weights + row * USED + slot, weight, mask=slot < USED)
 
 
@@ -98,81 +98,81 @@ def choose_experts(
     return ids, weights
 
 
-@triton.jit(do_not_specialize=["pairs", "most"])
-def _bring_together(
+@triton.jit(do_not_specialize=["pairs", "max_tiles"])
+def _group_by_expert(
     ids,
     weights,
     order,
     tiles,
     sorted_weights,
-    begins,
+    starts,
     pairs,
-    most,
-    COUNT: tl.constexpr,
+    max_tiles,
+    EXPERTS: tl.constexpr,
     USED: tl.constexpr,
     HEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Pairs by expert. A pair's place is how many stand before it, which is counted."""
     begin_kernel(PDL)
     expert = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, BLOCK)
-    mine = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    held = tl.zeros((BLOCK_E,), dtype=tl.int32)
-    before = tl.zeros((BLOCK,), dtype=tl.int32)  # of its own expert
-    lower = tl.zeros((BLOCK,), dtype=tl.int32)  # of its own row
-    for start in range(0, pairs, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
-        theirs = tl.load(ids + other, mask=other < pairs, other=-2).to(tl.int32)
-        held += tl.sum((expert[:, None] == theirs[None, :]).to(tl.int32), 1)
-        earlier = (mine[:, None] == theirs[None, :]) & (other[None, :] < pair[:, None])
-        before += tl.sum(earlier.to(tl.int32), 1)
-        beside = (other // USED)[None, :] == (pair // USED)[:, None]
-        lower += tl.sum((beside & (theirs[None, :] < mine[:, None]) & (theirs >= 0)[None, :]).to(tl.int32), 1)
-    begin = tl.cumsum(held, 0) - held
-    tl.store(begins + expert, begin, mask=expert < COUNT)
-    needed = (held + HEIGHT - 1) // HEIGHT
-    ends = tl.cumsum(needed, 0)
-    for tile in range(0, tl.max(needed, 0)):
-        at = tiles + (ends - needed + tile) * 3
-        there = tile < needed
-        tl.store(at, expert, mask=there)
-        tl.store(at + 1, begin + tile * HEIGHT, mask=there)
-        tl.store(at + 2, tl.minimum(held - tile * HEIGHT, HEIGHT), mask=there)
-    unused = (pair >= tl.max(ends, 0)) & (pair < most)
+    pair_expert = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    rank_in_expert = tl.zeros((BLOCK,), dtype=tl.int32)  # of its own expert
+    rank_in_row = tl.zeros((BLOCK,), dtype=tl.int32)  # of its own row
+    for start in range(0, pairs, PAIR_BLOCK):
+        other = start + tl.arange(0, PAIR_BLOCK)
+        other_expert = tl.load(ids + other, mask=other < pairs, other=-2).to(tl.int32)
+        counts += tl.sum((expert[:, None] == other_expert[None, :]).to(tl.int32), 1)
+        earlier = (pair_expert[:, None] == other_expert[None, :]) & (other[None, :] < pair[:, None])
+        rank_in_expert += tl.sum(earlier.to(tl.int32), 1)
+        same_row = (other // USED)[None, :] == (pair // USED)[:, None]
+        rank_in_row += tl.sum((same_row & (other_expert[None, :] < pair_expert[:, None]) & (other_expert >= 0)[None, :]).to(tl.int32), 1)
+    start_pair = tl.cumsum(counts, 0) - counts
+    tl.store(starts + expert, start_pair, mask=expert < EXPERTS)
+    tile_counts = (counts + HEIGHT - 1) // HEIGHT
+    ends = tl.cumsum(tile_counts, 0)
+    for tile in range(0, tl.max(tile_counts, 0)):
+        tile_ptrs = tiles + (ends - tile_counts + tile) * 3
+        tile_mask = tile < tile_counts
+        tl.store(tile_ptrs, expert, mask=tile_mask)
+        tl.store(tile_ptrs + 1, start_pair + tile * HEIGHT, mask=tile_mask)
+        tl.store(tile_ptrs + 2, tl.minimum(counts - tile * HEIGHT, HEIGHT), mask=tile_mask)
+    unused = (pair >= tl.max(ends, 0)) & (pair < max_tiles)
     for word in tl.static_range(3):
         tl.store(tiles + pair * 3 + word, 0, mask=unused)
     tl.debug_barrier()
-    place = tl.load(begins + mine, mask=pair < pairs, other=0) + before
-    sorted_pair = pair // USED * USED + lower
-    tl.store(order + place, sorted_pair, mask=pair < pairs)
+    position = tl.load(starts + pair_expert, mask=pair < pairs, other=0) + rank_in_expert
+    sorted_pair = pair // USED * USED + rank_in_row
+    tl.store(order + position, sorted_pair, mask=pair < pairs)
     tl.store(sorted_weights + sorted_pair, tl.load(weights + pair, mask=pair < pairs, other=0.0), mask=pair < pairs)
 
 
-def bring_together(
-    ids: Tensor, weights: Tensor, *, count: int, height: int, most: int, pdl: bool = False
+def group_by_expert(
+    ids: Tensor, weights: Tensor, *, count: int, height: int, max_tiles: int, pdl: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Order, tiles and weights of `Routes`, for at most MOST_PAIRS pairs."""
     (rows, used), device = ids.shape, ids.device
     order = torch.empty(rows * used, dtype=torch.int32, device=device)
-    tiles = torch.empty(most, 3, dtype=torch.int32, device=device)
+    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=device)
     sorted_weights = torch.empty(rows, used, dtype=torch.float32, device=device)
-    begins = torch.empty(count, dtype=torch.int32, device=device)
-    _bring_together[(1,)](
-        ids, weights, order, tiles, sorted_weights, begins, rows * used, most,
-        COUNT=count, USED=used, HEIGHT=height, BLOCK=triton.next_power_of_2(rows * used),
-        BLOCK_E=triton.next_power_of_2(count), AT_ONCE=AT_ONCE, PDL=pdl, num_warps=8, **launch_options(pdl),
+    starts = torch.empty(count, dtype=torch.int32, device=device)
+    _group_by_expert[(1,)](
+        ids, weights, order, tiles, sorted_weights, starts, rows * used, max_tiles,
+        EXPERTS=count, USED=used, HEIGHT=height, BLOCK=triton.next_power_of_2(rows * used),
+        BLOCK_E=triton.next_power_of_2(count), PAIR_BLOCK=PAIR_BLOCK, PDL=pdl, num_warps=8, **launch_options(pdl),
     )  # fmt: skip
     return order, tiles, sorted_weights
 
 
 @triton.jit
-def _join(
+def _add_shared_expert(
     out,
-    always,
+    shared,
     gate,
     residual,
     y,
@@ -185,25 +185,25 @@ def _join(
 ):
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    total = tl.load(always + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    total = tl.load(shared + row * width + columns, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         total = total * sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
-    total = (total + tl.load(out + row * width + at, mask=inside, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+    total = (total + tl.load(out + row * width + columns, mask=mask, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
     if ADDED:
-        before = tl.load(residual + row * width + at, mask=inside, other=0.0)
+        before = tl.load(residual + row * width + columns, mask=mask, other=0.0)
         total = before.to(tl.float32) + total.to(tl.float32)
-    tl.store(y + row * width + at, total.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * width + columns, total.to(y.dtype.element_ty), mask=mask)
 
 
-def join(out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None, *, pdl: bool = False) -> Tensor:
+def add_shared_expert(out: Tensor, shared: Tensor, gate: Tensor | None, residual: Tensor | None, *, pdl: bool = False) -> Tensor:
     """residual + (always · sigmoid(gate) + out), rounded where the parts would be; gate [T, …] by its first column."""
     rows, width = out.shape
     y = torch.empty_like(out if residual is None else residual)
     if rows:
-        _join[(rows, triton.cdiv(width, 1024))](
-            out, always, gate, residual, y, 0 if gate is None else gate.stride(0), width,
+        _add_shared_expert[(rows, triton.cdiv(width, 1024))](
+            out, shared, gate, residual, y, 0 if gate is None else gate.stride(0), width,
             GATED=gate is not None, ADDED=residual is not None, BLOCK=1024, PDL=pdl, enable_fp_fusion=False,
             **launch_options(pdl),
         )  # fmt: skip

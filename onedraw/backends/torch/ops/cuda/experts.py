@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.ops.cuda.expert_routing import MOST_PAIRS, bring_together
+from onedraw.backends.torch.ops.cuda.expert_routing import MAX_PAIRS, group_by_expert
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.norm import ACTIVATIONS
-from onedraw.backends.torch.ops.cuda.triton_math import activated, begin_kernel
+from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, begin_kernel
 from onedraw.models.spec import Activation
 
 
@@ -38,7 +38,7 @@ class Routes:
 
 
 @triton.jit
-def _grouped(
+def _grouped_gemm(
     x,
     weight,
     y,
@@ -62,43 +62,43 @@ def _grouped(
     count = tl.load(tiles + tile + 2)
     if count > 0:
         m = tl.arange(0, BLOCK_M)
-        live = m < count
-        pair = tl.load(order + first + m, mask=live, other=0).to(tl.int64)
+        row_mask = m < count
+        pair = tl.load(order + first + m, mask=row_mask, other=0).to(tl.int64)
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = column < n
+        column_mask = column < n
         k = tl.arange(0, BLOCK_K)
-        x_at = x + (pair // DIVIDE)[:, None] * K + k[None, :]
-        halves: tl.constexpr = 2 if GATE else 1
-        w_at = weight + expert * halves * n * K + column[None, :].to(tl.int64) * K + k[:, None]
-        kind = y.dtype.element_ty
+        x_ptrs = x + (pair // DIVIDE)[:, None] * K + k[None, :]
+        matrices: tl.constexpr = 2 if GATE else 1
+        w_ptrs = weight + expert * matrices * n * K + column[None, :].to(tl.int64) * K + k[:, None]
+        dtype = y.dtype.element_ty
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        behind = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in range(0, K, BLOCK_K):
-            left = tl.load(x_at + start, mask=live[:, None] & (k[None, :] < K - start), other=0.0)
-            right = tl.load(w_at + start, mask=inside[None, :] & (k[:, None] < K - start), other=0.0)
+            left = tl.load(x_ptrs + start, mask=row_mask[:, None] & (k[None, :] < K - start), other=0.0)
+            right = tl.load(w_ptrs + start, mask=column_mask[None, :] & (k[:, None] < K - start), other=0.0)
             accumulator = tl.dot(left, right, accumulator)
             if GATE:
-                other = tl.load(w_at + n * K + start, mask=inside[None, :] & (k[:, None] < K - start), other=0.0)
-                behind = tl.dot(left, other, behind)
+                up_weight = tl.load(w_ptrs + n * K + start, mask=column_mask[None, :] & (k[:, None] < K - start), other=0.0)
+                up = tl.dot(left, up_weight, up)
         if GATE:
-            opened = activated(accumulator.to(kind).to(tl.float32), GATE).to(kind)
-            accumulator = opened.to(tl.float32) * behind.to(kind).to(tl.float32)
-        at = y + pair[:, None] * n + column[None, :]
-        tl.store(at, accumulator.to(kind), mask=live[:, None] & inside[None, :])
+            activated = apply_activation(accumulator.to(dtype).to(tl.float32), GATE).to(dtype)
+            accumulator = activated.to(tl.float32) * up.to(dtype).to(tl.float32)
+        y_ptrs = y + pair[:, None] * n + column[None, :]
+        tl.store(y_ptrs, accumulator.to(dtype), mask=row_mask[:, None] & column_mask[None, :])
 
 
 @triton.jit
-def _combine(answers, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine(outputs, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Answers of one row, each times its weight, added in order."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for index in tl.static_range(USED):
-        answer = tl.load(answers + (row * USED + index) * width + at, mask=inside, other=0.0).to(tl.float32)
-        total = total + answer * tl.load(weights + row * USED + index)
-    tl.store(y + row * width + at, (total * scale).to(y.dtype.element_ty), mask=inside)
+        output = tl.load(outputs + (row * USED + index) * width + columns, mask=mask, other=0.0).to(tl.float32)
+        total = total + output * tl.load(weights + row * USED + index)
+    tl.store(y + row * width + columns, (total * scale).to(y.dtype.element_ty), mask=mask)
 
 
 def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = None, pdl: bool = False) -> Routes:
@@ -107,32 +107,32 @@ def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = 
     rows, used = experts.shape
     pairs = rows * used
     height = height or (16 if pairs <= 32 * count else 64)
-    most = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
-    if 0 < pairs <= MOST_PAIRS:
-        given = bring_together(experts.contiguous(), weights.contiguous(), count=count, height=height, most=most, pdl=pdl)
-        return Routes(*given, height)
+    max_tiles = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
+    if 0 < pairs <= MAX_PAIRS:
+        tables = group_by_expert(experts.contiguous(), weights.contiguous(), count=count, height=height, max_tiles=max_tiles, pdl=pdl)
+        return Routes(*tables, height)
     experts, by_expert = experts.sort(dim=1)
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
-    held = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    begins = held.cumsum(0) - held
-    needed = (held + height - 1) // height
-    ends = needed.cumsum(0)
-    tile = torch.arange(most, device=flat.device)
+    counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    starts = counts.cumsum(0) - counts
+    tile_counts = (counts + height - 1) // height
+    ends = tile_counts.cumsum(0)
+    tile = torch.arange(max_tiles, device=flat.device)
     expert = torch.searchsorted(ends, tile, right=True).clamp_(max=count - 1)
-    offset = (tile - (ends - needed)[expert]) * height
-    left = (held[expert] - offset).clamp(0, height)
-    left = torch.where(tile < ends[-1], left, 0)
-    tiles = torch.stack([expert, begins[expert] + offset, left], 1).to(torch.int32)
+    offset = (tile - (ends - tile_counts)[expert]) * height
+    tile_rows = (counts[expert] - offset).clamp(0, height)
+    tile_rows = torch.where(tile < ends[-1], tile_rows, 0)
+    tiles = torch.stack([expert, starts[expert] + offset, tile_rows], 1).to(torch.int32)
     return Routes(order.to(torch.int32), tiles, weights.gather(1, by_expert).contiguous(), height)
 
 
 def route_borders(count: int, used: int) -> tuple[int, ...]:
     """Rows from which on tables are made by sorting, and from which on tiles are higher."""
-    return MOST_PAIRS // used + 1, 32 * count // used + 1
+    return MAX_PAIRS // used + 1, 32 * count // used + 1
 
 
-def experts(
+def run_experts(
     x: Tensor,
     routes: Routes,
     *,
@@ -143,32 +143,32 @@ def experts(
     pdl: bool = False,
 ) -> Tensor:
     """x [T, E]; gate_up [experts, 2F, E], down [experts, E, F] → Σ weight · down(act(gate x) · up x), lowest expert first."""
-    opened = _products(x, gate_up, routes, divide=routes.used, gate=ACTIVATIONS[activation], pdl=pdl)  # [T * used, F]
-    answers = _products(opened, down, routes, divide=1, pdl=pdl)  # [T * used, E]
-    return combine(answers, routes, width=x.shape[1], scale=scale, pdl=pdl)
+    hidden = grouped_gemm(x, gate_up, routes, divide=routes.used, gate=ACTIVATIONS[activation], pdl=pdl)  # [T * used, F]
+    outputs = grouped_gemm(hidden, down, routes, divide=1, pdl=pdl)  # [T * used, E]
+    return combine(outputs, routes, width=x.shape[1], scale=scale, pdl=pdl)
 
 
-def combine(answers: Tensor, routes: Routes, *, width: int, scale: float, pdl: bool = False) -> Tensor:
+def combine(outputs: Tensor, routes: Routes, *, width: int, scale: float, pdl: bool = False) -> Tensor:
     """Answers [T * used, width] of pairs → [T, width], lowest expert first."""
     rows = len(routes.weights)
-    y = torch.empty(rows, width, dtype=answers.dtype, device=answers.device)
+    y = torch.empty(rows, width, dtype=outputs.dtype, device=outputs.device)
     if rows:
         block = 1024
         _combine[(rows, triton.cdiv(width, block))](
-            answers, routes.weights, y, width, scale, USED=routes.used, BLOCK=block, PDL=pdl, enable_fp_fusion=False,
+            outputs, routes.weights, y, width, scale, USED=routes.used, BLOCK=block, PDL=pdl, enable_fp_fusion=False,
             **launch_options(pdl),
         )  # fmt: skip
     return y
 
 
-def _products(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, gate: int = 0, pdl: bool) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, gate: int = 0, pdl: bool) -> Tensor:
     _, n, k = weight.shape
     n = n // 2 if gate else n
     y = torch.empty(len(routes.order), n, dtype=x.dtype, device=x.device)
     if len(y):
         columns, depth = (64, 128) if routes.height == 16 else (128, 64)
         columns = columns // 2 if gate else columns
-        _grouped[(len(routes.tiles), triton.cdiv(n, columns))](
+        _grouped_gemm[(len(routes.tiles), triton.cdiv(n, columns))](
             x,
             weight,
             y,

@@ -15,7 +15,7 @@ from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED
 # Two codes, each in one byte of a half of `a` → two numbers. int8 in the lower byte: seven bits over 128, less 128 or (with the
 # eighth) 256; as f16 all eight over 1024. fp8 in the upper byte: exponent and fraction move under the sign to where the wider
 # number has them, and a product with 2^120 or 2^8 puts the exponent's offset right.
-_WIDEN = {
+_WIDEN_ASM = {
     ("int8", "bf16"): """lop3.b32 b, a, 0x00800080, 0xC300C300, 0xEA; lop3.b32 a, a, 0x007f007f, 0x43004300, 0xEA;
         mov.b32 by, 0x3f803f80; fma.rn.bf16x2 {out}, a, by, b;""",
     ("int8", "f16"): """lop3.b32 a, a, 0x00ff00ff, 0x64806480, 0x6A; mov.b32 by, 0x64806480; sub.rn.f16x2 {out}, a, by;""",
@@ -25,57 +25,57 @@ _WIDEN = {
         mov.b32 by, 0x5C005C00; mul.rn.f16x2 {out}, a, by;""",
 }
 # The lower or upper codes of two pairs to their bytes.
-_PAIRED = {"int8": ("mov.b32 a, $1;", "shr.u32 a, $1, 8;"), "fp8": ("shl.b32 a, $1, 8;", "mov.b32 a, $1;")}
+_SELECT_ASM = {"int8": ("mov.b32 a, $1;", "shr.u32 a, $1, 8;"), "fp8": ("shl.b32 a, $1, 8;", "mov.b32 a, $1;")}
 
 
 def _asm(body: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 a, b, by; " + body + " }")
 
 
-def _two(code: str, dtype: str, upper: int) -> tl.constexpr:
+def _unpack_asm(code: str, dtype: str, upper: int) -> tl.constexpr:
     return _asm(f"{_PAIRED[code][upper]} {_WIDEN[code, dtype].format(out='$0')}")
 
 
-LOWER_INT8_BF16, LOWER_INT8_F16, LOWER_FP8_BF16, LOWER_FP8_F16 = (_two(*names, 0) for names in _WIDEN)
-UPPER_INT8_BF16, UPPER_INT8_F16, UPPER_FP8_BF16, UPPER_FP8_F16 = (_two(*names, 1) for names in _WIDEN)
+LOWER_INT8_BF16, LOWER_INT8_F16, LOWER_FP8_BF16, LOWER_FP8_F16 = (_unpack_asm(*names, 0) for names in _WIDEN_ASM)
+UPPER_INT8_BF16, UPPER_INT8_F16, UPPER_FP8_BF16, UPPER_FP8_F16 = (_unpack_asm(*names, 1) for names in _WIDEN_ASM)
 
 
 @triton.jit
-def _plainly(codes, kind: tl.constexpr, FP8: tl.constexpr):
+def _dequantize(codes, dtype: tl.constexpr, FP8: tl.constexpr):
     """Codes (as integers of any width) as numbers, without the instructions above."""
     if FP8:
-        wide = codes.to(tl.int16)
-        found = (((wide & 127) << 7) | ((wide & 128) << 8)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        bits = codes.to(tl.int16)
+        values = (((bits & 127) << 7) | ((bits & 128) << 8)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
-        found = codes.to(tl.int8).to(tl.float32)
-    return found.to(kind)
+        values = codes.to(tl.int8).to(tl.float32)
+    return values.to(dtype)
 
 
 @triton.jit
-def halves(pairs, kind: tl.constexpr, FP8: tl.constexpr):
+def unpack_pairs(pairs, dtype: tl.constexpr, FP8: tl.constexpr):
     """Two codes in each 16 bits (int16) → the numbers of the lower ones and of the upper ones. The matrix unit wants values of
     two neighbouring keys side by side, and only 16 bits at a time can be turned to stand so; and in 16 bits the compiler leaves
     the order of a sum as it is, whatever the tile."""
-    BF16: tl.constexpr = kind == tl.bfloat16
-    if INTERPRETED or kind == tl.float32:
-        return _plainly((pairs << 8) >> 8, kind, FP8), _plainly(pairs >> 8, kind, FP8)
+    BF16: tl.constexpr = dtype == tl.bfloat16
+    if INTERPRETED or dtype == tl.float32:
+        return _dequantize((pairs << 8) >> 8, dtype, FP8), _dequantize(pairs >> 8, dtype, FP8)
     else:
-        LOW: tl.constexpr = (LOWER_FP8_BF16 if BF16 else LOWER_FP8_F16) if FP8 else (LOWER_INT8_BF16 if BF16 else LOWER_INT8_F16)
-        UP: tl.constexpr = (UPPER_FP8_BF16 if BF16 else UPPER_FP8_F16) if FP8 else (UPPER_INT8_BF16 if BF16 else UPPER_INT8_F16)
-        lower = tl.inline_asm_elementwise(LOW, "=r,r", [pairs], dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=2)
-        upper = tl.inline_asm_elementwise(UP, "=r,r", [pairs], dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=2)
+        LOWER: tl.constexpr = (LOWER_FP8_BF16 if BF16 else LOWER_FP8_F16) if FP8 else (LOWER_INT8_BF16 if BF16 else LOWER_INT8_F16)
+        UPPER: tl.constexpr = (UPPER_FP8_BF16 if BF16 else UPPER_FP8_F16) if FP8 else (UPPER_INT8_BF16 if BF16 else UPPER_INT8_F16)
+        lower = tl.inline_asm_elementwise(LOWER, "=r,r", [pairs], dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=2)
+        upper = tl.inline_asm_elementwise(UPPER, "=r,r", [pairs], dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=2)
         return lower, upper
 
 
 @triton.jit
-def codes_of(x, kind: tl.constexpr, LARGEST: tl.constexpr):
+def quantize_heads(x, dtype: tl.constexpr, QUANT_MAX: tl.constexpr):
     """x [heads, D] float32, finite → codes and scales [heads]. Adding 1.5 * 2^23 leaves no room for a fraction, so the sum
     is rounded to a whole number, ties to the even one."""
     largest = tl.max(tl.abs(x), 1)
-    scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
-    by = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape)
-    ratio = tl.where((scale > 0)[:, None], tl.div_rn(x, by), 0.0)
-    ratio = tl.minimum(tl.maximum(ratio, -LARGEST), LARGEST)
-    if kind == tl.int8:
+    scale = tl.div_rn(largest, tl.full(largest.shape, QUANT_MAX, tl.float32))
+    divisor = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape)
+    ratio = tl.where((scale > 0)[:, None], tl.div_rn(x, divisor), 0.0)
+    ratio = tl.minimum(tl.maximum(ratio, -QUANT_MAX), QUANT_MAX)
+    if dtype == tl.int8:
         ratio = (ratio + 12582912.0) - 12582912.0
-    return ratio.to(kind), scale
+    return ratio.to(dtype), scale

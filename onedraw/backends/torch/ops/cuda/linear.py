@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.ops.cuda.triton_math import activated, let_next_start, wait_for_inputs
+from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, launch_dependents, wait_for_inputs
 
-MOST_TILED = 512  # rows; all that are more have one tile
+MAX_TILED_ROWS = 512  # rows; all that are more have one tile
 SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
 
 
@@ -36,7 +36,7 @@ class Tile:
     warps: int
     stages: int
     group: int = 1  # neighbouring programs share so many blocks of rows
-    turned: bool = False  # the weight is the matrix unit's left side, which is the high one, and the rows its right side
+    swapped: bool = False  # the weight is the matrix unit's left side, which is the high one, and the rows its right side
 
     def shared(self, itemsize: int) -> int:
         """Bytes of shared memory, as an upper bound."""
@@ -65,7 +65,7 @@ def _linear(
     GATE: tl.constexpr,
     EVEN_N: tl.constexpr,
     IEEE: tl.constexpr,
-    TURNED: tl.constexpr,
+    SWAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -76,56 +76,56 @@ def _linear(
         block_m = program // blocks_n
         block_n = program % blocks_n
     else:
-        band = program // (GROUP * blocks_n)
-        height = tl.minimum(blocks_m - band * GROUP, GROUP)
-        within = program % (GROUP * blocks_n)
-        block_m = band * GROUP + within % height
-        block_n = within // height
+        group = program // (GROUP * blocks_n)
+        group_rows = tl.minimum(blocks_m - group * GROUP, GROUP)
+        index = program % (GROUP * blocks_n)
+        block_m = group * GROUP + index % group_rows
+        block_n = index // group_rows
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    live = m < rows
-    inside = columns < n
-    safe = columns if EVEN_N else tl.where(inside, columns, 0)
-    x_at = x + m[:, None] * x_stride + k[None, :]
-    if TURNED:
-        w_at = weight + safe[:, None] * K + k[None, :]
-        inner = k[None, :]
+    row_mask = m < rows
+    column_mask = columns < n
+    safe_columns = columns if EVEN_N else tl.where(column_mask, columns, 0)
+    x_ptrs = x + m[:, None] * x_stride + k[None, :]
+    if SWAPPED:
+        w_ptrs = weight + safe_columns[:, None] * K + k[None, :]
+        k_index = k[None, :]
         accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
-        w_at = weight + safe[None, :] * K + k[:, None]
-        inner = k[:, None]
+        w_ptrs = weight + safe_columns[None, :] * K + k[:, None]
+        k_index = k[:, None]
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
-            left = tl.load(x_at + start, mask=live[:, None], other=0.0)
-            right = tl.load(w_at + start)
+            left = tl.load(x_ptrs + start, mask=row_mask[:, None], other=0.0)
+            right = tl.load(w_ptrs + start)
         else:
-            left = tl.load(x_at + start, mask=live[:, None] & (k[None, :] < K - start), other=0.0)
-            right = tl.load(w_at + start, mask=inner < K - start, other=0.0)
-        if TURNED:
+            left = tl.load(x_ptrs + start, mask=row_mask[:, None] & (k[None, :] < K - start), other=0.0)
+            right = tl.load(w_ptrs + start, mask=k_index < K - start, other=0.0)
+        if SWAPPED:
             accumulator = tl.dot(right, tl.trans(left), accumulator, input_precision="ieee" if IEEE else "tf32")
         else:
             accumulator = tl.dot(left, right, accumulator, input_precision="ieee" if IEEE else "tf32")
-    if TURNED:
+    if SWAPPED:
         accumulator = tl.trans(accumulator)
-    let_next_start(PDL)
-    kind = y.dtype.element_ty
-    out = accumulator.to(kind)
+    launch_dependents(PDL)
+    dtype = y.dtype.element_ty
+    out = accumulator.to(dtype)
     if HAS_BIAS:
-        out = (out.to(tl.float32) + tl.load(bias + safe)[None, :].to(tl.float32)).to(kind)
-    keep = live[:, None] if EVEN_N else live[:, None] & inside[None, :]
+        out = (out.to(tl.float32) + tl.load(bias + safe_columns)[None, :].to(tl.float32)).to(dtype)
+    mask = row_mask[:, None] if EVEN_N else row_mask[:, None] & column_mask[None, :]
     if HAS_RESIDUAL:
-        add = tl.load(residual + m[:, None] * residual_stride + safe[None, :], mask=keep, other=0.0)
-        out = (out.to(tl.float32) + add.to(tl.float32)).to(kind)
+        add = tl.load(residual + m[:, None] * residual_stride + safe_columns[None, :], mask=mask, other=0.0)
+        out = (out.to(tl.float32) + add.to(tl.float32)).to(dtype)
     if GATE == 0:
-        tl.store(y + m[:, None] * y_stride + columns[None, :], out, mask=keep)
+        tl.store(y + m[:, None] * y_stride + columns[None, :], out, mask=mask)
     else:
         gate, up = tl.split(tl.reshape(out, (BLOCK_M, BLOCK_N // 2, 2)))
-        opened = activated(gate.to(tl.float32), GATE).to(kind)
-        half = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        result = (opened.to(tl.float32) * up.to(tl.float32)).to(kind)
-        tl.store(y + m[:, None] * y_stride + half[None, :], result, mask=live[:, None] & (half * 2 < n)[None, :])
+        activated = apply_activation(gate.to(tl.float32), GATE).to(dtype)
+        half_columns = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        result = (activated.to(tl.float32) * up.to(tl.float32)).to(dtype)
+        tl.store(y + m[:, None] * y_stride + half_columns[None, :], result, mask=row_mask[:, None] & (half_columns * 2 < n)[None, :])
 
 
 def linear(
@@ -169,7 +169,7 @@ def linear(
         GATE=gate,
         EVEN_N=n % tile.columns == 0,
         IEEE=x.dtype == torch.float32,
-        TURNED=tile.turned,
+        SWAPPED=tile.swapped,
         PDL=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -197,28 +197,28 @@ def shared_memory(device: torch.device) -> int:
 # ------------------------------------------------------------------ which tile
 
 
-def _flat(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
+def _plain(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
     return Tile(rows, columns, depth, warps, stages)
 
 
-def _turned(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
-    return Tile(rows, columns, depth, warps, stages, turned=True)
+def _swapped(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
+    return Tile(rows, columns, depth, warps, stages, swapped=True)
 
 
-Skinny = tuple[Tile, Tile, Tile]  # for up to 16, 32 and 64 rows
+SkinnyTiles = tuple[Tile, Tile, Tile]  # for up to 16, 32 and 64 rows
 # Measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products), by (N, K).
-_SKINNY: dict[tuple[int, int], Skinny] = {
-    (6144, 4096): (_flat(16, 64, 256, 4), _turned(32, 64, 128, 7), _flat(64, 64, 128, 5)),
-    (4096, 4096): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 128, 5)),
-    (28672, 4096): (_flat(16, 64, 256, 3), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)),
-    (4096, 14336): (_flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 256, 4)),
-    (128256, 4096): (_flat(16, 32, 256, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4, 8)),
-    (16480, 5120): (_flat(16, 64, 128, 4), _turned(32, 128, 128, 4, 8), _turned(64, 128, 128, 4)),
-    (14336, 5120): (_turned(16, 128, 128, 4), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
-    (5120, 6144): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)),
-    (34816, 5120): (_flat(16, 32, 256, 4), _turned(32, 128, 64, 3), _turned(64, 64, 128, 6)),
-    (5120, 17408): (_turned(16, 64, 256, 5), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)),
-    (248320, 5120): (_flat(16, 64, 256, 5), _turned(32, 128, 128, 4), _turned(64, 128, 128, 4, 8)),
+SKINNY_TILES: dict[tuple[int, int], SkinnyTiles] = {
+    (6144, 4096): (_plain(16, 64, 256, 4), _swapped(32, 64, 128, 7), _plain(64, 64, 128, 5)),
+    (4096, 4096): (_plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 128, 5)),
+    (28672, 4096): (_plain(16, 64, 256, 3), _swapped(32, 64, 128, 4), _swapped(64, 128, 128, 4, 8)),
+    (4096, 14336): (_plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 256, 4)),
+    (128256, 4096): (_plain(16, 32, 256, 4), _swapped(32, 128, 128, 4, 8), _swapped(64, 128, 128, 4, 8)),
+    (16480, 5120): (_plain(16, 64, 128, 4), _swapped(32, 128, 128, 4, 8), _swapped(64, 128, 128, 4)),
+    (14336, 5120): (_swapped(16, 128, 128, 4), _swapped(32, 128, 128, 4), _swapped(64, 128, 128, 4, 8)),
+    (5120, 6144): (_swapped(16, 64, 256, 5), _swapped(32, 64, 128, 7), _swapped(64, 64, 128, 6)),
+    (34816, 5120): (_plain(16, 32, 256, 4), _swapped(32, 128, 64, 3), _swapped(64, 64, 128, 6)),
+    (5120, 17408): (_swapped(16, 64, 256, 5), _swapped(32, 64, 128, 7), _swapped(64, 64, 128, 6)),
+    (248320, 5120): (_plain(16, 64, 256, 5), _swapped(32, 128, 128, 4), _swapped(64, 128, 128, 4, 8)),
 }
 
 
@@ -228,7 +228,7 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
     if dtype == torch.float32:  # no matrix unit: small tiles, which still walk K in the same order
         return Tile(16 if rows <= 16 else 32, 32, 32, 4, 2, group=8 if rows > 32 else 1)
     if rows <= 64:
-        low, middle, high = _SKINNY.get((n, k)) or _skinny_rule(n)
+        low, middle, high = SKINNY_TILES.get((n, k)) or _default_skinny_tiles(n)
         tile = low if rows <= 16 else middle if rows <= 32 else high
     elif rows <= 128:
         tile = Tile(64, 64, 64, 4, 4, group=8)
@@ -236,25 +236,25 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
         tile = Tile(128, 64, 64, 4, 4, group=8)
     else:
         tile = Tile(128, 128, 64, 8, 4, group=8)
-    return fitted(tile, dtype.itemsize, shared)
+    return fit_tile(tile, dtype.itemsize, shared)
 
 
 def tile_borders(n: int, k: int, dtype: torch.dtype, shared: int) -> tuple[int, ...]:
     """Row counts from which on another tile serves."""
-    tiles = [choose_tile.__wrapped__(rows, n, k, dtype, shared) for rows in range(1, MOST_TILED + 1)]
+    tiles = [choose_tile.__wrapped__(rows, n, k, dtype, shared) for rows in range(1, MAX_TILED_ROWS + 1)]
     return tuple(rows for rows, (before, here) in enumerate(pairwise(tiles), start=2) if before != here)
 
 
-def _skinny_rule(n: int) -> Skinny:
+def _default_skinny_tiles(n: int) -> SkinnyTiles:
     """Few columns: narrow, deep tiles, so that a lone program per multiprocessor has enough on its way."""
     if n <= 4608:
-        return _flat(16, 32, 512, 4), _turned(32, 64, 128, 7), _flat(64, 32, 128, 5)
+        return _plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 128, 5)
     if n <= 12288:
-        return _flat(16, 64, 256, 4), _turned(32, 64, 128, 7), _turned(64, 64, 128, 6)
-    return _flat(16, 64, 128, 4), _turned(32, 64, 128, 4), _turned(64, 128, 128, 4, 8)
+        return _plain(16, 64, 256, 4), _swapped(32, 64, 128, 7), _swapped(64, 64, 128, 6)
+    return _plain(16, 64, 128, 4), _swapped(32, 64, 128, 4), _swapped(64, 128, 128, 4, 8)
 
 
-def fitted(tile: Tile, itemsize: int, shared: int) -> Tile:
+def fit_tile(tile: Tile, itemsize: int, shared: int) -> Tile:
     """Fewer stages, then less depth, until the tile fits. What comes out is the same sum in the same order."""
     while tile.shared(itemsize) > shared:
         if tile.stages > 3 or (tile.stages > 2 and tile.depth <= 64):

@@ -15,12 +15,12 @@ from torch import Tensor
 from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, scaled_span, store_span
-from onedraw.backends.torch.ops.cuda.triton_math import activated, begin_kernel, sigmoid, softplus
+from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, begin_kernel, sigmoid, softplus
 from onedraw.models.spec import Activation, Gate
 
 # So many warps, at most, find room beside the blocks of a packed product (shares.py, INSIDE_REGISTERS). Programs of more would
 # have multiprocessors for themselves, and the product's blocks come late there.
-MOST_WARPS = 8
+MAX_WARPS = 8
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
 
 
@@ -38,33 +38,33 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    WIDE: tl.constexpr,
-    READY: tl.constexpr,
+    FP32_WEIGHT: tl.constexpr,
+    PACKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Every program of a row takes the same sum, and has PIECE of its numbers.
-    at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    inside = at < W
+    columns = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    mask = columns < W
     if HAS_WEIGHT:  # no kernel writes it
-        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    begin_kernel(PDL, READY)
+        factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    begin_kernel(PDL, PACKED)
     row = tl.program_id(0).to(tl.int64)
-    every = tl.arange(0, BLOCK)
-    values = tl.load(x + row * x_stride + every, mask=every < W, other=0.0).to(tl.float32)
-    own = values if PIECE == BLOCK else tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    all_columns = tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + all_columns, mask=all_columns < W, other=0.0).to(tl.float32)
+    piece_values = values if PIECE == BLOCK else tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) * (1.0 / W) + eps)
-    normed = own * scale
-    kind = y.dtype.element_ty
+    normed = piece_values * scale
+    dtype = y.dtype.element_ty
     if HAS_WEIGHT:
-        normed = normed * factor if WIDE else normed.to(kind).to(tl.float32) * factor
-    tl.store(y + row * W + at, normed.to(kind), mask=inside)
-    if READY:
+        normed = normed * factor if FP32_WEIGHT else normed.to(dtype).to(tl.float32) * factor
+    tl.store(y + row * W + columns, normed.to(dtype), mask=mask)
+    if PACKED:
         SPANS: tl.constexpr = PIECE // 256
-        scaled, power, hi, lo = scaled_span(normed.to(kind).to(tl.float32), SPANS)
+        scaled, power, hi, lo = scaled_span(normed.to(dtype).to(tl.float32), SPANS)
         store_span(scaled, power, hi, lo, x_out, factors, sums, row, tl.program_id(1) * SPANS, (W + 255) // 256, SPANS)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | None = None, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, packed: Prepared | None = None, pdl: bool = False) -> Tensor:
     """x [..., W], rows of stride 1. A weight in float32 meets the normed numbers before they are rounded. `ready`: where the
     rows are made ready for packed products on the way, as `prepare_rows` would."""
     width = x.shape[-1]
@@ -73,21 +73,21 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | 
         flat = flat.contiguous()
     y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     if len(flat):
-        block = max(triton.next_power_of_2(width), 1 if ready is None else 256)
-        piece = min(block, SEGMENT * SPAN) if ready is not None and _in_pieces(flat) else block
+        block = max(triton.next_power_of_2(width), 1 if packed is None else 256)
+        piece = min(block, SEGMENT * SPAN) if packed is not None and _splits_rows(flat) else block
         _rms_norm[(len(flat), triton.cdiv(width, piece))](
             flat,
             weight,
             y,
-            *_places(ready),
+            *_packed_pointers(packed),
             flat.stride(0),
             eps,
             W=width,
             BLOCK=block,
             PIECE=piece,
             HAS_WEIGHT=weight is not None,
-            WIDE=weight is not None and weight.dtype == torch.float32,
-            READY=ready is not None,
+            FP32_WEIGHT=weight is not None and weight.dtype == torch.float32,
+            PACKED=packed is not None,
             PDL=pdl,
             num_warps=_warps(block),
             enable_fp_fusion=False,
@@ -97,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, ready: Prepared | 
 
 
 @triton.jit
-def _gated(
+def _gated_activation(
     gate_up,
     y,
     x_out,
@@ -108,51 +108,51 @@ def _gated(
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PAIRED: tl.constexpr,
-    READY: tl.constexpr,
+    PACKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin_kernel(PDL, READY)
+    begin_kernel(PDL, PACKED)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < n
     if PAIRED:
-        both = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-        pairs = tl.load(gate_up + row * stride + both, mask=both < 2 * n, other=0.0).to(tl.float32)
+        pair_columns = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        pairs = tl.load(gate_up + row * stride + pair_columns, mask=pair_columns < 2 * n, other=0.0).to(tl.float32)
         gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
     else:
-        gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * stride + n + at, mask=inside, other=0.0).to(tl.float32)
-    opened = activated(gate, ACTIVATION).to(y.dtype.element_ty)
-    made = (opened.to(tl.float32) * up).to(y.dtype.element_ty)
-    tl.store(y + row * n + at, made, mask=inside)
-    if READY:
+        gate = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * stride + n + columns, mask=mask, other=0.0).to(tl.float32)
+    activated = apply_activation(gate, ACTIVATION).to(y.dtype.element_ty)
+    product = (activated.to(tl.float32) * up).to(y.dtype.element_ty)
+    tl.store(y + row * n + columns, product, mask=mask)
+    if PACKED:
         SPANS: tl.constexpr = BLOCK // 256
-        scaled, factor, hi, lo = scaled_span(tl.where(inside, made.to(tl.float32), 0.0), SPANS)
-        store_span(scaled, factor, hi, lo, x_out, factors, sums, row, tl.program_id(1) * SPANS, (n + 255) // 256, SPANS)
+        scaled, power, hi, lo = scaled_span(tl.where(mask, product.to(tl.float32), 0.0), SPANS)
+        store_span(scaled, power, hi, lo, x_out, factors, sums, row, tl.program_id(1) * SPANS, (n + 255) // 256, SPANS)
 
 
-def gated(
-    gate_up: Tensor, activation: Activation, *, paired: bool = False, ready: Prepared | None = None, pdl: bool = False
+def gated_activation(
+    gate_up: Tensor, activation: Activation, *, paired: bool = False, packed: Prepared | None = None, pdl: bool = False
 ) -> Tensor:
     """activation(gate) * up for [T, 2F] with the gate in the first half, or in pairs with what it opens: [T, F]. `ready`: where
     the rows are made ready for packed products on the way."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        most, least = (2048, 1) if ready is None else (SEGMENT * SPAN, SPAN)  # a segment has one power of two
-        block = max(min(most, triton.next_power_of_2(width)), least)
-        _gated[(rows, triton.cdiv(width, block))](
+        max_block, min_block = (2048, 1) if packed is None else (SEGMENT * SPAN, SPAN)  # a segment has one power of two
+        block = max(min(max_block, triton.next_power_of_2(width)), min_block)
+        _gated_activation[(rows, triton.cdiv(width, block))](
             gate_up,
             y,
-            *_places(ready),
+            *_packed_pointers(packed),
             width,
             gate_up.stride(0),
             BLOCK=block,
             ACTIVATION=ACTIVATIONS[activation],
             PAIRED=paired,
-            READY=ready is not None,
+            PACKED=packed is not None,
             PDL=pdl,
-            num_warps=4 if ready is None else MOST_WARPS,
+            num_warps=4 if packed is None else MAX_WARPS,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )
@@ -160,41 +160,41 @@ def gated(
 
 
 @triton.jit
-def _opened(
+def _apply_gate(
     x,
     gate,
     y,
     gate_stride,
     WIDTH: tl.constexpr,
-    PER: tl.constexpr,
+    GATE_GROUP: tl.constexpr,
     SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < WIDTH
-    value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    opening = tl.load(gate + row * gate_stride + at // PER, mask=inside, other=0.0).to(tl.float32)
-    kind = y.dtype.element_ty
-    opening = (sigmoid(opening) if SIGMOID else softplus(opening)).to(kind).to(tl.float32)
-    tl.store(y + row * WIDTH + at, (value * opening).to(kind), mask=inside)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    value = tl.load(x + row * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    gate_value = tl.load(gate + row * gate_stride + columns // GATE_GROUP, mask=mask, other=0.0).to(tl.float32)
+    dtype = y.dtype.element_ty
+    gate_value = (sigmoid(gate_value) if SIGMOID else softplus(gate_value)).to(dtype).to(tl.float32)
+    tl.store(y + row * WIDTH + columns, (value * gate_value).to(dtype), mask=mask)
 
 
-def opened(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
+def apply_gate(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
     """x [T, W] times sigmoid or softplus of a gate [T, W], or [T, W / n] with one number for n neighbours."""
     rows, width = x.shape
     y = torch.empty_like(x)
     if rows:
         block = min(2048, triton.next_power_of_2(width))
-        _opened[(rows, triton.cdiv(width, block))](
+        _apply_gate[(rows, triton.cdiv(width, block))](
             x,
             gate,
             y,
             gate.stride(0),
             WIDTH=width,
-            PER=width // gate.shape[1],
+            GATE_GROUP=width // gate.shape[1],
             SIGMOID=kind == "sigmoid",
             BLOCK=block,
             PDL=pdl,
@@ -205,11 +205,11 @@ def opened(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
     return y
 
 
-def _places(ready: Prepared | None) -> tuple[Tensor | None, ...]:
-    return (None, None, None) if ready is None else (ready.x, ready.factors, ready.sums)
+def _packed_pointers(packed: Prepared | None) -> tuple[Tensor | None, ...]:
+    return (None, None, None) if packed is None else (packed.x, packed.factors, packed.sums)
 
 
-def _in_pieces(x: Tensor) -> bool:
+def _splits_rows(x: Tensor) -> bool:
     """Whether several programs share a row. Numbers are read eight by eight in either form where rows lie at whole sixteens;
     elsewhere the compiler would choose by what else a program reads, and with it the order of the sum."""
     aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
@@ -217,4 +217,4 @@ def _in_pieces(x: Tensor) -> bool:
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 512, 1), MOST_WARPS)
+    return min(max(block // 512, 1), MAX_WARPS)

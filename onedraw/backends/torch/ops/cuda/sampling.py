@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.linear import launch_options
-from onedraw.backends.torch.ops.cuda.top_k_top_p import TALLY, _limit_so_far, _number, _row_top, searched
+from onedraw.backends.torch.ops.cuda.top_k_top_p import HISTOGRAM_WORDS, limit_so_far, table_float, row_max, find_limits
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, log, log1p
 
 BLOCK = 2048
@@ -35,7 +35,7 @@ COLUMNS = 16
 
 
 @dataclass(slots=True)
-class Wishes:
+class SamplingTable:
     """What the rows ask for, on the device. Entries: token ids with a number each, row by row, kind by kind."""
 
     table: Tensor  # [C, COLUMNS] int64
@@ -43,48 +43,48 @@ class Wishes:
     values: Tensor  # [entries] float32
     output: Tensor | None  # [lanes, V'] int32, how often each token stands in a lane's output
     prompt: Tensor | None  # [lanes, V'] bool
-    grown: Tensor | None  # [n] int64: places in `output` that become one more before anything is chosen
-    counted: bool  # some row wants top-k
-    shared: bool  # some row wants top-p
+    count_increments: Tensor | None  # [n] int64: places in `output` that become one more before anything is chosen
+    has_top_k: bool  # some row wants top-k
+    has_top_p: bool  # some row wants top-p
     adjusted: bool  # some row wants bias, penalties, DRY or bans
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SamplingResult:
     tokens: Tensor  # [C] int64, -1 where the law leaves none
     deficits: Tensor  # [C, W] float32, infinite past the vocabulary
     limits: Tensor  # [C] float32
 
 
 @triton.jit
-def _entries(scores, ids, tokens, values, begin, stop, KIND: tl.constexpr):
+def _apply_entries(scores, ids, tokens, values, begin, stop, KIND: tl.constexpr):
     """Bias (0) adds, DRY (1) takes away, bans (2) leave nothing."""
     for entry in range(begin, stop):
-        here = ids == tl.load(tokens + entry)
+        is_token = ids == tl.load(tokens + entry)
         if KIND == 0:
-            scores = tl.where(here, scores + tl.load(values + entry), scores)
+            scores = tl.where(is_token, scores + tl.load(values + entry), scores)
         elif KIND == 1:
-            scores = tl.where(here, scores - tl.load(values + entry), scores)
+            scores = tl.where(is_token, scores - tl.load(values + entry), scores)
         else:
-            scores = tl.where(here, float("-inf"), scores)
+            scores = tl.where(is_token, float("-inf"), scores)
     return scores
 
 
 @triton.jit
-def _penalized(scores, ids, inside, table, row, tokens, output, prompt, stride):
+def _apply_penalties(scores, ids, mask, table, row, tokens, output, prompt, stride):
     """Repetition, frequency, presence, in this order, where the row counts its history; drafts before it count too."""
-    at = table + row * 16
-    lane = tl.load(at + 10)
+    row_ptr = table + row * 16
+    lane = tl.load(row_ptr + 10)
     if lane >= 0:
-        count = tl.load(output + lane * stride + ids, mask=inside, other=0)
-        for entry in range(tl.load(at + 14), tl.load(at + 15)):
+        count = tl.load(output + lane * stride + ids, mask=mask, other=0)
+        for entry in range(tl.load(row_ptr + 14), tl.load(row_ptr + 15)):
             count += (ids == tl.load(tokens + entry)).to(tl.int32)
-        seen = (count > 0) | (tl.load(prompt + lane * stride + ids, mask=inside, other=0) != 0)
-        penalty = _number(table, row, 2).to(tl.float32)
-        less = tl.where(scores > 0, tl.div_rn(scores, tl.zeros_like(scores) + penalty), scores * penalty)
-        scores = tl.where(seen, less, scores)
-        scores = scores - count.to(tl.float32) * _number(table, row, 3).to(tl.float32)
-        scores = scores - (count > 0).to(tl.float32) * _number(table, row, 4).to(tl.float32)
+        seen = (count > 0) | (tl.load(prompt + lane * stride + ids, mask=mask, other=0) != 0)
+        penalty = table_float(table, row, 2).to(tl.float32)
+        penalized = tl.where(scores > 0, tl.div_rn(scores, tl.zeros_like(scores) + penalty), scores * penalty)
+        scores = tl.where(seen, penalized, scores)
+        scores = scores - count.to(tl.float32) * table_float(table, row, 3).to(tl.float32)
+        scores = scores - (count > 0).to(tl.float32) * table_float(table, row, 4).to(tl.float32)
     return scores
 
 
@@ -97,13 +97,13 @@ def _scores(
     output,
     prompt,
     deficits,
-    tops,
+    block_maxima,
     logits_stride,
     counts_stride,
     width,
     VOCAB: tl.constexpr,
     ADJUSTED: tl.constexpr,
-    COUNTED: tl.constexpr,
+    HISTORY: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -112,26 +112,26 @@ def _scores(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = ids < VOCAB
-    raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    mask = ids < VOCAB
+    raw = tl.load(logits + row * logits_stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
     scores = raw
     if ADJUSTED:
-        at = table + row * 16
-        scores = _entries(scores, ids, tokens, values, tl.load(at + 11), tl.load(at + 12), 0)
-        if COUNTED:
-            scores = _penalized(scores, ids, inside, table, row, tokens, output, prompt, counts_stride)
-        scores = _entries(scores, ids, tokens, values, tl.load(at + 12), tl.load(at + 13), 1)
-        scores = _entries(scores, ids, tokens, values, tl.load(at + 13), tl.load(at + 14), 2)
+        row_ptr = table + row * 16
+        scores = _apply_entries(scores, ids, tokens, values, tl.load(row_ptr + 11), tl.load(row_ptr + 12), 0)
+        if HISTORY:
+            scores = _apply_penalties(scores, ids, mask, table, row, tokens, output, prompt, counts_stride)
+        scores = _apply_entries(scores, ids, tokens, values, tl.load(row_ptr + 12), tl.load(row_ptr + 13), 1)
+        scores = _apply_entries(scores, ids, tokens, values, tl.load(row_ptr + 13), tl.load(row_ptr + 14), 2)
         tl.store(deficits + row * width + ids, scores, mask=ids < width)
     blocks = tl.num_programs(1)
-    _keep_top(tops + (row * 2) * blocks + block, scores)
-    _keep_top(tops + (row * 2 + 1) * blocks + block, raw)
+    _store_block_max(block_maxima + (row * 2) * blocks + block, scores)
+    _store_block_max(block_maxima + (row * 2 + 1) * blocks + block, raw)
 
 
 @triton.jit
-def _keep_top(place, x):
-    broken = tl.max((x != x).to(tl.int32), 0)
-    tl.store(place, tl.where(broken != 0, float("nan"), tl.max(x, 0)))
+def _store_block_max(target, x):
+    has_nan = tl.max((x != x).to(tl.int32), 0)
+    tl.store(target, tl.where(has_nan != 0, float("nan"), tl.max(x, 0)))
 
 
 @triton.jit
@@ -144,22 +144,22 @@ def _mix32(word):
 
 
 @triton.jit
-def _gumbel(ids, first, second):
+def _gumbel(ids, key_0, key_1):
     """-log(-log u) of the hash of (key, id): the logarithm of u itself in the lower half, of 1 - (1 - u) in the upper."""
-    word = _mix32(_mix32(ids.to(tl.uint32) ^ first) + second) >> 8
+    word = _mix32(_mix32(ids.to(tl.uint32) ^ key_0) + key_1) >> 8
     odd = (word.to(tl.int32) * 2 + 1).to(tl.int32)  # u * 2^25
     rest = tl.where(odd > 16777216, odd - 33554432, 0)
-    above = rest.to(tl.float32) * 2.9802322387695312e-08
-    below = (odd - rest).to(tl.float32) * 2.9802322387695312e-08
-    return 0.0 - log(0.0 - (log1p(above) + log(below)))
+    upper_u = rest.to(tl.float32) * 2.9802322387695312e-08
+    lower_u = (odd - rest).to(tl.float32) * 2.9802322387695312e-08
+    return 0.0 - log(0.0 - (log1p(upper_u) + log(lower_u)))
 
 
 @triton.jit
-def _pick(
+def _block_argmax(
     logits,
     table,
     deficits,
-    found,
+    search_limits,
     limits,
     best_values,
     best_ids,
@@ -168,8 +168,8 @@ def _pick(
     logits_stride,
     width,
     VOCAB: tl.constexpr,
-    COUNTED: tl.constexpr,
-    SHARED: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
     CHECKSUMS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -178,105 +178,105 @@ def _pick(
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    limit = _limit_so_far(table, found, row, COUNTED)
-    if SHARED:  # noqa: SIM102 - known when compiled, and the other is not
-        if _number(table, row, 5) < 1.0:
-            limit = tl.minimum(limit, tl.load(found + tl.num_programs(0) + row))
+    limit = limit_so_far(table, search_limits, row, HAS_TOP_K)
+    if HAS_TOP_P:  # noqa: SIM102 - known when compiled, and the other is not
+        if table_float(table, row, 5) < 1.0:
+            limit = tl.minimum(limit, tl.load(search_limits + tl.num_programs(0) + row))
     if block == 0:
         tl.store(limits + row, limit)
     ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = ids < VOCAB
-    deficit = tl.load(deficits + row * width + ids, mask=inside, other=float("inf"))
-    kept = inside & (deficit <= limit)
+    mask = ids < VOCAB
+    deficit = tl.load(deficits + row * width + ids, mask=mask, other=float("inf"))
+    kept = mask & (deficit <= limit)
     best = tl.full((), float("-inf"), dtype=tl.float32)
     best_id = tl.full((), 2147483647, dtype=tl.int32)
     if tl.max(kept.to(tl.int32), 0) > 0:  # most blocks have nothing that may be chosen
         value = 0.0 - deficit
         if tl.load(table + row * 16 + 9) == 0:
-            first = tl.load(table + row * 16 + 7).to(tl.uint32)
-            second = tl.load(table + row * 16 + 8).to(tl.uint32)
-            value = _gumbel(ids, first, second) - deficit
+            key_0 = tl.load(table + row * 16 + 7).to(tl.uint32)
+            key_1 = tl.load(table + row * 16 + 8).to(tl.uint32)
+            value = _gumbel(ids, key_0, key_1) - deficit
         value = tl.where(kept, value, float("-inf"))
         best = tl.max(value, 0)
         best_id = tl.min(tl.where(value == best, ids, 2147483647), 0)
-    place = row * tl.num_programs(1) + block
-    tl.store(best_values + place, best)
-    tl.store(best_ids + place, best_id)
+    target = row * tl.num_programs(1) + block
+    tl.store(best_values + target, best)
+    tl.store(best_ids + target, best_id)
     if CHECKSUMS:
-        raw = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
-        left = 0.0 - tl.where(deficit > limit, float("inf"), deficit)
-        one = raw.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + ids, mask=inside, other=0)
-        two = left.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + VOCAB + ids, mask=inside, other=0)
-        tl.atomic_add(checksums + row, tl.sum(tl.where(inside, one + two, 0), 0), sem="relaxed")
+        raw = tl.load(logits + row * logits_stride + ids, mask=mask, other=0.0).to(tl.float32)
+        kept_score = 0.0 - tl.where(deficit > limit, float("inf"), deficit)
+        raw_sum = raw.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + ids, mask=mask, other=0)
+        kept_sum = kept_score.to(tl.int32, bitcast=True).to(tl.int64) * tl.load(weights + VOCAB + ids, mask=mask, other=0)
+        tl.atomic_add(checksums + row, tl.sum(tl.where(mask, raw_sum + kept_sum, 0), 0), sem="relaxed")
 
 
 @triton.jit
-def _conclude(tokens, tops, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+def _row_argmax(tokens, block_maxima, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """The best of the blocks' best; -1 where the logits are no distribution or nothing is left."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS)
-    value = tl.load(best_values + row * blocks + at, mask=at < blocks, other=float("-inf"))
-    ids = tl.load(best_ids + row * blocks + at, mask=at < blocks, other=2147483647)
+    block = tl.arange(0, BLOCKS)
+    value = tl.load(best_values + row * blocks + block, mask=block < blocks, other=float("-inf"))
+    ids = tl.load(best_ids + row * blocks + block, mask=block < blocks, other=2147483647)
     token = tl.min(tl.where(value == tl.max(value, 0), ids, 2147483647), 0).to(tl.int64)
-    best = _row_top(tops + row * 2 * blocks, blocks, BLOCKS)
-    raw = _row_top(tops + (row * 2 + 1) * blocks, blocks, BLOCKS)
-    sound = (best > float("-inf")) & (best < float("inf")) & (raw < float("inf"))
-    tl.store(tokens + row, tl.where(sound, token, -1))
+    best = row_max(block_maxima + row * 2 * blocks, blocks, BLOCKS)
+    raw = row_max(block_maxima + (row * 2 + 1) * blocks, blocks, BLOCKS)
+    valid = (best > float("-inf")) & (best < float("inf")) & (raw < float("inf"))
+    tl.store(tokens + row, tl.where(valid, token, -1))
 
 
-def choose(
-    logits: Tensor, wishes: Wishes, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
-) -> tuple[Chosen, Tensor | None]:
+def sample_tokens(
+    logits: Tensor, params: SamplingTable, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
+) -> tuple[SamplingResult, Tensor | None]:
     """logits [C, ≥ V] in any dtype, rows of stride 1. With `weights` [2, V] int64 also the checksums [C]."""
     rows, device = len(logits), logits.device
     blocks = triton.cdiv(width, BLOCK)
-    grid, all_blocks = (rows, blocks), triton.next_power_of_2(blocks)
+    grid, padded_blocks = (rows, blocks), triton.next_power_of_2(blocks)
     deficits = torch.empty(rows, width, dtype=torch.float32, device=device)
-    tops = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
+    block_maxima = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
     # What is cleared is cleared first: the kernels then follow each other without a gap.
-    tallies = torch.zeros(2, rows, 2, TALLY, dtype=torch.int64, device=device)
+    histograms = torch.zeros(2, rows, 2, HISTOGRAM_WORDS, dtype=torch.int64, device=device)
     checksums = None if weights is None else torch.zeros(rows, dtype=torch.int64, device=device)
     _scores[grid](
         logits,
-        wishes.table,
-        wishes.tokens,
-        wishes.values,
-        wishes.output,
-        wishes.prompt,
+        params.table,
+        params.tokens,
+        params.values,
+        params.output,
+        params.prompt,
         deficits,
-        tops,
+        block_maxima,
         logits.stride(0),
-        0 if wishes.output is None else wishes.output.stride(0),
+        0 if params.output is None else params.output.stride(0),
         width,
         VOCAB=vocab,
-        ADJUSTED=wishes.adjusted,
-        COUNTED=wishes.output is not None,
+        ADJUSTED=params.adjusted,
+        HISTORY=params.output is not None,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,
         PDL=pdl,
         **launch_options(pdl),
     )
-    found = searched(
+    search_limits = find_limits(
         logits,
-        wishes.table,
+        params.table,
         deficits,
-        tops,
-        tallies,
+        block_maxima,
+        histograms,
         vocab=vocab,
-        adjusted=wishes.adjusted,
-        counted=wishes.counted,
-        shared=wishes.shared,
+        adjusted=params.adjusted,
+        has_top_k=params.has_top_k,
+        has_top_p=params.has_top_p,
         pdl=pdl,
     )
     limits = torch.empty(rows, dtype=torch.float32, device=device)
     best_values = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     best_ids = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    _pick[grid](
+    _block_argmax[grid](
         logits,
-        wishes.table,
+        params.table,
         deficits,
-        found,
+        search_limits,
         limits,
         best_values,
         best_ids,
@@ -285,8 +285,8 @@ def choose(
         logits.stride(0),
         width,
         VOCAB=vocab,
-        COUNTED=wishes.counted,
-        SHARED=wishes.shared,
+        HAS_TOP_K=params.has_top_k,
+        HAS_TOP_P=params.has_top_p,
         CHECKSUMS=weights is not None,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,
@@ -294,7 +294,7 @@ def choose(
         **launch_options(pdl),
     )
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    _conclude[(rows,)](
-        tokens, tops, best_values, best_ids, blocks, BLOCKS=all_blocks, PDL=pdl, num_warps=1, **launch_options(pdl)
+    _row_argmax[(rows,)](
+        tokens, block_maxima, best_values, best_ids, blocks, BLOCKS=padded_blocks, PDL=pdl, num_warps=1, **launch_options(pdl)
     )
-    return Chosen(tokens, deficits, limits), None if checksums is None else checksums & (2**63 - 1)
+    return SamplingResult(tokens, deficits, limits), None if checksums is None else checksums & (2**63 - 1)

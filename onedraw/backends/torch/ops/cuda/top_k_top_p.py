@@ -28,16 +28,16 @@ from onedraw.sampling.law import MASS_BITS
 
 
 @triton.jit
-def _index(deficit):
+def _bin_indices(deficit):
     """Which of all bins; they grow with the deficit, a quarter wide at first. Larger deficits are in no smaller bin."""
     bits = (deficit + 1.0).to(tl.int32, bitcast=True)
     return tl.maximum((bits >> 21) - 508, 0), (bits >> 17) & 15
 
 
 @triton.jit
-def bin_of(deficit, LEVEL: tl.constexpr):
+def bin_index(deficit, LEVEL: tl.constexpr):
     """Of sixteen; the last one of the first level has no end."""
-    coarse, fine = _index(deficit)
+    coarse, fine = _bin_indices(deficit)
     if LEVEL == 0:
         return tl.minimum(coarse, 15)
     else:
@@ -45,7 +45,7 @@ def bin_of(deficit, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def weight_of(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
+def token_weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
     """Of what may still be kept: its mass, or one."""
     if BY_MASS:
         return tl.where(deficit <= limit, exp(0.0 - deficit) * SCALE, 0.0).to(tl.int64)
@@ -63,7 +63,7 @@ def _floor(x):
 
 
 @triton.jit
-def _from(bin, EDGE: tl.constexpr):
+def _at_least(bin, EDGE: tl.constexpr):
     """1 where a whole number is EDGE or more, else 0: one sum that stops at 0 and at 1."""
     if INTERPRETED:
         return tl.where(bin >= EDGE, 1.0, 0.0)
@@ -74,42 +74,42 @@ def _from(bin, EDGE: tl.constexpr):
 
 
 @triton.jit
-def no_sums(SUMS: tl.constexpr):
-    found = ()
+def zero_sums(SUMS: tl.constexpr):
+    sums = ()
     for _ in tl.static_range(SUMS):
-        found = found + (tl.zeros((32,), dtype=tl.float32),)
-    return found
+        sums = sums + (tl.zeros((32,), dtype=tl.float32),)
+    return sums
 
 
 @triton.jit
-def added_up(sums, deficit, there, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LEVEL: tl.constexpr):
+def accumulate_weights(sums, deficit, mask, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LEVEL: tl.constexpr):
     """Sixteen sums of the weights of one deficit per thread: of all, of those not in the first bin, and so on. Masses have 41
     bits; they are added in three pieces of at most 14, whole numbers that float32 adds exactly."""
-    bin = bin_of(deficit, LEVEL).to(tl.float32)
-    found = ()
+    bin = bin_index(deficit, LEVEL).to(tl.float32)
+    new_sums = ()
     if BY_MASS:
-        mass = tl.where(there & (deficit <= limit), exp(0.0 - deficit) * SCALE, 0.0)
+        mass = tl.where(mask & (deficit <= limit), exp(0.0 - deficit) * SCALE, 0.0)
         high = _floor(mass * 7.450580596923828e-09)  # 2^-27
         rest = mass - high * 134217728.0
         middle = _floor(rest * 6.103515625e-05)  # 2^-14
         low = _floor(rest - middle * 16384.0)
         for edge in tl.static_range(16):
-            part = _from(bin, edge)
-            found = found + (tl.fma(part, high, sums[3 * edge]),)
-            found = found + (tl.fma(part, middle, sums[3 * edge + 1]),)
-            found = found + (tl.fma(part, low, sums[3 * edge + 2]),)
+            in_bin = _at_least(bin, edge)
+            new_sums = new_sums + (tl.fma(in_bin, high, sums[3 * edge]),)
+            new_sums = new_sums + (tl.fma(in_bin, middle, sums[3 * edge + 1]),)
+            new_sums = new_sums + (tl.fma(in_bin, low, sums[3 * edge + 2]),)
     else:
-        one = tl.where(there, 1.0, 0.0)
+        one = tl.where(mask, 1.0, 0.0)
         for edge in tl.static_range(16):
-            found = found + (tl.fma(_from(bin, edge), one, sums[edge]),)
-    return found
+            new_sums = new_sums + (tl.fma(_at_least(bin, edge), one, sums[edge]),)
+    return new_sums
 
 
 @triton.jit
-def keep_sums(bins, sums, BY_MASS: tl.constexpr):
+def add_to_histogram(histogram, sums, BY_MASS: tl.constexpr):
     """Add a program's sums to the row's bins."""
-    at = tl.arange(0, 16)
-    parts = tl.zeros((16,), dtype=tl.int64)
+    bin = tl.arange(0, 16)
+    counts = tl.zeros((16,), dtype=tl.int64)
     for edge in tl.static_range(16):
         if BY_MASS:
             total = tl.sum(sums[3 * edge].to(tl.int32), 0).to(tl.int64) << 27
@@ -117,8 +117,8 @@ def keep_sums(bins, sums, BY_MASS: tl.constexpr):
             total += tl.sum(sums[3 * edge + 2].to(tl.int32), 0).to(tl.int64)
         else:
             total = tl.sum(sums[edge].to(tl.int32), 0).to(tl.int64)
-        parts = tl.where(at == edge, parts + total, tl.where(at == edge - 1, parts - total, parts))
-    tl.atomic_add(bins + at, parts, mask=parts > 0, sem="relaxed")
+        counts = tl.where(bin == edge, counts + total, tl.where(bin == edge - 1, counts - total, counts))
+    tl.atomic_add(histogram + bin, counts, mask=counts > 0, sem="relaxed")
 
 
 # -------------------- Top-k and top-p on a GPU: each row's limit, the largest deficit that is kept.
@@ -129,24 +129,24 @@ def keep_sums(bins, sums, BY_MASS: tl.constexpr):
 
 # Of the search, one warp each: few rows leave the device idle in large blocks.
 FEW_ROWS, FEW_BLOCK, SEARCH_BLOCK = 4, 256, 1024
-TALLY = 32  # words of one row and level: sixteen bins, how many are written down, padding
+HISTOGRAM_WORDS = 32  # words of one row and level: sixteen bins, how many are written down, padding
 # The first list has room for half of the vocabulary, the second for this many, which one program has in registers.
-SHORT = 16384
-FEWEST = 2048  # of them, mostly
+SHORT_LIST = 16384
+REGISTER_LIST = 2048  # of them, mostly
 
 
 @triton.jit
-def _number(table, row, COLUMN: tl.constexpr):
+def table_float(table, row, COLUMN: tl.constexpr):
     return tl.load(table + row * 16 + COLUMN).to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def _row_top(tops, blocks, BLOCKS: tl.constexpr):
+def row_max(block_maxima, blocks, BLOCKS: tl.constexpr):
     """The largest of a row; NaN where there is one."""
-    at = tl.arange(0, BLOCKS)
-    x = tl.load(tops + at, mask=at < blocks, other=float("-inf"))
-    broken = tl.max((x != x).to(tl.int32), 0)
-    return tl.where(broken != 0, float("nan"), tl.max(x, 0))
+    block = tl.arange(0, BLOCKS)
+    x = tl.load(block_maxima + block, mask=block < blocks, other=float("-inf"))
+    has_nan = tl.max((x != x).to(tl.int32), 0)
+    return tl.where(has_nan != 0, float("nan"), tl.max(x, 0))
 
 
 @triton.jit
@@ -154,14 +154,14 @@ def _deficits(
     logits,
     table,
     deficits,
-    tops,
-    tallies,
+    block_maxima,
+    histograms,
     logits_stride,
     width,
     blocks,
     VOCAB: tl.constexpr,
     ADJUSTED: tl.constexpr,
-    WANTED: tl.constexpr,
+    HAS_FILTER: tl.constexpr,
     BY_MASS: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -173,28 +173,28 @@ def _deficits(
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
-    best = _row_top(tops + row * 2 * blocks, blocks, BLOCKS) + 0.0
-    divisor = _number(table, row, 0).to(tl.float32)
-    tallied = False
-    if WANTED:
-        tallied = _wanted(table, row, BY_MASS)
-    if tallied:
-        limit = _number(table, row, 1).to(tl.float32)
-        sums = no_sums(48 if BY_MASS else 16)
+    best = row_max(block_maxima + row * 2 * blocks, blocks, BLOCKS) + 0.0
+    divisor = table_float(table, row, 0).to(tl.float32)
+    counted = False
+    if HAS_FILTER:
+        counted = _row_uses_filter(table, row, BY_MASS)
+    if counted:
+        limit = table_float(table, row, 1).to(tl.float32)
+        sums = zero_sums(48 if BY_MASS else 16)
         for step in tl.range(0, BLOCK_V, 32, loop_unroll_factor=4):
             ids = start + step + tl.arange(0, 32)
-            deficit = _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB, ADJUSTED)
+            deficit = _load_deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB, ADJUSTED)
             tl.store(deficits + row * width + ids, deficit, mask=ids < width)
-            sums = added_up(sums, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
-        keep_sums(tallies + (row + tl.num_programs(0) * BY_MASS) * 64, sums, BY_MASS)
+            sums = accumulate_weights(sums, deficit, ids < VOCAB, limit, SCALE, BY_MASS, 0)
+        add_to_histogram(histograms + (row + tl.num_programs(0) * BY_MASS) * 64, sums, BY_MASS)
     else:
         ids = start + tl.arange(0, BLOCK_V)
-        deficit = _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB, ADJUSTED)
+        deficit = _load_deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB, ADJUSTED)
         tl.store(deficits + row * width + ids, deficit, mask=ids < width)
 
 
 @triton.jit
-def _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB: tl.constexpr, ADJUSTED: tl.constexpr):
+def _load_deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB: tl.constexpr, ADJUSTED: tl.constexpr):
     if ADJUSTED:
         scores = tl.load(deficits + row * width + ids, mask=ids < width, other=float("-inf"))
     else:
@@ -203,119 +203,119 @@ def _deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VO
 
 
 @triton.jit
-def _wanted(table, row, BY_MASS: tl.constexpr):
+def _row_uses_filter(table, row, BY_MASS: tl.constexpr):
     if BY_MASS:
-        return _number(table, row, 5) < 1.0
+        return table_float(table, row, 5) < 1.0
     else:
         return tl.load(table + row * 16 + 6) > 0
 
 
 @triton.jit
-def _target(table, bins, row, BY_MASS: tl.constexpr):
+def _target_weight(table, histogram, row, BY_MASS: tl.constexpr):
     """How many tokens top-k asks for, or how much mass top-p: its share of all that was counted."""
     if BY_MASS:
-        total = tl.sum(tl.load(bins + tl.arange(0, 16)), 0)
-        wish = tl.ceil(_number(table, row, 5) * total.to(tl.float64)).to(tl.int64)
-        return tl.minimum(tl.maximum(wish, 1), total)
+        total = tl.sum(tl.load(histogram + tl.arange(0, 16)), 0)
+        mass = tl.ceil(table_float(table, row, 5) * total.to(tl.float64)).to(tl.int64)
+        return tl.minimum(tl.maximum(mass, 1), total)
     else:
         return tl.load(table + row * 16 + 6)
 
 
 @triton.jit
-def _reached(bins, target):
+def _target_bin(histogram, target):
     """Which of sixteen bins reaches the target, and what is left to reach in it."""
-    at = tl.arange(0, 16)
-    counts = tl.load(bins + at)
+    bins = tl.arange(0, 16)
+    counts = tl.load(histogram + bins)
     bin = tl.minimum(tl.sum((tl.cumsum(counts, 0) < target).to(tl.int32), 0), 15)
-    return bin, target - tl.sum(tl.where(at < bin, counts, 0), 0)
+    return bin, target - tl.sum(tl.where(bins < bin, counts, 0), 0)
 
 
 @triton.jit
-def _limit_so_far(table, found, row, COUNTED: tl.constexpr):
+def limit_so_far(table, limits, row, HAS_TOP_K: tl.constexpr):
     """min-p, then top-k where the row has it."""
-    limit = _number(table, row, 1).to(tl.float32)
-    if COUNTED:  # noqa: SIM102 - known when compiled, and the other is not
-        if _wanted(table, row, False):
-            limit = tl.minimum(limit, tl.load(found + row))
+    limit = table_float(table, row, 1).to(tl.float32)
+    if HAS_TOP_K:  # noqa: SIM102 - known when compiled, and the other is not
+        if _row_uses_filter(table, row, False):
+            limit = tl.minimum(limit, tl.load(limits + row))
     return limit
 
 
 @triton.jit
-def _listed(deficits, lists, row, ids, bins, width, VOCAB: tl.constexpr, LONG: tl.constexpr, SHORT_LIST: tl.constexpr):
+def _candidates(deficits, lists, row, ids, histogram, width, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr):
     """The first list, or all of the row where the list is too short."""
-    written = tl.load(bins + 16)
-    short = written <= LONG
-    some = tl.load(lists + row * (LONG + SHORT_LIST) + ids, mask=short & (ids < written), other=float("inf"))
-    every = tl.load(deficits + row * width + ids, mask=(written > LONG) & (ids < VOCAB), other=float("inf"))
-    return tl.where(short, some, every), ids < tl.where(short, written, VOCAB)
+    written = tl.load(histogram + 16)
+    fits = written <= LONG_LIST
+    listed = tl.load(lists + row * (LONG_LIST + SHORT_LIST) + ids, mask=fits & (ids < written), other=float("inf"))
+    full_row = tl.load(deficits + row * width + ids, mask=(written > LONG_LIST) & (ids < VOCAB), other=float("inf"))
+    return tl.where(fits, listed, full_row), ids < tl.where(fits, written, VOCAB)
 
 
 @triton.jit
-def _near(deficits, lists, row, ids, bins, width, bin, fine, VOCAB: tl.constexpr, LONG: tl.constexpr, SHORT_LIST: tl.constexpr):
+def _fine_bin_candidates(deficits, lists, row, ids, histogram, width, bin, fine, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr):
     """Of these, what is in the bin that holds the limit, and in the finer one."""
-    deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
-    return deficit, there & (bin_of(deficit, 0) == bin) & (bin_of(deficit, 1) == fine)
+    deficit, mask = _candidates(deficits, lists, row, ids, histogram, width, VOCAB, LONG_LIST, SHORT_LIST)
+    return deficit, mask & (bin_index(deficit, 0) == bin) & (bin_index(deficit, 1) == fine)
 
 
 @triton.jit
-def _tally(table, deficits, lists, bins, row, start, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
-           SCALE: tl.constexpr, LONG: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr,
+def _count_level(table, deficits, lists, histogram, row, start, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
+           SCALE: tl.constexpr, LONG_LIST: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr,
            BLOCK_V: tl.constexpr):  # fmt: skip
     """Weights into the sixteen bins of a level."""
     bin = 0
     if LEVEL == 1:
-        bin, _ = _reached(bins, _target(table, bins, row, BY_MASS))
-    sums = no_sums(48 if BY_MASS else 16)
+        bin, _ = _target_bin(histogram, _target_weight(table, histogram, row, BY_MASS))
+    sums = zero_sums(48 if BY_MASS else 16)
     for step in tl.range(0, BLOCK_V, 32, loop_unroll_factor=4):
         ids = start + step + tl.arange(0, 32)
         if LEVEL == 0:
-            there = ids < VOCAB
-            deficit = tl.load(deficits + row * width + ids, mask=there, other=float("inf"))
+            mask = ids < VOCAB
+            deficit = tl.load(deficits + row * width + ids, mask=mask, other=float("inf"))
         else:
-            deficit, there = _listed(deficits, lists, row, ids, bins, width, VOCAB, LONG, SHORT_LIST)
-            there = there & (bin_of(deficit, 0) == bin)
-        sums = added_up(sums, deficit, there, limit, SCALE, BY_MASS, LEVEL)
-    keep_sums(bins + LEVEL * 32, sums, BY_MASS)
+            deficit, mask = _candidates(deficits, lists, row, ids, histogram, width, VOCAB, LONG_LIST, SHORT_LIST)
+            mask = mask & (bin_index(deficit, 0) == bin)
+        sums = accumulate_weights(sums, deficit, mask, limit, SCALE, BY_MASS, LEVEL)
+    add_to_histogram(histogram + LEVEL * 32, sums, BY_MASS)
 
 
 @triton.jit
-def _collect(table, deficits, lists, bins, row, ids, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
-             LONG: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr):  # fmt: skip
+def _collect(table, deficits, lists, histogram, row, ids, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
+             LONG_LIST: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr):  # fmt: skip
     """What is in the bin that holds the limit, written down in any order; how much that is, even where it is too much."""
-    bin, left = _reached(bins, _target(table, bins, row, BY_MASS))
-    place = lists + row * (LONG + SHORT_LIST)
+    bin, left = _target_bin(histogram, _target_weight(table, histogram, row, BY_MASS))
+    target = lists + row * (LONG_LIST + SHORT_LIST)
     if LEVEL == 0:
         deficit = tl.load(deficits + row * width + ids, mask=ids < VOCAB, other=float("inf"))
-        agrees = (ids < VOCAB) & (bin_of(deficit, 0) == bin)
+        mask = (ids < VOCAB) & (bin_index(deficit, 0) == bin)
     else:
-        fine, _ = _reached(bins + 32, left)
-        deficit, agrees = _near(deficits, lists, row, ids, bins, width, bin, fine, VOCAB, LONG, SHORT_LIST)
-        place += LONG
+        fine, _ = _target_bin(histogram + 32, left)
+        deficit, mask = _fine_bin_candidates(deficits, lists, row, ids, histogram, width, bin, fine, VOCAB, LONG_LIST, SHORT_LIST)
+        target += LONG_LIST
     if BY_MASS:
-        agrees = agrees & (deficit <= limit)
-    count = tl.sum(agrees.to(tl.int32), 0)
+        mask = mask & (deficit <= limit)
+    count = tl.sum(mask.to(tl.int32), 0)
     if count > 0:
-        rank = tl.cumsum(agrees.to(tl.int32), 0)
-        at = tl.atomic_add(bins + LEVEL * 32 + 16, count.to(tl.int64), sem="relaxed") + rank - 1
-        room: tl.constexpr = SHORT_LIST if LEVEL else LONG
-        tl.store(place + at, deficit, mask=agrees & (at < room))
+        rank = tl.cumsum(mask.to(tl.int32), 0)
+        position = tl.atomic_add(histogram + LEVEL * 32 + 16, count.to(tl.int64), sem="relaxed") + rank - 1
+        capacity: tl.constexpr = SHORT_LIST if LEVEL else LONG_LIST
+        tl.store(target + position, deficit, mask=mask & (position < capacity))
 
 
 @triton.jit
-def _narrow(
+def _search_level(
     table,
     deficits,
     lists,
-    found,
-    tallies,
+    limits,
+    histograms,
     width,
     VOCAB: tl.constexpr,
-    COUNTED: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
     BY_MASS: tl.constexpr,
     SCALE: tl.constexpr,
-    LONG: tl.constexpr,
+    LONG_LIST: tl.constexpr,
     LEVEL: tl.constexpr,
-    COLLECTS: tl.constexpr,
+    COLLECT: tl.constexpr,
     SHORT_LIST: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -324,30 +324,30 @@ def _narrow(
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
-    bins = tallies + row * 64
-    if _wanted(table, row, BY_MASS):
-        written = tl.load(bins + 16)
-        if (LEVEL == 0) | (start < written) | (written > LONG):
+    histogram = histograms + row * 64
+    if _row_uses_filter(table, row, BY_MASS):
+        written = tl.load(histogram + 16)
+        if (LEVEL == 0) | (start < written) | (written > LONG_LIST):
             ids = start + tl.arange(0, BLOCK_V)
-            limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
-            if COLLECTS:
-                _collect(table, deficits, lists, bins, row, ids, width, limit, VOCAB, BY_MASS, LONG, LEVEL, SHORT_LIST)
+            limit = limit_so_far(table, limits, row, HAS_TOP_K and BY_MASS)
+            if COLLECT:
+                _collect(table, deficits, lists, histogram, row, ids, width, limit, VOCAB, BY_MASS, LONG_LIST, LEVEL, SHORT_LIST)
             else:
-                _tally(table, deficits, lists, bins, row, start, width, limit, VOCAB, BY_MASS, SCALE, LONG, LEVEL, SHORT_LIST,
+                _count_level(table, deficits, lists, histogram, row, start, width, limit, VOCAB, BY_MASS, SCALE, LONG_LIST, LEVEL, SHORT_LIST,
                        BLOCK_V)  # fmt: skip
 
 
 @triton.jit
-def _halved(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LONG: tl.constexpr,
+def _bisect_list(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LONG_LIST: tl.constexpr,
             SHORT_LIST: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
     """The limit in the second list, by its bits."""
     ids = tl.arange(0, ROOM)
-    there = ids < written
-    deficit = tl.load(lists + row * (LONG + SHORT_LIST) + LONG + ids, mask=there, other=0.0)
-    weight = tl.where(there, weight_of(deficit, limit, SCALE, BY_MASS), 0)
+    mask = ids < written
+    deficit = tl.load(lists + row * (LONG_LIST + SHORT_LIST) + LONG_LIST + ids, mask=mask, other=0.0)
+    weight = tl.where(mask, token_weight(deficit, limit, SCALE, BY_MASS), 0)
     bits = deficit.to(tl.int32, bitcast=True)
     high = tl.max(bits, 0)
-    low = tl.minimum(tl.min(tl.where(there, bits, 2139095040), 0), high)
+    low = tl.minimum(tl.min(tl.where(mask, bits, 2139095040), 0), high)
     while low < high:
         middle = low + (high - low) // 2
         enough = tl.sum(tl.where(bits <= middle, weight, 0), 0) >= left
@@ -357,95 +357,95 @@ def _halved(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.c
 
 
 @triton.jit
-def _find(
+def _find_limit(
     table,
     deficits,
     lists,
-    found,
-    tallies,
+    limits,
+    histograms,
     width,
     VOCAB: tl.constexpr,
-    COUNTED: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
     BY_MASS: tl.constexpr,
     SCALE: tl.constexpr,
-    LONG: tl.constexpr,
+    LONG_LIST: tl.constexpr,
     SHORT_LIST: tl.constexpr,
-    SHORTER: tl.constexpr,
+    REGISTER_LIST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The smallest deficit whose bin, up to it, has what is left to reach: between the ends of what is written down, halved."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
-    bins = tallies + row * 64
-    if _wanted(table, row, BY_MASS):
-        limit = _limit_so_far(table, found, row, COUNTED and BY_MASS)
-        bin, left = _reached(bins, _target(table, bins, row, BY_MASS))
-        fine, left = _reached(bins + 32, left)
-        written = tl.load(bins + 32 + 16)
+    histogram = histograms + row * 64
+    if _row_uses_filter(table, row, BY_MASS):
+        limit = limit_so_far(table, limits, row, HAS_TOP_K and BY_MASS)
+        bin, left = _target_bin(histogram, _target_weight(table, histogram, row, BY_MASS))
+        fine, left = _target_bin(histogram + 32, left)
+        written = tl.load(histogram + 32 + 16)
         high = tl.full((), 0, dtype=tl.int32)
-        if written <= SHORTER:
-            high = _halved(lists, row, written, left, limit, SCALE, BY_MASS, LONG, SHORT_LIST, SHORTER)
+        if written <= REGISTER_LIST:
+            high = _bisect_list(lists, row, written, left, limit, SCALE, BY_MASS, LONG_LIST, SHORT_LIST, REGISTER_LIST)
         elif written <= SHORT_LIST:
-            high = _halved(lists, row, written, left, limit, SCALE, BY_MASS, LONG, SHORT_LIST, SHORT_LIST)
+            high = _bisect_list(lists, row, written, left, limit, SCALE, BY_MASS, LONG_LIST, SHORT_LIST, SHORT_LIST)
         else:
-            first = tl.load(bins + 16)
-            stop = tl.where(first <= LONG, first, VOCAB).to(tl.int32)
+            first = tl.load(histogram + 16)
+            stop = tl.where(first <= LONG_LIST, first, VOCAB).to(tl.int32)
             low = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
-            ids = tl.arange(0, SHORTER)
-            for start in range(0, stop, SHORTER):
-                deficit, there = _near(deficits, lists, row, start + ids, bins, width, bin, fine, VOCAB, LONG, SHORT_LIST)
+            ids = tl.arange(0, REGISTER_LIST)
+            for start in range(0, stop, REGISTER_LIST):
+                deficit, mask = _fine_bin_candidates(deficits, lists, row, start + ids, histogram, width, bin, fine, VOCAB, LONG_LIST, SHORT_LIST)
                 bits = deficit.to(tl.int32, bitcast=True)
-                high = tl.maximum(high, tl.max(tl.where(there, bits, 0), 0))
-                low = tl.minimum(low, tl.min(tl.where(there, bits, 2139095040), 0))
+                high = tl.maximum(high, tl.max(tl.where(mask, bits, 0), 0))
+                low = tl.minimum(low, tl.min(tl.where(mask, bits, 2139095040), 0))
             while low < high:  # so many that are near, and not all equal: slow, and seldom
                 middle = low + (high - low) // 2
                 total = tl.full((), 0, dtype=tl.int64)
-                for start in range(0, stop, SHORTER):
-                    deficit, there = _near(deficits, lists, row, start + ids, bins, width, bin, fine, VOCAB, LONG, SHORT_LIST)
-                    below = there & (deficit.to(tl.int32, bitcast=True) <= middle)
-                    total += tl.sum(tl.where(below, weight_of(deficit, limit, SCALE, BY_MASS), 0), 0)
+                for start in range(0, stop, REGISTER_LIST):
+                    deficit, mask = _fine_bin_candidates(deficits, lists, row, start + ids, histogram, width, bin, fine, VOCAB, LONG_LIST, SHORT_LIST)
+                    below = mask & (deficit.to(tl.int32, bitcast=True) <= middle)
+                    total += tl.sum(tl.where(below, token_weight(deficit, limit, SCALE, BY_MASS), 0), 0)
                 enough = total >= left
                 high = tl.where(enough, middle, high)
                 low = tl.where(enough, low, middle + 1)
-        tl.store(found + BY_MASS * tl.num_programs(0) + row, high.to(tl.float32, bitcast=True))
+        tl.store(limits + BY_MASS * tl.num_programs(0) + row, high.to(tl.float32, bitcast=True))
 
 
-def searched(
+def find_limits(
     logits: Tensor,
     table: Tensor,
     deficits: Tensor,
-    tops: Tensor,
-    tallies: Tensor,
+    block_maxima: Tensor,
+    histograms: Tensor,
     *,
     vocab: int,
     adjusted: bool,
-    counted: bool,
-    shared: bool,
+    has_top_k: bool,
+    has_top_p: bool,
     pdl: bool,
 ) -> Tensor:
     """Scores, which stand in `deficits` [C, W] where they are adjusted, become deficits; the limits of top-k and of top-p,
     [2, C], where rows want them (`counted`, `shared`: some row does). tallies [2, C, 2, TALLY] int64 are zero."""
-    (rows, width), blocks, device = deficits.shape, tops.shape[2], deficits.device
-    found = torch.empty(2, rows, dtype=torch.float32, device=device)
+    (rows, width), blocks, device = deficits.shape, block_maxima.shape[2], deficits.device
+    limits = torch.empty(2, rows, dtype=torch.float32, device=device)
     block = FEW_BLOCK if rows <= FEW_ROWS else SEARCH_BLOCK
     options = {"PDL": pdl, "enable_fp_fusion": False, **launch_options(pdl)}
-    kinds = [by_mass for by_mass, wanted in ((False, counted), (True, shared)) if wanted]
+    filters = [by_mass for by_mass, used in ((False, has_top_k), (True, has_top_p)) if used]
     _deficits[(rows, triton.cdiv(width, block))](
-        logits, table, deficits, tops, tallies, logits.stride(0), width, blocks,
-        VOCAB=vocab, ADJUSTED=adjusted, WANTED=bool(kinds), BY_MASS=kinds[:1] == [True], SCALE=2.0**MASS_BITS,
+        logits, table, deficits, block_maxima, histograms, logits.stride(0), width, blocks,
+        VOCAB=vocab, ADJUSTED=adjusted, HAS_FILTER=bool(filters), BY_MASS=filters[:1] == [True], SCALE=2.0**MASS_BITS,
         BLOCKS=triton.next_power_of_2(blocks), BLOCK_V=block, num_warps=1, **options,
     )  # fmt: skip
-    if not kinds:
-        return found
-    long = max(width // 2, 1)
-    lists = torch.empty(rows, long + SHORT, dtype=torch.float32, device=device)
-    for by_mass in kinds:
-        given = (table, deficits, lists, found, tallies[int(by_mass)], width)
-        sizes = {"VOCAB": vocab, "COUNTED": counted, "BY_MASS": by_mass, "SCALE": 2.0**MASS_BITS, "LONG": long}
-        steps = [(level, collects) for level in (0, 1) for collects in (False, True)]
-        for level, collects in steps[1:] if by_mass == kinds[0] else steps:  # the first is in the deficits already
-            _narrow[(rows, triton.cdiv(vocab, block))](
-                *given, **sizes, LEVEL=level, COLLECTS=collects, SHORT_LIST=SHORT, BLOCK_V=block, num_warps=1, **options
+    if not filters:
+        return limits
+    long_list = max(width // 2, 1)
+    lists = torch.empty(rows, long_list + SHORT_LIST, dtype=torch.float32, device=device)
+    for by_mass in filters:
+        tensors = (table, deficits, lists, limits, histograms[int(by_mass)], width)
+        constants = {"VOCAB": vocab, "HAS_TOP_K": has_top_k, "BY_MASS": by_mass, "SCALE": 2.0**MASS_BITS, "LONG_LIST": long_list}
+        steps = [(level, collect) for level in (0, 1) for collect in (False, True)]
+        for level, collect in steps[1:] if by_mass == filters[0] else steps:  # the first is in the deficits already
+            _search_level[(rows, triton.cdiv(vocab, block))](
+                *tensors, **constants, LEVEL=level, COLLECT=collect, SHORT_LIST=SHORT_LIST, BLOCK_V=block, num_warps=1, **options
             )
-        _find[(rows,)](*given, **sizes, SHORT_LIST=SHORT, SHORTER=min(FEWEST, SHORT), num_warps=16, **options)
-    return found
+        _find_limit[(rows,)](*tensors, **constants, SHORT_LIST=SHORT_LIST, REGISTER_LIST=min(REGISTER_LIST, SHORT_LIST), num_warps=16, **options)
+    return limits

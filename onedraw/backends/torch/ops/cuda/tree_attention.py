@@ -12,84 +12,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from onedraw.backends.torch.ops.cuda.attention_merge import (
-    code_scores,
-    fold,
-    folded,
-    mix,
-    mix_codes,
-    path_places,
-    split_at,
-    start_of,
+from onedraw.backends.torch.ops.cuda.online_softmax import (
+    quantized_scores,
+    merge_split,
+    merge_split_range,
+    accumulate,
+    accumulate_quantized,
+    path_key_slots,
+    split_index,
+    split_start,
 )
-from onedraw.backends.torch.ops.cuda.triton_math import let_next_start, wait_for_inputs
+from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, wait_for_inputs
 
 
 @triton.jit
-def _repeated(peak, total, mixed, TIMES: tl.constexpr):
+def _repeat_rows(row_max, row_sum, acc, TIMES: tl.constexpr):
     """States of a few rows as those of a tile that has them TIMES times."""
-    ROWS: tl.constexpr = mixed.shape[0]
-    COLUMNS: tl.constexpr = mixed.shape[1]
-    peak = tl.reshape(tl.broadcast_to(peak[None, :], (TIMES, ROWS)), (TIMES * ROWS,))
-    total = tl.reshape(tl.broadcast_to(total[None, :], (TIMES, ROWS)), (TIMES * ROWS,))
-    mixed = tl.reshape(tl.broadcast_to(mixed[None, :, :], (TIMES, ROWS, COLUMNS)), (TIMES * ROWS, COLUMNS))
-    return peak, total, mixed
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    row_max = tl.reshape(tl.broadcast_to(row_max[None, :], (TIMES, ROWS)), (TIMES * ROWS,))
+    row_sum = tl.reshape(tl.broadcast_to(row_sum[None, :], (TIMES, ROWS)), (TIMES * ROWS,))
+    acc = tl.reshape(tl.broadcast_to(acc[None, :, :], (TIMES, ROWS, COLUMNS)), (TIMES * ROWS, COLUMNS))
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def _block(start, low, high, tail, path, pages, head, path_width, lowest, highest, KV: tl.constexpr, PAGE: tl.constexpr,
+def _path_block(start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
            BLOCK_KEYS: tl.constexpr):  # fmt: skip
     """Of the keys of a block: where they lie, which of them are the node's to read, which it sees."""
     position = start + tl.arange(0, BLOCK_KEYS)
-    inside = (position >= low) & (position <= high)
-    at = path_places(start, low, high, tail, path, pages, head, path_width, KV, PAGE, BLOCK_KEYS)
-    return at, inside, inside & (position >= lowest) & (position <= highest)
+    in_range = (position >= low) & (position <= high)
+    slots = path_key_slots(start, low, high, tree_start, path, row_pages, head, path_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
+    return slots, in_range, in_range & (position >= first_key) & (position <= last_key)
 
 
 @triton.jit
-def _mix_codes(scores, values, value_scales, here, there, pair, ones, peak, sums, mixed, D: tl.constexpr, CODED: tl.constexpr,
+def _accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, acc, D: tl.constexpr, KV_QUANT: tl.constexpr,
                IEEE: tl.constexpr):  # fmt: skip
-    even, odd = tl.split(tl.reshape(mixed, (mixed.shape[0], mixed.shape[1] // 2, 2)))
-    peak, sums, even, odd = mix_codes(
-        scores, values, value_scales, here, there, pair, ones, peak, sums, even, odd, D, CODED, IEEE
+    even, odd = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
+    row_max, sums, even, odd = accumulate_quantized(
+        scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D, KV_QUANT, IEEE
     )
-    return peak, sums, tl.reshape(tl.join(even, odd), (mixed.shape[0], mixed.shape[1]))
+    return row_max, sums, tl.reshape(tl.join(even, odd), (acc.shape[0], acc.shape[1]))
 
 
-@triton.jit(do_not_specialize=["merged", "path_width", "table_width"])
-def attend_own(
+@triton.jit(do_not_specialize=["merge_count", "path_width", "table_width"])
+def attend_tree_paths(
     q,
     keys,
     values,
     key_scales,
     value_scales,
     out,
-    part_mixed,
-    part_peak,
-    part_total,
+    split_acc,
+    split_max,
+    split_sum,
     tiles,
-    firsts,
-    ends,
-    lines,
-    table,
+    first_keys,
+    last_keys,
+    merge_rows,
+    page_table,
     paths,
-    merged,
+    merge_count,
     q_stride,
     table_width,
     path_width,
     scale,
     HEADS: tl.constexpr,
-    KV: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    LEAST: tl.constexpr,
-    CODED: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
+    KV_QUANT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
+    SPLITS_PER_LOAD: tl.constexpr,
+    MERGE_HEADS: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -97,99 +97,99 @@ def attend_own(
     tile = tl.program_id(0) * 8
     head = tl.program_id(1)
     token = tl.load(tiles + tile)
-    carried = tl.load(tiles + tile + 2)
+    carried_split = tl.load(tiles + tile + 2)
     row = tl.load(tiles + tile + 3).to(tl.int64)
     low = tl.load(tiles + tile + 4)
     high = tl.load(tiles + tile + 5)
-    tail = tl.load(tiles + tile + 6)
-    there = tl.load(tiles + tile + 1) > 0  # padding is no node
-    PER: tl.constexpr = HEADS // KV
+    tree_start = tl.load(tiles + tile + 6)
+    is_node = tl.load(tiles + tile + 1) > 0  # padding is no node
+    HEADS_PER_KV: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, BLOCK_M)
-    live = (m < PER) & there
-    query_head = head * PER + m
-    lowest, highest, line = tl.load(firsts + token), tl.load(ends + token), tl.load(lines + token)
+    live = (m < HEADS_PER_KV) & is_node
+    query_head = head * HEADS_PER_KV + m
+    first_key, last_key, merge_row = tl.load(first_keys + token), tl.load(last_keys + token), tl.load(merge_rows + token)
     d = tl.arange(0, BLOCK_D)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    wide = column < D
-    path, pages = paths + token * path_width, table + row * table_width
-    begin_split = split_at(low, LEAST)
-    begin = tl.maximum(start_of(begin_split, LEAST), low // BLOCK_KEYS * BLOCK_KEYS)
-    kind = q.dtype.element_ty
-    q_at = q + token.to(tl.int64) * q_stride + query_head[:, None] * D
-    if CODED:  # even and odd dimensions by themselves, see `code_scores`
-        two = tl.arange(0, BLOCK_D // 2)
-        narrow = live[:, None] & (two < D // 2)[None, :]
-        even_query = tl.load(q_at + 2 * two[None, :], mask=narrow, other=0.0)
-        odd_query = tl.load(q_at + 2 * two[None, :] + 1, mask=narrow, other=0.0)
-        pair = tl.program_id(2) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    column_mask = column < D
+    path, row_pages = paths + token * path_width, page_table + row * table_width
+    begin_split = split_index(low, FIRST_SPLIT)
+    start_key = tl.maximum(split_start(begin_split, FIRST_SPLIT), low // BLOCK_KEYS * BLOCK_KEYS)
+    dtype = q.dtype.element_ty
+    q_ptrs = q + token.to(tl.int64) * q_stride + query_head[:, None] * D
+    if KV_QUANT:  # even and odd dimensions by themselves, see `code_scores`
+        pair = tl.arange(0, BLOCK_D // 2)
+        pair_mask = live[:, None] & (pair < D // 2)[None, :]
+        even_query = tl.load(q_ptrs + 2 * pair[None, :], mask=pair_mask, other=0.0)
+        odd_query = tl.load(q_ptrs + 2 * pair[None, :] + 1, mask=pair_mask, other=0.0)
+        column_pair = tl.program_id(2) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
     else:
-        query = tl.load(q_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-    ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=kind)
-    stop, border = high + 1, start_of(begin_split + 1, LEAST)
+        query = tl.load(q_ptrs + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=dtype)
+    stop_key, split_stop = high + 1, split_start(begin_split + 1, FIRST_SPLIT)
     # The first block, before the others are here.
-    at, inside, sees = _block(begin, low, high, tail, path, pages, head, path_width, lowest, highest, KV, PAGE, BLOCK_KEYS)
-    if CODED:
-        scores = code_scores(keys, key_scales, even_query, odd_query, at, inside, two, scale, D, CODED, IEEE)
+    slots, in_range, visible = _path_block(start_key, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
+    if KV_QUANT:
+        scores = quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE)
     else:
-        place = at.to(tl.int64) * D
-        key = tl.load(keys + place[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        offsets = slots.to(tl.int64) * D
+        key = tl.load(keys + offsets[:, None] + d[None, :], mask=in_range[:, None] & (d < D)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
-        value = tl.load(values + place[:, None] + column[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
-    scores = tl.where(live[:, None] & sees[None, :], scores, float("-inf"))
+        value = tl.load(values + offsets[:, None] + column[None, :], mask=in_range[:, None] & column_mask[None, :], other=0.0)
+    scores = tl.where(live[:, None] & visible[None, :], scores, float("-inf"))
     wait_for_inputs(PDL)
     # What goes on is on its way while the splits before it are merged, in as many rows as there are heads.
-    part = (begin_split * merged + line).to(tl.int64) * HEADS + query_head
-    goes_on = live & (begin_split == carried)
-    peak_s = tl.load(part_peak + part, mask=goes_on, other=float("-inf"))
-    sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32) + tl.load(part_total + part, mask=goes_on, other=0.0)[:, None]
-    on_at = part_mixed + part[:, None] * D + column[None, :]
-    mixed_s = tl.load(on_at, mask=goes_on[:, None] & wide[None, :], other=0.0)
-    one = tl.arange(0, GROUP_ROWS)
-    peak, total, mixed = folded(
-        split_at(lowest, LEAST),
+    split_row = (begin_split * merge_count + merge_row).to(tl.int64) * HEADS + query_head
+    continues = live & (begin_split == carried_split)
+    row_max_s = tl.load(split_max + split_row, mask=continues, other=float("-inf"))
+    sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32) + tl.load(split_sum + split_row, mask=continues, other=0.0)[:, None]
+    acc_ptrs = split_acc + split_row[:, None] * D + column[None, :]
+    acc_s = tl.load(acc_ptrs, mask=continues[:, None] & column_mask[None, :], other=0.0)
+    merge_head = tl.arange(0, MERGE_HEADS)
+    row_max, row_sum, acc = merge_split_range(
+        split_index(first_key, FIRST_SPLIT),
         begin_split,
-        part_mixed,
-        part_peak,
-        part_total,
-        line,
-        merged,
-        head * PER + one,
-        (one < PER) & there,
+        split_acc,
+        split_max,
+        split_sum,
+        merge_row,
+        merge_count,
+        head * HEADS_PER_KV + merge_head,
+        (merge_head < HEADS_PER_KV) & is_node,
         column,
         HEADS,
         D,
-        GROUP,
+        SPLITS_PER_LOAD,
     )
-    peak, total, mixed = _repeated(peak, total, mixed, BLOCK_M // GROUP_ROWS)
-    if CODED:
-        peak_s, sums_s, mixed_s = _mix_codes(
-            scores, values, value_scales, at, inside, pair, ones, peak_s, sums_s, mixed_s, D, CODED, IEEE
+    row_max, row_sum, acc = _repeat_rows(row_max, row_sum, acc, BLOCK_M // MERGE_HEADS)
+    if KV_QUANT:
+        row_max_s, sums_s, acc_s = _accumulate_quantized(
+            scores, values, value_scales, slots, in_range, column_pair, ones, row_max_s, sums_s, acc_s, D, KV_QUANT, IEEE
         )
     else:
-        peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
-    for start in tl.range(begin + BLOCK_KEYS, stop, BLOCK_KEYS, num_stages=1):
-        if start == border:  # a path may reach into another split, which begins with nothing
-            border = start_of(split_at(start, LEAST) + 1, LEAST)
-            peak, total, mixed = fold(peak, total, mixed, peak_s, tl.max(sums_s, 1), mixed_s)
-            peak_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        row_max_s, sums_s, acc_s = accumulate(scores, value, ones, row_max_s, sums_s, acc_s, IEEE)
+    for start in tl.range(start_key + BLOCK_KEYS, stop_key, BLOCK_KEYS, num_stages=1):
+        if start == split_stop:  # a path may reach into another split, which begins with nothing
+            split_stop = split_start(split_index(start, FIRST_SPLIT) + 1, FIRST_SPLIT)
+            row_max, row_sum, acc = merge_split(row_max, row_sum, acc, row_max_s, tl.max(sums_s, 1), acc_s)
+            row_max_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
             sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
-            mixed_s = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
-        at, inside, sees = _block(start, low, high, tail, path, pages, head, path_width, lowest, highest, KV, PAGE, BLOCK_KEYS)
-        if CODED:
-            scores = code_scores(keys, key_scales, even_query, odd_query, at, inside, two, scale, D, CODED, IEEE)
-            scores = tl.where(live[:, None] & sees[None, :], scores, float("-inf"))
-            peak_s, sums_s, mixed_s = _mix_codes(
-                scores, values, value_scales, at, inside, pair, ones, peak_s, sums_s, mixed_s, D, CODED, IEEE
+            acc_s = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
+        slots, in_range, visible = _path_block(start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
+        if KV_QUANT:
+            scores = quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE)
+            scores = tl.where(live[:, None] & visible[None, :], scores, float("-inf"))
+            row_max_s, sums_s, acc_s = _accumulate_quantized(
+                scores, values, value_scales, slots, in_range, column_pair, ones, row_max_s, sums_s, acc_s, D, KV_QUANT, IEEE
             )
         else:
-            place = at.to(tl.int64) * D
-            key = tl.load(keys + place[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-            value = tl.load(values + place[:, None] + column[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
+            offsets = slots.to(tl.int64) * D
+            key = tl.load(keys + offsets[:, None] + d[None, :], mask=in_range[:, None] & (d < D)[None, :], other=0.0)
+            value = tl.load(values + offsets[:, None] + column[None, :], mask=in_range[:, None] & column_mask[None, :], other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else "tf32") * scale
-            scores = tl.where(live[:, None] & sees[None, :], scores, float("-inf"))
-            peak_s, sums_s, mixed_s = mix(scores, value, ones, peak_s, sums_s, mixed_s, IEEE)
-    peak, total, mixed = fold(peak, total, mixed, peak_s, tl.max(sums_s, 1), mixed_s)
-    let_next_start(PDL)
-    result = tl.div_rn(mixed, tl.broadcast_to(total[:, None], (BLOCK_M, COLUMNS))).to(out.dtype.element_ty)
-    o_at = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + column[None, :]
-    tl.store(o_at, result, mask=live[:, None] & wide[None, :])
+            scores = tl.where(live[:, None] & visible[None, :], scores, float("-inf"))
+            row_max_s, sums_s, acc_s = accumulate(scores, value, ones, row_max_s, sums_s, acc_s, IEEE)
+    row_max, row_sum, acc = merge_split(row_max, row_sum, acc, row_max_s, tl.max(sums_s, 1), acc_s)
+    launch_dependents(PDL)
+    result = tl.div_rn(acc, tl.broadcast_to(row_sum[:, None], (BLOCK_M, COLUMNS))).to(out.dtype.element_ty)
+    out_ptrs = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + column[None, :]
+    tl.store(out_ptrs, result, mask=live[:, None] & column_mask[None, :])

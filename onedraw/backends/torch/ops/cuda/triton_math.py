@@ -26,19 +26,19 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
-def looked_up(at):
+def load_int32(pointers):
     """32-bit integers, loaded as they are asked for. A load that the compiler knows would wait in a queue with the large ones
     that hang on it, and they with it."""
     if INTERPRETED:
-        return tl.load(at)
+        return tl.load(pointers)
     else:
         return tl.inline_asm_elementwise(
-            "ld.global.b32 $0, [$1];", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+            "ld.global.b32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
         )
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
+def launch_dependents(PDL: tl.constexpr):
     """The next kernel's programs may take the places that become free. Small kernels say so once they have waited, those that
     fill the device when their work is all but done: programs that only wait would stand in its way. Hardly anybody says
     so before waiting (see `begin_kernel`): the kernel before may hold some multiprocessors, and the next crowds on the others."""
@@ -95,7 +95,7 @@ def softplus(x):
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
+def apply_activation(x, ACTIVATION: tl.constexpr):
     """silu (1) or gelu in its tanh form (2), of float32."""
     if ACTIVATION == 1:
         return silu(x)
@@ -105,12 +105,12 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def begin_kernel(PDL: tl.constexpr, PACKED: tl.constexpr = False):
+def begin_kernel(PDL: tl.constexpr, LAUNCH_FIRST: tl.constexpr = False):
     """A small kernel's beginning. Before PACKED products the next may start before this one waits: a product has a program or
     less for each multiprocessor, which does not crowd, and its first weights are on their way while it waits."""
-    if PACKED:
-        let_next_start(PDL)
+    if LAUNCH_FIRST:
+        launch_dependents(PDL)
         wait_for_inputs(PDL)
     else:
         wait_for_inputs(PDL)
-        let_next_start(PDL)
+        launch_dependents(PDL)

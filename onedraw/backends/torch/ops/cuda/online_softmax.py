@@ -1,0 +1,208 @@
+"""Splits of attention merged from front to back: what every split of a row left, its maximum, its sums and its mixture.
+
+In: parts of splits in memory. Out: one state for all of them, in registers, or the rows' attention itself. A group of splits is
+asked for at once, so that a wait is one for all of them; the order of the merging, and so its bits, is that of the splits for
+any size of a group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from onedraw.backends.torch.ops.cuda.kv_quant import unpack_pairs
+from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, load_int32, wait_for_inputs
+
+# -------------------- Blocks of keys in a tile of attention: where they lie, and how one more is mixed in.
+
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+
+@triton.jit
+def key_slots(start, row_pages, head, table_width, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Where the keys of a block lie, counted in slots of one head; anywhere in the row's pages for what is not read."""
+    # Blocks begin at multiples of their length: the compiler sees it, and what is left of a division is a shift.
+    position = (start // BLOCK_KEYS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)).to(tl.uint32)
+    page = load_int32(row_pages + tl.minimum((position // PAGE_SIZE).to(tl.int32), table_width - 1))
+    return (page * KV_HEADS + head) * PAGE_SIZE + (position % PAGE_SIZE).to(tl.int32)
+
+
+@triton.jit
+def path_key_slots(
+    start, low, high, tree_start, path, row_pages, head, path_width, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr
+):
+    """The same on the path of a tree's node, whose steps lie behind the tail wherever they were written."""
+    position = start + tl.arange(0, BLOCK_KEYS)
+    in_range = (position >= low) & (position <= high)
+    depth = tl.minimum(tl.maximum(position - tree_start, 0), path_width - 1)
+    slot = tl.where(position >= tree_start, tree_start + load_int32(path + depth), position)
+    page = load_int32(row_pages + tl.where(in_range, slot // PAGE_SIZE, 0))
+    return (page * KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
+
+
+@triton.jit
+def accumulate(scores, value, ones, row_max, sums, acc, IEEE: tl.constexpr):
+    """One more block of a split: its scores, and the values they weigh."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - safe_max)
+    probs = tl.exp2(scores - safe_max[:, None]).to(value.dtype)
+    sums = tl.dot(probs, ones, sums * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
+    acc = tl.dot(probs, value, acc * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
+    return new_max, sums, acc
+
+
+@triton.jit
+def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D: tl.constexpr, KV_QUANT: tl.constexpr,
+                IEEE: tl.constexpr):  # fmt: skip
+    """Scores of a block of codes. Of two neighbouring dimensions, which lie in 16 bits, each has a product of its own."""
+    mask = in_range[:, None] & (pair < D // 2)[None, :]
+    pair_offsets = (slots.to(tl.int64) * (D // 2))[:, None] + pair[None, :]
+    lower, upper = unpack_pairs(tl.load(keys + pair_offsets, mask=mask, other=0), even_query.dtype, KV_QUANT == 2)
+    scores = tl.dot(even_query, tl.trans(lower), input_precision="ieee" if IEEE else "tf32")
+    scores = tl.dot(odd_query, tl.trans(upper), scores, input_precision="ieee" if IEEE else "tf32")
+    return scores * (tl.load(key_scales + slots, mask=in_range, other=0.0) * scale)[None, :]
+
+
+@triton.jit
+def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D: tl.constexpr, KV_QUANT: tl.constexpr,
+              IEEE: tl.constexpr):  # fmt: skip
+    """`mix` for a block of codes, of the columns that lie in `pair`: even and odd ones have a mixture of their own."""
+    dtype = ones.dtype
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - safe_max)
+    probs = tl.exp2(scores - safe_max[:, None])
+    sums = tl.dot(probs.to(dtype), ones, sums * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
+    pair_offsets = (slots.to(tl.int64) * (D // 2))[:, None] + pair[None, :]
+    lower, upper = unpack_pairs(tl.load(values + pair_offsets, mask=in_range[:, None] & (pair < D // 2)[None, :], other=0), dtype, KV_QUANT == 2)
+    scaled_probs = (probs * tl.load(value_scales + slots, mask=in_range, other=0.0)[None, :]).to(dtype)
+    even = tl.dot(scaled_probs, lower, even * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
+    odd = tl.dot(scaled_probs, upper, odd * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
+    return new_max, sums, even, odd
+
+
+# -------------------- Splits of attention merged from front to back: what every split of a row left, its maximum
+
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
+
+
+@triton.jit
+def split_index(position, FIRST_SPLIT: tl.constexpr):
+    """Which split a position lies in: see `split_of`."""
+    low = tl.minimum(position // FIRST_SPLIT, position // (2 * FIRST_SPLIT) + 4)
+    return tl.minimum(low, tl.minimum(position // (4 * FIRST_SPLIT) + 8, position // (8 * FIRST_SPLIT) + 16))
+
+
+@triton.jit
+def split_start(split, FIRST_SPLIT: tl.constexpr):
+    low = tl.maximum(split * FIRST_SPLIT, (split - 4) * (2 * FIRST_SPLIT))
+    return tl.maximum(low, tl.maximum((split - 8) * (4 * FIRST_SPLIT), (split - 16) * (8 * FIRST_SPLIT)))
+
+
+@triton.jit
+def merge_split(row_max, row_sum, acc, row_max_s, row_sum_s, acc_s):
+    """One more split behind those so far; a split in which a row sees nothing leaves it as it is."""
+    new_max = tl.maximum(row_max, row_max_s)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    scale_before, scale_now = tl.exp2(row_max - safe_max), tl.exp2(row_max_s - safe_max)
+    nonempty = row_sum_s != 0.0
+    row_sum = tl.where(nonempty, tl.fma(row_sum, scale_before, row_sum_s * scale_now), row_sum)
+    acc = tl.where(nonempty[:, None], tl.fma(acc, scale_before[:, None], acc_s * scale_now[:, None]), acc)
+    return tl.where(nonempty, new_max, row_max), row_sum, acc
+
+
+@triton.jit
+def _load_splits(
+    split,
+    stop,
+    split_acc,
+    split_max,
+    split_sum,
+    merge_row,
+    merge_count,
+    heads,
+    live,
+    column,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS_PER_LOAD: tl.constexpr,
+):
+    """The next splits' parts; behind the last there is none, which nobody sees."""
+    maxima, sums, accs = (), (), ()
+    for offset in tl.static_range(SPLITS_PER_LOAD):
+        mask = live & (split + offset < stop)
+        split_row = ((split + offset) * merge_count + merge_row).to(tl.int64) * HEADS + heads
+        maxima = maxima + (tl.load(split_max + split_row, mask=mask, other=float("-inf")),)
+        sums = sums + (tl.load(split_sum + split_row, mask=mask, other=0.0),)
+        acc_mask = mask[:, None] & (column < D)[None, :]
+        accs = accs + (tl.load(split_acc + split_row[:, None] * D + column[None, :], mask=acc_mask, other=0.0),)
+    return maxima, sums, accs
+
+
+@triton.jit
+def merge_split_range(
+    begin,
+    stop,
+    split_acc,
+    split_max,
+    split_sum,
+    merge_row,
+    merge_count,
+    heads,
+    live,
+    column,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS_PER_LOAD: tl.constexpr,
+):
+    """Splits [begin, stop) of one token's `heads` [ROWS] and values' columns [C]: maximum and sum [ROWS], mixture [ROWS, C]."""
+    row_max = tl.full((heads.shape[0],), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((heads.shape[0],), dtype=tl.float32)
+    acc = tl.zeros((heads.shape[0], column.shape[0]), dtype=tl.float32)
+    for split in tl.range(begin, stop, SPLITS_PER_LOAD, num_stages=1):
+        maxima, sums, accs = _load_splits(
+            split, stop, split_acc, split_max, split_sum, merge_row, merge_count, heads, live, column, HEADS, D, SPLITS_PER_LOAD
+        )
+        for index in tl.static_range(SPLITS_PER_LOAD):
+            row_max, row_sum, acc = merge_split(row_max, row_sum, acc, maxima[index], sums[index], accs[index])
+    return row_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=["merge_count"])
+def merge_splits(
+    out,
+    split_acc,
+    split_max,
+    split_sum,
+    tokens,
+    first_keys,
+    last_keys,
+    merge_rows,
+    merge_count,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
+    SPLITS_PER_LOAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token and head."""
+    token = tl.load(tokens + tl.program_id(0))
+    merge_row = tl.load(merge_rows + token)
+    head = tl.program_id(1)
+    begin = split_index(tl.load(first_keys + token), FIRST_SPLIT)
+    stop = split_index(tl.load(last_keys + token), FIRST_SPLIT) + 1
+    wait_for_inputs(PDL)
+    d = tl.arange(0, BLOCK_D)
+    one = tl.arange(0, 1)
+    _, row_sum, acc = merge_split_range(
+        begin, stop, split_acc, split_max, split_sum, merge_row, merge_count, head + one, one == 0, d, HEADS, D, SPLITS_PER_LOAD
+    )
+    launch_dependents(PDL)
+    result = tl.div_rn(acc, tl.broadcast_to(row_sum[:, None], (1, BLOCK_D))).to(out.dtype.element_ty)
+    out_ptrs = out + ((token.to(tl.int64) * HEADS + head) * D + one)[:, None] + d[None, :]
+    tl.store(out_ptrs, result, mask=(d < D)[None, :])
