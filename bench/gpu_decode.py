@@ -23,17 +23,21 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.sampled_rows import SamplingPosition
-from onedraw.backends.torch.ops.cuda import delta_chunked as triton_delta_chunks
-from onedraw.backends.torch.ops.cuda import delta_recurrent as triton_delta_steps
+from onedraw.backends.torch.ops.cuda import delta_chunked, delta_recurrent
 from onedraw.backends.torch.ops.cuda.attention import attend
-from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, device_view, host_view, to_view
-from onedraw.backends.torch.ops.cuda.delta import Drafted, Gated, close, gate
-from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
-from onedraw.backends.torch.ops.cuda.delta_inputs import Recurrence, take_steps
-from onedraw.backends.torch.ops.cuda.norm import opened
+from onedraw.backends.torch.ops.cuda.attention_inputs import (
+    AttentionShape,
+    device_attention_inputs,
+    host_attention_inputs,
+    stage_attention_inputs,
+)
+from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, DraftIncrements, conv_and_gates, gated_norm
+from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
+from onedraw.backends.torch.ops.cuda.delta_inputs import DeltaTables, run_paths
+from onedraw.backends.torch.ops.cuda.norm import apply_gate
 from onedraw.backends.torch.ops.cuda.ops import TritonAttentionInputs, TritonLinear, TritonOps
 from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
-from onedraw.backends.torch.ops.cuda.sampling import Wishes, choose
+from onedraw.backends.torch.ops.cuda.sampling import SamplingTable, sample_tokens
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
@@ -227,7 +231,7 @@ class HybridModel:
         self.windows = torch.zeros(lanes, 3, self.channels, device=DEVICE)
         places = 64
         self.held = [torch.zeros(places, *shape, device=DEVICE) for shape in ((48,), (16, 128), (48, 128), (self.channels,))]
-        self.plan: Recurrence | None = None
+        self.plan: DeltaTables | None = None
 
     def _product(self, n: int, k: int) -> TritonLinear:
         return self.ops.linear(normal(n, k, spread=k**-0.5))
@@ -242,33 +246,33 @@ class HybridModel:
         self.plan = self.step_plan(found)
         return found
 
-    def step_plan(self, inputs: Inputs) -> Recurrence:
-        return Recurrence(recurrent_spans(inputs, conv=self.taps), staging=inputs.staging)
+    def step_plan(self, inputs: Inputs) -> DeltaTables:
+        return DeltaTables(recurrent_spans(inputs, conv=self.taps), staging=inputs.staging)
 
-    def mix(self, projected: Tensor, index: int, plan: Recurrence) -> Tensor:
-        drafted = None if plan.held is None else Drafted(plan.held, *self.held)
-        gated = self._gate(projected, plan.taps, drafted)
+    def mix(self, projected: Tensor, index: int, plan: DeltaTables) -> Tensor:
+        drafts = None if plan.draft_slots is None else DraftIncrements(plan.draft_slots, *self.held)
+        qkv = self._gate(projected, plan.taps, drafts)
         out = torch.empty(len(projected), 48, 128, device=DEVICE)
-        take_steps(gated, self.states[index], out, plan.steps, drafted=drafted, pdl=True)
-        closing: dict[str, Any] = {"windows": self.windows, "sources": plan.closings}
-        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True, **closing)
+        run_paths(qkv, self.states[index], out, plan.paths, drafts=drafts, pdl=True)
+        closing: dict[str, Any] = {"windows": self.windows, "sources": plan.window_sources}
+        return gated_norm(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True, **closing)
 
     def mix_prompt(self, projected: Tensor, *, only_gates: bool = False) -> Tensor:
         count = len(projected)
         taps = torch.arange(count, device=DEVICE)[:, None] + torch.arange(-3, 1, device=DEVICE)
-        gated = self._gate(projected, taps.clamp(min=-1).to(torch.int32))
+        qkv = self._gate(projected, taps.clamp(min=-1).to(torch.int32))
         out = torch.empty(count, 48, 128, device=DEVICE)
         chunks = torch.tensor([[i, 64] for i in range(0, count, 64)], dtype=torch.int32, device=DEVICE)
-        runs = torch.tensor([[0, 0, len(chunks), 1]], dtype=torch.int32, device=DEVICE)
-        slots = torch.full((len(chunks),), -1, dtype=torch.int32, device=DEVICE)
+        spans = torch.tensor([[0, 0, len(chunks), 1]], dtype=torch.int32, device=DEVICE)
+        save_slots = torch.full((len(chunks),), -1, dtype=torch.int32, device=DEVICE)
         if not only_gates:
-            chunked(gated, self.states[0], self.states[0], out, chunks=chunks, runs=runs, slots=slots)
-        return close(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
+            chunked_delta(qkv, self.states[0], self.states[0], out, chunks=chunks, spans=spans, save_slots=save_slots)
+        return gated_norm(out, projected, self.norm, 1e-6, channels=self.channels, pdl=True)
 
-    def _gate(self, projected: Tensor, taps: Tensor, drafted: Drafted | None = None) -> Gated:
-        return gate(
+    def _gate(self, projected: Tensor, taps: Tensor, drafts: DraftIncrements | None = None) -> DeltaQkv:
+        return conv_and_gates(
             projected, self.windows, taps, conv=self.conv, decay=self.decay, bias=self.bias, key_heads=16, value_heads=48,
-            key_dim=128, value_dim=128, drafted=drafted, pdl=True,
+            key_dim=128, value_dim=128, drafts=drafts, pdl=True,
         )  # fmt: skip
 
     def logits(self, tokens: Tensor, prepared: TritonAttentionInputs) -> Tensor:
@@ -281,7 +285,7 @@ class HybridModel:
                     wide, spec=self.mixer, store=self.stores[index // 4], q_norm=self.head_norm,
                     k_norm=self.head_norm, eps=eps,
                 )  # fmt: skip
-                mixed = opened(mixed, wide[:, -attended:], "sigmoid", pdl=True)
+                mixed = apply_gate(mixed, wide[:, -attended:], "sigmoid", pdl=True)
             else:
                 assert self.plan is not None
                 mixed = self.mix(wide, index, self.plan)
@@ -294,24 +298,24 @@ class CapturedTurn:
     """A turn of one layout as a graph, choosing included: words and wishes go in by one small copy each, tokens come out."""
 
     def __init__(self, model: DenseModel | HybridModel, inputs: Inputs, params: SamplingParams | None = None) -> None:
-        host = host_view(inputs, model.ops.heads(model.mixer))
+        host = host_attention_inputs(inputs, model.ops.heads(model.mixer))
         self.words, self.layout = torch.from_numpy(host.words).to(DEVICE), host.layout
         self.tokens = inputs.tokens.clone()
-        self.prepared = TritonAttentionInputs(model.turns, device_view(self.words, host.layout), pdl=model.ops._pdl)
-        self.wishes: Wishes | None = None
+        self.prepared = TritonAttentionInputs(model.turns, device_attention_inputs(self.words, host.layout), pdl=model.ops._pdl)
+        self.table: SamplingTable | None = None
         if params is not None:
             history = History((1, 2, 3), [])
             count = len(inputs.host_tokens)
             positions = [SamplingPosition(i, replace(params, seed=i), history, (), str(i)) for i in range(count)]
             sampler = TritonSampler(vocab=model.shape.vocab, lanes=count, device=DEVICE)
-            self.wishes = sampler.wishes(positions)
+            self.table = sampler.sampling_table(positions)
         self.graph = captured(partial(self._work, model))
 
     def _work(self, model: DenseModel | HybridModel) -> None:
         self.logits = model.logits(self.tokens, self.prepared)
-        if self.wishes is not None:
+        if self.table is not None:
             vocab = model.shape.vocab
-            chosen, _ = choose(self.logits, self.wishes, vocab=vocab, width=padded(vocab), pdl=True)
+            chosen, _ = sample_tokens(self.logits, self.table, vocab=vocab, width=padded(vocab), pdl=True)
             self.tokens.copy_(chosen.tokens.clamp_(min=0))
 
 
@@ -373,12 +377,12 @@ def _whole_turns(model: DenseModel) -> None:
     """Decode as a server would: words and keys in, replay, tokens out."""
     for rows in (1, 8, 32):
         turn = CapturedTurn(model, model.inputs([(960, 1, ())] * rows), SAMPLED)
-        assert turn.wishes is not None
+        assert turn.table is not None
         steps_ = []
         for step in range(60):  # what the host would prepare while the turn before runs
-            host = host_view(model.inputs([(960 + step, 1, ())] * rows), model.ops.heads(model.mixer))
+            host = host_attention_inputs(model.inputs([(960 + step, 1, ())] * rows), model.ops.heads(model.mixer))
             assert host.layout == turn.layout
-            table = turn.wishes.table.cpu()
+            table = turn.table.rows.cpu()
             table[:, 7:9] = torch.tensor([key(i, 961 + step) for i in range(rows)])
             steps_.append((torch.from_numpy(host.words).pin_memory(), table.pin_memory()))
         back = torch.empty(rows, dtype=torch.int64).pin_memory()
@@ -386,7 +390,7 @@ def _whole_turns(model: DenseModel) -> None:
         for words, table in steps_:
             begin = time.perf_counter()
             turn.words.copy_(words, non_blocking=True)
-            turn.wishes.table.copy_(table, non_blocking=True)
+            turn.table.rows.copy_(table, non_blocking=True)
             turn.graph.replay()
             back.copy_(turn.tokens, non_blocking=True)
             torch.cuda.synchronize()
@@ -423,7 +427,7 @@ def delta() -> None:
         say(f"27B delta layer, prompt of {count}, ms", timed_ms(partial(model.mix_prompt, projected), repeats=5))
 
 
-def _mix_all(model: HybridModel, projected: Tensor, plan: Recurrence) -> None:
+def _mix_all(model: HybridModel, projected: Tensor, plan: DeltaTables) -> None:
     """Three times through the states of four layers."""
     for index in range(12):
         model.mix(projected, index % 4, plan)
@@ -433,7 +437,7 @@ def step_tiles() -> None:
     """The step kernel by columns of the state that a warp has: of drafts, and of many rows."""
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=800, layers=4)
     for columns in (16, 32):
-        triton_delta_steps.COLUMNS = triton_delta_steps.MANY_COLUMNS = columns
+        delta_recurrent.COLUMNS = delta_recurrent.MANY_COLUMNS = columns
         for case, rows in STEP_CASES.items():
             plan = model.step_plan(model.inputs(rows))
             projected = normal(sum(count for _, count, _ in rows), model.delta_width)
@@ -489,8 +493,8 @@ def _loose_turn(
             mixed = torch.nn.functional.scaled_dot_product_attention(q, *dense, enable_gqa=True)
             mixed = mixed.transpose(1, 2).reshape(len(x), -1)
         x = product(index, 1, mixed, x)
-        opened = ops.gated(product(index, 2, ops.rms_norm(x, model.norms[2 * index + 1], eps)), "silu")
-        x = product(index, 3, opened, x)
+        hidden = ops.gated(product(index, 2, ops.rms_norm(x, model.norms[2 * index + 1], eps)), "silu")
+        x = product(index, 3, hidden, x)
     return model.head(ops.rms_norm(x, model.norms[-1], eps))
 
 
@@ -563,8 +567,8 @@ def sampler() -> None:
             positions = [SamplingPosition(i, replace(params, seed=i), history, (), str(i)) for i in range(rows)]
             fast = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE)
             plain = Sampler(vocab=vocab, lanes=rows, device=DEVICE)
-            wishes = fast.wishes(positions)
-            work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab), pdl=True)
+            table = fast.sampling_table(positions)
+            work = partial(sample_tokens, logits, table, vocab=vocab, width=padded(vocab), pdl=True)
             say(f"choosing {rows} x {vocab}, {name}, captured, ms", replay_ms(work, repeats=10))
             say(f"choosing {rows} x {vocab}, {name}, with the host, ms", _wall_ms(partial(fast.choose, logits, positions)))
             wide = logits.float()
@@ -580,8 +584,8 @@ def choosing() -> None:
             for rows in (1, 8, 16, 24, 32):
                 logits = normal(rows, vocab, spread=spread)
                 positions = [SamplingPosition(i, replace(params, seed=i), History((1,), []), (), str(i)) for i in range(rows)]
-                wishes = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE).wishes(positions)
-                work = partial(choose, logits, wishes, vocab=vocab, width=padded(vocab), pdl=True)
+                table = TritonSampler(vocab=vocab, lanes=rows, device=DEVICE).sampling_table(positions)
+                work = partial(sample_tokens, logits, table, vocab=vocab, width=padded(vocab), pdl=True)
                 line.append(round(1000 * replay_ms(work, repeats=10, inner=4), 1))
             say(f"choosing of {vocab}, logits spread {spread}, us: 1, 8, 16, 24, 32 rows", line)
 
@@ -612,7 +616,7 @@ def chunks() -> None:
     model = HybridModel(TritonOps(DEVICE), positions=4096, pages=400, layers=1)
     projected = normal(8192, model.delta_width)
     for columns, warps in ((32, 8), (32, 4), (64, 8), (64, 4), (16, 4))[PART::PARTS]:
-        triton_delta_chunks.CHUNK_COLUMNS, triton_delta_chunks.CHUNK_WARPS = columns, warps
+        delta_chunked.CHUNK_COLUMNS, delta_chunked.CHUNK_WARPS = columns, warps
         ms = timed_ms(partial(model.mix_prompt, projected), repeats=5)
         say(f"27B delta layer, prompt of 8192, {columns} columns, {warps} warps, ms", ms)
     say("27B delta layer, gates alone, ms", timed_ms(partial(model.mix_prompt, projected, only_gates=True), repeats=5))
@@ -633,10 +637,12 @@ def _one_layer(
 ) -> tuple[Callable[..., Any], list[PageStore]]:
     layout = InputLayout(PAGE, (8300,), RowRule(floor=1))
     inputs = lay_out([0] * count, [Span(0, count, start)], [(list(range(8300)),)], layout=layout, device=DEVICE)
-    device = to_view(inputs, Heads(heads, kv, dim, None, 264))
+    device = stage_attention_inputs(inputs, AttentionShape(heads, kv, dim, None, 264))
     q = normal(count, heads * dim)
-    sets = [group if merged else replace(group, tokens=group.tokens[:0]) for group in device.sets]
-    launch = partial(attend, q, view=device.view, sets=sets, heads=heads, kv_heads=kv, dim=dim, scale=dim**-0.5, **options)
+    sets = [group if merged else replace(group, merge_tokens=group.merge_tokens[:0]) for group in device.tile_sets]
+    launch = partial(
+        attend, q, metadata=device.metadata, tile_sets=sets, heads=heads, kv_heads=kv, dim=dim, scale=dim**-0.5, **options
+    )
     return launch, _stores(heads, kv, dim)
 
 
@@ -731,18 +737,18 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--small", action="store_true", help="a few layers only: fills the compiler's cache")
     parser.add_argument("--part", default="0/1", help="which of the matrices to tune")
-    wishes = parser.parse_args()
-    part, parts_ = (int(x) for x in wishes.part.split("/"))
-    globals().update(SMALL=wishes.small, PART=part, PARTS=parts_)
+    arguments = parser.parse_args()
+    part, parts_ = (int(x) for x in arguments.part.split("/"))
+    globals().update(SMALL=arguments.small, PART=part, PARTS=parts_)
     torch.manual_seed(0)
     np.random.seed(0)
     with torch.inference_mode():
-        for section in wishes.sections:
+        for section in arguments.sections:
             begin = time.perf_counter()
             SECTIONS[section]()
             print(f"-- {section}: {time.perf_counter() - begin:.1f} s", flush=True)
-    if wishes.json:
-        with open(wishes.json, "w") as out:
+    if arguments.json:
+        with open(arguments.json, "w") as out:
             json.dump(FOUND, out, indent=1, default=str)
 
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu_decode import DEVICE, PAGE, TREE, TUNED, normal, replay_ms, say
-from onedraw.backends.torch.ops.cuda import attention as triton_attention
-from onedraw.backends.torch.ops.cuda import attention_inputs as views
-from onedraw.backends.torch.ops.cuda.attention import LEAST, attend
-from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
+from onedraw.backends.torch.ops.cuda import attention as attention_kernels
+from onedraw.backends.torch.ops.cuda import attention_inputs
+from onedraw.backends.torch.ops.cuda.attention import FIRST_SPLIT, attend
+from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, stage_attention_inputs
 from onedraw.backends.torch.ops.cuda.linear import Tile, choose_tile, linear, shared_memory
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
@@ -42,7 +42,7 @@ def candidates(rows: int, n: int) -> Iterator[Tile]:
     """Those that were among the fastest for some shape."""
     if rows <= 16:
         for columns, depth, stages in ((64, 128, 5), (64, 128, 8), (64, 256, 5), (128, 128, 4)):
-            yield Tile(16, columns, depth, 4, stages, turned=True)
+            yield Tile(16, columns, depth, 4, stages, swapped=True)
         yield Tile(16, 32, 512, 4, 4)
         yield Tile(16, 64, 256, 4, 4)
         return
@@ -51,14 +51,14 @@ def candidates(rows: int, n: int) -> Iterator[Tile]:
         (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 7), (64, 128, 4, 8), (64, 256, 4, 4),
         (128, 64, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4),
     ):  # fmt: skip
-        yield Tile(height, columns, depth, warps, stages, turned=True)
+        yield Tile(height, columns, depth, warps, stages, swapped=True)
     if rows > 32 and n <= 6144:
         yield Tile(64, 32, 256, 4, 4)
         yield Tile(64, 64, 128, 4, 5)
 
 
 def _fits(tile: Tile) -> bool:
-    buffers = tile.stages if (tile.columns if tile.turned else tile.rows) >= 64 else tile.stages - 1
+    buffers = tile.stages if (tile.columns if tile.swapped else tile.rows) >= 64 else tile.stages - 1
     return (tile.rows + tile.columns) * tile.depth * 2 * buffers <= 226 * 1024
 
 
@@ -94,7 +94,7 @@ def products() -> None:
 
 
 def _named(tile: Tile) -> str:
-    return f"{'T' if tile.turned else ''}{tile.rows},{tile.columns},{tile.depth},{tile.warps},{tile.stages}"
+    return f"{'T' if tile.swapped else ''}{tile.rows},{tile.columns},{tile.depth},{tile.warps},{tile.stages}"
 
 
 def _products(x: Tensor, weights: list[Tensor], tile: Tile, gate: int) -> None:
@@ -135,7 +135,7 @@ def variants(dim: int, case: str) -> Iterator[Variant]:
         high = middle
     shapes = low if case.startswith("1 ") else middle if case.startswith("16") else high
     for keys, height, warps, stages in shapes:
-        for split in (LEAST, 64, 256):
+        for split in (FIRST_SPLIT, 64, 256):
             yield Variant(keys, split, height, warps, stages)
 
 
@@ -172,18 +172,21 @@ def attention() -> None:
 def _launch(
     heads: int, kv: int, dim: int, start: int, count: int, drafts: tuple[Draft, ...], v: Variant, q: Tensor
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    for module in (triton_attention, views):
-        module.LEAST, module.block_keys = v.split, lambda _: v.keys  # type: ignore[attr-defined]
-    Heads.heights = property(lambda self: (16, 32, 64, 128))  # type: ignore[method-assign, assignment]
-    real, views._height = views._height, lambda h, c, kind, splits: v.height if kind != triton_attention.OWN else 16  # type: ignore[assignment]
+    for module in (attention_kernels, attention_inputs):
+        module.FIRST_SPLIT, module.block_keys = v.split, lambda _: v.keys  # type: ignore[attr-defined]
+    AttentionShape.tile_heights = property(lambda self: (16, 32, 64, 128))  # type: ignore[method-assign, assignment]
+    real, attention_inputs._tile_height = (
+        attention_inputs._tile_height,
+        lambda h, c, kind, splits: v.height if kind != attention_kernels.TREE_PATH else 16,
+    )  # type: ignore[assignment]
     table = torch.randperm(1600, generator=torch.Generator().manual_seed(1)).tolist()
     layout = InputLayout(PAGE, (1600,), RowRule(floor=1))
     inputs = lay_out([0] * count, [Span(0, count, start, drafts)], [(table,)], layout=layout, device=DEVICE)
-    device = to_view(inputs, Heads(heads, kv, dim, None, 264))
-    views._height = real
+    device = stage_attention_inputs(inputs, AttentionShape(heads, kv, dim, None, 264))
+    attention_inputs._tile_height = real
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv, "dim": dim, "scale": dim**-0.5, "pdl": True}
     plan = {16: (4, 3 if dim == 128 else 2)} | {v.height: (v.warps, v.stages)}
-    work = partial(_attended, q, device.view, list(device.sets), v, plan, sizes)
+    work = partial(_attended, q, device.metadata, list(device.tile_sets), v, plan, sizes)
     return work, partial(work, merges=False)
 
 
@@ -194,21 +197,21 @@ class _Nothing:
 
 def _attended(
     q: Tensor,
-    view: Any,
-    sets: Any,
+    metadata: Any,
+    tile_sets: Any,
     v: Variant,
     plan: dict[int, tuple[int, int]],
     sizes: Any,
     *stores: Tensor,
     merges: bool = True,
 ) -> Tensor:
-    triton_attention._warps = lambda height, *_: plan.get(height, (4, 4))[0]  # type: ignore[assignment]
-    triton_attention._stages = lambda height, *_: plan.get(height, (4, 4))[1]  # type: ignore[assignment]
-    triton_attention.LEAST, triton_attention.block_keys = v.split, lambda _: v.keys  # type: ignore[assignment]
-    real = triton_attention.merge_splits
-    triton_attention.merge_splits = real if merges else _Nothing()
-    out = attend(q, *stores, view=view, sets=sets, **sizes)
-    triton_attention.merge_splits = real
+    attention_kernels._warps = lambda height, *_: plan.get(height, (4, 4))[0]  # type: ignore[assignment]
+    attention_kernels._stages = lambda height, *_: plan.get(height, (4, 4))[1]  # type: ignore[assignment]
+    attention_kernels.FIRST_SPLIT, attention_kernels.block_keys = v.split, lambda _: v.keys  # type: ignore[assignment]
+    real = attention_kernels.merge_splits
+    attention_kernels.merge_splits = real if merges else _Nothing()
+    out = attend(q, *stores, metadata=metadata, tile_sets=tile_sets, **sizes)
+    attention_kernels.merge_splits = real
     return out
 
 

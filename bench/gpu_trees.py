@@ -21,7 +21,7 @@ import torch
 
 from bench.gpu_backend import CHAIN, SAMPLED, Bench
 from bench.gpu_backend import TREE as TREE_DRAFTS
-from onedraw.backends.torch.ops.cuda import linear as triton_linear
+from onedraw.backends.torch.ops.cuda import linear
 from onedraw.backends.torch.ops.cuda.linear import Tile
 from onedraw.types import Draft
 
@@ -42,26 +42,26 @@ ASKED = {"16": 1.10, "tree": 1.15}  # times a turn of one row
 TILES: dict[str, dict[tuple[int, int], list[Tile]]] = {
     "random:llama3-8b": {
         (4096, 14336): [
-            Tile(32, 64, 256, 4, 4, turned=True), Tile(32, 64, 256, 8, 4, turned=True), Tile(32, 64, 128, 8, 7, turned=True),
+            Tile(32, 64, 256, 4, 4, swapped=True), Tile(32, 64, 256, 8, 4, swapped=True), Tile(32, 64, 128, 8, 7, swapped=True),
             Tile(32, 32, 256, 4, 4), Tile(32, 32, 512, 4, 3), Tile(32, 32, 256, 4, 5),
         ],
         (28672, 4096): [
-            Tile(32, 64, 128, 4, 3, turned=True), Tile(32, 128, 64, 4, 3, turned=True), Tile(32, 128, 128, 8, 3, turned=True),
-            Tile(32, 64, 256, 4, 2, turned=True), Tile(32, 128, 64, 4, 4, turned=True),
+            Tile(32, 64, 128, 4, 3, swapped=True), Tile(32, 128, 64, 4, 3, swapped=True), Tile(32, 128, 128, 8, 3, swapped=True),
+            Tile(32, 64, 256, 4, 2, swapped=True), Tile(32, 128, 64, 4, 4, swapped=True),
         ],
-        (6144, 4096): [Tile(32, 64, 256, 4, 4, turned=True), Tile(32, 32, 256, 4, 4), Tile(32, 64, 128, 4, 4, turned=True)],
+        (6144, 4096): [Tile(32, 64, 256, 4, 4, swapped=True), Tile(32, 32, 256, 4, 4), Tile(32, 64, 128, 4, 4, swapped=True)],
     },
     "random:qwen3.6-27b": {
         (5120, 17408): [
-            Tile(32, 64, 256, 4, 4, turned=True), Tile(32, 64, 256, 8, 4, turned=True), Tile(32, 64, 128, 8, 7, turned=True),
+            Tile(32, 64, 256, 4, 4, swapped=True), Tile(32, 64, 256, 8, 4, swapped=True), Tile(32, 64, 128, 8, 7, swapped=True),
             Tile(32, 32, 256, 4, 4), Tile(32, 32, 512, 4, 3), Tile(32, 32, 256, 4, 5),
         ],
         (34816, 5120): [
-            Tile(32, 128, 128, 8, 3, turned=True), Tile(32, 64, 128, 4, 4, turned=True), Tile(32, 64, 128, 4, 3, turned=True),
-            Tile(32, 128, 64, 4, 4, turned=True), Tile(32, 128, 128, 4, 4, turned=True),
+            Tile(32, 128, 128, 8, 3, swapped=True), Tile(32, 64, 128, 4, 4, swapped=True), Tile(32, 64, 128, 4, 3, swapped=True),
+            Tile(32, 128, 64, 4, 4, swapped=True), Tile(32, 128, 128, 4, 4, swapped=True),
         ],
-        (5120, 6144): [Tile(32, 64, 256, 4, 4, turned=True), Tile(32, 32, 256, 4, 4), Tile(32, 32, 512, 4, 3)],
-        (16480, 5120): [Tile(32, 64, 128, 4, 4, turned=True), Tile(32, 64, 128, 4, 3, turned=True)],
+        (5120, 6144): [Tile(32, 64, 256, 4, 4, swapped=True), Tile(32, 32, 256, 4, 4), Tile(32, 32, 512, 4, 3)],
+        (16480, 5120): [Tile(32, 64, 128, 4, 4, swapped=True), Tile(32, 64, 128, 4, 3, swapped=True)],
     },
 }  # fmt: skip
 
@@ -108,10 +108,10 @@ def tiles(model: str) -> None:
         raise SystemExit(f"tiles are known for {', '.join(TILES)}")
     bench, recorder = _bench(model)
     for shape, candidates in TILES[model].items():
-        found, kept = [], triton_linear._SKINNY[shape]
+        found, kept = [], linear.SKINNY_TILES[shape]
         for tile in [kept[1], *candidates[PART::PARTS], kept[1]]:
-            triton_linear._SKINNY[shape] = (kept[0], tile, kept[2])
-            triton_linear.choose_tile.cache_clear()
+            linear.SKINNY_TILES[shape] = (kept[0], tile, kept[2])
+            linear.choose_tile.cache_clear()
             _again(recorder)
             bench.turn_ms(bench.plan([CASES["tree at 1K"]], SAMPLED), repeats=6)
             found.append((bench.replay_ms(repeats=5 if SMALL else 20), tile))
@@ -119,14 +119,14 @@ def tiles(model: str) -> None:
         say(f"{bench.name}: {shape}, tree at 1K, ms, now and others", told)
         now = max(found[0][0], found[-1][0])
         ms, best = min(found[1:-1], key=lambda one: one[0])
-        triton_linear._SKINNY[shape] = (kept[0], best if ms < 0.999 * now else kept[1], kept[2])
-    triton_linear.choose_tile.cache_clear()
+        linear.SKINNY_TILES[shape] = (kept[0], best if ms < 0.999 * now else kept[1], kept[2])
+    linear.choose_tile.cache_clear()
     _again(recorder)
     _turns(bench)
 
 
 def _named(tile: Tile) -> str:
-    return f"{'T' if tile.turned else ''}{tile.rows},{tile.columns},{tile.depth},{tile.warps},{tile.stages}"
+    return f"{'T' if tile.swapped else ''}{tile.rows},{tile.columns},{tile.depth},{tile.warps},{tile.stages}"
 
 
 def parts(model: str) -> None:

@@ -57,12 +57,12 @@ class Scene:
 
     def attended(self, q: Tensor, inputs: Inputs, keys: Tensor, values: Tensor) -> Tensor:
         from onedraw.backends.torch.ops.cuda.attention import attend
-        from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
+        from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, stage_attention_inputs
 
-        device = to_view(inputs, Heads(self.heads, self.kv_heads, self.dim, self.window, busy=64))
+        device = stage_attention_inputs(inputs, AttentionShape(self.heads, self.kv_heads, self.dim, self.window, full_grid=64))
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "scale": self.dim**-0.5}
         flat = [store.view(-1, PAGE * self.dim) for store in (keys, values)]
-        return attend(q, *flat, view=device.view, sets=list(device.sets), **sizes)  # type: ignore[arg-type]
+        return attend(q, *flat, metadata=device.metadata, tile_sets=list(device.tile_sets), **sizes)  # type: ignore[arg-type]
 
     def moved(self, store: Tensor, start: int, path: tuple[int, ...]) -> Tensor:
         """The nodes of a path in the slots of their depths, as a chain would have written them."""

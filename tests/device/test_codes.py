@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.attention import attend
-from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
-from onedraw.backends.torch.ops.cuda.commit import move_kept, walk
-from onedraw.backends.torch.ops.cuda.kv_quant import halves
+from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, stage_attention_inputs
+from onedraw.backends.torch.ops.cuda.commit import move_kept_kv, verify_drafts
+from onedraw.backends.torch.ops.cuda.kv_quant import unpack_pairs
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm, rope_table, rotate
@@ -128,7 +128,7 @@ def slow_attention(scene: Scene, inputs: Inputs, qkv: Tensor, store: PageStore) 
 @triton.jit
 def _widened(pairs, lower, upper, kind: tl.constexpr, FP8: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, N)
-    low, up = halves(tl.load(pairs + at), kind, FP8)
+    low, up = unpack_pairs(tl.load(pairs + at), kind, FP8)
     tl.store(lower + at, low)
     tl.store(upper + at, up)
 
@@ -218,11 +218,17 @@ def test_both_forms_of_the_splits_give_equal_bits(index: int, kind: str) -> None
     inputs = turn([(LONG, 4, ())], scene.tables[:1])
     q = normal(4, spec.heads * spec.head_dim, seed=5)
     found = []
-    for busy in (1, 10**9):
-        device = to_view(inputs, Heads(spec.heads, spec.kv_heads, spec.head_dim, spec.window, busy))
+    for full_grid in (1, 10**9):
+        device = stage_attention_inputs(inputs, AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.window, full_grid))
         for warps, stages in ((4, 1), (8, 3)):
             sizes = {"heads": spec.heads, "kv_heads": spec.kv_heads, "dim": spec.head_dim, "scale": spec.scale}
-            given = {"view": device.view, "sets": list(device.sets), "scales": store.scales, "warps": warps, "stages": stages}
+            given = {
+                "metadata": device.metadata,
+                "tile_sets": list(device.tile_sets),
+                "scales": store.scales,
+                "warps": warps,
+                "stages": stages,
+            }
             found.append(attend(q, store.keys, store.values, **given, **sizes))  # type: ignore[arg-type]
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
@@ -236,13 +242,13 @@ def test_a_kept_draft_comes_home_with_its_scales(kind: str) -> None:
     chosen = torch.tensor([6, 0, 9, 0, 0, 3, 0, 0, 0], device=DEVICE)  # 6, then 9, then 3: nodes 1, 4 and 5
     parents = torch.tensor([-2, *(draft.parent for draft in TREE)], dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([[0, 1 + len(TREE), 0, 0, start + 1]], dtype=torch.int32, device=DEVICE)
-    walked = walk(chosen, tokens=tokens, parents=parents, rows=rows, longest=1 + len(TREE))
-    assert walked.kept[0, :4].tolist() == [1, 4, 5, -1]
+    verified = verify_drafts(chosen, tokens=tokens, parents=parents, rows=rows, longest=1 + len(TREE))
+    assert verified.kept[0, :4].tolist() == [1, 4, 5, -1]
     table = torch.tensor([scene.tables[0]], dtype=torch.int32, device=DEVICE)
     for pair, head_bytes in ((("keys", "values"), spec.head_dim), (("key_scales", "value_scales"), 4)):
         stores = torch.tensor([[store.parts()[name].data_ptr() for name in pair]], device=DEVICE)
         sizes = {"kv_heads": spec.kv_heads, "head_bytes": head_bytes, "page_size": PAGE}
-        move_kept(stores, walked, rows=rows, table=table, **sizes)
+        move_kept_kv(stores, verified, rows=rows, page_table=table, **sizes)
     slots = [(start + 1 + index, start + 1 + depth) for depth, index in enumerate((1, 4, 5))]
     pages = scene.tables[0]
     moves = [(pages[a // PAGE], a % PAGE, pages[b // PAGE], b % PAGE) for a, b in slots]

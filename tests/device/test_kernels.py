@@ -12,9 +12,9 @@ pytestmark = [pytest.mark.device, cuda]
 
 if torch.cuda.is_available():
     from onedraw.backends.torch.ops.cuda.attention import attend
-    from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, to_view
+    from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, stage_attention_inputs
     from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, Tile, choose_tile, linear
-    from onedraw.backends.torch.ops.cuda.norm import gated, opened, rms_norm
+    from onedraw.backends.torch.ops.cuda.norm import apply_gate, gated_activation, rms_norm
     from onedraw.backends.torch.ops.cuda.ops import TritonLinear, TritonOps
     from onedraw.backends.torch.ops.plain.elementwise import gated as plain_gated
     from onedraw.backends.torch.ops.plain.linear import RowRule
@@ -58,7 +58,7 @@ def test_no_tile_changes_a_bit_and_small_cards_have_tiles_too() -> None:
     x, weight = normal(300, 4096), normal(6144, 4096, seed=1, spread=1 / 64)
     full = linear(x, weight)
     tiles = [Tile(16, 64, 64, 4, 3), Tile(32, 32, 512, 4, 2), Tile(128, 256, 64, 8, 3), Tile(64, 16, 128, 2, 2)]
-    tiles += [Tile(rows, columns, 128, 4, 3, turned=True) for rows in (16, 32, 64) for columns in (32, 64, 128)]
+    tiles += [Tile(rows, columns, 128, 4, 3, swapped=True) for rows in (16, 32, 64) for columns in (32, 64, 128)]
     for rows in (1, 16, 24, 64, 128, 300):
         small = choose_tile(rows, 6144, 4096, torch.bfloat16, SMALL_SHARED)
         assert small.shared(2) <= SMALL_SHARED
@@ -102,16 +102,16 @@ def test_norms_are_the_twins(width: int, wide: bool) -> None:
 
 def test_gated_activations_are_the_twins() -> None:
     x = normal(33, 2 * 704)
-    assert torch.equal(gated(x, "silu"), plain_gated(x, "silu"))
-    assert error(gated(x, "gelu_tanh"), plain_gated(x, "gelu_tanh")) < 1e-3
+    assert torch.equal(gated_activation(x, "silu"), plain_gated(x, "silu"))
+    assert error(gated_activation(x, "gelu_tanh"), plain_gated(x, "gelu_tanh")) < 1e-3
 
 
 def test_gates_of_attention_are_elementwise_or_by_head() -> None:
     x, gate = normal(9, 512, seed=1), normal(9, 512, seed=2)
-    assert torch.equal(opened(x, gate, "sigmoid"), x * gate.sigmoid())
+    assert torch.equal(apply_gate(x, gate, "sigmoid"), x * gate.sigmoid())
     heads = normal(9, 8, seed=3)
     wide = torch.nn.functional.softplus(heads.float()).to(x.dtype).repeat_interleave(64, 1)
-    assert error(opened(x, heads, "softplus"), x * wide) < 1e-3
+    assert error(apply_gate(x, heads, "softplus"), x * wide) < 1e-3
 
 
 # ------------------------------------------------------------------ attention
@@ -227,14 +227,14 @@ def test_every_height_and_both_forms_of_the_splits_give_equal_bits(index: int) -
     inputs = turn([(4100, 16, ())], scene.tables[:1])
     q = normal(16, spec.heads * spec.head_dim, seed=5)
     found = []
-    for busy in (1, 10**9):
-        heads = Heads(spec.heads, spec.kv_heads, spec.head_dim, spec.window, busy)
+    for full_grid in (1, 10**9):
+        heads = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, spec.window, full_grid)
         for warps in (4, 8):
             for stages in (1, 3):
-                device = to_view(inputs, heads)
+                device = stage_attention_inputs(inputs, heads)
                 found.append(
                     attend(
-                        q, store.keys, store.values, view=device.view, sets=list(device.sets), heads=spec.heads,
+                        q, store.keys, store.values, metadata=device.metadata, tile_sets=list(device.tile_sets), heads=spec.heads,
                         kv_heads=spec.kv_heads, dim=spec.head_dim, scale=spec.scale, warps=warps, stages=stages,
                     )
                 )  # fmt: skip

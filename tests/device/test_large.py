@@ -21,13 +21,12 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.torch.ops.cuda import commit as settle
-    from onedraw.backends.torch.ops.cuda import delta
-    from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
-    from onedraw.backends.torch.ops.cuda.delta_recurrent import commit, steps
-    from onedraw.backends.torch.ops.cuda.experts import Routes, _products
+    from onedraw.backends.torch.ops.cuda import commit, delta
+    from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
+    from onedraw.backends.torch.ops.cuda.delta_recurrent import commit_states, recurrent_delta
+    from onedraw.backends.torch.ops.cuda.experts import Routes, grouped_gemm
     from onedraw.backends.torch.ops.cuda.linear import linear
-    from onedraw.backends.torch.ops.cuda.norm import gated, rms_norm
+    from onedraw.backends.torch.ops.cuda.norm import gated_activation, rms_norm
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
     from onedraw.backends.torch.ops.cuda.packed.activations import prepare_rows
     from onedraw.backends.torch.ops.plain.linear import RowRule
@@ -86,7 +85,7 @@ def test_rows_that_lie_far_apart_are_read_and_written() -> None:
     found = linear(apart(x), weight, residual=apart(residual), out=apart(torch.zeros_like(expected)))
     assert torch.equal(found, expected)
     assert torch.equal(rms_norm(apart(x), None, 1e-6), rms_norm(x, None, 1e-6))
-    assert torch.equal(gated(apart(x), "silu"), gated(x, "silu"))
+    assert torch.equal(gated_activation(apart(x), "silu"), gated_activation(x, "silu"))
     near, far = prepare_rows(x), prepare_rows(apart(x))
     assert torch.equal(near.x, far.x)
     assert torch.equal(near.sums, far.sums)
@@ -113,13 +112,13 @@ def test_keys_and_values_in_pages_far_behind_are_written_read_and_moved(kind: st
         inputs = lay_out([0] * length, [Span(0, length, 0, ())], [(table,)], layout=layout, device=DEVICE)
         given = {"spec": spec, "store": store, "q_norm": None, "k_norm": None, "eps": 1e-6}
         out = ops.prepare_attention(inputs, spec, turns).attend(qkv, **given)  # type: ignore[arg-type]
-        kept = settle.Walked(words([[1, -1]]), words([[0, -1]]), words([0]), words([[-1] * 5]))
+        kept = commit.VerifiedDrafts(words([[1, -1]]), words([[0, -1]]), words([0]), words([[-1] * 5]))
         stores = torch.tensor([[store.keys.data_ptr(), store.values.data_ptr()]], dtype=torch.int64, device=DEVICE)
-        settle.move_kept(
+        commit.move_kept_kv(
             stores,
             kept,
             rows=words([[0, 3, 0, 0, 17]]),
-            table=words([table]),
+            page_table=words([table]),
             kv_heads=heads,
             head_bytes=dim * store.keys.dtype.itemsize,
             page_size=PAGE,
@@ -158,15 +157,15 @@ def test_states_of_lanes_far_behind_are_stepped_committed_and_saved() -> None:
         states[here], windows[here] = begin, window
         rows = [70 + here * (taps - 1) + i for i in range(taps - 1)]
         tokens = [[*rows[min(t, 3) :], *range(max(t - 3, 0), t + 1)][-taps:] for t in range(70)]
-        gates = delta.gate(projected, windows.view(-1, channels), words(tokens), **layer, **sizes)
+        gates = delta.conv_and_gates(projected, windows.view(-1, channels), words(tokens), **layer, **sizes)
         out = torch.zeros(70, heads, dim, device=DEVICE)
         saved = room(states.numel(), torch.float32).view(states.shape)
-        chunks = {"chunks": words([[0, 64]]), "runs": words([[here, 0, 1, 0]]), "slots": words([here])}
-        chunked(gates, states, saved, out, **chunks)
-        steps(gates, states, out, paths=words([[here, 0, 6, 6, 0]]), order=words([4 * t for t in range(64, 70)]))
-        held = (torch.full((1, heads), 0.5, device=DEVICE), gates.k[:1], gates.v[:1])
-        commit(states, held=held, lanes=words([here]), places=words([[0]]))
-        delta.shift_windows(projected, windows, windows, words([[here, 67, 68, 69, -1]]))
+        chunks = {"chunks": words([[0, 64]]), "spans": words([[here, 0, 1, 0]]), "save_slots": words([here])}
+        chunked_delta(gates, states, saved, out, **chunks)
+        recurrent_delta(gates, states, out, paths=words([[here, 0, 6, 6, 0]]), entries=words([4 * t for t in range(64, 70)]))
+        increments = (torch.full((1, heads), 0.5, device=DEVICE), gates.k[:1], gates.v[:1])
+        commit_states(states, increments=increments, lanes=words([here]), kept_slots=words([[0]]))
+        delta.shift_conv_windows(projected, windows, windows, words([[here, 67, 68, 69, -1]]))
         found.append((out, states[here].clone(), saved[here].clone(), windows[here].clone()))
     for near, far in zip(*found, strict=True):
         assert not near.isnan().any()
@@ -184,5 +183,5 @@ def test_experts_whose_matrices_lie_far_behind_answer_the_same() -> None:
     for expert in (0, last):
         weight = room((expert + 1) * own.numel(), DTYPE).view(expert + 1, 2 * width, hidden)
         weight[expert] = own
-        found.append(_products(x, weight, only(expert, 3), divide=1, gate=1, pdl=False))
+        found.append(grouped_gemm(x, weight, only(expert, 3), divide=1, gate=1, pdl=False))
     assert torch.equal(*found)

@@ -32,8 +32,8 @@ on_device = pytest.mark.skipif(INTERPRETED, reason="kernels in CUDA C++ need a C
 
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.ops.cuda.experts import experts, route
-    from onedraw.backends.torch.ops.cuda.norm import gated
+    from onedraw.backends.torch.ops.cuda.experts import route, run_experts
+    from onedraw.backends.torch.ops.cuda.norm import gated_activation
     from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
     from onedraw.backends.torch.ops.cuda.packed import many_rows as triton_wide
     from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Prepared, prepare_rows
@@ -325,7 +325,7 @@ def test_experts_in_blocks_answer_like_experts_in_numbers(kinds: tuple[str, str,
     x = normal(4, 256, seed=7)
     numbers = [torch.from_numpy(t.float32()).to(DEVICE, DTYPE) for t in tensors]
     gate_up, down = torch.cat(numbers[:2], 1), numbers[2]
-    expected = experts(x, route(ids, shares, count=2), gate_up=gate_up, down=down, activation="silu", scale=2.0)
+    expected = run_experts(x, route(ids, shares, count=2), gate_up=gate_up, down=down, activation="silu", scale=2.0)
     found = bank(x, ids, shares, 2.0)
     assert error(found, expected) < 3 * ROUNDING
     assert torch.equal(bank(x[:1], ids[:1], shares[:1], 2.0), found[:1])
@@ -345,7 +345,7 @@ def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_
     for number in range(count):
         gate, up, down = (stack.matrix(number) for stack in alone)
         one, two = (packed_product(prepare_rows(x), part, out=nothing(rows, part.rows), workspace=ROOM) for part in (gate, up))
-        opened = prepare_rows(gated(torch.cat([one, two], 1), "silu"))
+        opened = prepare_rows(gated_activation(torch.cat([one, two], 1), "silu"))
         answer = packed_product(opened, down, out=nothing(rows, down.rows), workspace=ROOM)[:, :hidden].float()
         for row, place in (ids == number).nonzero().tolist():
             expected[row] += answer[row] * shares[row, place]

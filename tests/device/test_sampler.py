@@ -23,7 +23,7 @@ pytestmark = [
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KINDS: list[type[Sampler]] = [Sampler]
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.torch.ops.cuda import top_k_top_p as triton_search
+    from onedraw.backends.torch.ops.cuda import top_k_top_p as top_k_top_p
     from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
 
     KINDS.append(TritonSampler)
@@ -82,12 +82,12 @@ FILTERS = [
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0, 100.0])
 def test_a_limit_is_found_however_many_tokens_are_near_it(spread: float, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists that hold what is near the limit, and lists that are too short for it."""
-    monkeypatch.setattr(triton_search, "SHORT", short)
+    monkeypatch.setattr(top_k_top_p, "SHORT_LIST", short)
     vocab = 150 if INTERPRETED else 60_000
     logits = torch.from_numpy(np.random.default_rng(1).normal(scale=spread, size=(10, vocab)).astype(np.float32))
     logits[:, ::7] = -torch.inf
     parameters = [
-        SamplingParams(checksums=True, seed=i, **wishes) for i, wishes in enumerate(FILTERS[:: 5 if INTERPRETED else 1])
+        SamplingParams(checksums=True, seed=i, **filters) for i, filters in enumerate(FILTERS[:: 5 if INTERPRETED else 1])
     ]
     logits = logits[: len(parameters)]
     case = Case(logits, [SamplingPosition(i, p, History((1,), []), (), str(i)) for i, p in enumerate(parameters)])

@@ -28,15 +28,15 @@ def normal(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
 
 
 def shapes() -> list[tuple[int, int]]:
-    from onedraw.backends.torch.ops.cuda.linear import _SKINNY
+    from onedraw.backends.torch.ops.cuda.linear import SKINNY_TILES
 
-    return [(192, 160)] if INTERPRETED else [(1000, 576), (14000, 1000), *_SKINNY]
+    return [(192, 160)] if INTERPRETED else [(1000, 576), (14000, 1000), *SKINNY_TILES]
 
 
 def test_a_row_among_others_has_the_bits_of_the_row_alone_in_every_shape() -> None:
     from onedraw.backends.torch.ops.cuda.linear import Tile, linear
 
-    tiles = {"turned": {"tile": Tile(32, 64, 64, 4, 3, turned=True)}, "chosen": {}} if INTERPRETED else {"chosen": {}}
+    tiles = {"swapped": {"tile": Tile(32, 64, 64, 4, 3, swapped=True)}, "chosen": {}} if INTERPRETED else {"chosen": {}}
     for n, k in shapes():
         x, weight = normal(64, k, seed=1), normal(n, k, seed=2, spread=k**-0.5)
         bias, residual = normal(n, seed=3), normal(64, n, seed=4)
@@ -47,11 +47,11 @@ def test_a_row_among_others_has_the_bits_of_the_row_alone_in_every_shape() -> No
             for name, tile in tiles.items():
                 found = linear(x[:rows], weight, **tile)
                 joined = linear(x[:rows], weight, bias=bias, residual=residual[:rows], **tile)
-                opened = linear(x[:rows], weight, gate=1, **tile)
+                activated = linear(x[:rows], weight, gate=1, **tile)
                 assert torch.equal(joined, found + bias + residual[:rows]), (n, k, rows, name)
                 gates, others = found[:, ::2], found[:, 1::2]
-                close = opened.double() - torch.nn.functional.silu(gates.double()) * others.double()
-                assert close.norm() < 4e-3 * opened.double().norm(), (n, k, rows, name)
+                close = activated.double() - torch.nn.functional.silu(gates.double()) * others.double()
+                assert close.norm() < 4e-3 * activated.double().norm(), (n, k, rows, name)
                 if INTERPRETED:
                     assert (found.double() - expected[:rows].double()).norm() < 1e-3 * expected[:rows].double().norm()
                 else:

@@ -16,7 +16,7 @@ pytestmark = [
 
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda import norm as triton_norm
-    from onedraw.backends.torch.ops.cuda.norm import gated, rms_norm
+    from onedraw.backends.torch.ops.cuda.norm import gated_activation, rms_norm
     from onedraw.backends.torch.ops.cuda.packed import activations as spans
     from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, Ready, empty_prepared, prepare_rows
     from tests.reference.packed_blocks import reference_activations
@@ -111,12 +111,12 @@ def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
     rows = 3 if INTERPRETED else 200
     x, weight = normal(rows, width, dtype=DTYPES[0], seed=5), normal(1, width, dtype=DTYPES[0], seed=6)[0]
     ready = empty_prepared(rows, width, DEVICE)
-    normed = rms_norm(x, weight, 1e-6, ready=ready)
+    normed = rms_norm(x, weight, 1e-6, packed=ready)
     assert equal(ready, reference_activations(normed))
     both = normal(rows, 2 * width, dtype=DTYPES[0], seed=7)
-    opened = gated(both, "silu", ready=ready)
+    opened = gated_activation(both, "silu", packed=ready)
     assert equal(ready, reference_activations(opened))
-    assert torch.equal(opened, gated(both, "silu"))
+    assert torch.equal(opened, gated_activation(both, "silu"))
 
 
 @pytest.mark.parametrize("width", [1296, 1300] if INTERPRETED else [1296, 1300, 2048, 4096, 5120])
@@ -127,9 +127,9 @@ def test_a_norm_that_several_programs_share_has_the_bits_of_one(width: int, monk
         with monkeypatch.context() as patch:
             x, weight = (normal(n, width, dtype=torch.float16, seed=seed + n) for n in (rows, 1))
             shared, alone = (empty_prepared(rows, width, DEVICE) for _ in range(2))
-            few = rms_norm(x, weight[0], 1e-6, ready=shared)
+            few = rms_norm(x, weight[0], 1e-6, packed=shared)
             patch.setattr(triton_norm, "FEW_ROWS", 0)
-            assert torch.equal(rms_norm(x, weight[0], 1e-6, ready=alone), few)
+            assert torch.equal(rms_norm(x, weight[0], 1e-6, packed=alone), few)
             assert equal(shared, alone)
             assert torch.equal(rms_norm(x, weight[0], 1e-6), few)
 

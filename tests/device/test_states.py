@@ -26,11 +26,10 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda import delta
     from onedraw.backends.torch.ops.cuda import expert_routing as routes
     from onedraw.backends.torch.ops.cuda import experts as moe
-    from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
-    from onedraw.backends.torch.ops.cuda.delta_inputs import _Paths, _walk
-    from onedraw.backends.torch.ops.cuda.delta_recurrent import commit, steps
-    from onedraw.backends.torch.ops.cuda.delta_tree import AGAIN, FROM_KNOWN
-    from onedraw.backends.torch.ops.cuda.delta_tree import strands as side_by_side
+    from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
+    from onedraw.backends.torch.ops.cuda.delta_inputs import PathBuilder, add_span
+    from onedraw.backends.torch.ops.cuda.delta_recurrent import commit_states, recurrent_delta
+    from onedraw.backends.torch.ops.cuda.delta_tree import REPEAT, RESTART, tree_delta
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
@@ -72,8 +71,10 @@ def projections(count: int, seed: int) -> Tensor:
     return normal(count, CHANNELS + VALUE_HEADS * DIM + 2 * VALUE_HEADS, seed=seed).to(DTYPE)
 
 
-def gated(projected: Tensor, taps: list[list[int]], windows: Tensor, drafted: delta.Drafted | None = None) -> delta.Gated:
-    return delta.gate(
+def gated(
+    projected: Tensor, taps: list[list[int]], windows: Tensor, drafts: delta.DraftIncrements | None = None
+) -> delta.DeltaQkv:
+    return delta.conv_and_gates(
         projected,
         windows,
         words(taps),
@@ -84,7 +85,7 @@ def gated(projected: Tensor, taps: list[list[int]], windows: Tensor, drafted: de
         value_heads=VALUE_HEADS,
         key_dim=DIM,
         value_dim=DIM,
-        drafted=drafted,
+        drafts=drafts,
     )
 
 
@@ -97,10 +98,10 @@ def windows() -> Tensor:
     return torch.zeros(LANES, TAPS - 1, CHANNELS, device=DEVICE)
 
 
-def drafts(places: list[int]) -> delta.Drafted:
+def drafts(places: list[int]) -> delta.DraftIncrements:
     """Tokens at these places of a rollback buffer full of NaN; -1 for tokens that are known."""
     count = max(places) + 1
-    return delta.Drafted(
+    return delta.DraftIncrements(
         words(places),
         torch.full((count, VALUE_HEADS), torch.nan, device=DEVICE),
         torch.full((count, KEY_HEADS, DIM), torch.nan, device=DEVICE),
@@ -109,8 +110,8 @@ def drafts(places: list[int]) -> delta.Drafted:
     )
 
 
-def held(drafted: delta.Drafted) -> tuple[Tensor, Tensor, Tensor]:
-    return drafted.decays, drafted.keys, drafted.changes
+def draft_buffers(increments: delta.DraftIncrements) -> tuple[Tensor, Tensor, Tensor]:
+    return increments.decays, increments.keys, increments.changes
 
 
 def states() -> Tensor:
@@ -157,8 +158,8 @@ def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> N
     projected = projections(first, seed=5)
     parts = gated(projected, taps, windows())
     now, out = states(), outputs(first)
-    order = words([4 * token for token in range(first)])
-    steps(parts, now, out, paths=words(paths), order=order)
+    entries = words([4 * token for token in range(first)])
+    recurrent_delta(parts, now, out, paths=words(paths), entries=entries)
     slow = slow_gates(projected, taps)
     for path in paths:
         lane, begin, count = path[:3]
@@ -167,7 +168,7 @@ def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> N
         assert error(out[begin : begin + count], found) < 1e-4
         assert error(now[lane], state) < 1e-4
         again, alone = states(), outputs(first)
-        steps(parts, again, alone, paths=words([path]), order=order)
+        recurrent_delta(parts, again, alone, paths=words([path]), entries=entries)
         assert torch.equal(alone[begin : begin + count], out[begin : begin + count])
         assert torch.equal(again[lane], now[lane])
 
@@ -175,17 +176,17 @@ def test_steps_are_the_recurrence_and_a_lane_does_not_know_its_neighbours() -> N
 def test_a_kept_draft_leaves_the_state_that_stepping_leaves() -> None:
     """A chain behind one known token: the kept part, committed, has the bits of the same tokens known from the start."""
     projected = projections(6, seed=6)
-    drafted = drafts([-1, 0, 1, 2, 3, 4])
-    parts, plain_parts = gated(projected, line(6), windows(), drafted), gated(projected, line(6), windows())
+    increments = drafts([-1, 0, 1, 2, 3, 4])
+    parts, plain_parts = gated(projected, line(6), windows(), increments), gated(projected, line(6), windows())
     assert torch.equal(parts.gates, plain_parts.gates)
-    assert torch.equal(drafted.fed, projected[1:, :CHANNELS].float())
-    order = words([4 * token for token in range(6)])
+    assert torch.equal(increments.conv_inputs, projected[1:, :CHANNELS].float())
+    entries = words([4 * token for token in range(6)])
     plain, out = states(), outputs(6)
-    steps(parts, plain, out, paths=words([[2, 0, 4, 4, 0]]), order=order)
+    recurrent_delta(parts, plain, out, paths=words([[2, 0, 4, 4, 0]]), entries=entries)
     now, seen = states(), outputs(6)
-    steps(parts, now, seen, paths=words([[2, 0, 6, 1, 0]]), order=order, drafted=drafted)
+    recurrent_delta(parts, now, seen, paths=words([[2, 0, 6, 1, 0]]), entries=entries, drafts=increments)
     assert torch.equal(seen[:4], out[:4])
-    commit(now, held=held(drafted), lanes=words([2]), places=words([[0, 1, 2, -1]]))
+    commit_states(now, increments=draft_buffers(increments), lanes=words([2]), kept_slots=words([[0, 1, 2, -1]]))
     assert torch.equal(now, plain)
 
 
@@ -193,21 +194,21 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
     """Known token 0; nodes 1 (of 0), 2 (of 0), 3 (of 1), 4 (of 3), 5 (of 2), 6 (of 3); beside it a row that has one token."""
     projected = projections(8, seed=7)
     taps = [[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, -1, 0, 2], [-1, 0, 1, 3], [0, 1, 3, 4], [-1, 0, 2, 5], [0, 1, 3, 6]]
-    drafted = drafts([-1, 0, 1, 2, 3, 4, 5, -1])
-    parts = gated(projected, [*taps, [-1, -1, -1, 7]], windows(), drafted)
+    increments = drafts([-1, 0, 1, 2, 3, 4, 5, -1])
+    parts = gated(projected, [*taps, [-1, -1, -1, 7]], windows(), increments)
     now, out = states(), outputs(8)
-    back, again = FROM_KNOWN, AGAIN
-    order = words([0, 4 * 1, 4 * 3, 4 * 4, 4 * 1 + back + again, 4 * 3 + again, 4 * 6, 4 * 2 + back, 4 * 5, 4 * 7])
+    back, again = RESTART, REPEAT
+    entries = words([0, 4 * 1, 4 * 3, 4 * 4, 4 * 1 + back + again, 4 * 3 + again, 4 * 6, 4 * 2 + back, 4 * 5, 4 * 7])
     paths = words([[1, 0, 9, 1, 0], [0] * 5, [3, 9, 1, 1, 0]])
-    side_by_side(parts, now, out, paths=paths, order=order, drafted=drafted, count=1)
+    tree_delta(parts, now, out, paths=paths, entries=entries, drafts=increments, branches=1)
     assert not out.isnan().any()
     for path in ([0, 1, 3, 4], [0, 1, 3, 6], [0, 2, 5]):
         chain, alone = states(), outputs(8)
         lone = words([[1, 0, len(path), len(path), 0]])
-        steps(parts, chain, alone, paths=lone, order=words([4 * token for token in path]))
+        recurrent_delta(parts, chain, alone, paths=lone, entries=words([4 * token for token in path]))
         assert torch.equal(alone[path], out[path])
         kept = now.clone()
-        commit(kept, held=held(drafted), lanes=words([1]), places=words([[t - 1 for t in path[1:]]]))
+        commit_states(kept, increments=draft_buffers(increments), lanes=words([1]), kept_slots=words([[t - 1 for t in path[1:]]]))
         assert torch.equal(kept[1], chain[1])
 
 
@@ -220,24 +221,24 @@ def test_branches_side_by_side_have_the_bits_of_one_walk(count: int, known: int)
     total = first + 1 + len(chain)
     projected = projections(total, seed=11)
     places = [*[-1] * known, *range(21), -1, 21, 22, 23]
-    runs = [
+    spans = [
         RecurrentSpan(first=0, lane=1, known=known, prompt=0, fresh=False, drafts=tree, saves=(), held=0),
         RecurrentSpan(first=first, lane=3, known=1, prompt=0, fresh=True, drafts=chain, saves=(), held=21),
     ]
     found = []
-    for strands in (1, count):
-        paths = _Paths(strands)
-        for run in runs:
-            _walk(run, paths)
-        laid = paths.steps(DirectStaging(DEVICE), rows=3, entries=len(paths.order))
-        drafted = drafts(places)
-        parts = gated(projected, line(total), windows(), drafted)
+    for branches in (1, count):
+        paths = PathBuilder(branches)
+        for span in spans:
+            add_span(span, paths)
+        laid = paths.build(DirectStaging(DEVICE), rows=3, entries=len(paths.entries))
+        increments = drafts(places)
+        parts = gated(projected, line(total), windows(), increments)
         now, out = states(), outputs(total)
-        given = {"paths": laid.paths, "order": laid.order, "drafted": drafted}
-        side_by_side(parts, now, out, count=strands, **given)
-        found.append((out, now, drafted.changes))
+        given = {"paths": laid.table, "entries": laid.entries, "drafts": increments}
+        tree_delta(parts, now, out, branches=branches, **given)
+        found.append((out, now, increments.changes))
         longest = max(row[2] for row in paths.rows)
-        assert longest == known + {1: 33, 2: 18, 4: 9}[strands]
+        assert longest == known + {1: 33, 2: 18, 4: 9}[branches]
     assert not found[0][0].isnan().any()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -252,8 +253,8 @@ def test_chunks_are_the_recurrence_and_a_cut_between_chunks_does_not_show(count:
     slots = [1 if i == 0 else -1 for i in range(len(chunks))]
 
     def run(now: Tensor, some: list[list[int]], slots: list[int], fresh: int, out: Tensor) -> None:
-        runs = words([[3, 0, len(some), fresh]])
-        chunked(parts, now, saved, out, chunks=words(some), runs=runs, slots=words(slots))
+        spans = words([[3, 0, len(some), fresh]])
+        chunked_delta(parts, now, saved, out, chunks=words(some), spans=spans, save_slots=words(slots))
 
     now, out = states(), outputs(count)
     run(now, chunks, slots, 1, out)
@@ -274,7 +275,7 @@ def test_windows_are_read_before_they_are_written() -> None:
     past = normal(LANES, TAPS - 1, CHANNELS, seed=11)
     now = past.clone()
     sources = [[2, 5 + 2 * 3 + 1, 5 + 2 * 3 + 2, 0, -1], [4, 1, 2, 3, -1], [0, -1, -1, 4, -1]]
-    delta.shift_windows(fed, now, now, words(sources))
+    delta.shift_conv_windows(fed, now, now, words(sources))
     expected = past.clone()
     wide = fed.float()[:, :CHANNELS]
     expected[2] = torch.stack([past[2, 1], past[2, 2], wide[0]])
@@ -282,14 +283,14 @@ def test_windows_are_read_before_they_are_written() -> None:
     expected[0] = torch.stack([torch.zeros_like(wide[0]), torch.zeros_like(wide[0]), wide[4]])
     assert torch.equal(now, expected)
     closed, out = past.clone(), normal(5, VALUE_HEADS, DIM, seed=13)
-    given = delta.close(out, fed, LAYER.norm, 1e-6, channels=CHANNELS, windows=closed, sources=words(sources))
+    given = delta.gated_norm(out, fed, LAYER.norm, 1e-6, channels=CHANNELS, windows=closed, sources=words(sources))
     assert torch.equal(closed, expected)
-    assert torch.equal(given, delta.close(out, fed, LAYER.norm, 1e-6, channels=CHANNELS))
+    assert torch.equal(given, delta.gated_norm(out, fed, LAYER.norm, 1e-6, channels=CHANNELS))
 
 
 def test_what_comes_after_the_state_is_a_gated_norm() -> None:
     projected, out = projections(4, seed=12), normal(4, VALUE_HEADS, DIM, seed=13)
-    found = delta.close(out, projected, LAYER.norm, 1e-6, channels=CHANNELS)
+    found = delta.gated_norm(out, projected, LAYER.norm, 1e-6, channels=CHANNELS)
     z = projected.double()[:, CHANNELS : CHANNELS + VALUE_HEADS * DIM].reshape(4, VALUE_HEADS, DIM)
     wide = out.double()
     expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * LAYER.norm.double()
@@ -310,7 +311,7 @@ def test_experts_answer_each_row_by_itself_in_expert_order() -> None:
 
     def answer(part: slice) -> Tensor:
         tables = moe.route(chosen[part], weights[part], count=count)
-        return moe.experts(x[part], tables, gate_up=gate_up, down=down, activation="silu")
+        return moe.run_experts(x[part], tables, gate_up=gate_up, down=down, activation="silu")
 
     found = answer(slice(0, rows))
     for row in range(0, rows, 37):
@@ -330,7 +331,7 @@ def test_rows_are_brought_together_as_sorting_would(rows: int, monkeypatch: pyte
     count, used = (8, 4) if INTERPRETED else (256, 8)
     weights, chosen = normal(rows, count, seed=rows).softmax(1).topk(used, dim=1)
     found = moe.route(chosen, weights, count=count)
-    monkeypatch.setattr(moe, "MOST_PAIRS", 0)
+    monkeypatch.setattr(moe, "MAX_PAIRS", 0)
     expected = moe.route(chosen, weights, count=count)
     assert torch.equal(found.order, expected.order)
     assert torch.equal(found.weights, expected.weights)
@@ -352,7 +353,7 @@ def test_experts_are_chosen_by_the_plain_rule(scores: Literal["softmax", "sigmoi
     assert error(weights, expected) < 1e-6
     out, always, residual = (normal(rows, 40, seed=6 + i).to(DTYPE) for i in range(3))
     for gate, before in ((None, None), (given, residual)):
-        assert error(routes.join(out, always, gate, before), join_shared(out, always, gate, before)) < 5e-3
+        assert error(routes.add_shared_expert(out, always, gate, before), join_shared(out, always, gate, before)) < 5e-3
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -369,6 +370,6 @@ def test_experts_of_a_row_without_numbers_are_several_and_the_row_is_noticed(sco
     tables = moe.route(ids, weights, count=count)
     assert sorted(tables.order.tolist()) == list(range(rows * used))  # every pair is answered, and has its weight
     x, gate_up, down = (normal(*shape, seed=4).to(DTYPE) for shape in ((rows, hidden), (count, 32, hidden), (count, hidden, 16)))
-    found = moe.experts(x, tables, gate_up=gate_up, down=down, activation="silu")
+    found = moe.run_experts(x, tables, gate_up=gate_up, down=down, activation="silu")
     assert found.isnan().any(1).tolist() == [False, True, True, False]
     assert found[[1, 2]].isnan().all()

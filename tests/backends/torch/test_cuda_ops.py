@@ -10,7 +10,7 @@ import torch
 
 from onedraw.backends.torch.model.mixers import DeltaMixer
 from onedraw.backends.torch.model.weight_loader import WeightLoader
-from onedraw.backends.torch.ops.cuda.delta import why_not
+from onedraw.backends.torch.ops.cuda.delta import unsupported_reason
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import LazyTensor
@@ -46,4 +46,4 @@ def test_delta_layers_that_kernels_would_get_wrong_are_refused_before_anything_i
 
 @pytest.mark.parametrize("change", [{}, {"key_dim": 64}, {"key_dim": 16, "value_dim": 24}, {"key_heads": 48}, {"conv": 2}])
 def test_other_delta_layers_are_not(change: dict[str, Any]) -> None:
-    assert why_not(replace(QWEN, **change)) == ""
+    assert unsupported_reason(replace(QWEN, **change)) == ""

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from onedraw.backends.torch.ops.cuda import norm as triton_norm
+from onedraw.backends.torch.ops.cuda import norm
 from tests.backends.torch.compiling import compiled
 
 
@@ -15,15 +15,15 @@ def order_of_the_sum(width: int, piece: int, *, kind: str, weight: str, capabili
     """The layout of what is added up, with its meaning in place of its name."""
     block = 1 << (width - 1).bit_length()
     pointers = {"x": f"*{kind}", "weight": f"*{weight}", "y": f"*{kind}", "x_out": "*fp16", "factors": "*fp32", "sums": "*fp16"}
-    numbers = {"W": width, "BLOCK": block, "PIECE": min(piece, block), "HAS_WEIGHT": True, "WIDE": weight == "fp32"}
-    numbers |= {"READY": True, "PDL": capability >= 90}
+    numbers = {"W": width, "BLOCK": block, "PIECE": min(piece, block), "HAS_WEIGHT": True, "FP32_WEIGHT": weight == "fp32"}
+    numbers |= {"PACKED": True, "PDL": capability >= 90}
     made = compiled(
-        triton_norm._rms_norm,
+        norm._rms_norm,
         pointers | {"eps": "fp32"},
         numbers,
         capability=capability,
         sixteens=("x_stride",) if aligned else (),
-        num_warps=triton_norm._warps(block),
+        num_warps=norm._warps(block),
         enable_fp_fusion=False,
     )
     text = made.asm["ttgir"]
@@ -47,7 +47,7 @@ def test_rows_at_odd_places_are_not_shared_since_their_sum_would_be_another() ->
     )
     assert few != many, "then they may be shared"
     rows = torch.empty(3, 2060, dtype=torch.bfloat16)
-    assert triton_norm._in_pieces(rows[:, :2048].contiguous())
-    assert not triton_norm._in_pieces(rows[:, :2048])
-    assert not triton_norm._in_pieces(torch.empty(3, 2056, dtype=torch.bfloat16)[:, 1:2049])
-    assert not triton_norm._in_pieces(torch.empty(65, 2048))
+    assert norm._splits_rows(rows[:, :2048].contiguous())
+    assert not norm._splits_rows(rows[:, :2048])
+    assert not norm._splits_rows(torch.empty(3, 2056, dtype=torch.bfloat16)[:, 1:2049])
+    assert not norm._splits_rows(torch.empty(65, 2048))

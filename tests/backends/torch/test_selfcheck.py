@@ -17,7 +17,7 @@ from onedraw.backends.torch import selfcheck
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.ops.cuda.experts import route_borders
-from onedraw.backends.torch.ops.cuda.linear import MOST_TILED, choose_tile, tile_borders
+from onedraw.backends.torch.ops.cuda.linear import MAX_TILED_ROWS, choose_tile, tile_borders
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
 from onedraw.backends.torch.ops.plain.experts import ExpertBank
@@ -136,7 +136,7 @@ def test_packed_products_name_every_border(monkeypatch: pytest.MonkeyPatch) -> N
 def test_products_of_plain_weights_name_every_border() -> None:
     for n, k in ((6144, 4096), (1000, 576)):
         assert tile_borders(n, k, torch.bfloat16, 227 << 10) == (17, 33, 65, 129, 257)
-    assert choose_tile(MOST_TILED, 6144, 4096, torch.bfloat16, 227 << 10) == choose_tile(
+    assert choose_tile(MAX_TILED_ROWS, 6144, 4096, torch.bfloat16, 227 << 10) == choose_tile(
         10**6, 6144, 4096, torch.bfloat16, 227 << 10
     )
     assert tile_borders(64, 64, torch.float32, 227 << 10) == (17, 33)

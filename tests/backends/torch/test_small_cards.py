@@ -6,12 +6,8 @@ import pytest
 import torch
 import triton
 
-from onedraw.backends.torch.ops.cuda import attention as triton_attention
-from onedraw.backends.torch.ops.cuda import delta_chunked as triton_delta_chunks
-from onedraw.backends.torch.ops.cuda import experts as triton_moe
-from onedraw.backends.torch.ops.cuda import linear as triton_linear
-from onedraw.backends.torch.ops.cuda import tree_attention as triton_own
-from onedraw.backends.torch.ops.cuda.attention_inputs import Heads
+from onedraw.backends.torch.ops.cuda import attention, delta_chunked, experts, linear, tree_attention
+from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape
 from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, choose_tile
 from tests.backends.torch.compiling import compiled
 
@@ -25,10 +21,8 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
     pointers = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "*bf16")
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP": tile.group, "K": k}
     flags = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GATE": 0, "EVEN_N": True, "IEEE": False, "PDL": False}
-    flags |= {"TURNED": tile.turned}
-    made = compiled(
-        triton_linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages
-    )
+    flags |= {"SWAPPED": tile.swapped}
+    made = compiled(linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages)
     assert made.metadata.shared <= SMALL_SHARED
 
 
@@ -40,42 +34,52 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
         (32, 8, 128, "fp8"),
     ],
 )
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("capability", [SM86, 90])
-def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: str, capability: int, own: bool) -> None:
+def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: str, capability: int, tree: bool) -> None:
     """Over numbers, and over codes of two kinds: the highest tile, and the lowest for a node of a tree."""
     small, shared = capability == SM86, SMALL_SHARED if capability == SM86 else HOPPER_SHARED
-    height = Heads(heads, kv_heads, dim, None, 200, small=small).heights[0 if own else -1]
-    coded = {"bf16": 0, "int8": 1, "fp8": 2}[kept]
-    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), "*i16" if coded else "*bf16")
+    height = AttentionShape(heads, kv_heads, dim, None, 200, small_shared_memory=small).tile_heights[0 if tree else -1]
+    kv_quant = {"bf16": 0, "int8": 1, "fp8": 2}[kept]
+    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), "*i16" if kv_quant else "*bf16")
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
-    pointers |= dict.fromkeys(("part_mixed", "part_peak", "part_total"), "*fp32") | {"scale": "fp32"}
-    pointers |= dict.fromkeys(("tiles", "firsts", "ends", "lines", "table"), "*i32")
-    numbers = {"HEADS": heads, "KV": kv_heads, "D": dim, "BLOCK_D": dim, "PAGE": 16, "BLOCK_M": height, "CODED": coded}
-    numbers |= {"BLOCK_KEYS": triton_attention.block_keys(dim), "LEAST": triton_attention.LEAST}
+    pointers |= dict.fromkeys(("split_acc", "split_max", "split_sum"), "*fp32") | {"scale": "fp32"}
+    pointers |= dict.fromkeys(("tiles", "first_keys", "last_keys", "merge_rows", "page_table"), "*i32")
+    numbers = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "D": dim,
+        "BLOCK_D": dim,
+        "PAGE_SIZE": 16,
+        "BLOCK_M": height,
+        "KV_QUANT": kv_quant,
+    }
+    numbers |= {"BLOCK_KEYS": attention.block_keys(dim), "FIRST_SPLIT": attention.FIRST_SPLIT}
     numbers |= {"IEEE": False, "PDL": False}
-    if own:
-        numbers |= {"COLUMNS": min(dim, triton_attention.OWN_COLUMNS), "GROUP": 16}
-        numbers["GROUP_ROWS"] = triton.next_power_of_2(heads // kv_heads)
-        made = compiled(triton_own.attend_own, pointers | {"paths": "*i32"}, numbers, capability=capability, num_warps=4)
+    if tree:
+        numbers |= {"COLUMNS": min(dim, attention.TREE_COLUMNS), "SPLITS_PER_LOAD": 16}
+        numbers["MERGE_HEADS"] = triton.next_power_of_2(heads // kv_heads)
+        made = compiled(
+            tree_attention.attend_tree_paths, pointers | {"paths": "*i32"}, numbers, capability=capability, num_warps=4
+        )
     else:
-        numbers |= {"ALL": False, "STAGES": triton_attention._stages(height, dim, 2, shared)}
-        warps = triton_attention._warps(height, dim, False)
-        made = compiled(triton_attention._attend, pointers, numbers, capability=capability, num_warps=warps)
+        numbers |= {"SEQUENTIAL": False, "STAGES": attention._stages(height, dim, 2, shared)}
+        warps = attention._warps(height, dim, False)
+        made = compiled(attention._attend, pointers, numbers, capability=capability, num_warps=warps)
     assert made.metadata.shared <= shared
 
 
 def test_chunks_of_a_state_and_experts_fit() -> None:
-    kinds = dict.fromkeys(("q", "k", "v", "gates", "inverse", "near", "states", "saved", "out"), "*fp32")
-    kinds |= dict.fromkeys(("chunks", "runs", "slots"), "*i32")
-    sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_K": 128, "LENGTH": 64}
-    options = {"capability": SM86, "num_warps": triton_delta_chunks.CHUNK_WARPS, "num_stages": 1}
-    made = compiled(triton_delta_chunks._chunks, kinds, {**sizes, "BLOCK_V": triton_delta_chunks.CHUNK_COLUMNS}, **options)
+    kinds = dict.fromkeys(("q", "k", "v", "gates", "inverse", "scores", "states", "saved_states", "out"), "*fp32")
+    kinds |= dict.fromkeys(("chunks", "spans", "save_slots"), "*i32")
+    sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_K": 128, "CHUNK_LENGTH": 64}
+    options = {"capability": SM86, "num_warps": delta_chunked.CHUNK_WARPS, "num_stages": 1}
+    made = compiled(delta_chunked._scan_chunks, kinds, {**sizes, "BLOCK_V": delta_chunked.CHUNK_COLUMNS}, **options)
     assert made.metadata.shared <= SMALL_SHARED
     kinds = dict.fromkeys(("x", "weight", "y"), "*bf16") | dict.fromkeys(("order", "tiles"), "*i32")
     for height, columns, depth in ((16, 64, 128), (64, 128, 64)):
         for gate in (0, 1):
             numbers = {"DIVIDE": 8, "K": 2048, "GATE": gate, "BLOCK_M": height, "BLOCK_K": depth, "PDL": False}
             numbers["BLOCK_N"] = columns // 2 if gate else columns
-            made = compiled(triton_moe._grouped, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
+            made = compiled(experts._grouped_gemm, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
             assert made.metadata.shared <= SMALL_SHARED

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.ops.cuda.attention import block_keys, split_of
+from onedraw.backends.torch.ops.cuda.attention import block_keys, split_indices
 from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, choose_tile
 
 LARGE_SHARED = 227 * 1024
@@ -78,7 +78,7 @@ def test_every_tile_fits_into_the_shared_memory_of_its_card(rows: int, shared: i
 
 
 def test_splits_follow_each_other_and_none_begins_inside_a_block() -> None:
-    split = split_of(np.arange(40_000))
+    split = split_indices(np.arange(40_000))
     begins = np.flatnonzero(np.diff(split, prepend=-1))
     assert set(np.diff(split)) == {0, 1}
     assert not (begins % max(block_keys(dim) for dim in (64, 128, 256, 512))).any()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.ops.cuda.attention import OWN, SHARED, TILE_WORDS
-from onedraw.backends.torch.ops.cuda.attention_inputs import Heads, device_view, host_view
+from onedraw.backends.torch.ops.cuda.attention import TILE_WORDS, TREE_PATH, TREE_PREFIX
+from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, device_attention_inputs, host_attention_inputs
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Span, fed_layout
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging
@@ -31,16 +31,16 @@ def test_every_node_is_in_one_tile_of_what_is_shared(group: int, count: int) -> 
         staging=DirectStaging(torch.device("cpu")),
         bucket=BUCKET,
     )
-    host = host_view(inputs, Heads(4 * group, 4, 256, None, 264))
-    assert [(cut.kind, cut.height) for cut in host.layout.cuts] == [
-        (SHARED, 64),
-        (OWN, 16),
+    host = host_attention_inputs(inputs, AttentionShape(4 * group, 4, 256, None, 264))
+    assert [(tile_set.kind, tile_set.height) for tile_set in host.layout.tile_sets] == [
+        (TREE_PREFIX, 64),
+        (TREE_PATH, 16),
     ]  # of the bucket, which has room for 24
-    view = device_view(torch.from_numpy(host.words), host.layout)
-    for kind in (SHARED, OWN):
-        tiles = np.concatenate([tiles.tiles.numpy() for tiles in view.sets if tiles.kind == kind])
+    device = device_attention_inputs(torch.from_numpy(host.words), host.layout)
+    for kind in (TREE_PREFIX, TREE_PATH):
+        tiles = np.concatenate([tiles.tiles.numpy() for tiles in device.tile_sets if tiles.kind == kind])
         assert tiles.shape[1] == TILE_WORDS
         read = [token for first, tokens in tiles[:, :2] for token in range(first, first + tokens)]
         assert read == list(range(count))
-    assert sorted(view.view.lines[:count].tolist()) == list(range(count))
-    assert sum(len(tiles.tokens) for tiles in view.sets) == BUCKET.tokens
+    assert sorted(device.metadata.merge_rows[:count].tolist()) == list(range(count))
+    assert sum(len(tiles.merge_tokens) for tiles in device.tile_sets) == BUCKET.tokens

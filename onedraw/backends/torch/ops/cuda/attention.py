@@ -29,17 +29,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, launch_options, shared_memory
 from onedraw.backends.torch.ops.cuda.online_softmax import (
-    key_slots,
-    quantized_scores,
-    merge_split,
-    merge_splits,
     accumulate,
     accumulate_quantized,
+    key_slots,
+    merge_split,
+    merge_splits,
+    quantized_scores,
     split_index,
     split_start,
 )
-from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, launch_options, shared_memory
 from onedraw.backends.torch.ops.cuda.tree_attention import attend_tree_paths
 from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, wait_for_inputs
 
@@ -178,7 +178,9 @@ def _attend(
         masked_start = start_key
         if not KV_QUANT:
             common_stop = tl.minimum(stop_key, tl.min(tl.where(live, last_key, 2147483646), 0) + 1)
-            masked_start = tl.where(start_key >= tl.max(tl.where(live, first_key, 0), 0), common_stop // BLOCK_KEYS * BLOCK_KEYS, start_key)
+            masked_start = tl.where(
+                start_key >= tl.max(tl.where(live, first_key, 0), 0), common_stop // BLOCK_KEYS * BLOCK_KEYS, start_key
+            )
             for start in tl.range(start_key, masked_start, BLOCK_KEYS, num_stages=STAGES):
                 offsets = next_slots.to(tl.int64) * D
                 next_slots = key_slots(start + BLOCK_KEYS, row_pages, head, table_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
@@ -193,7 +195,9 @@ def _attend(
             next_slots = key_slots(start + BLOCK_KEYS, row_pages, head, table_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
             visible = (position[None, :] >= first_key[:, None]) & (position[None, :] <= last_key[:, None])
             if KV_QUANT:
-                scores = quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE)
+                scores = quantized_scores(
+                    keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE
+                )
                 scores = tl.where(visible, scores, float("-inf"))
                 row_max_s, sums_s, even, odd = accumulate_quantized(
                     scores, values, value_scales, slots, in_range, pair, ones, row_max_s, sums_s, even, odd, D, KV_QUANT, IEEE
@@ -250,10 +254,20 @@ def attend(
     kv_quant = 0 if scales is None else 1 if keys.dtype == torch.int8 else 2
     stores = (keys, values) if scales is None else (keys.view(torch.int16), values.view(torch.int16))
     tensors = (q, *stores, *(scales or (None, None)), out, split_acc, split_max, split_sum)
-    key_ranges, strides, scale = (metadata.first_keys, metadata.last_keys, metadata.merge_rows, metadata.page_table), (q.stride(0), metadata.page_table.shape[1]), scale * LOG2_E
+    key_ranges, strides, scale = (
+        (metadata.first_keys, metadata.last_keys, metadata.merge_rows, metadata.page_table),
+        (q.stride(0), metadata.page_table.shape[1]),
+        scale * LOG2_E,
+    )
     common = {"FIRST_SPLIT": FIRST_SPLIT, "HEADS": heads, "D": dim, "PDL": pdl}
     common |= {"enable_fp_fusion": False, **launch_options(pdl)}
-    options = common | {"KV_HEADS": kv_heads, "BLOCK_D": block_d, "PAGE_SIZE": metadata.page_size, "BLOCK_KEYS": block_keys(dim), "KV_QUANT": kv_quant}
+    options = common | {
+        "KV_HEADS": kv_heads,
+        "BLOCK_D": block_d,
+        "PAGE_SIZE": metadata.page_size,
+        "BLOCK_KEYS": block_keys(dim),
+        "KV_QUANT": kv_quant,
+    }
     options["IEEE"] = q.dtype == torch.float32
     splits_per_load = 8 if block_d < 256 else 16  # splits that are merged
     assert not tile_sets or tile_sets[0].kind != TREE_PATH, "what is a node's own is read behind what nodes share"
@@ -282,7 +296,17 @@ def attend(
     for tile_set in tile_sets:
         if tile_set.kind == FULL and len(tile_set.merge_tokens):
             merge_splits[(len(tile_set.merge_tokens), heads)](
-                *(out, split_acc, split_max, split_sum, tile_set.merge_tokens, metadata.first_keys, metadata.last_keys, metadata.merge_rows, merge_count),
+                *(
+                    out,
+                    split_acc,
+                    split_max,
+                    split_sum,
+                    tile_set.merge_tokens,
+                    metadata.first_keys,
+                    metadata.last_keys,
+                    metadata.merge_rows,
+                    merge_count,
+                ),
                 **common,
                 BLOCK_D=block_d,
                 SPLITS_PER_LOAD=splits_per_load,

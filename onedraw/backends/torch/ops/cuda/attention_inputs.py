@@ -17,12 +17,12 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.attention import (
     FIRST_SPLIT,
+    FULL,
+    TILE_WORDS,
     TREE_PATH,
     TREE_PREFIX,
-    TILE_WORDS,
-    FULL,
-    TileSet,
     AttentionMetadata,
+    TileSet,
     block_keys,
     split_indices,
 )
@@ -119,11 +119,16 @@ class DeviceAttentionInputs:
 def host_attention_inputs(inputs: Inputs, shape: AttentionShape) -> HostAttentionInputs:
     if inputs.bucket is None:
         tile_sets = _tile_sets(inputs, shape)
-        template = _template(_attention_layout(inputs, shape, tuple(tile_set for tile_set, _, _ in tile_sets)), [tokens for _, _, tokens in tile_sets])
+        template = _template(
+            _attention_layout(inputs, shape, tuple(tile_set for tile_set, _, _ in tile_sets)),
+            [tokens for _, _, tokens in tile_sets],
+        )
         tiles = [table for _, table, _ in tile_sets]
     else:
         template = _bucket_template(inputs.bucket, shape, inputs.page_size)
-        tiles = [_tile_table(inputs, shape, own) for own in _bucket_tiles(inputs, inputs.bucket, shape, template.layout.tile_sets)]
+        tiles = [
+            _tile_table(inputs, shape, own) for own in _bucket_tiles(inputs, inputs.bucket, shape, template.layout.tile_sets)
+        ]
     firsts, table = inputs.host_firsts(shape.window), inputs.host_tables[inputs.group(shape.window)]
     arrays = [inputs.host_positions, inputs.host_slots, inputs.host_rows, firsts, inputs.host_ends, table]
     arrays += tiles if inputs.host_paths is None else [inputs.host_paths, *tiles]
@@ -163,7 +168,9 @@ def device_attention_inputs(words: Tensor, layout: AttentionLayout) -> DeviceAtt
     paths, rest = None, arrays[7:]
     if layout.depth is not None:
         paths, rest = rest[0].view(layout.tokens, layout.depth), rest[1:]
-    metadata = AttentionMetadata(rows, first_keys, last_keys, merge_rows, page_table.view(layout.rows, layout.width), paths, layout.page_size)
+    metadata = AttentionMetadata(
+        rows, first_keys, last_keys, merge_rows, page_table.view(layout.rows, layout.width), paths, layout.page_size
+    )
     tile_sets = tuple(
         TileSet(
             tile_set.height,
@@ -211,12 +218,17 @@ def _bucket_template(bucket: Bucket, shape: AttentionShape, page_size: int) -> L
     if bucket.depth is None:
         tile_sets = [_bucket_tile_set(bucket, shape, FULL, bucket.longest, splits)]
     else:
-        tile_sets = [_bucket_tile_set(bucket, shape, TREE_PREFIX, bucket.longest, splits), _bucket_tile_set(bucket, shape, TREE_PATH, 1, splits)]
+        tile_sets = [
+            _bucket_tile_set(bucket, shape, TREE_PREFIX, bucket.longest, splits),
+            _bucket_tile_set(bucket, shape, TREE_PATH, 1, splits),
+        ]
     layout = AttentionLayout(bucket.tokens, bucket.rows + 1, bucket.reach // page_size, bucket.depth, page_size, tuple(tile_sets))
     template = _template(layout, [np.arange(tile_set.merge_tokens, dtype=np.int64) for tile_set in tile_sets])
     for tile_set, start in zip(tile_sets, template.starts[-len(tile_sets) :], strict=True):
         size = tile_set.tiles * TILE_WORDS
-        template.words[start : start + size] = np.tile([0, 0, -1, bucket.rows, FIRST_SPLIT, 0, 0, 1], tile_set.tiles)  # sees nothing
+        template.words[start : start + size] = np.tile(
+            [0, 0, -1, bucket.rows, FIRST_SPLIT, 0, 0, 1], tile_set.tiles
+        )  # sees nothing
     return template
 
 
@@ -231,7 +243,9 @@ def _bucket_tile_set(bucket: Bucket, shape: AttentionShape, kind: int, count: in
     return TileSetLayout(height, tile_count, 0 if sequential else tokens, splits, grid_splits, sequential, kind)
 
 
-def _bucket_tiles(inputs: Inputs, bucket: Bucket, shape: AttentionShape, tile_sets: tuple[TileSetLayout, ...]) -> list[list[Tile]]:
+def _bucket_tiles(
+    inputs: Inputs, bucket: Bucket, shape: AttentionShape, tile_sets: tuple[TileSetLayout, ...]
+) -> list[list[Tile]]:
     """The tiles that a turn of a bucket needs, per cut."""
     rows = [span for span in inputs.spans if span.lane is not None]
     tile_lists: list[list[Tile]] = [[] for _ in tile_sets]
@@ -243,7 +257,9 @@ def _bucket_tiles(inputs: Inputs, bucket: Bucket, shape: AttentionShape, tile_se
     return tile_lists
 
 
-def _add_tiles(tile_lists: TileLists, shape: AttentionShape, splits: int, first: int, count: int, kind: int, tree_start: int) -> None:
+def _add_tiles(
+    tile_lists: TileLists, shape: AttentionShape, splits: int, first: int, count: int, kind: int, tree_start: int
+) -> None:
     if count:
         # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
         height = _tile_height(shape, count, kind, splits)
@@ -274,18 +290,24 @@ def _tile_table(inputs: Inputs, shape: AttentionShape, tiles: list[Tile]) -> Int
     low, high = firsts[first], inputs.host_ends[first + count - 1]  # known tokens see more and more
     carried_split: Ints | int = -1
     if kind != FULL:
-        prefix_stop = tree_start // block_keys(shape.dim) * block_keys(shape.dim)  # where the blocks end that all nodes read alike
+        prefix_stop = (
+            tree_start // block_keys(shape.dim) * block_keys(shape.dim)
+        )  # where the blocks end that all nodes read alike
         if kind == TREE_PATH:
             carried_split = np.where(low < prefix_stop, split_indices(prefix_stop - 1), -1)
             low = np.maximum(low, prefix_stop)
         else:
             low, high = np.asarray([firsts[f : f + c].min() for f, c, _, _ in tiles]), prefix_stop - 1
-    for column, values in enumerate((first, count, carried_split, inputs.host_rows[first], low, high, tree_start, split_indices(low))):
+    for column, values in enumerate(
+        (first, count, carried_split, inputs.host_rows[first], low, high, tree_start, split_indices(low))
+    ):
         table[:, column] = values
     return table
 
 
-def _tile_set(inputs: Inputs, shape: AttentionShape, height: int, tiles: list[Tile], splits: int) -> tuple[TileSetLayout, Ints, Ints]:
+def _tile_set(
+    inputs: Inputs, shape: AttentionShape, height: int, tiles: list[Tile], splits: int
+) -> tuple[TileSetLayout, Ints, Ints]:
     table = _tile_table(inputs, shape, tiles)
     grid_splits = max(int((split_indices(table[:, 5]) + 1 - table[:, 7]).max()), 1)  # the most splits that a tile reads
     # A node's shared and own parts may lie in tiles of two heights; what it shares is kept for its own tile.

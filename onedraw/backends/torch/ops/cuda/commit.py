@@ -205,6 +205,6 @@ def move_kept_kv(
     block = min(64, triton.next_power_of_2(words))
     _move_kept_kv[(len(rows) * kv_heads, len(stores), triton.cdiv(words, block))](
         stores, verified.kept, rows, page_table, width, page_table.shape[1],
-        KV_HEADS=kv_heads, WORDS=words, BLOCK=block, MAX_DEPTH=triton.next_power_of_2(width), PAGE_SIZE=page_size, PDL=pdl, num_warps=4,
-        **launch_options(pdl),
+        KV_HEADS=kv_heads, WORDS=words, BLOCK=block, MAX_DEPTH=triton.next_power_of_2(width), PAGE_SIZE=page_size, PDL=pdl,
+        num_warps=4, **launch_options(pdl),
     )  # fmt: skip

@@ -88,8 +88,8 @@ def _conv_input(projected, windows, source, tokens, stride, start, offsets, mask
 
 
 @triton.jit
-def _token_gates(projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START: tl.constexpr, HEADS: tl.constexpr,
-                 BLOCK: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
+def _token_gates(projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START: tl.constexpr,
+                 HEADS: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
     """Of all heads of a token: log of the decay, the decay itself, beta. START: of a and b among the projections."""
     head = tl.arange(0, BLOCK)
     mask = head < HEADS
@@ -166,10 +166,14 @@ def _conv_and_gates(
             else:
                 tl.store(k + (token * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + offsets, unit, mask=mask)
                 if DRAFTS:
-                    tl.store(draft_keys + (slot * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + offsets, unit, mask=mask & (slot >= 0))
+                    tl.store(
+                        draft_keys + (slot * KEY_HEADS + head - KEY_HEADS) * KEY_DIM + offsets, unit, mask=mask & (slot >= 0)
+                    )
     else:
         START: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM
-        _token_gates(projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START, VALUE_HEADS, BLOCK_HEADS, DRAFTS)
+        _token_gates(
+            projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START, VALUE_HEADS, BLOCK_HEADS, DRAFTS
+        )
     launch_dependents(PDL)  # at the end: steps that start among these programs are not spread evenly over the device
 
 

@@ -124,22 +124,31 @@ def _scan_chunks(
         cum_decay = exp(cum_log_decay)
         retrieved = tl.dot(tl.load(k + key_offsets, mask=key_mask, other=0.0), state, input_precision="tf32x3")
         rhs = beta[:, None] * (value - cum_decay[:, None] * retrieved)
-        square_offsets = (chunk * VALUE_HEADS + head).to(tl.int64) * CHUNK_LENGTH * CHUNK_LENGTH + i[:, None] * CHUNK_LENGTH + i[None, :]
+        square_offsets = (
+            (chunk * VALUE_HEADS + head).to(tl.int64) * CHUNK_LENGTH * CHUNK_LENGTH + i[:, None] * CHUNK_LENGTH + i[None, :]
+        )
         change = tl.dot(tl.load(inverse + square_offsets), rhs, input_precision="tf32x3")
         output = cum_decay[:, None] * tl.dot(tl.load(q + key_offsets, mask=key_mask, other=0.0), state, input_precision="tf32x3")
         output = output + tl.dot(tl.load(scores + square_offsets), change, input_precision="tf32x3")
         tl.store(out + value_offsets, output, mask=live[:, None] & column_mask[None, :])
         # Keys once more, lying: each fades by what comes behind it in the chunk.
         transposed_offsets = ((first + i)[None, :] * KEY_HEADS + key_head) * KEY_DIM + d[:, None]
-        decayed_keys = tl.load(k + transposed_offsets, mask=live[None, :] & key_dim_mask[:, None], other=0.0) * exp(chunk_log_decay - cum_log_decay)[None, :]
+        decayed_keys = (
+            tl.load(k + transposed_offsets, mask=live[None, :] & key_dim_mask[:, None], other=0.0)
+            * exp(chunk_log_decay - cum_log_decay)[None, :]
+        )
         state = state * exp(chunk_log_decay) + tl.dot(decayed_keys, change, input_precision="tf32x3")
         save_slot = tl.load(save_slots + chunk).to(tl.int64)
         if save_slot >= 0:
-            tl.store(saved_states + (save_slot * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + state_offsets, state, mask=state_mask)
+            tl.store(
+                saved_states + (save_slot * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + state_offsets, state, mask=state_mask
+            )
     tl.store(state_ptrs, state, mask=state_mask)
 
 
-def chunked_delta(qkv: DeltaQkv, states: Tensor, saved_states: Tensor, out: Tensor, *, chunks: Tensor, spans: Tensor, save_slots: Tensor) -> None:
+def chunked_delta(
+    qkv: DeltaQkv, states: Tensor, saved_states: Tensor, out: Tensor, *, chunks: Tensor, spans: Tensor, save_slots: Tensor
+) -> None:
     """Prompt positions. chunks [n, 2] int32: first token and tokens (64, at a prompt's end perhaps fewer), a run's chunks one
     behind the other. runs [R, 4] int32: lane, first chunk, chunk behind the last, fresh. slots [n] int32: the checkpoint that
     takes the state behind a chunk, or -1. Lanes move on in place; out [T, Hv, Dv] is written for the chunks' tokens."""

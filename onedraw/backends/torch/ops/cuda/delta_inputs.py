@@ -1,7 +1,7 @@
-"""A turn's runs as the delta kernels read them: tables of 32-bit integers on the device.
+"""Inputs of the Gated DeltaNet kernels for one step: index tables of 32-bit integers on the device.
 
-In: RecurrentSpans. Out: Recurrence: taps, chunks, paths of steps, and where windows come from. A path is what one program steps
-through: a row's known tokens and its drafts, a tree branch by branch.
+In: RecurrentSpans. Out: DeltaTables: convolution taps, chunks, paths, and the sources of the convolution windows. A path lists
+the tokens that one program of the recurrent form processes: a row's known tokens, then its drafts, a tree branch by branch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.ops.cuda.delta import DraftIncrements, DeltaQkv
+from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, DraftIncrements
 from onedraw.backends.torch.ops.cuda.delta_recurrent import PATH_WORDS, recurrent_delta
 from onedraw.backends.torch.ops.cuda.delta_tree import REPEAT, RESTART, tree_delta
 from onedraw.backends.torch.runner.inputs import Bucket, Ints
@@ -26,31 +26,31 @@ from onedraw.speculation.draft_tree import chain_length
 from onedraw.types import Draft
 
 Words = npt.NDArray[np.int32]
-TREE_BRANCHES = 2  # branches of a tree that are walked side by side
+TREE_BRANCHES = 2  # branches of a tree that one program processes in parallel
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPaths:
-    """No two paths are of one lane."""
+    """Each path belongs to a different lane."""
 
-    table: Tensor  # [P, 5]
-    entries: Tensor  # [n] entries
-    branches: int = 1  # entries of a step, one for each branch that is walked beside others
+    table: Tensor  # [P, PATH_WORDS] int32
+    entries: Tensor  # [n] int32: 4 * token, plus RESTART and REPEAT
+    branches: int = 1  # entries per time step, one for each branch processed in parallel
 
 
 def run_paths(
     qkv: DeltaQkv, states: Tensor, out: Tensor, paths: RecurrentPaths, *, drafts: DraftIncrements | None = None, pdl: bool = False
 ) -> None:
-    """The states step by step, chains in one way and branches in another (`triton_delta_steps.py`, `triton_strands.py`)."""
+    """Advance the states token by token: `recurrent_delta` for chains, `tree_delta` for trees."""
     if paths.branches == 1:
         recurrent_delta(qkv, states, out, paths=paths.table, entries=paths.entries, drafts=drafts, pdl=pdl)
     else:
-        assert drafts is not None, "branches are drafts"
-        tree_delta(qkv, states, out, paths=paths.table, entries=paths.entries, drafts=drafts, count=paths.branches, pdl=pdl)
+        assert drafts is not None, "a tree consists of drafts"
+        tree_delta(qkv, states, out, paths=paths.table, entries=paths.entries, drafts=drafts, branches=paths.branches, pdl=pdl)
 
 
 class PathBuilder:
-    """Paths on their way to the device. Owner: Recurrence."""
+    """Collects paths on the host. Owner: DeltaTables."""
 
     def __init__(self, branches: int) -> None:
         self.branches = branches
@@ -58,7 +58,7 @@ class PathBuilder:
         self.entries: list[int] = []
 
     def add(self, known: list[int], walks: list[list[int]], *, lane: int, fresh: bool) -> None:
-        """Entries of the known tokens, and of the drafts behind them by strands."""
+        """Add a path: entries of the known tokens, then one list of draft entries per parallel branch."""
         longest = max(map(len, walks), default=0)
         if not (known or longest):
             return
@@ -67,20 +67,20 @@ class PathBuilder:
             self.entries += itertools.chain(known, *walks)
             return
         self.entries += [entry for entry in known for _ in range(self.branches)]
-        # A strand that is at its end goes over something once more, and leaves nothing.
+        # A branch that ends early repeats an entry, which stores nothing.
         idle = (known[0] if known else walks[0][0]) & ~3 | REPEAT
         walks = [*walks, *[[]] * (self.branches - len(walks))]
         self.entries += itertools.chain(*itertools.zip_longest(*walks, fillvalue=idle))
 
     def build(self, staging: Staging, rows: int = 0, entries: int = 0) -> RecurrentPaths:
-        """With room for so many paths and entries; a path without entries does nothing."""
+        """Padded to `rows` paths and `entries` time steps; a path without entries is a no-op."""
         table = _filled(self.rows, (max(rows, len(self.rows)), PATH_WORDS), 0)
-        entries = _filled(self.entries, (max(entries * self.branches, len(self.entries)),), 0)
-        return RecurrentPaths(staging.put(table), staging.put(entries), self.branches)
+        padded = _filled(self.entries, (max(entries * self.branches, len(self.entries)),), 0)
+        return RecurrentPaths(staging.put(table), staging.put(padded), self.branches)
 
 
 class DeltaTables:
-    """Everything is on the device when it is constructed. Owner: the pass over the layers that made it."""
+    """All tables are on the device once constructed. Owner: the pass over the layers that made it."""
 
     def __init__(self, spans: RecurrentSpans, *, staging: Staging, bucket: Bucket | None = None) -> None:
         chunks: list[list[int]] = []
@@ -102,7 +102,7 @@ class DeltaTables:
         self.chunk_slots = put(_filled(slots, (len(slots),)))
         if bucket is None:
             self.paths = paths.build(staging)
-        else:  # a draft is taken again at most once for each draft behind it
+        else:  # a draft is repeated at most once for each of its descendants
             entries = bucket.tokens * (1 if bucket.depth is None else bucket.depth)
             self.paths = paths.build(staging, bucket.rows, entries)
         self.taps = put(spans.host_taps.astype(np.int32))
@@ -110,17 +110,18 @@ class DeltaTables:
         self.window_sources = put(_window_sources([span.lane for span in spans.runs], spans.host_closings, min_rows))
         self.saved_window_sources = put(_window_sources([slot for span in spans.runs for _, slot in span.saves], spans.host_kept))
         drafting = any(span.drafts for span in spans.runs) if bucket is None else bucket.longest > 1
-        self.draft_slots = put(_draft_slots(spans)) if drafting else None  # [T] place of each draft in the rollback buffer, -1 for others
+        self.draft_slots = put(_draft_slots(spans)) if drafting else None
 
 
 def _window_sources(targets: list[int], rows: Ints, min_rows: int = 0) -> Words:
-    """[m, 1 + K]: a place, the K - 1 rows of its window, padding; a place of -1 stands for nothing to do."""
+    """[m, 1 + K]: the target window, the K - 1 source rows, padding; a target of -1 is a no-op."""
     padded = np.full((max(len(targets), min_rows), rows.shape[1] + 2), -1, dtype=np.int32)
     padded[: len(targets), 0], padded[: len(targets), 1:-1] = targets, rows
     return padded
 
 
 def _draft_slots(spans: RecurrentSpans) -> Words:
+    """[T] slot of each draft in the rollback buffer, -1 for known tokens."""
     slots = np.full(len(spans.host_taps), -1, dtype=np.int32)
     for span in spans.runs:
         first = span.first + span.known
@@ -129,13 +130,13 @@ def _draft_slots(spans: RecurrentSpans) -> Words:
 
 
 def add_span(span: RecurrentSpan, paths: PathBuilder) -> None:
-    """Known tokens, and the drafts behind them."""
+    """Add the path of a span: its known tokens in recurrent form, then its drafts."""
     known = [4 * token for token in range(span.first + span.prompt, span.first + span.known)]
     node = 4 * (span.first + span.known)
     walks = [list(range(node, node + 4 * len(span.drafts), 4))]
     if _is_tree(span):
         nodes = _depth_first(span.drafts)
-        # As few steps as the strands allow, each with a part of the tree in its order.
+        # The fewest time steps with which the branches processed in parallel cover the tree.
         least = 1 + max(len(ancestors) for _, ancestors in nodes)
         limits = itertools.count(least)
         parts = next(walks for limit in limits if len(walks := _parallel_walks(nodes, limit)) <= paths.branches)
@@ -144,13 +145,13 @@ def add_span(span: RecurrentSpan, paths: PathBuilder) -> None:
 
 
 def _is_tree(span: RecurrentSpan) -> bool:
-    """Whether some draft does not follow the one before it."""
+    """Whether some draft's parent is not the draft before it."""
     return chain_length(span.drafts) != len(span.drafts)
 
 
 def _parallel_walks(nodes: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
-    """Entries of drafts in their order, counted from the first, in strands of at most so many. Where a draft does not follow
-    the one before it, what is before it is taken again, from the known tokens on."""
+    """Entries of drafts in depth-first order, relative to the first draft, in walks of at most `limit`. Where a draft is not a
+    child of the draft before it, its ancestors are repeated from the state after the known tokens."""
     walks: list[list[int]] = []
     last_path: list[int] = []
     for index, ancestors in nodes:
@@ -168,7 +169,7 @@ def _parallel_walks(nodes: list[tuple[int, list[int]]], limit: int) -> list[list
 
 
 def _depth_first(drafts: Sequence[Draft]) -> list[tuple[int, list[int]]]:
-    """Every draft with those before it, a parent's first child right behind it."""
+    """Drafts in depth-first order, each with its ancestors."""
     children: dict[int, list[int]] = {}
     for index, draft in enumerate(drafts):
         children.setdefault(draft.parent, []).append(index)
@@ -181,17 +182,19 @@ def _depth_first(drafts: Sequence[Draft]) -> list[tuple[int, list[int]]]:
     return nodes
 
 
-def commit_tables(kept: Sequence[KeptDrafts], *, conv: int, slot_count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Lanes [n], places [n, longest] and window sources [n, 1 + K] of a commit; `held`: places the rollback buffer has."""
-    longest = max(len(row_drafts.places) for row_drafts in kept)
-    places = np.full((len(kept), longest), -1, dtype=np.int32)
+def commit_tables(
+    kept: Sequence[KeptDrafts], *, conv: int, slot_count: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lanes [n], rollback buffer slots [n, longest] and window sources [n, 1 + K] of a commit; `slot_count`: of the buffer."""
+    longest = max(len(drafts.places) for drafts in kept)
+    slots = np.full((len(kept), longest), -1, dtype=np.int32)
     sources = np.full((len(kept), conv + 1), -1, dtype=np.int32)
-    for row, row_drafts in enumerate(kept):
-        places[row, : len(row_drafts.places)] = row_drafts.places
-        window = [*(slot_count + row_drafts.lane * (conv - 1) + i for i in range(conv - 1)), *row_drafts.places]
-        sources[row, 0], sources[row, 1:-1] = row_drafts.lane, window[len(window) - conv + 1 :]
-    lanes = torch.tensor([row_drafts.lane for row_drafts in kept], dtype=torch.int32).to(device)
-    return lanes, torch.from_numpy(places).to(device), torch.from_numpy(sources).to(device)
+    for row, drafts in enumerate(kept):
+        slots[row, : len(drafts.places)] = drafts.places
+        window = [*(slot_count + drafts.lane * (conv - 1) + i for i in range(conv - 1)), *drafts.places]
+        sources[row, 0], sources[row, 1:-1] = drafts.lane, window[len(window) - conv + 1 :]
+    lanes = torch.tensor([drafts.lane for drafts in kept], dtype=torch.int32).to(device)
+    return lanes, torch.from_numpy(slots).to(device), torch.from_numpy(sources).to(device)
 
 
 def _filled(values: list[int] | list[list[int]], shape: tuple[int, ...], fill: int = 0) -> Words:

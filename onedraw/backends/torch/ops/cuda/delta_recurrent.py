@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.ops.cuda.delta import DraftIncrements, DeltaQkv, state_sizes
+from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, DraftIncrements, state_sizes
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED, begin_kernel
 
@@ -132,18 +132,24 @@ def _recurrent_delta(
         head_ptrs = (keys, queries, values, decays, betas)
         last = first + count - 1
         token = (tl.load(entries + first) >> 2).to(tl.int64)
-        key, query, value, decay, beta = _load_token(head_ptrs, token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS)
+        key, query, value, decay, beta = _load_token(
+            head_ptrs, token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS
+        )
         if DRAFTS:
             next_token = (tl.load(entries + tl.minimum(first + 1, last)) >> 2).to(tl.int64)
             far_token = (tl.load(entries + tl.minimum(first + 2, last)) >> 2).to(tl.int64)
-            token_ahead = _load_token(head_ptrs, next_token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS)
+            token_ahead = _load_token(
+                head_ptrs, next_token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS
+            )
             slot, slot_ahead = tl.load(draft_slots + token).to(tl.int64), tl.load(draft_slots + next_token).to(tl.int64)
         # What a step read is added up and written while the next one works.
         output = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
         output_token = tl.full((), -1, dtype=tl.int64)
         for index in range(count):
             if DRAFTS:  # a step is shorter than the way to what it reads, so that is asked for two steps before
-                token_far = _load_token(head_ptrs, far_token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS)
+                token_far = _load_token(
+                    head_ptrs, far_token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS
+                )
                 slot_far = tl.load(draft_slots + far_token).to(tl.int64)
                 farther_token = (tl.load(entries + tl.minimum(first + index + 3, last)) >> 2).to(tl.int64)
             _store_columns(out, tl.sum(output, 0), output_token, head, row, column, column_mask, VALUE_HEADS, VALUE_DIM)
@@ -262,7 +268,9 @@ def _commit_states(
         tl.store(state_ptrs, state, mask=mask)
 
 
-def commit_states(states: Tensor, *, increments: tuple[Tensor, Tensor, Tensor], lanes: Tensor, kept_slots: Tensor, pdl: bool = False) -> None:
+def commit_states(
+    states: Tensor, *, increments: tuple[Tensor, Tensor, Tensor], lanes: Tensor, kept_slots: Tensor, pdl: bool = False
+) -> None:
     """Bring kept drafts to their lanes [n]: places [n, longest] int32 in order of position, -1 behind the last. States and
     what is held are one layer's, or those of many with the layers in front; all contiguous."""
     layers = states.shape[0] if states.dim() == 5 else 1

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.ops.cuda.delta import DraftIncrements, DeltaQkv
+from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, DraftIncrements
 from onedraw.backends.torch.ops.cuda.delta_recurrent import COLUMNS
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
@@ -120,7 +120,11 @@ def _tree_delta(
             output = _state_dot(state, query, PARTS, BRANCHES, COLUMNS)
             # A step that is repeated leaves nothing; what is known, the first strand leaves.
             stores = ((entry & 2) == 0) & ((index >= known) | (branch == 0)) & (row == 0)
-            tl.store(out + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :], output, mask=stores[:, None] & column_mask)
+            tl.store(
+                out + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :],
+                output,
+                mask=stores[:, None] & column_mask,
+            )
             change_ptrs = changes + (slot[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
             tl.store(change_ptrs, change, mask=(stores & (slot >= 0))[:, None] & column_mask)
             if index == known - 1:

@@ -131,7 +131,9 @@ def _group_by_expert(
         earlier = (pair_expert[:, None] == other_expert[None, :]) & (other[None, :] < pair[:, None])
         rank_in_expert += tl.sum(earlier.to(tl.int32), 1)
         same_row = (other // USED)[None, :] == (pair // USED)[:, None]
-        rank_in_row += tl.sum((same_row & (other_expert[None, :] < pair_expert[:, None]) & (other_expert >= 0)[None, :]).to(tl.int32), 1)
+        rank_in_row += tl.sum(
+            (same_row & (other_expert[None, :] < pair_expert[:, None]) & (other_expert >= 0)[None, :]).to(tl.int32), 1
+        )
     start_pair = tl.cumsum(counts, 0) - counts
     tl.store(starts + expert, start_pair, mask=expert < EXPERTS)
     tile_counts = (counts + HEIGHT - 1) // HEIGHT

@@ -109,7 +109,9 @@ def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = 
     height = height or (16 if pairs <= 32 * count else 64)
     max_tiles = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
     if 0 < pairs <= MAX_PAIRS:
-        tables = group_by_expert(experts.contiguous(), weights.contiguous(), count=count, height=height, max_tiles=max_tiles, pdl=pdl)
+        tables = group_by_expert(
+            experts.contiguous(), weights.contiguous(), count=count, height=height, max_tiles=max_tiles, pdl=pdl
+        )
         return Routes(*tables, height)
     experts, by_expert = experts.sort(dim=1)
     flat = experts.reshape(-1)

@@ -33,7 +33,7 @@ def _asm(body: str) -> tl.constexpr:
 
 
 def _unpack_asm(code: str, dtype: str, upper: int) -> tl.constexpr:
-    return _asm(f"{_PAIRED[code][upper]} {_WIDEN[code, dtype].format(out='$0')}")
+    return _asm(f"{_SELECT_ASM[code][upper]} {_WIDEN_ASM[code, dtype].format(out='$0')}")
 
 
 LOWER_INT8_BF16, LOWER_INT8_F16, LOWER_FP8_BF16, LOWER_FP8_F16 = (_unpack_asm(*names, 0) for names in _WIDEN_ASM)
@@ -60,8 +60,12 @@ def unpack_pairs(pairs, dtype: tl.constexpr, FP8: tl.constexpr):
     if INTERPRETED or dtype == tl.float32:
         return _dequantize((pairs << 8) >> 8, dtype, FP8), _dequantize(pairs >> 8, dtype, FP8)
     else:
-        LOWER: tl.constexpr = (LOWER_FP8_BF16 if BF16 else LOWER_FP8_F16) if FP8 else (LOWER_INT8_BF16 if BF16 else LOWER_INT8_F16)
-        UPPER: tl.constexpr = (UPPER_FP8_BF16 if BF16 else UPPER_FP8_F16) if FP8 else (UPPER_INT8_BF16 if BF16 else UPPER_INT8_F16)
+        LOWER: tl.constexpr = (
+            (LOWER_FP8_BF16 if BF16 else LOWER_FP8_F16) if FP8 else (LOWER_INT8_BF16 if BF16 else LOWER_INT8_F16)
+        )
+        UPPER: tl.constexpr = (
+            (UPPER_FP8_BF16 if BF16 else UPPER_FP8_F16) if FP8 else (UPPER_INT8_BF16 if BF16 else UPPER_INT8_F16)
+        )
         lower = tl.inline_asm_elementwise(LOWER, "=r,r", [pairs], dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=2)
         upper = tl.inline_asm_elementwise(UPPER, "=r,r", [pairs], dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=2)
         return lower, upper

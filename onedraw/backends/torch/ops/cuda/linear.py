@@ -125,7 +125,9 @@ def _linear(
         activated = apply_activation(gate.to(tl.float32), GATE).to(dtype)
         half_columns = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         result = (activated.to(tl.float32) * up.to(tl.float32)).to(dtype)
-        tl.store(y + m[:, None] * y_stride + half_columns[None, :], result, mask=row_mask[:, None] & (half_columns * 2 < n)[None, :])
+        tl.store(
+            y + m[:, None] * y_stride + half_columns[None, :], result, mask=row_mask[:, None] & (half_columns * 2 < n)[None, :]
+        )
 
 
 def linear(

@@ -30,7 +30,17 @@ def key_slots(start, row_pages, head, table_width, KV_HEADS: tl.constexpr, PAGE_
 
 @triton.jit
 def path_key_slots(
-    start, low, high, tree_start, path, row_pages, head, path_width, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr
+    start,
+    low,
+    high,
+    tree_start,
+    path,
+    row_pages,
+    head,
+    path_width,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
 ):
     """The same on the path of a tree's node, whose steps lie behind the tail wherever they were written."""
     position = start + tl.arange(0, BLOCK_KEYS)
@@ -54,8 +64,8 @@ def accumulate(scores, value, ones, row_max, sums, acc, IEEE: tl.constexpr):
 
 
 @triton.jit
-def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D: tl.constexpr, KV_QUANT: tl.constexpr,
-                IEEE: tl.constexpr):  # fmt: skip
+def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D: tl.constexpr,
+                     KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
     """Scores of a block of codes. Of two neighbouring dimensions, which lie in 16 bits, each has a product of its own."""
     mask = in_range[:, None] & (pair < D // 2)[None, :]
     pair_offsets = (slots.to(tl.int64) * (D // 2))[:, None] + pair[None, :]
@@ -66,8 +76,8 @@ def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, p
 
 
 @triton.jit
-def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D: tl.constexpr, KV_QUANT: tl.constexpr,
-              IEEE: tl.constexpr):  # fmt: skip
+def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D: tl.constexpr,
+                         KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
     """`mix` for a block of codes, of the columns that lie in `pair`: even and odd ones have a mixture of their own."""
     dtype = ones.dtype
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -76,7 +86,9 @@ def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, on
     probs = tl.exp2(scores - safe_max[:, None])
     sums = tl.dot(probs.to(dtype), ones, sums * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
     pair_offsets = (slots.to(tl.int64) * (D // 2))[:, None] + pair[None, :]
-    lower, upper = unpack_pairs(tl.load(values + pair_offsets, mask=in_range[:, None] & (pair < D // 2)[None, :], other=0), dtype, KV_QUANT == 2)
+    lower, upper = unpack_pairs(
+        tl.load(values + pair_offsets, mask=in_range[:, None] & (pair < D // 2)[None, :], other=0), dtype, KV_QUANT == 2
+    )
     scaled_probs = (probs * tl.load(value_scales + slots, mask=in_range, other=0.0)[None, :]).to(dtype)
     even = tl.dot(scaled_probs, lower, even * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
     odd = tl.dot(scaled_probs, upper, odd * rescale[:, None], input_precision="ieee" if IEEE else "tf32")

@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.ops.base import CaptureOps, DeviceCommit, DraftCommit, KernelChoices
-from onedraw.backends.torch.ops.cuda import commit as triton_awaited
 from onedraw.backends.torch.ops.cuda import delta as delta_kernels
-from onedraw.backends.torch.ops.cuda.attention import LEAST, attend
-from onedraw.backends.torch.ops.cuda.attention_inputs import DeviceView, Heads, to_view
-from onedraw.backends.torch.ops.cuda.commit import move_kept, walk
-from onedraw.backends.torch.ops.cuda.delta_chunked import chunked
-from onedraw.backends.torch.ops.cuda.delta_inputs import Recurrence, commit_tables, take_steps
-from onedraw.backends.torch.ops.cuda.delta_recurrent import MANY_PATHS, commit
-from onedraw.backends.torch.ops.cuda.expert_routing import choose_experts, join
-from onedraw.backends.torch.ops.cuda.experts import experts, route, route_borders
+from onedraw.backends.torch.ops.cuda.attention import FIRST_SPLIT, attend
+from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, DeviceAttentionInputs, stage_attention_inputs
+from onedraw.backends.torch.ops.cuda.commit import move_kept_kv, resolve_pending_tokens, store_last_tokens, verify_drafts
+from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
+from onedraw.backends.torch.ops.cuda.delta_inputs import DeltaTables, commit_tables, run_paths
+from onedraw.backends.torch.ops.cuda.delta_recurrent import MANY_PATHS, commit_states
+from onedraw.backends.torch.ops.cuda.expert_routing import add_shared_expert, choose_experts
+from onedraw.backends.torch.ops.cuda.experts import route, route_borders, run_experts
 from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, linear, shared_memory, tile_borders
-from onedraw.backends.torch.ops.cuda.norm import ACTIVATIONS, MOST_WARPS, gated, opened, rms_norm
-from onedraw.backends.torch.ops.cuda.rope import prepare_heads
+from onedraw.backends.torch.ops.cuda.norm import ACTIVATIONS, MAX_WARPS, apply_gate, gated_activation, rms_norm
+from onedraw.backends.torch.ops.cuda.rope import norm_rope_and_cache
 from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
@@ -112,7 +111,7 @@ class TritonGated(TritonLinear):
         whole = self._for_library(len(x))
         if not whole:
             return linear(x, self._weight, bias=self.bias, gate=ACTIVATIONS[self._activation], pdl=self._pdl)
-        return gated(self(x), self._activation, paired=True, pdl=self._pdl)
+        return gated_activation(self(x), self._activation, paired=True, pdl=self._pdl)
 
 
 def _straight(x: Tensor) -> Tensor:
@@ -137,12 +136,12 @@ def _library_agrees(weight: Tensor) -> bool:
 @dataclass(frozen=True, slots=True)
 class TritonAttentionInputs:
     rope_table: Tensor  # [positions, 2, d/2]
-    device: DeviceView
+    device: DeviceAttentionInputs
     pdl: bool
 
     @property
     def page_table(self) -> Tensor:
-        return self.device.view.table
+        return self.device.metadata.page_table
 
     def attend(
         self,
@@ -160,8 +159,8 @@ class TritonAttentionInputs:
             store.keys,
             store.values,
             scales=store.scales,
-            view=self.device.view,
-            sets=list(self.device.sets),
+            metadata=self.device.metadata,
+            tile_sets=list(self.device.tile_sets),
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             dim=spec.head_dim,
@@ -184,18 +183,18 @@ class TritonAttentionInputs:
         heads: int,
     ) -> Tensor:
         device = self.device
-        return prepare_heads(
+        return norm_rope_and_cache(
             _straight(x),
             store,
-            turns=self.rope_table,
+            cos_sin=self.rope_table,
             positions=device.positions,
-            rows=device.view.rows,
+            rows=device.metadata.rows,
             slots=device.slots,
-            table=device.view.table,
+            page_table=device.metadata.page_table,
             heads=heads,
             kv_heads=spec.kv_heads,
             dim=spec.head_dim,
-            page_size=device.view.page_size,
+            page_size=device.metadata.page_size,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
@@ -208,15 +207,15 @@ class TritonAttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class TritonDeltaInputs:
-    tables: Recurrence
+    tables: DeltaTables
     pdl: bool
 
     def run(self, projected: Tensor, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
         spec, tables, projected = store.spec, self.tables, _straight(projected)
-        drafted = None
-        if tables.held is not None:
-            drafted = delta_kernels.Drafted(tables.held, store.decays, store.keys, store.changes, store.fed)
-        gates = delta_kernels.gate(
+        drafts = None
+        if tables.draft_slots is not None:
+            drafts = delta_kernels.DraftIncrements(tables.draft_slots, store.decays, store.keys, store.changes, store.fed)
+        gates = delta_kernels.conv_and_gates(
             projected,
             store.windows,
             tables.taps,
@@ -227,22 +226,22 @@ class TritonDeltaInputs:
             value_heads=spec.value_heads,
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
-            drafted=drafted,
+            drafts=drafts,
             pdl=self.pdl,
         )
         out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
-        chunks = {"chunks": tables.chunks, "runs": tables.chunk_runs, "slots": tables.chunk_slots}
-        chunked(gates, store.states, store.saved_states, out, **chunks)
-        take_steps(gates, store.states, out, tables.steps, drafted=drafted, pdl=self.pdl)
-        delta_kernels.shift_windows(projected, store.windows, store.saved_windows, tables.kept, pdl=self.pdl)
-        return delta_kernels.close(
+        chunks = {"chunks": tables.chunks, "spans": tables.chunk_spans, "save_slots": tables.chunk_slots}
+        chunked_delta(gates, store.states, store.saved_states, out, **chunks)
+        run_paths(gates, store.states, out, tables.paths, drafts=drafts, pdl=self.pdl)
+        delta_kernels.shift_conv_windows(projected, store.windows, store.saved_windows, tables.saved_window_sources, pdl=self.pdl)
+        return delta_kernels.gated_norm(
             out,
             projected,
             weights.norm,
             weights.eps,
             channels=spec.channels,
             windows=store.windows,
-            sources=tables.closings,
+            sources=tables.window_sources,
             pdl=self.pdl,
         )
 
@@ -267,7 +266,7 @@ class TritonBank:
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
         routes = route(ids, weights, count=len(self._gate_up), pdl=self._pdl)
-        return experts(
+        return run_experts(
             h,
             routes,
             gate_up=self._gate_up,
@@ -282,7 +281,7 @@ class TritonOps(FloatOps):
     """`pdl`: a kernel may start while the one before it ends (Hopper and later)."""
 
     rule = RowRule(floor=1)
-    choices = KernelChoices(first_split=LEAST, norm_warps=MOST_WARPS)
+    choices = KernelChoices(first_split=FIRST_SPLIT, norm_warps=MAX_WARPS)
 
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"
@@ -299,13 +298,13 @@ class TritonOps(FloatOps):
         return rms_norm(x, weight, eps, pdl=self._pdl)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return gated(gate_up, activation, pdl=self._pdl)
+        return gated_activation(gate_up, activation, pdl=self._pdl)
 
     def gated_product(self, gate_up: Linear, activation: Activation) -> TritonGated | None:
         return TritonGated(gate_up, activation) if isinstance(gate_up, TritonLinear) else None
 
     def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
-        return opened(x, gate, kind, pdl=self._pdl)
+        return apply_gate(x, gate, kind, pdl=self._pdl)
 
     def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> TritonBank:
         return TritonBank(torch.stack(gate_up), torch.stack(down), activation, pdl=self._pdl)
@@ -316,17 +315,17 @@ class TritonOps(FloatOps):
         return choose_experts(logits, spec, bias=bias, factors=factors, pdl=self._pdl)
 
     def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-        return join(out, always, gate, residual, pdl=self._pdl)
+        return add_shared_expert(out, always, gate, residual, pdl=self._pdl)
 
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return TritonSampler(vocab=vocab, lanes=lanes, device=device, pdl=self._pdl)
 
     def prepare_attention(self, inputs: Inputs, spec: AttentionSpec, rope_table: Tensor) -> TritonAttentionInputs:
-        return TritonAttentionInputs(rope_table, to_view(inputs, self.heads(spec)), self._pdl)
+        return TritonAttentionInputs(rope_table, stage_attention_inputs(inputs, self.heads(spec)), self._pdl)
 
-    def heads(self, mixer: AttentionSpec) -> Heads:
+    def heads(self, mixer: AttentionSpec) -> AttentionShape:
         small = shared_memory(self._device) <= SMALL_SHARED
-        return Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
+        return AttentionShape(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
         """Where programs that walk all keys of a token are enough to fill the device; where states are stepped in other parts."""
@@ -336,19 +335,19 @@ class TritonOps(FloatOps):
         return tuple(sorted(found | {MANY_PATHS for one in mixers if isinstance(one, DeltaSpec)}))
 
     def check_supported(self, spec: DeltaSpec) -> None:
-        why = delta_kernels.why_not(spec)
+        why = delta_kernels.unsupported_reason(spec)
         if why:
             raise UnsupportedModel(f"this model's delta layers have {why}; use --device cpu")
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> TritonDeltaInputs:
         spans = recurrent_spans(inputs, conv=spec.conv)
-        return TritonDeltaInputs(Recurrence(spans, staging=inputs.staging, bucket=inputs.bucket), self._pdl)
+        return TritonDeltaInputs(DeltaTables(spans, staging=inputs.staging, bucket=inputs.bucket), self._pdl)
 
     def resolve_tokens(self, tokens: Tensor, last: Tensor) -> Tensor:
-        return triton_awaited.awaited(tokens, last)
+        return resolve_pending_tokens(tokens, last)
 
     def keep_last_tokens(self, samples: Tensor, lanes: Tensor, last: Tensor) -> None:
-        triton_awaited.leave(samples, lanes, last)
+        store_last_tokens(samples, lanes, last)
 
     def commit(self, state: ModelState, drafts: DraftCommit) -> None:
         if isinstance(drafts, DeviceCommit):
@@ -359,9 +358,9 @@ class TritonOps(FloatOps):
         kept = state.kept_drafts(paths)
         for store in state.lanes if kept else ():
             held, device = (store.decays, store.keys, store.changes), store.states.device
-            lanes, places, sources = commit_tables(kept, conv=store.spec.conv, held=len(store.fed), device=device)
-            commit(store.states, held=held, lanes=lanes, places=places)
-            delta_kernels.shift_windows(store.fed, store.windows, store.windows, sources)
+            lanes, places, sources = commit_tables(kept, conv=store.spec.conv, slot_count=len(store.fed), device=device)
+            commit_states(store.states, increments=held, lanes=lanes, kept_slots=places)
+            delta_kernels.shift_conv_windows(store.fed, store.windows, store.windows, sources)
 
     def _commit_on_device(self, state: ModelState, drafts: DeviceCommit) -> None:
         """Nothing here is read by the host, so that the commit can be captured."""
@@ -370,27 +369,27 @@ class TritonOps(FloatOps):
             return
         first = next(iter(state.lanes), None)
         taps, held = (1, 0) if first is None else (first.spec.conv, len(first.fed))
-        walked = walk(
+        verified = verify_drafts(
             drafts.samples,
             tokens=drafts.tokens,
             parents=drafts.parents,
             rows=rows,
             longest=bucket.longest,
             taps=taps,
-            held=held,
+            slot_count=held,
             pdl=self._pdl,
         )
         for block in state.blocks.values():
             given = (block.decays, block.keys, block.changes)
-            commit(block.states, held=given, lanes=walked.lanes, places=walked.places, pdl=self._pdl)
-            delta_kernels.shift_windows(block.fed, block.windows, block.windows, walked.sources, pdl=self._pdl)
+            commit_states(block.states, increments=given, lanes=verified.lanes, kept_slots=verified.slots, pdl=self._pdl)
+            delta_kernels.shift_conv_windows(block.fed, block.windows, block.windows, verified.window_sources, pdl=self._pdl)
         for spec, placed in state.addresses.items() if bucket.depth is not None else ():
             for stores, head_bytes in placed:
-                move_kept(
+                move_kept_kv(
                     stores,
-                    walked,
+                    verified,
                     rows=rows,
-                    table=drafts.page_tables[spec],
+                    page_table=drafts.page_tables[spec],
                     kv_heads=spec.kv_heads,
                     head_bytes=head_bytes,
                     page_size=state.sizes.page_size,

@@ -49,7 +49,9 @@ def _write_kv(keys, values, key_scales, value_scales, key, value, offsets, head_
         finite = finite & _all_finite(key)
         code_dtype: tl.constexpr = keys.dtype.element_ty
         key_codes, key_scale = quantize_heads(tl.where(finite[:, None], key, 0.0), code_dtype, QUANT_MAX)
-        value_codes, value_scale = quantize_heads(tl.where(finite[:, None], value.to(dtype).to(tl.float32), 0.0), code_dtype, QUANT_MAX)
+        value_codes, value_scale = quantize_heads(
+            tl.where(finite[:, None], value.to(dtype).to(tl.float32), 0.0), code_dtype, QUANT_MAX
+        )
         tl.store(keys + offsets, key_codes, mask=mask)
         tl.store(values + offsets, value_codes, mask=mask)
         tl.store(key_scales + head_slot, tl.where(finite, key_scale, float("nan")), mask=head_mask)

@@ -1,7 +1,7 @@
 """The sampler of `backends/torch/sampling/sampler.py` with its vocabulary-wide work in Triton kernels.
 
-In: logits and positions. Out: the same choices: tokens, logprobs and checksums. What the host knows of the rows becomes one
-table; logprobs, which few ask for, are described by the plain sampler from the kernels' deficits.
+In: logits and positions. Out: the same tokens, logprobs and checksums as the plain sampler. The parameters of all rows are packed
+into one table on the device; logprobs, which few requests want, are computed by the plain sampler from the kernels' deficits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, SamplingPosition
-from onedraw.backends.torch.ops.cuda.commit import awaited
-from onedraw.backends.torch.ops.cuda.sampling import COLUMNS, GREEDY, KEY_0, LANE, TOP_K, Chosen, Wishes, choose
+from onedraw.backends.torch.ops.cuda.commit import resolve_pending_tokens
+from onedraw.backends.torch.ops.cuda.sampling import (
+    COLUMNS,
+    GREEDY,
+    KEY_0,
+    LANE,
+    TOP_K,
+    SamplingResult,
+    SamplingTable,
+    sample_tokens,
+)
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging, StagingBufferFull
 from onedraw.backends.torch.sampling.sampler import FilteredScores, Sampler, _deficits
 from onedraw.backends.torch.sampling.token_counts import LaneCounts
@@ -25,232 +34,242 @@ from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
 from onedraw.sampling.noise import key
 from onedraw.types import PENDING_TOKEN, SamplingParams
 
-MOST_KNOWN = 4096  # parameters that are remembered
+MAX_CACHED_PARAMS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Choosing:
-    """What the positions of a turn ask for, on the device."""
+class TritonSamplingInputs:
+    """Sampling inputs of a step, on the device."""
 
-    wishes: Wishes
+    table: SamplingTable
     columns: int
-    weights: Tensor | None  # of checksums
+    weights: Tensor | None  # [2, V] int64 checksum weights
     sampler: TritonSampler
 
     def sample(self, logits: Callable[[slice], Tensor], last: Tensor | None) -> Tensor:
-        return self.sampler.chosen(logits, self, last)
+        return self.sampler.sample_prepared(logits, self, last)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One request's parameters as the kernels read them."""
+class PackedParams:
+    """The sampling parameters of one request in the layout of the kernels' table."""
 
     params: SamplingParams
-    numbers: npt.NDArray[np.int64]  # the table's columns up to the keys
+    numbers: npt.NDArray[np.int64]  # the table's columns before KEY_0
     greedy: bool
-    counts: bool
-    more: bool  # something hangs on the history besides its counts, or tokens have a bias
-    counted: bool  # a number of tokens is kept
-    shared: bool  # a share of the mass is kept
+    uses_counts: bool
+    has_entries: bool  # logit bias, or adjustments that need more of the history than token counts
+    has_top_k: bool
+    has_top_p: bool
 
 
-class Entries:
-    """Tokens with a number each, one after the other."""
+class TokenEntries:
+    """A flat list of (token id, value) entries, row by row."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._values: list[float] = []
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Where they begin."""
-        begin = len(self._tokens)
+        """Append tokens with value 0; return the index of the first."""
+        start = len(self._tokens)
         self._tokens += tokens
         self._values += [0.0] * len(tokens)
-        return begin
+        return start
 
-    def kinds(self, kinds: Sequence[Sequence[tuple[int, float]]]) -> tuple[int, ...]:
-        """Where the entries of each kind begin, and where the last one ends."""
-        fences = [len(self._tokens)]
+    def add_kinds(self, kinds: Sequence[Sequence[tuple[int, float]]]) -> tuple[int, ...]:
+        """Append one list after the other; return the start of each and the end of the last."""
+        bounds = [len(self._tokens)]
         for kind in kinds:
             self._tokens += [token for token, _ in kind]
             self._values += [value for _, value in kind]
-            fences.append(len(self._tokens))
-        return tuple(fences)
+            bounds.append(len(self._tokens))
+        return tuple(bounds)
 
-    def lines(self, *, padded: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """`padded`: to few different lengths."""
+    def arrays(self, *, padded: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Token ids and values. `padded`: to one of a few lengths, so that captured steps can share a layout."""
         count = len(self._tokens)
-        room = _padded(count) if padded else max(count, 1)
-        tokens, values = np.zeros(room, dtype=np.int32), np.zeros(room, dtype=np.float32)
+        length = _padded_length(count) if padded else max(count, 1)
+        tokens, values = np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32)
         tokens[:count], values[:count] = self._tokens, self._values
         return tokens, values
 
 
 class TritonSampler(Sampler):
-    """`pdl`: a kernel may start while the one before it ends."""
+    """`pdl`: launch kernels with programmatic dependent launch (Hopper and later)."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device, pdl: bool = False) -> None:
         super().__init__(vocab=vocab, lanes=lanes, device=device)
         self._pdl = pdl
-        self._known: dict[int, Wish] = {}
+        self._packed: dict[int, PackedParams] = {}
 
     @property
     def capturable(self) -> TritonSampler:
         return self
 
     def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
-        if any(p.params.constraint is not None for p in positions):  # the plain sampler chooses alike, and takes sets of tokens
+        if any(p.params.constraint is not None for p in positions):  # token masks: the plain sampler gives the same tokens
             return super()._slab(logits.float(), positions, columns)
-        choosing = self.prepare(positions, staging=DirectStaging(self._device), columns=columns)
-        self.count(choosing)
-        answers, chosen = self._choose(logits, choosing, slice(0, len(positions)))
-        self._report(answers, logits, chosen, positions)
-        return answers
+        inputs = self.prepare(positions, staging=DirectStaging(self._device), columns=columns)
+        self._update_counts(inputs.table)
+        samples, result = self._sample_slab(logits, inputs, slice(0, len(positions)))
+        self._add_logprobs(samples, logits, result, positions)
+        return samples
 
-    def prepare(self, positions: Sequence[SamplingPosition], *, staging: Staging, columns: int = 1, rows: int = 0) -> Choosing:
-        """Everything the kernels need to know of the positions, as many rows as asked for: those behind the last position
-        choose greedily and concern nobody."""
+    def prepare(
+        self, positions: Sequence[SamplingPosition], *, staging: Staging, columns: int = 1, rows: int = 0
+    ) -> TritonSamplingInputs:
+        """Pack the positions for the kernels, padded to `rows`; padding rows sample greedily and are not read."""
         checksums = any(p.params.checksums for p in positions)
         with self._lock:
-            choosing = Choosing(
-                wishes=self._wishes(positions, staging, rows),
+            inputs = TritonSamplingInputs(
+                table=self._sampling_table(positions, staging, rows),
                 columns=max(columns, CHECKSUM + 1) if checksums else columns,
                 weights=self._checksum_weights() if checksums else None,
                 sampler=self,
             )
-        wishes = choosing.wishes
-        staging.note((wishes.counted, wishes.shared, wishes.adjusted, wishes.output is None, checksums, choosing.columns))
-        return choosing
+        table = inputs.table
+        staging.note((table.has_top_k, table.has_top_p, table.adjusted, table.output is None, checksums, inputs.columns))
+        return inputs
 
-    def count(self, choosing: Choosing) -> None:
-        """Bring the lanes' counts up to date; drafts are counted where they are looked at."""
-        wishes = choosing.wishes
-        if wishes.grown is not None and wishes.output is not None:
-            one = torch.ones_like(wishes.grown, dtype=torch.int32)
-            wishes.output.view(-1).scatter_add_(0, wishes.grown, one)
+    def sample_prepared(
+        self, logits: Callable[[slice], Tensor], inputs: TritonSamplingInputs, last: Tensor | None = None
+    ) -> Tensor:
+        """Samples [C, columns] for all rows of prepared inputs; `logits` is called slab by slab. `last`: the token that each lane
+        sampled last, for rows that wait for it."""
+        self._update_counts(inputs.table)
+        if last is not None and inputs.table.output is not None:
+            inputs = replace(inputs, table=replace(inputs.table, tokens=resolve_pending_tokens(inputs.table.tokens, last)))
+        rows = len(inputs.table.rows)
+        return torch.cat([self._sample_slab(logits(span), inputs, span)[0] for span in self._spans(rows)])
 
-    def chosen(self, logits: Callable[[slice], Tensor], choosing: Choosing, last: Tensor | None = None) -> Tensor:
-        """Answers for all rows of a prepared turn, [C, columns]; logits are asked for slab by slab. `last`: what each lane
-        chose last, where rows may await it."""
-        self.count(choosing)
-        if last is not None and choosing.wishes.output is not None:
-            choosing = replace(choosing, wishes=replace(choosing.wishes, tokens=awaited(choosing.wishes.tokens, last)))
-        rows = len(choosing.wishes.table)
-        return torch.cat([self._choose(logits(span), choosing, span)[0] for span in self._spans(rows)])
+    def sampling_table(self, positions: Sequence[SamplingPosition]) -> SamplingTable:
+        """The table of positions, for callers that launch `sample_tokens` themselves."""
+        return self._sampling_table(positions, DirectStaging(self._device), 0)
 
-    def _choose(self, logits: Tensor, choosing: Choosing, rows: slice) -> tuple[Tensor, Chosen]:
-        wishes = replace(choosing.wishes, table=choosing.wishes.table[rows])
-        chosen, checksums = choose(logits, wishes, vocab=self._vocab, width=self._width, weights=choosing.weights, pdl=self._pdl)
-        if choosing.columns == 1:
-            return chosen.tokens.unsqueeze(1), chosen
-        answers = torch.zeros(len(wishes.table), choosing.columns, dtype=torch.int64, device=self._device)
-        answers[:, TOKEN] = chosen.tokens
+    def _update_counts(self, table: SamplingTable) -> None:
+        """Add the tokens of each lane's history that its counts lack; drafts are counted in the kernels."""
+        if table.count_increments is not None and table.output is not None:
+            one = torch.ones_like(table.count_increments, dtype=torch.int32)
+            table.output.view(-1).scatter_add_(0, table.count_increments, one)
+
+    def _sample_slab(self, logits: Tensor, inputs: TritonSamplingInputs, rows: slice) -> tuple[Tensor, SamplingResult]:
+        table = replace(inputs.table, rows=inputs.table.rows[rows])
+        result, checksums = sample_tokens(
+            logits, table, vocab=self._vocab, width=self._width, weights=inputs.weights, pdl=self._pdl
+        )
+        if inputs.columns == 1:
+            return result.tokens.unsqueeze(1), result
+        samples = torch.zeros(len(table.rows), inputs.columns, dtype=torch.int64, device=self._device)
+        samples[:, TOKEN] = result.tokens
         if checksums is not None:
-            answers[:, CHECKSUM] = checksums
-        return answers, chosen
+            samples[:, CHECKSUM] = checksums
+        return samples, result
 
-    def _report(self, answers: Tensor, logits: Tensor, chosen: Chosen, positions: Sequence[SamplingPosition]) -> None:
-        """Logprobs of the rows that ask for them."""
-        tokens = chosen.tokens.clamp(min=0)
+    def _add_logprobs(
+        self, samples: Tensor, logits: Tensor, result: SamplingResult, positions: Sequence[SamplingPosition]
+    ) -> None:
+        """Fill the logprob columns of the rows that request them."""
+        tokens = result.tokens.clamp(min=0)
         for mode in ("raw", "processed"):
-            asking = [i for i, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == mode]
-            if not asking:
+            requested = [i for i, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == mode]
+            if not requested:
                 continue
-            rows = self._rows(asking, len(positions))
+            rows = self._rows(requested, len(positions))
             if mode == "raw":
                 raw = self._padded(logits.float())
-                self._describe(answers, rows, _deficits(raw if rows is None else raw[rows]), tokens)
+                self._describe(samples, rows, _deficits(raw if rows is None else raw[rows]), tokens)
             else:
-                law = FilteredScores(chosen.deficits, chosen.limits[:, None], chosen.tokens != NO_TOKEN)
-                self._describe(answers, rows, law.kept(rows), tokens)
+                scores = FilteredScores(result.deficits, result.limits[:, None], result.tokens != NO_TOKEN)
+                self._describe(samples, rows, scores.kept(rows), tokens)
 
-    def wishes(self, positions: Sequence[SamplingPosition]) -> Wishes:
-        """For who calls the kernels by hand."""
-        return self._wishes(positions, DirectStaging(self._device), 0)
-
-    def _wishes(self, positions: Sequence[SamplingPosition], staging: Staging, rows: int) -> Wishes:
+    def _sampling_table(self, positions: Sequence[SamplingPosition], staging: Staging, rows: int) -> SamplingTable:
         table = np.zeros((max(len(positions), rows), COLUMNS), dtype=np.int64)
-        table[len(positions) :] = _NOBODY
-        entries, words, asking = Entries(), list[tuple[int, ...]](), list[SamplingPosition]()
-        counted = shared = adjusted = False
-        for first, own in _rows_of(positions):
-            head, wish = own[0], self._wish(own[0].params)
-            known, lane = len(head.history), head.lane if wish.counts else -1
-            table[first : first + len(own), :KEY_0] = wish.numbers
-            for p, fences in zip(own, self._fences(own, wish, entries), strict=True):
-                words.append((*key(p.params.seed, known + len(p.drafts)), wish.greedy, lane, *fences))
-            counted, shared, adjusted = counted or wish.counted, shared or wish.shared, adjusted or wish.counts or wish.more
-            if wish.counts:
-                asking.append(head)
-        if words:
-            table[: len(positions), KEY_0:] = words
-        there = [staging.put(array) for array in (table, *entries.lines(padded=rows > 0))]
-        counts, grown = self._counted(asking, rows)
+        table[len(positions) :] = _PADDING_ROW
+        entries, row_words, counting = TokenEntries(), list[tuple[int, ...]](), list[SamplingPosition]()
+        has_top_k = has_top_p = adjusted = False
+        for first, group in _group_by_history(positions):
+            head, packed = group[0], self._packed_params(group[0].params)
+            known, lane = len(head.history), head.lane if packed.uses_counts else -1
+            table[first : first + len(group), :KEY_0] = packed.numbers
+            for p, bounds in zip(group, self._entry_bounds(group, packed, entries), strict=True):
+                row_words.append((*key(p.params.seed, known + len(p.drafts)), packed.greedy, lane, *bounds))
+            has_top_k, has_top_p = has_top_k or packed.has_top_k, has_top_p or packed.has_top_p
+            adjusted = adjusted or packed.uses_counts or packed.has_entries
+            if packed.uses_counts:
+                counting.append(head)
+        if row_words:
+            table[: len(positions), KEY_0:] = row_words
+        tensors = [staging.put(array) for array in (table, *entries.arrays(padded=rows > 0))]
+        counts, increments = self._count_increments(counting, rows)
         try:
-            added = None if counts is None else staging.put(grown)
-        except StagingBufferFull:  # nobody adds what these lanes' marks say was added
+            staged = None if counts is None else staging.put(increments)
+        except StagingBufferFull:  # the increments were recorded as added, and will not be
             if counts is not None:
-                counts.forget(asking)
+                counts.forget(counting)
             raise
-        return Wishes(
-            table=there[0],
-            tokens=there[1],
-            values=there[2],
+        return SamplingTable(
+            rows=tensors[0],
+            tokens=tensors[1],
+            values=tensors[2],
             output=None if counts is None else counts.output,
             prompt=None if counts is None else counts.prompt,
-            grown=added,
-            counted=counted,
-            shared=shared,
+            count_increments=staged,
+            has_top_k=has_top_k,
+            has_top_p=has_top_p,
             adjusted=adjusted,
         )
 
-    def _fences(self, own: Sequence[SamplingPosition], wish: Wish, entries: Entries) -> Iterator[tuple[int, ...]]:
-        """Where the entries of each kind begin, and the last ends, for each position of a row."""
-        if wish.more:
-            for p in own:
+    def _entry_bounds(
+        self, group: Sequence[SamplingPosition], packed: PackedParams, entries: TokenEntries
+    ) -> Iterator[tuple[int, ...]]:
+        """For each position, the start of its entries of each kind and the end of the last kind."""
+        if packed.has_entries:
+            for p in group:
                 host = adjustment(p.params, p.history, p.drafts, self._recall(p))
-                yield entries.kinds(self._entries_of(p, host))
+                yield entries.add_kinds(self._entry_kinds(p, host))
         else:
-            path = _counted_drafts(max(own, key=lambda p: len(p.drafts))) if wish.counts else ()
-            begin = entries.add(path)
-            for p in own:  # a chain's positions have the beginnings of one path
-                drafts = _counted_drafts(p) if wish.counts else ()
-                start = begin if drafts == path[: len(drafts)] else entries.add(drafts)
+            path = _draft_tokens(max(group, key=lambda p: len(p.drafts))) if packed.uses_counts else ()
+            first = entries.add(path)
+            for p in group:  # positions of a chain share prefixes of one path
+                drafts = _draft_tokens(p) if packed.uses_counts else ()
+                start = first if drafts == path[: len(drafts)] else entries.add(drafts)
                 yield (start, start, start, start, start + len(drafts))
 
-    def _wish(self, params: SamplingParams) -> Wish:
-        """What does not change from position to position, remembered for as long as the parameters live."""
-        known = self._known.get(id(params))
-        if known is None or known.params is not params:
-            if len(self._known) > MOST_KNOWN:
-                self._known.clear()
+    def _packed_params(self, params: SamplingParams) -> PackedParams:
+        """Cached by identity: a request has one parameter object for all its positions."""
+        packed = self._packed.get(id(params))
+        if packed is None or packed.params is not params:
+            if len(self._packed) > MAX_CACHED_PARAMS:
+                self._packed.clear()
             numbers = np.zeros(KEY_0, dtype=np.int64)
-            asked = filters(params, self._vocab)
-            numbers[:6].view(np.float64)[:] = _numbers(params, asked)
-            numbers[TOP_K] = asked.top_k
-            more = bool(params.dry is not None or params.bad_words or params.min_tokens or params.logit_bias)
-            counted, shared = bool(asked.top_k), params.temperature > 0 and params.top_p < 1
-            known = Wish(params, numbers, params.greedy, params.counts_history, more, counted, shared)
-            self._known[id(params)] = known
-        return known
+            applied = filters(params, self._vocab)
+            numbers[:6].view(np.float64)[:] = _numbers(params, applied)
+            numbers[TOP_K] = applied.top_k
+            has_entries = bool(params.dry is not None or params.bad_words or params.min_tokens or params.logit_bias)
+            has_top_k, has_top_p = bool(applied.top_k), params.temperature > 0 and params.top_p < 1
+            packed = PackedParams(params, numbers, params.greedy, params.counts_history, has_entries, has_top_k, has_top_p)
+            self._packed[id(params)] = packed
+        return packed
 
-    def _entries_of(self, p: SamplingPosition, host: Adjustment) -> list[list[tuple[int, float]]]:
-        """Tokens with a number each: bias, DRY, bans, and drafts where they count."""
+    def _entry_kinds(self, p: SamplingPosition, host: Adjustment) -> list[list[tuple[int, float]]]:
+        """Logit bias, DRY penalties, bans, and the drafts that penalties count."""
         bias = [(t, v) for t, v in p.params.logit_bias if 0 <= t < self._vocab]
         kinds = [bias, list(host.penalized), [(t, 0.0) for t in inside(host.banned, self._vocab)]]
-        return [*kinds, [(t, 0.0) for t in _counted_drafts(p)] if p.params.counts_history else []]
+        return [*kinds, [(t, 0.0) for t in _draft_tokens(p)] if p.params.counts_history else []]
 
-    def _counted(self, counting: Sequence[SamplingPosition], rows: int) -> tuple[LaneCounts | None, npt.NDArray[np.int64]]:
-        """The lanes' counts, and where one is to be added to them; padding goes to the lane that nobody reads."""
+    def _count_increments(
+        self, counting: Sequence[SamplingPosition], rows: int
+    ) -> tuple[LaneCounts | None, npt.NDArray[np.int64]]:
+        """The lanes' token counts, and the flat indices to increment; padding goes to the extra lane."""
         if not counting:
             return None, np.zeros(0, dtype=np.int64)
         if self._counts is None:
             self._counts = LaneCounts(vocab=self._width, lanes=self._lanes, device=self._device)
         grown = [lane * self._width + token for lane, token in self._counts.grown(counting)]
-        room = _padded(len(grown)) if rows else len(grown)
-        places = np.full(room, self._lanes * self._width, dtype=np.int64)
-        places[: len(grown)] = grown
-        return self._counts, places
+        increments = np.full(_padded_length(len(grown)) if rows else len(grown), self._lanes * self._width, dtype=np.int64)
+        increments[: len(grown)] = grown
+        return self._counts, increments
 
     def _checksum_weights(self) -> Tensor:
         """[2, V]"""
@@ -259,44 +278,44 @@ class TritonSampler(Sampler):
         return self._weights
 
 
-def _counted_drafts(p: SamplingPosition) -> tuple[int, ...]:
-    """What stands between history and position; a token that only the device knows as -1 - lane."""
+def _draft_tokens(p: SamplingPosition) -> tuple[int, ...]:
+    """The tokens between history and position; -1 - lane for a token that only the device knows."""
     return (-1 - p.lane,) if p.drafts == (PENDING_TOKEN,) else p.drafts
 
 
-def _padded(count: int) -> int:
-    """Room for so many, of few different sizes."""
+def _padded_length(count: int) -> int:
+    """The next power of two, at least 64."""
     return max(64, 1 << (count - 1).bit_length())
 
 
-def _rows_of(positions: Sequence[SamplingPosition]) -> Iterator[tuple[int, Sequence[SamplingPosition]]]:
-    """Neighbours of one history and its parameters, and the place of the first."""
+def _group_by_history(positions: Sequence[SamplingPosition]) -> Iterator[tuple[int, Sequence[SamplingPosition]]]:
+    """Runs of positions with one history and parameters, each with the index of its first."""
     first = 0
-    for place, p in enumerate(positions):
+    for index, p in enumerate(positions):
         if p.history is not positions[first].history or p.params is not positions[first].params:
-            yield first, positions[first:place]
-            first = place
+            yield first, positions[first:index]
+            first = index
     if positions:
         yield first, positions[first:]
 
 
-def _numbers(params: SamplingParams, asked: Filters) -> list[float]:
+def _numbers(params: SamplingParams, applied: Filters) -> list[float]:
+    """The float columns of a table row."""
     return [
-        asked.divisor,
-        asked.limit,
+        applied.divisor,
+        applied.limit,
         params.repetition_penalty,
         params.frequency_penalty,
         params.presence_penalty,
-        asked.top_p,
+        applied.top_p,
     ]
 
 
-def _nobody() -> npt.NDArray[np.int64]:
-    """A row of the table that asks for nothing."""
-    line = np.zeros(COLUMNS, dtype=np.int64)
-    line[:6].view(np.float64)[:] = _numbers(SamplingParams(temperature=0.0), Filters())
-    line[GREEDY], line[LANE] = 1, -1
-    return line
+def _greedy_row() -> npt.NDArray[np.int64]:
+    row = np.zeros(COLUMNS, dtype=np.int64)
+    row[:6].view(np.float64)[:] = _numbers(SamplingParams(temperature=0.0), Filters())
+    row[GREEDY], row[LANE] = 1, -1
+    return row
 
 
-_NOBODY = _nobody()
+_PADDING_ROW = _greedy_row()

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.linear import launch_options
-from onedraw.backends.torch.ops.cuda.top_k_top_p import HISTOGRAM_WORDS, limit_so_far, table_float, row_max, find_limits
+from onedraw.backends.torch.ops.cuda.top_k_top_p import HISTOGRAM_WORDS, find_limits, limit_so_far, row_max, table_float
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, log, log1p
 
 BLOCK = 2048
@@ -36,17 +36,17 @@ COLUMNS = 16
 
 @dataclass(slots=True)
 class SamplingTable:
-    """What the rows ask for, on the device. Entries: token ids with a number each, row by row, kind by kind."""
+    """The sampling parameters of all rows, on the device. Entries are (token id, value) pairs, row by row and kind by kind."""
 
-    table: Tensor  # [C, COLUMNS] int64
+    rows: Tensor  # [C, COLUMNS] int64
     tokens: Tensor  # [entries] int32
     values: Tensor  # [entries] float32
-    output: Tensor | None  # [lanes, V'] int32, how often each token stands in a lane's output
-    prompt: Tensor | None  # [lanes, V'] bool
-    count_increments: Tensor | None  # [n] int64: places in `output` that become one more before anything is chosen
-    has_top_k: bool  # some row wants top-k
-    has_top_p: bool  # some row wants top-p
-    adjusted: bool  # some row wants bias, penalties, DRY or bans
+    output: Tensor | None  # [lanes, V'] int32, how often each token occurs in a lane's output
+    prompt: Tensor | None  # [lanes, V'] bool, whether a token occurs in a lane's prompt
+    count_increments: Tensor | None  # [n] int64: flat indices of `output` to increment before sampling
+    has_top_k: bool  # in some row
+    has_top_p: bool
+    adjusted: bool  # some row has logit bias, penalties, DRY or bans
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def _row_argmax(tokens, block_maxima, best_values, best_ids, blocks, BLOCKS: tl.
 
 
 def sample_tokens(
-    logits: Tensor, params: SamplingTable, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
+    logits: Tensor, table: SamplingTable, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
 ) -> tuple[SamplingResult, Tensor | None]:
     """logits [C, ≥ V] in any dtype, rows of stride 1. With `weights` [2, V] int64 also the checksums [C]."""
     rows, device = len(logits), logits.device
@@ -239,19 +239,19 @@ def sample_tokens(
     checksums = None if weights is None else torch.zeros(rows, dtype=torch.int64, device=device)
     _scores[grid](
         logits,
-        params.table,
-        params.tokens,
-        params.values,
-        params.output,
-        params.prompt,
+        table.rows,
+        table.tokens,
+        table.values,
+        table.output,
+        table.prompt,
         deficits,
         block_maxima,
         logits.stride(0),
-        0 if params.output is None else params.output.stride(0),
+        0 if table.output is None else table.output.stride(0),
         width,
         VOCAB=vocab,
-        ADJUSTED=params.adjusted,
-        HISTORY=params.output is not None,
+        ADJUSTED=table.adjusted,
+        HISTORY=table.output is not None,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,
         PDL=pdl,
@@ -259,14 +259,14 @@ def sample_tokens(
     )
     search_limits = find_limits(
         logits,
-        params.table,
+        table.rows,
         deficits,
         block_maxima,
         histograms,
         vocab=vocab,
-        adjusted=params.adjusted,
-        has_top_k=params.has_top_k,
-        has_top_p=params.has_top_p,
+        adjusted=table.adjusted,
+        has_top_k=table.has_top_k,
+        has_top_p=table.has_top_p,
         pdl=pdl,
     )
     limits = torch.empty(rows, dtype=torch.float32, device=device)
@@ -274,7 +274,7 @@ def sample_tokens(
     best_ids = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     _block_argmax[grid](
         logits,
-        params.table,
+        table.rows,
         deficits,
         search_limits,
         limits,
@@ -285,8 +285,8 @@ def sample_tokens(
         logits.stride(0),
         width,
         VOCAB=vocab,
-        HAS_TOP_K=params.has_top_k,
-        HAS_TOP_P=params.has_top_p,
+        HAS_TOP_K=table.has_top_k,
+        HAS_TOP_P=table.has_top_p,
         CHECKSUMS=weights is not None,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,

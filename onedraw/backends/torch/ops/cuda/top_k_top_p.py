@@ -241,7 +241,9 @@ def limit_so_far(table, limits, row, HAS_TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _candidates(deficits, lists, row, ids, histogram, width, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr):
+def _candidates(
+    deficits, lists, row, ids, histogram, width, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr
+):
     """The first list, or all of the row where the list is too short."""
     written = tl.load(histogram + 16)
     fits = written <= LONG_LIST
@@ -251,7 +253,9 @@ def _candidates(deficits, lists, row, ids, histogram, width, VOCAB: tl.constexpr
 
 
 @triton.jit
-def _fine_bin_candidates(deficits, lists, row, ids, histogram, width, bin, fine, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr):
+def _fine_bin_candidates(
+    deficits, lists, row, ids, histogram, width, bin, fine, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr
+):
     """Of these, what is in the bin that holds the limit, and in the finer one."""
     deficit, mask = _candidates(deficits, lists, row, ids, histogram, width, VOCAB, LONG_LIST, SHORT_LIST)
     return deficit, mask & (bin_index(deficit, 0) == bin) & (bin_index(deficit, 1) == fine)
@@ -333,8 +337,8 @@ def _search_level(
             if COLLECT:
                 _collect(table, deficits, lists, histogram, row, ids, width, limit, VOCAB, BY_MASS, LONG_LIST, LEVEL, SHORT_LIST)
             else:
-                _count_level(table, deficits, lists, histogram, row, start, width, limit, VOCAB, BY_MASS, SCALE, LONG_LIST, LEVEL, SHORT_LIST,
-                       BLOCK_V)  # fmt: skip
+                _count_level(table, deficits, lists, histogram, row, start, width, limit, VOCAB, BY_MASS, SCALE, LONG_LIST, LEVEL,
+                             SHORT_LIST, BLOCK_V)  # fmt: skip
 
 
 @triton.jit
@@ -393,7 +397,9 @@ def _find_limit(
             low = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
             ids = tl.arange(0, REGISTER_LIST)
             for start in range(0, stop, REGISTER_LIST):
-                deficit, mask = _fine_bin_candidates(deficits, lists, row, start + ids, histogram, width, bin, fine, VOCAB, LONG_LIST, SHORT_LIST)
+                deficit, mask = _fine_bin_candidates(
+                    deficits, lists, row, start + ids, histogram, width, bin, fine, VOCAB, LONG_LIST, SHORT_LIST
+                )
                 bits = deficit.to(tl.int32, bitcast=True)
                 high = tl.maximum(high, tl.max(tl.where(mask, bits, 0), 0))
                 low = tl.minimum(low, tl.min(tl.where(mask, bits, 2139095040), 0))
@@ -401,7 +407,9 @@ def _find_limit(
                 middle = low + (high - low) // 2
                 total = tl.full((), 0, dtype=tl.int64)
                 for start in range(0, stop, REGISTER_LIST):
-                    deficit, mask = _fine_bin_candidates(deficits, lists, row, start + ids, histogram, width, bin, fine, VOCAB, LONG_LIST, SHORT_LIST)
+                    deficit, mask = _fine_bin_candidates(
+                        deficits, lists, row, start + ids, histogram, width, bin, fine, VOCAB, LONG_LIST, SHORT_LIST
+                    )
                     below = mask & (deficit.to(tl.int32, bitcast=True) <= middle)
                     total += tl.sum(tl.where(below, token_weight(deficit, limit, SCALE, BY_MASS), 0), 0)
                 enough = total >= left
@@ -447,5 +455,7 @@ def find_limits(
             _search_level[(rows, triton.cdiv(vocab, block))](
                 *tensors, **constants, LEVEL=level, COLLECT=collect, SHORT_LIST=SHORT_LIST, BLOCK_V=block, num_warps=1, **options
             )
-        _find_limit[(rows,)](*tensors, **constants, SHORT_LIST=SHORT_LIST, REGISTER_LIST=min(REGISTER_LIST, SHORT_LIST), num_warps=16, **options)
+        _find_limit[(rows,)](
+            *tensors, **constants, SHORT_LIST=SHORT_LIST, REGISTER_LIST=min(REGISTER_LIST, SHORT_LIST), num_warps=16, **options
+        )
     return limits

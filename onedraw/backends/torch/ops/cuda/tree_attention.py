@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from onedraw.backends.torch.ops.cuda.online_softmax import (
-    quantized_scores,
-    merge_split,
-    merge_split_range,
     accumulate,
     accumulate_quantized,
+    merge_split,
+    merge_split_range,
     path_key_slots,
+    quantized_scores,
     split_index,
     split_start,
 )
@@ -37,8 +37,8 @@ def _repeat_rows(row_max, row_sum, acc, TIMES: tl.constexpr):
 
 
 @triton.jit
-def _path_block(start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-           BLOCK_KEYS: tl.constexpr):  # fmt: skip
+def _path_block(start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS: tl.constexpr,
+                PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):  # fmt: skip
     """Of the keys of a block: where they lie, which of them are the node's to read, which it sees."""
     position = start + tl.arange(0, BLOCK_KEYS)
     in_range = (position >= low) & (position <= high)
@@ -47,8 +47,8 @@ def _path_block(start, low, high, tree_start, path, row_pages, head, path_width,
 
 
 @triton.jit
-def _accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, acc, D: tl.constexpr, KV_QUANT: tl.constexpr,
-               IEEE: tl.constexpr):  # fmt: skip
+def _accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, acc, D: tl.constexpr,
+                          KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
     even, odd = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
     row_max, sums, even, odd = accumulate_quantized(
         scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D, KV_QUANT, IEEE
@@ -127,7 +127,9 @@ def attend_tree_paths(
     ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=dtype)
     stop_key, split_stop = high + 1, split_start(begin_split + 1, FIRST_SPLIT)
     # The first block, before the others are here.
-    slots, in_range, visible = _path_block(start_key, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
+    slots, in_range, visible = _path_block(
+        start_key, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS
+    )
     if KV_QUANT:
         scores = quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE)
     else:
@@ -174,7 +176,9 @@ def attend_tree_paths(
             row_max_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
             sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
             acc_s = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.float32)
-        slots, in_range, visible = _path_block(start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
+        slots, in_range, visible = _path_block(
+            start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS
+        )
         if KV_QUANT:
             scores = quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE)
             scores = tl.where(live[:, None] & visible[None, :], scores, float("-inf"))

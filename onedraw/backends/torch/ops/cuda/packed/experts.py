@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.experts import Routes, combine, route, route_borders
 from onedraw.backends.torch.ops.cuda.linear import shared_memory
-from onedraw.backends.torch.ops.cuda.norm import gated
+from onedraw.backends.torch.ops.cuda.norm import gated_activation
 from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, Ready, empty_prepared, prepare_border, prepare_rows
 from onedraw.backends.torch.ops.cuda.packed.few_rows import grouped_product, make_groups_ready, tile_height
 from onedraw.backends.torch.ops.cuda.packed.linear import Courier, bring_fragments
@@ -67,7 +67,7 @@ class PackedBank:
         routes = route(ids, weights, count=count, height=tile_height(ids.numel(), count, h.device), pdl=pdl)
         opened = self._products(prepared, self._gate_up, routes, divide=routes.used, dtype=h.dtype)  # [pairs, 2F]
         between = empty_prepared(len(opened), opened.shape[1] // 2, h.device)
-        gated(opened, self._activation, ready=between, pdl=pdl)
+        gated_activation(opened, self._activation, packed=between, pdl=pdl)
         answers = self._products(between, [self._down], routes, divide=1, dtype=h.dtype)  # [pairs, E]
         return combine(answers, routes, width=h.shape[1], scale=scale, pdl=pdl)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onedraw.backends.packing import FEW_ROWS, why_not_gpu_packed
 from onedraw.backends.torch.model.weight_loader import LANE
-from onedraw.backends.torch.ops.cuda.norm import gated, rms_norm
+from onedraw.backends.torch.ops.cuda.norm import gated_activation, rms_norm
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.backends.torch.ops.cuda.packed.activations import Ready, empty_prepared
 from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank, load_bank
@@ -34,7 +34,7 @@ class PackedOps(TritonOps):
         if x.dim() != 2 or x.dtype != self._dtype:
             return super().rms_norm(x, weight, eps)
         prepared = empty_prepared(len(x), x.shape[1], x.device)
-        y = rms_norm(x, weight, eps, ready=prepared, pdl=self._pdl)
+        y = rms_norm(x, weight, eps, packed=prepared, pdl=self._pdl)
         self._ready.put(y, prepared)
         return y
 
@@ -45,7 +45,7 @@ class PackedOps(TritonOps):
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         prepared = empty_prepared(len(gate_up), gate_up.shape[1] // 2, gate_up.device)
-        y = gated(gate_up, activation, ready=prepared, pdl=self._pdl)
+        y = gated_activation(gate_up, activation, packed=prepared, pdl=self._pdl)
         self._ready.put(y, prepared)
         return y
 
