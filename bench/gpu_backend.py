@@ -138,10 +138,8 @@ class Bench:
 
     def replay_ms(self, repeats: int = 20) -> float:
         """The last recorded turn alone, its layers and its choosing, timed by the device."""
-        steady = self.backend._steady
-        graphs = (
-            [] if steady is None else [g for g in getattr(steady._parts[-1]._recorder, "_graphs", {}).values() if g is not None]
-        )
+        runner = self.backend.graph_runner
+        graphs = [] if runner is None else [g for g in getattr(runner.graphs, "_graphs", {}).values() if g is not None]
         if not graphs:
             return float("nan")
         times = []
@@ -397,9 +395,9 @@ class _Clock:
 def rehearse(bench: Bench) -> None:
     """What recording turns before the first request takes."""
     begin = time.perf_counter()
-    bench.backend.rehearse(lambda line: None, drafts=DRAFTS_PER_LANE)
-    steady = bench.backend._steady
-    count = 0 if steady is None or not isinstance(steady._parts[-1]._recorder, CudaGraphs) else len(steady._parts[-1]._recorder)
+    bench.backend.warm_up(lambda line: None, drafts=DRAFTS_PER_LANE)
+    runner = bench.backend.graph_runner
+    count = len(runner.graphs) if runner is not None and isinstance(runner.graphs, CudaGraphs) else 0
     say(f"{bench.name}: turns recorded before the first request, and s", [count, round(time.perf_counter() - begin, 1)])
 
 

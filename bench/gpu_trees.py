@@ -73,8 +73,8 @@ def say(name: str, value: Any) -> None:
 
 def _bench(model: str) -> tuple[Bench, Any]:
     bench = Bench(model, "cuda:0", context=26_000, lanes=2, pages=3400, layers=4 if SMALL else None)
-    assert bench.backend._steady is not None
-    return bench, bench.backend._steady._parts[-1]._recorder
+    assert bench.backend.graph_runner is not None
+    return bench, bench.backend.graph_runner.graphs
 
 
 def _again(recorder: Any) -> None:

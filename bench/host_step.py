@@ -26,8 +26,7 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
-from onedraw.backends.torch.runner.graph_runner import CapturedStep
-from onedraw.backends.torch.runner.graph_segment import GraphStage
+from onedraw.backends.torch.runner.graph_runner import CapturedStep, GraphStage
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
@@ -80,7 +79,7 @@ def backend_of(recorder: Scripted, *, recurrent: bool, lanes: int) -> TorchBacke
         drafts=15 * lanes,
         ops=TritonOps(torch.device("cpu")),
         check=False,
-        recorder=recorder,
+        graph_cache=recorder,
     )
     backend._capacity = replace(backend.capacity, async_scheduling=False, async_tokens=256)
     return backend

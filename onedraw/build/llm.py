@@ -261,7 +261,7 @@ def torch_backend(
     _tell_check(backend.report, tell)
     if warm_up:
         try:
-            backend.rehearse(tell, drafts=longest_draft(settings))
+            backend.warm_up(tell, drafts=longest_draft(settings))
         except BaseException:
             backend.close()
             raise

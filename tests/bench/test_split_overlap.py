@@ -9,7 +9,7 @@ import pytest
 
 import bench.split_overlap
 from bench.split_overlap import Answer
-from onedraw.backends.torch.runner.stage_boundary import StageBoundary
+from onedraw.backends.torch.runner.pipeline import StageBoundary
 
 FEW = [
     "--shape",

@@ -154,7 +154,7 @@ def test_splits_and_restarts_of_a_real_model_are_proved(
 
 
 def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onedraw.backends.torch.runner.stage_boundary import StageBoundary
+    from onedraw.backends.torch.runner.pipeline import StageBoundary
 
     real = StageBoundary.cross
     monkeypatch.setattr(StageBoundary, "cross", lambda self, x, *given: real(self, x.bfloat16().float(), *given))

@@ -118,8 +118,8 @@ def test_recorded_turns_of_a_split_have_the_bits_of_the_whole(cuts: tuple[int, .
         got, stats = run(split, requests, Schedule(proposer=drafts))
         assert got == expected
         assert drafts is None or stats.accepted_tokens
-    assert split._steady is not None
-    recorder = split._steady._parts[0]._recorder
+    assert split.graph_runner is not None
+    recorder = split.graph_runner.graphs
     assert isinstance(recorder, CudaGraphs)
     assert recorder.replayed >= len(stage_devices) * (stats.steps - 1)
 

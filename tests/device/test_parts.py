@@ -18,8 +18,8 @@ import torch
 from onedraw.backends.torch import backend as backend_module
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.plain.ops import TorchOps
-from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache, ReplayedWork
-from onedraw.backends.torch.runner.graph_segment import GraphStage
+from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache
+from onedraw.backends.torch.runner.graph_runner import GraphStage
 from onedraw.backends.torch.runner.pipeline import Pipeline
 from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.backends.torch.runner.staging_buffers import StagingBuffer
@@ -38,6 +38,7 @@ from tests.device.test_steady import (
     spec_of,
 )
 from tests.laws.harness import Answer, Clairvoyant, Schedule, run
+from tests.support.replayed_work import ReplayedWork
 
 pytestmark = [
     pytest.mark.device,
@@ -64,14 +65,13 @@ def backend_of(
     stage_devices = given or [StageDevice(device, TritonOps(device, pdl=pdl), stop) for stop in (*cuts, None)]
     sizes: dict[str, Any] = {"lanes": lanes, "page_size": 16, "max_context": 256, "drafts": 64, **{"pages": 60, **more}}
     return TorchBackend(
-        spec, random_weights(spec, seed=1), dtype=DTYPE, stage_devices=stage_devices, check=False, recorder=recorder, **sizes
+        spec, random_weights(spec, seed=1), dtype=DTYPE, stage_devices=stage_devices, check=False, graph_cache=recorder, **sizes
     )
 
 
 def one_by_one(kind: str, asked: list[Any]) -> list[Answer]:
     """The whole: alone, no drafts, nothing recorded, nothing padded."""
-    backend = backend_of(kind, None, lanes=1)
-    backend._steady = None
+    backend = backend_of(kind, None, lanes=1, capture=False)
     return [run(backend, [request], Schedule())[0][0] for request in asked]
 
 
@@ -97,8 +97,8 @@ def test_recorded_parts_have_the_bits_of_the_whole(kind: str, cuts: tuple[int, .
             assert label == "batched" or 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
             if isinstance(recorder, ReplayedWork | CudaGraphs):
                 assert replayed[-1] > replayed[0] or replayed[0] > 2 * len(cuts), (label, replayed)
-        assert backend._steady is not None
-        assert backend._steady.awaited > 1
+        assert backend.graph_runner is not None
+        assert backend.graph_runner.started_ahead > 1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second for every turn")
@@ -122,12 +122,12 @@ def test_a_stage_that_reads_the_arena_of_another_turn_is_caught(monkeypatch: pyt
     expected = one_by_one("windows", asked)
     real, calls = GraphStage.send, itertools.count()
 
-    def send(self: GraphStage, captures: Hashable) -> Hashable:
+    def send(self: GraphStage, probed: Hashable) -> Hashable:
         forgets = self._number == 1 and next(calls) % 2 == 1
         with monkeypatch.context() as patch:
             if forgets:
-                patch.setattr(StagingBuffer, "send", lambda arena: tuple(arena._facts))
-            return real(self, captures)
+                patch.setattr(StagingBuffer, "send", lambda staging: tuple(staging._facts))
+            return real(self, probed)
 
     for kept in recorders():
         assert run(backend_of("windows", recorders()[kept], cuts=(1,)), asked, Schedule())[0] == expected
@@ -148,10 +148,8 @@ def test_a_stage_that_records_beside_one_that_does_not_has_the_bits_of_one_that_
     expected: list[Answer] = []
     for records in (False, True):
         recorder = ReplayedWork() if DEVICE == "cpu" else CudaGraphs(device)
-        backend = backend_of("two", recorder, given=stage_devices)
-        backend._narrow = lambda: None  # type: ignore[method-assign]  # the interpreter has no bf16, and f16 is watched
-        if not records:
-            backend._parts = [None, None]
+        backend = backend_of("two", recorder, given=stage_devices, capture=records)
+        backend._checks_range = lambda: False  # type: ignore[method-assign]  # the interpreter has no bf16, and f16 is checked
         got, _ = run(backend, asked, Schedule())
         expected = expected or got
         assert got == expected

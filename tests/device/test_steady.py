@@ -15,7 +15,7 @@ import torch
 
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache, NoCapture, ReplayedWork
+from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache, NoCapture
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
@@ -25,6 +25,7 @@ from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, Mo
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.support.replayed_work import ReplayedWork
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -56,7 +57,14 @@ KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a se
 
 
 def backend_of(
-    kind: str, recorder: GraphCache | None, *, lanes: int = 3, dtype: str = DTYPE, pages: int = 60, max_context: int = 256
+    kind: str,
+    recorder: GraphCache | None,
+    *,
+    lanes: int = 3,
+    dtype: str = DTYPE,
+    pages: int = 60,
+    max_context: int = 256,
+    capture: bool = True,
 ) -> TorchBackend:
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
 
@@ -74,7 +82,8 @@ def backend_of(
         drafts=64,
         ops=TritonOps(torch.device(DEVICE), pdl=pdl),
         check=False,
-        recorder=recorder,
+        graph_cache=recorder,
+        capture=capture,
     )
 
 
@@ -98,8 +107,7 @@ def requests(count: int = 3) -> list[Request]:
 
 def one_by_one(kind: str, asked: list[Request]) -> list[Answer]:
     """Alone, no drafts, nothing recorded, nothing padded."""
-    backend = backend_of(kind, None, lanes=1)
-    backend._steady = None
+    backend = backend_of(kind, None, lanes=1, capture=False)
     return [run(backend, [request], Schedule(ahead=False))[0][0] for request in asked]
 
 
@@ -119,7 +127,7 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
     for name, recorder in recorders().items():
         backend, replayed = backend_of(kind, recorder), [0]
         if DEVICE != "cpu":
-            backend.rehearse(lambda line: None, drafts=7)
+            backend.warm_up(lambda line: None, drafts=7)
         for label, schedule in (
             ("batched", Schedule(arrivals=(0, 4, 5))),
             ("drafts", Schedule(proposer=drafts, arrivals=(0, 0, 2))),
@@ -133,8 +141,8 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
                 replayed.append(recorder.replayed)
         if isinstance(recorder, ReplayedWork):
             assert 2 < replayed[1] < replayed[-1], replayed
-        assert backend._steady is not None
-        assert backend._steady.awaited > 1
+        assert backend.graph_runner is not None
+        assert backend.graph_runner.started_ahead > 1
         if isinstance(recorder, CudaGraphs):
             assert len(recorder) > 2
 
@@ -169,12 +177,12 @@ def test_a_turn_that_begins_before_its_tokens_are_known_has_the_bits_of_a_plain_
     for kept, recorder in recorders().items():
         backend = backend_of(kind, recorder)
         for name, schedule in schedules.items():
-            assert backend._steady is not None
-            before = backend._steady.awaited
+            assert backend.graph_runner is not None
+            before = backend.graph_runner.started_ahead
             got, stats = run(backend, asked, schedule)
             assert [dataclasses.replace(a, cached=0) for a in got] == expected, name
-            assert backend._steady.awaited > before, name
-            assert stats.steps_ahead == backend._steady.awaited - before, name
+            assert backend.graph_runner.started_ahead > before, name
+            assert stats.steps_ahead == backend.graph_runner.started_ahead - before, name
         if INTERPRETED:
             continue
         got, _ = run(backend, asked, Schedule(cancels=((12, 1),)))
@@ -189,7 +197,7 @@ def test_a_turn_that_begins_before_its_tokens_are_known_has_the_bits_of_a_plain_
 @pytest.mark.parametrize("fault", ["stale token", "stepped twice", "short history"])
 def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
-    from onedraw.backends.torch.runner import graph_runner as steady
+    from onedraw.backends.torch.runner import graph_runner
 
     asked = calm(2, max_tokens=5, length=5)[1:]
     expected = one_by_one("hybrid", asked)
@@ -197,19 +205,19 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
         case "stale token":
             monkeypatch.setattr(TritonOps, "keep_last_tokens", lambda self, samples, lanes, last: None)
         case "stepped twice":
-            real = steady.GraphRunner._launch
+            real = graph_runner.GraphRunner.result
 
-            def twice(self, laid, watch):  # type: ignore[no-untyped-def]
-                first = real(self, laid, watch)
-                if laid.plan.rows[0].awaits_token:
-                    self._pass(self._parts[-1], laid.parts[-1], None, watch)
+            def twice(self, laid, sampled):  # type: ignore[no-untyped-def]
+                first = real(self, laid, sampled)
+                if laid.step.plan.rows[0].awaits_token:
+                    self._layers(self._stages[-1], laid.stages[-1], None, laid.step.probe)
                 return first
 
-            monkeypatch.setattr(steady.GraphRunner, "_launch", twice)
+            monkeypatch.setattr(graph_runner.GraphRunner, "result", twice)
         case "short history":
             monkeypatch.setattr(
-                steady,
-                "positions_of",
+                graph_runner,
+                "sampling_positions",
                 lambda rows: [SamplingPosition(r.lane, r.params, r.history, (), r.request_id) for r in rows],
             )
     got, stats = run(backend_of("hybrid", NoCapture()), asked, Schedule())
@@ -220,12 +228,12 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
 @pytest.mark.parametrize("room", [64, 800])  # for nothing; for all but what became known since the last turn
 def test_wishes_that_are_too_many_to_be_recorded_change_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers run already when the choosing is laid out: it goes on without its arena."""
-    from onedraw.backends.torch.runner import graph_runner as steady
+    from onedraw.backends.torch.runner import graph_runner
 
     asked = calm(2, max_tokens=4, length=5)[1:]
     expected = one_by_one("hybrid", asked)
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=2)
-    monkeypatch.setattr(steady, "WISHES_BYTES", room)
+    monkeypatch.setattr(graph_runner, "SAMPLING_BYTES", room)
     recorder = next(iter(recorders().values()))
     got, stats = run(backend_of("hybrid", recorder), asked, Schedule(proposer=drafts))
     assert got == expected
@@ -240,13 +248,13 @@ def test_choosing_that_reads_the_memory_of_the_layers_is_caught(monkeypatch: pyt
 
     asked = calm(1, max_tokens=4, length=5)
     expected = one_by_one("hybrid", asked)
-    real = GraphRunner._pass
+    real = GraphRunner._layers
 
-    def shares(self, part, own, entered, watch):  # type: ignore[no-untyped-def]
-        stream, watch = real(self, part, own, entered, watch)
-        return ResidualStream(stream.x.clone(), None, 0), watch
+    def shares(self, stage, own, entered, probe):  # type: ignore[no-untyped-def]
+        stream, probe = real(self, stage, own, entered, probe)
+        return ResidualStream(stream.x.clone(), None, 0), probe
 
-    monkeypatch.setattr(GraphRunner, "_pass", shares)
+    monkeypatch.setattr(GraphRunner, "_layers", shares)
     assert run(backend_of("hybrid", ReplayedWork()), asked, Schedule())[0] != expected
 
 
@@ -279,12 +287,11 @@ def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_i
 def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() -> None:
     """One row is rehearsed as far as the context goes."""
     asked = [dataclasses.replace(request, id=f"far{i}") for i, request in enumerate(calm(2, max_tokens=6, length=1020))][:1]
-    plain_one = backend_of("hybrid", None, lanes=1, pages=80, max_context=4096)
-    plain_one._steady = None
+    plain_one = backend_of("hybrid", None, lanes=1, pages=80, max_context=4096, capture=False)
     expected = [run(plain_one, asked, Schedule(ahead=False))[0][0]]
     recorder = CudaGraphs(torch.device(DEVICE))
     backend = backend_of("hybrid", recorder, pages=80, max_context=4096)
-    backend.rehearse(lambda line: None)
+    backend.warm_up(lambda line: None)
     asked_plainly = [dataclasses.replace(r, params=dataclasses.replace(r.params, checksums=False)) for r in asked]
     before = len(recorder)
     got, stats = run(backend, asked_plainly, Schedule())
@@ -296,16 +303,16 @@ def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() ->
 
 def test_drafts_that_were_rehearsed_are_not_recorded_again_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to seven of one row, in either reach; the interpreter has one of the ways to choose."""
-    from onedraw.backends.torch.runner import graph_runner as steady
+    from onedraw.backends.torch.runner import graph_runner
 
     if INTERPRETED:
-        monkeypatch.setattr(steady, "REHEARSED", steady.REHEARSED[:1])
+        monkeypatch.setattr(graph_runner, "WARM_UP_PARAMS", graph_runner.WARM_UP_PARAMS[:1])
     asked = [dataclasses.replace(request, params=SamplingParams(temperature=0.0, max_tokens=8)) for request in requests(1)]
     expected = one_by_one("hybrid", asked)
     recorder: ReplayedWork | CudaGraphs = ReplayedWork() if DEVICE == "cpu" else CudaGraphs(torch.device(DEVICE))
     backend, lines = backend_of("hybrid", recorder, lanes=1), list[str]()
-    backend.rehearse(lines.append, drafts=7)
-    assert lines[0].startswith("recording turns, 1 of ")
+    backend.warm_up(lines.append, drafts=7)
+    assert lines[0].startswith("capturing CUDA graphs, 1 of ")
     before = recorded(recorder)
     got, stats = run(backend, asked, Schedule(proposer=Clairvoyant({asked[0].id: expected[0].tokens}, VOCAB, silent_every=0)))
     assert got == expected

@@ -191,13 +191,13 @@ def answers_of(folder: Path, **changes: Any) -> tuple[list[Answer], Clairvoyant]
 
 def slowly(backend: TorchBackend) -> TorchBackend:
     """The last stage takes a while to commit, so that others come and go meanwhile."""
-    real = backend._finish
+    real = backend.eager_runner.sample
 
-    def finish(*given: Any) -> Any:
+    def sample(*given: Any) -> Any:
         time.sleep(0.002)
         return real(*given)
 
-    backend._finish = finish  # type: ignore[method-assign]
+    backend.eager_runner.sample = sample  # type: ignore[method-assign]
     return backend
 
 
@@ -244,14 +244,14 @@ def test_a_drafter_beside_stages_at_work_changes_no_bit(name: str, tmp_path: Pat
 
 def test_a_stage_that_fails_fails_its_own_plan_alone(folders: dict[str, Path]) -> None:
     backend = make_backend(folders["qwen2"], cuts=(1,), overlap=True, **SIZES)
-    real, calls = backend._finish, itertools.count()
+    real, calls = backend.eager_runner.sample, itertools.count()
 
-    def finish(*given: Any) -> Any:
+    def sample(*given: Any) -> Any:
         if next(calls) == 3:
             raise RuntimeError("planted")
         return real(*given)
 
-    backend._finish = finish  # type: ignore[method-assign]
+    backend.eager_runner.sample = sample  # type: ignore[method-assign]
     got, stats = run(backend, REQUESTS[:2], Schedule())
     assert sorted(answer.error or "" for answer in got) == ["", "internal_error"]
     assert stats.failed_steps == 1
@@ -261,26 +261,26 @@ def test_a_plan_that_did_not_get_under_way_leaves_the_others_their_places(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = slowly(make_backend(folders["qwen3_5_odd"], cuts=(1, 2), overlap=True, **SIZES))
-    real_board, real_collect, calls = backend._board, backend.collect, itertools.count()
-    boarded: list[int] = []
+    real_start, real_collect, calls = backend._start_eager, backend.collect, itertools.count()
+    taken: list[int] = []
 
-    def board(plan: Any, *, berth: int) -> Any:
+    def start(plan: Any, slot: int) -> Any:
         if next(calls) in (5, 7):
             raise MemoryError("planted")
-        boarded.append(berth)
-        assert len(set(boarded)) == len(boarded) <= 3
-        return real_board(plan, berth=berth)
+        taken.append(slot)
+        assert len(set(taken)) == len(taken) <= 3
+        return real_start(plan, slot)
 
     def collect(ticket: Any) -> Any:
-        boarded.remove(backend._under_way.plans[ticket].berth)
+        taken.remove(backend._in_flight.steps[ticket].slot)
         return real_collect(ticket)
 
-    monkeypatch.setattr(backend, "_board", board)
+    monkeypatch.setattr(backend, "_start_eager", start)
     monkeypatch.setattr(backend, "collect", collect)
     _, stats = run(backend, REQUESTS, Schedule())
     backend.close()
     assert stats.failed_steps == 2
-    assert sorted(backend._under_way.berths) == [0, 1, 2]
+    assert sorted(backend._in_flight.free_slots) == [0, 1, 2]
 
 
 def test_the_threads_of_the_stages_end_with_the_backend(folders: dict[str, Path]) -> None:
@@ -304,8 +304,8 @@ def test_the_threads_of_the_stages_end_with_the_backend(folders: dict[str, Path]
 
 def one_rollback_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two plans hold their drafts in the same places."""
-    real = TorchBackend._board
-    monkeypatch.setattr(TorchBackend, "_board", lambda self, *given, berth: real(self, *given, berth=0))
+    real = TorchBackend._step
+    monkeypatch.setattr(TorchBackend, "_step", lambda self, plan, slot: real(self, plan, 0))
 
 
 def one_buffer_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from onedraw.backends.placement import legal_cuts
 from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.cpu.ops import CpuOps
 from onedraw.backends.torch.ops.plain.ops import TorchOps
-from onedraw.backends.torch.runner.stage_boundary import StageBoundary
+from onedraw.backends.torch.runner.pipeline import StageBoundary
 from onedraw.backends.torch.sampling import positions as picking
 from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.checkpoints.open import open_checkpoint
@@ -241,7 +241,7 @@ def test_a_boundary_holds_a_turn_and_no_more(folders: dict[str, Path]) -> None:
     boundary = make_backend(folders["gemma4_e4b"], cuts=(1,), **SIZES).model.stages[1].entrance
     assert boundary is not None
     assert boundary.nbytes == 8192 * (2 * 64 + 5 * 16) * 4
-    with pytest.raises(AssertionError, match="8193 rows meets a boundary of 8192"):
+    with pytest.raises(AssertionError, match="8193 rows crosses a boundary of 8192"):
         boundary.cross(torch.zeros(8193, 64), None)
     with pytest.raises(AssertionError, match="float64"):
         boundary.cross(torch.zeros(2, 64, dtype=torch.float64), None)

@@ -30,7 +30,7 @@ class Recording(DraftModel):
 
     seen: list[Guess]
 
-    def guess(self, turn: Any) -> list[Any]:
+    def draft(self, turn: Any) -> list[Any]:
         [row], [outcome] = turn.plan.rows, turn.rows
         settled = [*row.history.prompt, *row.history.output, *(choice.token for choice in outcome.sampled)]
         best, ranked = self._ranker.best, []
@@ -40,7 +40,7 @@ class Recording(DraftModel):
             return best(logits)
 
         self._ranker.best = keep  # type: ignore[method-assign]
-        drafts = super().guess(turn)
+        drafts = super().draft(turn)
         self._ranker.best = best  # type: ignore[method-assign]
         for depth, logits in enumerate(ranked):
             self.seen.append(([*settled, *(d.token for d in drafts[0][:depth])], logits))

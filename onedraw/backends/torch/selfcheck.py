@@ -22,7 +22,7 @@ from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
-from onedraw.backends.torch.runner.stage_boundary import current_device
+from onedraw.backends.torch.runner.pipeline import current_device
 from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.backends.torch.state.recurrent_spans import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.runner.cuda_graphs import NoCapture, ReplayedWork
+from onedraw.backends.torch.runner.cuda_graphs import NoCapture
 from onedraw.backends.torch.runner.staging_buffers import StagingBuffer, StagingBufferFull
+from tests.support.replayed_work import ReplayedWork
 
 CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ def test_what_comes_after_the_sending_is_an_error_and_so_is_too_much() -> None:
     with pytest.raises(StagingBufferFull):
         arena.put(np.zeros(100, dtype=np.int64))
     arena.send()
-    with pytest.raises(RuntimeError, match="after the turn was sent"):
+    with pytest.raises(RuntimeError, match="after the step was sent"):
         arena.put(np.zeros(1, dtype=np.int64))
 
 

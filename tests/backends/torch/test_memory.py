@@ -38,7 +38,7 @@ def test_the_plan_is_what_is_allocated(name: str, kv: str) -> None:
         check=False,
     )
     [state] = backend.states
-    kept = backend._kept.rows.nbytes + state.checkpoint_bytes
+    kept = backend.checkpoint_logits.rows.nbytes + state.checkpoint_bytes
     assert state.page_bytes == pytest.approx(plan.kv_bytes, rel=0.01)  # a scratch page per group is more
     assert state.lane_bytes == plan.lane_bytes * 3
     assert state.draft_bytes == plan.draft_positions * plan.draft_bytes

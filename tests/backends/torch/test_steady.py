@@ -10,10 +10,12 @@ import torch
 from onedraw.backends.torch.ops.base import CaptureOps
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.backends.torch.ops.plain.ops import TorchOps
-from onedraw.backends.torch.runner.cuda_graphs import ReplayedWork, graph_caches
-from onedraw.backends.torch.runner.graph_runner import WarmUpShape, bucket_of, warm_up_shapes
+from onedraw.backends.torch.runner.cuda_graphs import graph_caches
+from onedraw.backends.torch.runner.graph_runner import WarmUpShape, warm_up_shapes
+from onedraw.backends.torch.runner.inputs import bucket_of
 from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.types import CheckpointSave, Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams
+from tests.support.replayed_work import ReplayedWork
 
 ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((1,) * 20, [5]))
 CHAIN = tuple(Draft(1, i - 1) for i in range(5))

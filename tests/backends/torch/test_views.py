@@ -9,7 +9,7 @@ import torch
 from onedraw.backends.torch.ops.cuda.attention import TILE_WORDS, TREE_PATH, TREE_PREFIX
 from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, device_attention_inputs, host_attention_inputs
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Span, fed_layout
+from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Span, staged_layout
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging
 from onedraw.types import Draft
 
@@ -23,7 +23,7 @@ def test_every_node_is_in_one_tile_of_what_is_shared(group: int, count: int) -> 
     drafts = TREE[: count - 1]
     layout = InputLayout(16, (2048,), RowRule(floor=1))
     table = tuple(range(2000))
-    inputs = fed_layout(
+    inputs = staged_layout(
         [0] * count,
         [Span(0, count, 24_000, drafts, lane=0)],
         [(table,)],

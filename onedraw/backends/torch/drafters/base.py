@@ -38,7 +38,7 @@ class Drafter(Protocol):
     def name(self) -> str: ...
 
     @property
-    def captures(self) -> tuple[int, ...]:
+    def feature_layers(self) -> tuple[int, ...]:
         """Layers of the target whose outputs it wants."""
         ...
 
@@ -56,7 +56,7 @@ class Drafter(Protocol):
         """Before a turn: copy what rows want copied."""
         ...
 
-    def guess(self, turn: CompletedStep) -> list[tuple[Draft, ...]]:
+    def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
         """Take in what the turn settled and guess on: drafts per row for the row after it."""
         ...
 

@@ -83,7 +83,7 @@ class DflashDrafter:
         return "dflash"
 
     @property
-    def captures(self) -> tuple[int, ...]:
+    def feature_layers(self) -> tuple[int, ...]:
         """Each once, in the order of the layers, as a turn gives them."""
         return tuple(sorted(set(self._spec.target_layers)))
 
@@ -94,10 +94,10 @@ class DflashDrafter:
     def open(self, rows: Sequence[Row]) -> None:
         self.state.open(rows)
 
-    def guess(self, turn: CompletedStep) -> list[tuple[Draft, ...]]:
-        plan, rows = turn.plan, turn.rows
+    def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
+        plan, rows = step.plan, step.rows
         self._ranker.learn(plan, rows)
-        self._remember(plan, turn.inputs, turn.features, rows)
+        self._remember(plan, step.inputs, step.features, rows)
         blocks = [block for i, row in enumerate(plan.rows) if (block := self._block(i, row, rows[i])) is not None]
         guesses: list[tuple[Draft, ...]] = [()] * len(plan.rows)
         if blocks:
@@ -121,7 +121,7 @@ class DflashDrafter:
         placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], layout=self._layout, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
         index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
-        found = dict(zip(self.captures, (feature.index_select(0, index) for feature in features), strict=True))
+        found = dict(zip(self.feature_layers, (feature.index_select(0, index) for feature in features), strict=True))
         joined = torch.cat([found[layer] for layer in self._spec.target_layers], dim=1).to(self._target.dtype)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         prepared = PreparedInputs(self._ops, placed, self._ropes)

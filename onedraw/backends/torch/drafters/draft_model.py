@@ -77,7 +77,7 @@ class DraftingRow:
 class DraftModel:
     """Owner: the backend. Complete when constructed."""
 
-    captures: tuple[int, ...] = ()
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, model: DraftingModel, *, layout: InputLayout, lanes: int, max_context: int, length: int) -> None:
         self._model, self._layout, self._length, self._max_context = model, layout.alone, length, max_context
@@ -99,10 +99,10 @@ class DraftModel:
     def open(self, rows: Sequence[Row]) -> None:
         self._model.state.open(rows)
 
-    def guess(self, turn: CompletedStep) -> list[tuple[Draft, ...]]:
-        self._ranker.learn(turn.plan, turn.rows)
-        guesses: list[tuple[Draft, ...]] = [()] * len(turn.rows)
-        runners, hidden, ends = self._follow(turn)
+    def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
+        self._ranker.learn(step.plan, step.rows)
+        guesses: list[tuple[Draft, ...]] = [()] * len(step.rows)
+        runners, hidden, ends = self._follow(step)
         arm = self._ranker.choose_arm()
         running = runners
         while running:
@@ -121,7 +121,7 @@ class DraftModel:
             self._ranker.remember(runner.row, guesses[runner.index], arm)
         return guesses
 
-    def _follow(self, turn: CompletedStep) -> tuple[list[DraftingRow], Tensor, list[int]]:
+    def _follow(self, step: CompletedStep) -> tuple[list[DraftingRow], Tensor, list[int]]:
         """Compute what the turn settled and, where a row goes on, its last chosen token. Ends: where those stand.
 
         A late model computes position t from token t + 1, so its tokens are the settled ones but the first, and then the
@@ -133,7 +133,7 @@ class DraftModel:
         spans: list[Span] = []
         runners: list[DraftingRow] = []
         ends: list[int] = []
-        for index, (row, span, outcome) in enumerate(zip(turn.plan.rows, turn.inputs.spans, turn.rows, strict=False)):
+        for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
             settled = [*row.tokens, *(row.drafts[i].token for i in outcome.kept)]
             runner = self._runner(index, row, outcome)
             if late and not settled:  # came whole from a checkpoint, which has no hidden state to go on from
@@ -151,9 +151,9 @@ class DraftModel:
             spans.append(Span(len(tokens), len(part), row.start))
             tokens += part
         if not tokens:
-            return [], turn.hidden[:0], []
-        before = turn.hidden.index_select(0, self._index(sources)) if late else None
-        return runners, self._run(tokens, spans, [row.pages[:1] for row in turn.plan.rows], before), ends
+            return [], step.hidden[:0], []
+        before = step.hidden.index_select(0, self._index(sources)) if late else None
+        return runners, self._run(tokens, spans, [row.pages[:1] for row in step.plan.rows], before), ends
 
     def _runner(self, index: int, row: Row, outcome: RowOutcome) -> DraftingRow | None:
         limits = {"page_size": self._layout.page_size, "max_context": self._max_context}

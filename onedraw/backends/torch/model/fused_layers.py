@@ -66,12 +66,12 @@ def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerR
 
 
 def run_fused(
-    fused: FusedLayers, span: range, x: Tensor, stage: Stage, state: ModelState, prepared: PreparedInputs, watch: LayerProbe
+    fused: FusedLayers, span: range, x: Tensor, stage: Stage, state: ModelState, prepared: PreparedInputs, probe: LayerProbe
 ) -> Tensor:
     """Layers `span` of a stage in one operation."""
     inputs = [prepared.attention(stage.layers[index].spec.attention) for index in span]
     stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
-    kept = [index - stage.start - span.start for index in watch.captures if index - stage.start in span]
+    kept = [index - stage.start - span.start for index in probe.layers if index - stage.start in span]
     outputs = fused(x, inputs, stores, kept)
-    watch.features.extend(outputs[index] for index in sorted(kept))
+    probe.features.extend(outputs[index] for index in sorted(kept))
     return outputs[len(span) - 1]

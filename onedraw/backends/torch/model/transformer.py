@@ -21,7 +21,7 @@ from onedraw.backends.torch.ops.base import Ops, PreparedInputs
 from onedraw.backends.torch.ops.plain.elementwise import softcapped
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.runner.stage_boundary import StageBoundary, current_device
+from onedraw.backends.torch.runner.pipeline import StageBoundary, current_device
 from onedraw.backends.torch.runner.stages import Stage, StageDevice, load_stage, stage_boundary
 from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.source import WeightSource
@@ -30,11 +30,14 @@ from onedraw.models.spec import DeltaSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerProbe:
-    """What somebody wants to see of a pass over the layers. Owner: who asked."""
+    """Layer outputs that a pass over the layers collects. Owner: the caller of the pass."""
 
-    captures: tuple[int, ...] = ()  # layers whose outputs are wanted
+    layers: tuple[int, ...] = ()  # whose outputs are wanted
     features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
-    finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device
+    finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device; None: not checked
+
+    def empty(self) -> LayerProbe:
+        return LayerProbe(self.layers, finite=None if self.finite is None else [])
 
 
 NOTHING = LayerProbe()
@@ -127,7 +130,7 @@ class Transformer:
             return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
     def hidden(
-        self, inputs: Inputs, states: Sequence[ModelState], *, depth: int | None = None, watch: LayerProbe = NOTHING
+        self, inputs: Inputs, states: Sequence[ModelState], *, depth: int | None = None, probe: LayerProbe = NOTHING
     ) -> Tensor:
         """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
 
@@ -135,7 +138,7 @@ class Transformer:
         """
         stream = self.enter(inputs, depth=depth)
         for number, state in enumerate(states):
-            stream = self.advance(stream, number, inputs, state, watch=watch)
+            stream = self.advance(stream, number, inputs, state, probe=probe)
         return self.leave(stream)
 
     def prepare(self, inputs: Inputs, number: int) -> StageInputs:
@@ -149,12 +152,12 @@ class Transformer:
         return StageInputs(tokens, own_rows, prepared)
 
     def pass_stage(
-        self, number: int, ready: StageInputs, entered: ResidualStream | None, state: ModelState, *, watch: LayerProbe = NOTHING
+        self, number: int, ready: StageInputs, entered: ResidualStream | None, state: ModelState, *, probe: LayerProbe = NOTHING
     ) -> ResidualStream:
         """A turn that was prepared through one stage. What comes into it has crossed already; None: the first embeds."""
         stage = self.stages[number]
         stream = self._enter(ready.tokens, ready.own_rows, None) if entered is None else entered
-        return self._passed(stage, stream, ready.prepared, state, watch)
+        return self._passed(stage, stream, ready.prepared, state, probe)
 
     def enter(self, inputs: Inputs, *, depth: int | None = None) -> ResidualStream:
         """On the first stage."""
@@ -167,24 +170,24 @@ class Transformer:
         return ResidualStream(x, own, len(self.spec.layers) if depth is None else depth)
 
     def advance(
-        self, stream: ResidualStream, number: int, inputs: Inputs, state: ModelState, *, watch: LayerProbe = NOTHING
+        self, stream: ResidualStream, number: int, inputs: Inputs, state: ModelState, *, probe: LayerProbe = NOTHING
     ) -> ResidualStream:
         """Over the boundary to a stage, and through its layers."""
-        stage, seen = self.stages[number], len(watch.features)
+        stage, seen = self.stages[number], len(probe.features)
         with current_device(stage.device):
             if stage.entrance is not None:
                 stream = ResidualStream(*stage.entrance.cross(stream.x, stream.own, len(inputs.host_tokens)), stream.left)
             prepared = PreparedInputs(stage.ops, inputs.on(stage.device), stage.ropes)
-            stream = self._passed(stage, stream, prepared, state, watch)
+            stream = self._passed(stage, stream, prepared, state, probe)
             if stage.entrance is not None and stream.own is not None:
                 stream = replace(stream, own=stream.own.clone())  # the next turn may cross before this one goes on
-        watch.features[seen:] = [feature.to(self.device) for feature in watch.features[seen:]]
+        probe.features[seen:] = [feature.to(self.device) for feature in probe.features[seen:]]
         return stream
 
     def _passed(
-        self, stage: Stage, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, watch: LayerProbe
+        self, stage: Stage, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, probe: LayerProbe
     ) -> ResidualStream:
-        x = self._run(stage, stream.x, stream.own, prepared, state, count=stream.left, watch=watch)
+        x = self._run(stage, stream.x, stream.own, prepared, state, count=stream.left, probe=probe)
         own = None if stream.own is None else stream.own[:, len(stage.layers) :]
         return ResidualStream(x, own, max(stream.left - len(stage.layers), 0))
 
@@ -202,23 +205,23 @@ class Transformer:
         state: ModelState,
         *,
         count: int,
-        watch: LayerProbe,
+        probe: LayerProbe,
     ) -> Tensor:
         """The stage's first `count` layers."""
         ops = stage.ops
         for run in stage.runs:
             span = range(run.start, min(run.stop, count))
-            if run.fused is not None and watch.finite is None and span:
-                x = run_fused(run.fused, span, x, stage, state, prepared, watch)
+            if run.fused is not None and probe.finite is None and span:
+                x = run_fused(run.fused, span, x, stage, state, prepared, probe)
                 continue
             for index in span:
                 layer, own_input = stage.layers[index], None if own is None else own[:, index]
                 store = state.stores[index]
                 x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
-                if stage.start + index in watch.captures:
-                    watch.features.append(x)
-                if watch.finite is not None:
-                    watch.finite.append(torch.isfinite(x).all(1))
+                if stage.start + index in probe.layers:
+                    probe.features.append(x)
+                if probe.finite is not None:
+                    probe.finite.append(torch.isfinite(x).all(1))
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
-"""A ragged plan → the padded index tensors of one turn. Padding is private to this file.
+"""The padded index tensors of one step, laid out from a ragged plan. Padding is private to this file.
 
-In: rows of a plan, page size, the row rule. Out: Inputs: what every layer reads besides its weights. Built with numpy on
-the host and moved once; nothing here is asked for again while the layers run.
+In: rows of a plan, page size, the row rule. Out: Inputs: what every layer reads besides its weights. Built with numpy on the
+host and copied once per tensor.
 
-A token has a position (what rope and visibility go by) and a slot (where its key and value lie in its row's pages). They
-are the same but in a draft tree, whose nodes have slots of their own: there a token reads, from its row's last known
-position on, the slots of its own path in order of position, so its arithmetic is a chain's.
+A token has a position (for rope and visibility) and a slot (of its key and value in its row's pages). They differ in a draft
+tree only, whose nodes have slots of their own: there a token reads, from its row's last known position on, the slots of its own
+path in order of position, so its arithmetic is that of a chain.
 
-A token that only the device knows (`Row.awaits_token`) stands as -1 - lane.
+A token that only the device knows (`Row.awaits_token`) is written as -1 - lane.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from onedraw.backends.base import is_plain_decode
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging
 from onedraw.sampling.verify import draft_paths
@@ -31,39 +33,71 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class InputLayout:
-    """What of the backend shapes its inputs."""
+    """Sizes of a backend that its inputs depend on."""
 
     page_size: int
-    scratch: tuple[int, ...]  # per page group, a page nobody reads: padding tokens write there
+    scratch: tuple[int, ...]  # per page group, a page that is never read: padding tokens write there
     rule: RowRule
     windows: tuple[int | None, ...] = (None,)  # of the page groups
-    held: int = 0  # the turn's first place in the rollback buffer
+    held: int = 0  # the step's first slot of the rollback buffer
 
     @property
     def alone(self) -> InputLayout:
-        """For a model of its own beside the target: all its layers lie in pages numbered like those of the first group."""
+        """For a draft model beside the target: all its layers use pages numbered like those of the first group."""
         return replace(self, scratch=self.scratch[:1], windows=(None,))
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sizes that a turn is padded to, so that many turns look alike."""
+    """Sizes that a step is padded to, so that many steps share one graph."""
 
     rows: int
     tokens: int
     longest: int  # tokens of one row at most
-    reach: int  # positions that a token may see, and slots that it may lie in
+    reach: int  # positions that a token may see, and slots that it may have
     depth: int | None = None  # of a draft's path; None where every row is a chain
 
 
-@dataclass(slots=True)  # not frozen: made for every row of every turn, and four times as fast like this
-class Span:
-    """Neighbouring tokens of one row: [first, first + count) of the turn, at positions and in slots from `start` on.
+PADDED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row, that steps are padded to
+LEAST_REACH = 512  # positions
+LEAST_DEPTH = 8
 
-    `drafts` are its last tokens. `whole`: every token sees all of the span, not only what stands before it.
+
+def bucket_of(plan: Plan, *, recurrent: bool) -> Bucket | None:
+    """The shape that a step is padded to; None where some row is no plain decode, or there are too many tokens."""
+    rows = plan.rows
+    if not rows or not all(is_plain_decode(row, recurrent=recurrent) for row in rows):
+        return None
+    tokens = sum(1 + len(row.drafts) for row in rows)
+    if tokens > PADDED[-1]:
+        return None
+    longest = _padded(max(1 + len(row.drafts) for row in rows))
+    padded_rows = _padded(len(rows))
+    last = max(row.stop + len(row.drafts) for row in rows)
+    depth = None
+    if any(draft.parent != index - 1 for row in rows for index, draft in enumerate(row.drafts)):
+        depth = max(LEAST_DEPTH, 1 << (longest - 1).bit_length())
+    return Bucket(
+        rows=padded_rows,
+        tokens=padded_rows if longest == 1 else max(_padded(tokens), padded_rows),
+        longest=longest,
+        reach=max(LEAST_REACH, 1 << (last - 1).bit_length()),
+        depth=depth,
+    )
+
+
+def _padded(count: int) -> int:
+    return PADDED[bisect_left(PADDED, count)]
+
+
+@dataclass(slots=True)  # not frozen: made for every row of every step, and four times as fast like this
+class Span:
+    """Neighbouring tokens of one row: [first, first + count) of the step, at positions and in slots from `start` on.
+
+    `drafts` are its last tokens. `whole`: every token sees all of the span, not only the tokens before it.
     `anchored`: a window is counted back from the span's start, the same for all of its tokens.
-    `lane` is where its state lies, None for padding; `prompt_stop`, `saves` as in a row; `held` is the first place of
-    its drafts in the rollback buffer.
+    `lane`: of its recurrent state, None for padding; `prompt_stop`, `saves` as in a row; `held`: the first slot of its drafts
+    in the rollback buffer.
     """
 
     first: int
@@ -89,7 +123,7 @@ class Span:
 
 @dataclass
 class Inputs:
-    """Host arrays and, made from them on first use, the tensors of the device."""
+    """Host arrays and, made from them at first use, tensors on the device."""
 
     spans: tuple[Span, ...]  # of the plan's rows, then of padding tokens, each a row of its own
     host_tokens: Ints  # [T]
@@ -103,7 +137,7 @@ class Inputs:
     page_size: int
     windows: tuple[int | None, ...]  # of the page groups
     staging: Staging
-    bucket: Bucket | None = None  # what the turn was padded to, if it was
+    bucket: Bucket | None = None  # None: padded by the row rule alone
 
     @property
     def device(self) -> torch.device:
@@ -134,11 +168,11 @@ class Inputs:
         return tuple(self.staging.put(table) for table in self.host_tables)
 
     def on(self, device: torch.device) -> Inputs:
-        """The same turn on another device."""
+        """The same step on another device."""
         return self if device == self.device else replace(self, staging=DirectStaging(device))
 
     def group(self, window: int | None) -> int:
-        """Where layers with this window keep their pages."""
+        """The page group of layers with this window."""
         return self.windows.index(window) if window in self.windows else 0
 
     @cached_property
@@ -164,10 +198,10 @@ class Inputs:
 
 
 def make_inputs(plan: Plan, *, layout: InputLayout, device: torch.device) -> Inputs:
-    return fed_inputs(plan, layout=layout, staging=DirectStaging(device))
+    return staged_inputs(plan, layout=layout, staging=DirectStaging(device))
 
 
-def fed_inputs(plan: Plan, *, layout: InputLayout, staging: Staging, bucket: Bucket | None = None) -> Inputs:
+def staged_inputs(plan: Plan, *, layout: InputLayout, staging: Staging, bucket: Bucket | None = None) -> Inputs:
     tokens: list[int] = []
     spans: list[Span] = []
     held = layout.held
@@ -186,7 +220,7 @@ def fed_inputs(plan: Plan, *, layout: InputLayout, staging: Staging, bucket: Buc
         tokens += row.tokens if row.tokens != (PENDING_TOKEN,) else (-1 - row.lane,)
         tokens += (draft.token for draft in row.drafts)
         held += len(row.drafts)
-    return fed_layout(tokens, spans, [row.pages for row in plan.rows], layout=layout, staging=staging, bucket=bucket)
+    return staged_layout(tokens, spans, [row.pages for row in plan.rows], layout=layout, staging=staging, bucket=bucket)
 
 
 def lay_out(
@@ -198,10 +232,10 @@ def lay_out(
     device: torch.device,
 ) -> Inputs:
     """Inputs of any spans of tokens, each with the pages of its row, per group."""
-    return fed_layout(tokens, spans, pages, layout=layout, staging=DirectStaging(device))
+    return staged_layout(tokens, spans, pages, layout=layout, staging=DirectStaging(device))
 
 
-def fed_layout(
+def staged_layout(
     tokens: list[int],
     spans: list[Span],
     pages: Sequence[tuple[Sequence[int], ...]],
@@ -219,7 +253,7 @@ def fed_layout(
     shift = np.repeat(np.asarray([span.start - span.first for span in spans], dtype=np.int64), counts)
     slots = np.arange(len(tokens), dtype=np.int64) + shift
     positions, tails, paths = slots, None, None
-    if bucket is not None and padding:  # has one row, behind the last
+    if bucket is not None and padding:  # all padding tokens share one row, after the last
         rows = np.minimum(rows, bucket.rows)
     if any(span.branches for span in spans) if bucket is None else bucket.depth is not None:
         positions, tails, paths = _paths(spans, slots, 0 if bucket is None else bucket.depth or 0)
@@ -249,7 +283,7 @@ def fed_layout(
 
 
 def _table(pages: list[Sequence[int]], scratch: int, page_size: int, bucket: Bucket | None) -> Ints:
-    """[R, W], the scratch page past a row's end and where a page was let go."""
+    """[R, W], the scratch page past a row's end and where a page was released."""
     if bucket is None:
         size = (len(pages), max((len(held) for held in pages), default=1))
     else:

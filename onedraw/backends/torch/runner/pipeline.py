@@ -1,8 +1,8 @@
-"""A thread per stage: what is set going passes all of them in order, and while one thing is in a stage the next may be in the
-stage before.
+"""The pipeline between stages: a thread per stage, the buffers that rows cross between two devices, and the locks of devices.
 
-In: what each thread does first (take its processors), then steps, one per stage. Out: a Future of what the last step gives. A
-stage takes up one thing at a time, in the order in which things were set going; a step that fails ends its thing alone.
+In: per stage, a function that its thread calls first (to pin itself to processors), then jobs of one call per stage. Out: a
+Future of the last call's result. A stage takes jobs one at a time, in the order in which they were started; a call that fails
+ends its own job alone.
 """
 
 from __future__ import annotations
@@ -16,81 +16,144 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Step = Callable[[], Any]
+from onedraw.errors import OutOfMemory
+
+StageCall = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StageJob:
-    steps: Sequence[Step]
+    calls: Sequence[StageCall]
     result: Future[Any] = field(default_factory=Future)
 
 
 class Pipeline:
-    """Owner: the backend. The threads hold nothing but their queues between jobs, so they do not keep it alive."""
+    """Owner: the backend. Between jobs the threads refer to their queues alone, so they do not keep the backend alive."""
 
-    def __init__(self, openings: Sequence[Callable[[], None]]) -> None:
-        self._queues: list[SimpleQueue[StageJob | None]] = [SimpleQueue() for _ in openings]
-        behind = [*self._queues[1:], None]
+    def __init__(self, first_calls: Sequence[Callable[[], None]]) -> None:
+        self._queues: list[SimpleQueue[StageJob | None]] = [SimpleQueue() for _ in first_calls]
+        following = [*self._queues[1:], None]
         self._threads = [
-            threading.Thread(target=_work, args=(number, [opening], own, ahead), name=f"onedraw-stage-{number}", daemon=True)
-            for number, (opening, own, ahead) in enumerate(zip(openings, self._queues, behind, strict=True))
+            threading.Thread(target=_work, args=(number, [first], own, after), name=f"onedraw-stage-{number}", daemon=True)
+            for number, (first, own, after) in enumerate(zip(first_calls, self._queues, following, strict=True))
         ]
         for thread in self._threads:
             thread.start()
 
-    def start(self, steps: Sequence[Step]) -> Future[Any]:
-        """One step per stage. Returns at once."""
-        assert len(steps) == len(self._queues)
-        job = StageJob(steps)
+    def start(self, calls: Sequence[StageCall]) -> Future[Any]:
+        """One call per stage. Returns at once."""
+        assert len(calls) == len(self._queues)
+        job = StageJob(calls)
         self._queues[0].put(job)
         return job.result
 
     def close(self) -> None:
-        """What is under way is finished first."""
+        """Jobs that were started are finished first."""
         for queue, thread in zip(self._queues, self._threads, strict=True):
             queue.put(None)
-            if thread is not threading.current_thread():  # the last to hold the backend may be a stage
+            if thread is not threading.current_thread():  # a stage may hold the last reference to the backend
                 thread.join()
 
 
 class SameThread:
-    """Where stages have no threads: one step after the other, before `start` returns. What a step raises is raised there."""
+    """A pipeline without threads: `start` makes all calls before it returns, and raises their errors."""
 
-    def start(self, steps: Sequence[Step]) -> Future[Any]:
+    def start(self, calls: Sequence[StageCall]) -> Future[Any]:
         result: Future[Any] = Future()
-        for step in steps:
-            found = step()
+        for call in calls:
+            found = call()
         result.set_result(found)
         return result
 
 
 def device_locks(devices: Sequence[torch.device]) -> list[AbstractContextManager[Any]]:
-    """Who launches work on a GPU has it alone: operations keep what goes from one kernel to the next in places of their own,
-    and a thread that records must not meet another's launches. CPUs are left to their threads."""
+    """One lock per GPU, held while kernels are launched: operations keep buffers between their kernels, and no other thread may
+    launch while one captures. CPU stages need none."""
     made = {device: threading.RLock() for device in devices}
     return [made[device] if device.type == "cuda" else nullcontext() for device in devices]
 
 
 def _work(
-    number: int, openings: list[Callable[[], None]], own: SimpleQueue[StageJob | None], ahead: SimpleQueue[StageJob | None] | None
+    number: int, first: list[Callable[[], None]], own: SimpleQueue[StageJob | None], after: SimpleQueue[StageJob | None] | None
 ) -> None:
     failed: BaseException | None = None
     try:
-        openings.pop()()  # and let go of: it may hold threads of its own
-    except BaseException as error:  # told to whoever comes through here
+        first.pop()()  # and not kept: it may refer to operations with threads of their own
+    except BaseException as error:  # raised by every job that comes
         failed = error
     while (job := own.get()) is not None:
         try:
             if failed is not None:
                 raise failed
-            found = job.steps[number]()
+            found = job.calls[number]()
         except BaseException as error:
             job.result.set_exception(error)
         else:
-            if ahead is None:
+            if after is None:
                 job.result.set_result(found)
             else:
-                ahead.put(job)
+                after.put(job)
             del found
         del job
+
+
+# ------------------------------------------------------------------ between two stages
+
+
+class StageBoundary:
+    """Buffers between two stages, allocated once. Owner: the second stage. Rows are valid until the next step crosses.
+
+    In: the residual stream [T, E] on the first device, and the inputs of later layers. Out: the same bits on the second device.
+    One buffer sends (in pinned host memory where only one side is a GPU), one receives: the sender's tensors are free as soon as
+    they are in the first.
+    """
+
+    def __init__(
+        self, source: torch.device, target: torch.device, *, rows: int, hidden: int, inputs: int, dtype: torch.dtype
+    ) -> None:
+        self._source, self._target = source, target
+        pinned = source.type != target.type
+        try:
+            place = torch.device("cpu") if pinned else source
+            self._sent = torch.empty(rows, hidden, dtype=dtype, device=place, pin_memory=pinned)
+            self._received = torch.zeros(rows, hidden, dtype=dtype, device=target)
+            self._inputs = torch.zeros(rows, inputs, dtype=dtype, device=target)
+        except (RuntimeError, MemoryError):  # torch reports missing memory like this
+            raise OutOfMemory(f"the {rows} rows between {source} and {target} do not fit; lower --turn-tokens") from None
+        self._gpu = next((device for device in (source, target) if device.type == "cuda"), None) if pinned else None
+
+    @property
+    def nbytes(self) -> int:
+        return self._sent.nbytes + self._received.nbytes + self._inputs.nbytes
+
+    def cross(self, x: Tensor, own: Tensor | None, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """x [T, E]; own [T, later layers, width]. `rows`: what the second stage pads the step to, where it pads differently; rows
+        beyond len(x) are padding, with values of an earlier step."""
+        rows = len(x) if rows is None else rows
+        count = min(len(x), rows)
+        if max(count, rows) > len(self._sent):
+            raise AssertionError(f"a step of {max(count, rows)} rows crosses a boundary of {len(self._sent)}")
+        if x.dtype != self._sent.dtype:
+            raise AssertionError(f"a stream of {x.dtype} crosses a boundary of {self._sent.dtype}")
+        sent = self._sent[:count]
+        self._synchronize()  # the step before may still be copied out of this buffer
+        sent.copy_(x[:count], non_blocking=True)
+        if self._source.type == "cuda":
+            self._synchronize()  # the host reads it next
+        self._received[:count].copy_(sent, non_blocking=True)
+        if own is None:
+            return self._received[:rows], None
+        inputs = self._inputs[:rows].view(rows, *own.shape[1:])
+        inputs[:count].copy_(own[:count])
+        return self._received[:rows], inputs
+
+    def _synchronize(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.current_stream(self._gpu).synchronize()
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device, wherever their arguments are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

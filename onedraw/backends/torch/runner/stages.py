@@ -16,7 +16,7 @@ from onedraw.backends.torch.model.fused_layers import LayerRun, runs_of_layers
 from onedraw.backends.torch.model.layer import Layer, load_layer, rope_tables
 from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
 from onedraw.backends.torch.ops.base import Ops
-from onedraw.backends.torch.runner.stage_boundary import StageBoundary
+from onedraw.backends.torch.runner.pipeline import StageBoundary
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, RopeSpec
 

@@ -1,4 +1,4 @@
-"""What a turn brings to its device: small arrays from the host, and the facts that shape its kernels.
+"""Host-to-device inputs of a step: small arrays, and the facts that decide which kernels it launches.
 
 In: numpy arrays, one after the other. Out: tensors on the device. `DirectStaging` copies each array by itself. `StagingBuffer`
 writes all arrays into one buffer that is copied at once and has the same addresses in every step: steps with equal signatures
@@ -32,11 +32,11 @@ class Staging(Protocol):
         ...
 
     def note(self, fact: Hashable) -> None:
-        """Something the host decided that shapes the kernels of this turn beside the arrays' shapes."""
+        """A decision of the host, beside the arrays' shapes, that changes which kernels this step launches."""
         ...
 
     def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` makes of a tensor of this feed and its layout alone, not of its content: perhaps an earlier turn did."""
+        """`make()`, or what it returned in an earlier step for this tensor and layout; it must not depend on the content."""
         ...
 
 
@@ -50,28 +50,28 @@ class DirectStaging:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def note(self, fact: Hashable) -> None:
-        """Nobody asks."""
+        """No-op: eager steps are not captured, so no signature is needed."""
 
     def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
         return make()
 
 
 class StagingBufferFull(Exception):
-    """The turn brings more than the arena holds; it goes by `DirectStaging` instead."""
+    """The step's arrays do not fit; it is copied by `DirectStaging` instead."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """Turns of one arena that laid out alike have the same one: what is recorded is found by it without a look at the facts."""
+    """One object per set of facts of a buffer, so that graphs are looked up by identity, without comparing the facts."""
 
     facts: Hashable
 
 
 class StagingBuffer:
-    """Owner: the backend. `begin`, then `put` and `note` in any number, then `send`; after that the turn may run.
+    """Owner: the backend. `begin`, then `put` and `note` in any number, then `send`; after that the step may run.
 
-    What is put after `send` would not reach a recorded turn, so it is an error. On the host there are several buffers (`sides`):
-    the next turn may be laid out while those before are on their way.
+    An array that is put after `send` would not reach a captured step, so it is an error. The host has several copies (`sides`):
+    the next step may be laid out while earlier ones are being sent.
     """
 
     def __init__(self, device: torch.device, size: int, *, sides: int = 2) -> None:
@@ -85,19 +85,19 @@ class StagingBuffer:
         self._used, self._open = 0, False
         self._made: dict[tuple[int, Hashable], Any] = {}
         self._signatures: dict[Hashable, Signature] = {}
-        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # arrays lie at the same places turn after turn
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # arrays have the same places in every step
 
     def begin(self) -> None:
         self._side = (self._side + 1) % len(self._hosts)
         sent = self._sent[self._side]
         if sent is not None:
-            sent.synchronize()  # the buffer on the host is free again
+            sent.synchronize()  # the host buffer is free again
         self._bytes = self._hosts[self._side].numpy()
         self._facts, self._used, self._open = [], 0, True
 
     def put(self, array: Array) -> Tensor:
         if not self._open:
-            raise RuntimeError("an array came after the turn was sent: a recorded turn would miss it")
+            raise RuntimeError("an array was put after the step was sent: a captured step would not read it")
         begin, stop = self._used, self._used + array.nbytes
         if stop > len(self._bytes):
             raise StagingBufferFull
@@ -114,7 +114,7 @@ class StagingBuffer:
         return view
 
     def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
-        key = (id(tensor), layout)  # views live as long as what was made of them
+        key = (id(tensor), layout)  # views are kept as long as the results made of them
         made: Made | None = self._made.get(key)
         if made is None:
             made = self._made[key] = make()
@@ -124,7 +124,7 @@ class StagingBuffer:
         self._facts.append(fact)
 
     def send(self) -> Signature:
-        """Everything in one copy. Turns with equal signatures may share recorded kernels."""
+        """Everything in one copy. Steps with equal signatures may share graphs."""
         self._open = False
         used = min(self._used, len(self._bytes))
         self._there[:used].copy_(self._hosts[self._side][:used], non_blocking=True)

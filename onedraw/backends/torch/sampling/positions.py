@@ -49,7 +49,7 @@ class PositionSampler:
         index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._model.device)
         return self._model.logits(hidden.index_select(0, index))[: len(tokens)]
 
-    def choose(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[SampledToken | None]]:
+    def sample(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[SampledToken | None]]:
         """Per choosing row, a choice after its last known token and after each draft."""
         picks = [
             pick

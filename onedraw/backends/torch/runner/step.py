@@ -1,0 +1,179 @@
+"""One step of the model: lay out inputs, run the layers stage by stage, sample and verify, commit, draft.
+
+In: a plan. Out: its outcome. The order of the phases is here, once; a `StepRunner` executes them, kernel by kernel
+(`eager_runner.py`) or as captured CUDA graphs (`graph_runner.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.sampled_rows import row_outcome
+from onedraw.backends.torch.drafters.base import CompletedStep, Drafter
+from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream
+from onedraw.backends.torch.runner.inputs import Inputs, Span
+from onedraw.backends.torch.runner.pipeline import Pipeline, SameThread
+from onedraw.types import Logprobs, Outcome, Plan, RowOutcome, SampledToken
+
+Laid = TypeVar("Laid")
+Sampled = TypeVar("Sampled")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    plan: Plan
+    probe: LayerProbe
+    rollback_start: int  # its first slot of the rollback buffer: steps in flight at once have slots of their own
+
+
+class StepResult(Protocol):
+    """A step after its commit."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def inputs(self) -> Inputs: ...
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, E] after the last norm."""
+        ...
+
+    @property
+    def features(self) -> list[Tensor]:
+        """[T, E] per probed layer."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether the device may still compute it: drafting then waits for `collect`."""
+        ...
+
+    def wait(self) -> None:
+        """Until the samples are on the host."""
+        ...
+
+    def last_tokens(self) -> dict[int, int]:
+        """By lane, the token that each row sampled last. After `wait`."""
+        ...
+
+    def rows(self) -> tuple[RowOutcome, ...]:
+        """Samples, kept drafts and faults of every row. After `wait`."""
+        ...
+
+
+class StepRunner(Protocol[Laid, Sampled]):
+    @property
+    def stages(self) -> int: ...
+
+    def on_stage(self, number: int) -> AbstractContextManager[Any]:
+        """Held while a stage works: its lock, and its device as the current one."""
+        ...
+
+    def lay_out(self, step: Step) -> Laid:
+        """The step's inputs. A GraphRunner raises StagingBufferFull, before anything has been computed."""
+        ...
+
+    def run_layers(self, laid: Laid, number: int, before: ResidualStream | None) -> ResidualStream:
+        """One stage's layers. `before`: what the stage before it gave; None for the first."""
+        ...
+
+    def sample(self, laid: Laid, stream: ResidualStream) -> Sampled:
+        """After the last stage: a token for every position that samples, and which drafts are kept."""
+        ...
+
+    def commit(self, laid: Laid, sampled: Sampled) -> None:
+        """Make kept drafts part of the state, on every stage (`Ops.commit`)."""
+        ...
+
+    def result(self, laid: Laid, sampled: Sampled) -> StepResult: ...
+
+
+class StepExecutor:
+    """Owner: the backend. `lock`: of the last stage, where drafters compute."""
+
+    def __init__(self, drafter: Drafter | None, lock: AbstractContextManager[Any]) -> None:
+        self._drafter, self._lock = drafter, lock
+
+    @torch.inference_mode()
+    def start(
+        self, runner: StepRunner[Laid, Sampled], step: Step, threads: Pipeline | SameThread
+    ) -> Future[Outcome | StepResult]:
+        """The outcome, or a result that is still pending on the device."""
+        laid = runner.lay_out(step)
+        stream: ResidualStream | None = None
+        seconds = 0.0  # in stages, not between them
+
+        def run_stage(number: int) -> Outcome | StepResult | None:
+            nonlocal stream, seconds
+            begin, rows = time.perf_counter(), None
+            with torch.inference_mode(), runner.on_stage(number):
+                stream = runner.run_layers(laid, number, stream)
+                if number == runner.stages - 1:
+                    sampled = runner.sample(laid, stream)
+                    runner.commit(laid, sampled)
+                    result = runner.result(laid, sampled)
+                    if result.pending:
+                        return result
+                    rows = self.drafted(result)
+            seconds += time.perf_counter() - begin
+            return None if rows is None else Outcome(rows, seconds)
+
+        return threads.start([partial(run_stage, number) for number in range(runner.stages)])
+
+    def drafted(self, result: StepResult) -> tuple[RowOutcome, ...]:
+        """The rows with the drafter's drafts for the next step. After `wait`."""
+        rows = result.rows()
+        if self._drafter is None:
+            return rows
+        with self._lock:
+            self._drafter.open(result.plan.rows)
+            drafts = self._drafter.draft(CompletedStep(result.plan, result.inputs, result.hidden, result.features, rows))
+        return tuple(replace(row, next_drafts=own) for row, own in zip(rows, drafts, strict=True))
+
+
+# ------------------------------------------------------------------ verification on the host
+
+
+def row_outcomes(
+    plan: Plan,
+    inputs: Inputs,
+    sampled: Mapping[int, Sequence[SampledToken | None]],
+    scored: Mapping[int, tuple[Logprobs, ...]],
+    faults: Callable[[], Sequence[int]],
+) -> tuple[RowOutcome, ...]:
+    """`sampled`, `scored`: by row of the plan. `faults`: the first layer of each token that was not finite, else -1."""
+    rows = tuple(row_outcome(row, sampled.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
+    if not any(row.no_token_left for row in rows):
+        return rows
+    found = faults()
+    return tuple(
+        replace(row, fault=fault_text(found, inputs.spans[i])) if row.no_token_left else row for i, row in enumerate(rows)
+    )
+
+
+def first_fault(finite: Sequence[Tensor]) -> Tensor:
+    """[T, 1]: the first layer after which a token is not finite, -1 where there is none."""
+    sound = torch.stack(list(finite)).to(torch.int64).cumprod(0).sum(0)
+    return torch.where(sound == len(finite), -1, sound)[:, None]
+
+
+def first_faults(probe: LayerProbe) -> list[int]:
+    """The same on the host, per token; empty where layers are not checked."""
+    return [] if not probe.finite else first_fault([finite.cpu() for finite in probe.finite])[:, 0].tolist()
+
+
+def fault_text(found: Sequence[int], span: Span) -> str:
+    """Which layer made a row's numbers infinite; empty where none did, or layers are not checked."""
+    layers = [layer for layer in found[span.first : span.first + span.count] if layer >= 0]
+    return "" if not layers else f"layer {min(layers)} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"
