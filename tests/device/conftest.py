@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     library_dot = interpreter.InterpreterBuilder.create_dot
 
     def fixed_order_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        """a [M, K] times b [K, N] plus d, each output summed over K from first to last (C order keeps numpy from pairwise sums)."""
+        """a [M, K] times b [K, N] plus d, each output summed over K from first to last (in C order: no pairwise sums)."""
         if any(handle.dtype.primitive_bitwidth == 8 and handle.dtype.is_floating() for handle in (a, b)):
             return library_dot(self, a, b, d, input_precision, max_num_imprecise_acc)  # converts fp8 first
         left, right = (np.asarray(handle.data, dtype=d.data.dtype) for handle in (a, b))
