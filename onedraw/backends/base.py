@@ -115,12 +115,14 @@ class SupportsSnapshots(Protocol):
         """Kernels, hardware and libraries. Backends with equal identity compute equal bits from equal inputs."""
         ...
 
-    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+    def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         """Host copies of these pages of every group, and of the checkpoint slot's states and logits."""
         ...
 
-    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Import what `export` returned. `places`: per group, stored page → page here. `slot` None: pages only. Raises KeyError
+    def import_checkpoint(
+        self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        """Import what `export_checkpoint` returned. `page_maps`: per group, stored page → page here. `slot` None: pages only. Raises KeyError
         or ValueError if the arrays do not fit this backend."""
         ...
 

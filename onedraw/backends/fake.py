@@ -195,14 +195,16 @@ class FakeBackend:
     def identity(self) -> str:
         return "fake"
 
-    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+    def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         kept = self._kept[slot]
         found: dict[str, npt.NDArray[Any]] = {f"pages.{g}": self._stores[g][list(own)] for g, own in enumerate(pages)}
         found["state"] = np.frombuffer(kept.state, np.uint8)
         return found if kept.logits is None else found | {"logits": kept.logits}
 
-    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        for group, own in enumerate(places):
+    def import_checkpoint(
+        self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        for group, own in enumerate(page_maps):
             for stored, page in own.items():
                 self._stores[group][page] = arrays[f"pages.{group}"][stored]
         if slot is not None:

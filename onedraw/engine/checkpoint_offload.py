@@ -54,7 +54,7 @@ class CheckpointOffload:
                 continue
             firsts, pages = [first for first, _ in held], [pages for _, pages in held]
             try:
-                arrays = self._backend.export(checkpoint.slot, pages)
+                arrays = self._backend.export_checkpoint(checkpoint.slot, pages)
             except Exception as error:  # a missing snapshot only costs time later; no reply depends on it
                 log.warning("a checkpoint could not be exported to a snapshot: %s", error)
                 return
@@ -77,7 +77,7 @@ class CheckpointOffload:
         if imported is None:
             return
         try:
-            self._backend.adopt(imported.slot, imported.page_map(match.snapshot.firsts), arrays)
+            self._backend.import_checkpoint(imported.slot, imported.page_map(match.snapshot.firsts), arrays)
         except (KeyError, ValueError) as error:
             self._folder.discard(match.snapshot, error)
             cancel_import(self._allocator, imported)

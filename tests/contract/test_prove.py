@@ -120,9 +120,9 @@ def test_a_backend_with_checkpoints_is_proved_to_choose_from_them() -> None:
 class AnothersLogits(FakeBackend):
     """Planted: what comes back from the disk has the last logits of another prompt."""
 
-    def adopt(self, slot: int | None, places: Any, arrays: Mapping[str, Any]) -> None:
+    def import_checkpoint(self, slot: int | None, page_maps: Any, arrays: Mapping[str, Any]) -> None:
         changed = {name: array[::-1] if name == "logits" else array for name, array in arrays.items()}
-        super().adopt(slot, places, changed)
+        super().import_checkpoint(slot, page_maps, changed)
 
 
 RESTORED = "restored from disk, after a restart"

@@ -81,14 +81,14 @@ def test_a_snapshot_of_another_backend_is_discarded_with_a_warning(tmp_path: Pat
     assert run(tmp_path, request())[1].restored == 1
 
 
-@pytest.mark.parametrize("method", ["export", "adopt"])
+@pytest.mark.parametrize("method", ["export_checkpoint", "import_checkpoint"])
 def test_a_failing_export_or_import_fails_no_request(
     tmp_path: Path, snapshot_warnings: list[str], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(self: FakeBackend, *given: object) -> None:
         raise RuntimeError("planted")
 
-    if method == "adopt":
+    if method == "import_checkpoint":
         run(tmp_path, request())
     monkeypatch.setattr(FakeBackend, method, fails)
     engine, offload = run(tmp_path, request())

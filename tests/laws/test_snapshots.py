@@ -155,30 +155,30 @@ def test_the_drafters_context_comes_back_too(folders: dict[str, Path], drafter: 
 
 
 def without_last_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = FakeBackend.export
+    real = FakeBackend.export_checkpoint
     zeroed = lambda self, slot, pages: real(self, slot, pages) | {"logits": np.zeros(VOCAB, np.float32)}  # noqa: E731
-    monkeypatch.setattr(FakeBackend, "export", zeroed)
+    monkeypatch.setattr(FakeBackend, "export_checkpoint", zeroed)
 
 
 def with_another_prompts_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, seen = FakeBackend.export, [np.ones(VOCAB, np.float32)]
+    real, seen = FakeBackend.export_checkpoint, [np.ones(VOCAB, np.float32)]
 
     def shifted(self: FakeBackend, slot: int, pages: Any) -> Any:
         found = real(self, slot, pages)
         seen.append(found.get("logits", seen[-1]))
         return found | {"logits": seen[-2]}
 
-    monkeypatch.setattr(FakeBackend, "export", shifted)
+    monkeypatch.setattr(FakeBackend, "export_checkpoint", shifted)
 
 
 def with_another_prompts_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = FakeBackend.export
-    monkeypatch.setattr(FakeBackend, "export", lambda self, slot, pages: real(self, (slot + 1) % 8, pages))
+    real = FakeBackend.export_checkpoint
+    monkeypatch.setattr(FakeBackend, "export_checkpoint", lambda self, slot, pages: real(self, (slot + 1) % 8, pages))
 
 
 def with_pages_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = FakeBackend.export
-    monkeypatch.setattr(FakeBackend, "export", lambda self, slot, pages: real(self, slot, [p[::-1] for p in pages]))
+    real = FakeBackend.export_checkpoint
+    monkeypatch.setattr(FakeBackend, "export_checkpoint", lambda self, slot, pages: real(self, slot, [p[::-1] for p in pages]))
 
 
 def for_any_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

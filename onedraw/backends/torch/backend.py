@@ -296,11 +296,11 @@ class TorchBackend:
         choices = sorted({text for stage in stages for text in stage.ops.choices.texts()})
         return f"{', '.join(parts)}; torch {torch.__version__}; {self.layout.rule}; {choices}"
 
-    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
-        return self._open.snapshots.export(slot, pages)
+    def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+        return self._open.snapshots.export_checkpoint(slot, pages)
 
-    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        self._open.snapshots.adopt(slot, places, arrays)
+    def import_checkpoint(self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._open.snapshots.import_checkpoint(slot, page_maps, arrays)
 
 
 def _capacity(

@@ -304,14 +304,16 @@ class XlaBackend:
         rows = f"products of {self.shape.decode.rows} and {self.shape.mixed.rows} rows"
         return f"xla on {', '.join(parts)}; jax {jax.__version__}, jaxlib {jaxlib_version}; {rows}"
 
-    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+    def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         found = {"logits": np.asarray(self._saved_logits)[slot].copy()}
         for stage in self._stages:
-            found |= {f"layer.{name}": array for name, array in stage.export(slot, pages).items()}
+            found |= {f"layer.{name}": array for name, array in stage.export_checkpoint(slot, pages).items()}
         return found
 
-    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    def import_checkpoint(
+        self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
         for stage in self._stages:
-            stage.adopt(slot, places, {name.removeprefix("layer."): array for name, array in arrays.items()})
+            stage.import_checkpoint(slot, page_maps, {name.removeprefix("layer."): array for name, array in arrays.items()})
         if slot is not None and "logits" in arrays:
             self._saved_logits = self._saved_logits.at[slot].set(arrays["logits"])

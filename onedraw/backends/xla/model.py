@@ -19,7 +19,15 @@ from onedraw.backends.xla.delta import delta
 from onedraw.backends.xla.inputs import CompiledShapes, ShapeBucket, XlaInputs
 from onedraw.backends.xla.layers import attend, feed_forward, gate_value, in_pieces, linear, project, rms_norm, write
 from onedraw.backends.xla.platform import DTYPES, OPTIONS, Array
-from onedraw.backends.xla.state import State, adopt, allocate, apply_copies, commit_drafts, copies_before, export
+from onedraw.backends.xla.state import (
+    State,
+    allocate,
+    apply_copies,
+    commit_drafts,
+    copies_before,
+    export_checkpoint,
+    import_checkpoint,
+)
 from onedraw.backends.xla.weights import Weights, XlaWeightLoader
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -193,8 +201,10 @@ class XlaStage:
     def commit(self, increments: list[Weights], sampled: Array, inputs: XlaInputs) -> None:
         self.state = self._commit(self.state, increments, jax.device_put(sampled, self.device), inputs.drafts)
 
-    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
-        return export(self.state, self.layers, slot, pages, shape=self.shape, first=self.start)
+    def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+        return export_checkpoint(self.state, self.layers, slot, pages, shape=self.shape, first=self.start)
 
-    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        adopt(self.state, self.layers, slot, places, arrays, shape=self.shape, first=self.start)
+    def import_checkpoint(
+        self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        import_checkpoint(self.state, self.layers, slot, page_maps, arrays, shape=self.shape, first=self.start)

@@ -169,7 +169,7 @@ def as_given(array: npt.NDArray[Any], like: Array) -> npt.NDArray[Any]:
     return found
 
 
-def export(
+def export_checkpoint(
     state: State, layers: Sequence[LayerSpec], slot: int, pages: Sequence[Sequence[int]], *, shape: CompiledShapes, first: int
 ) -> dict[str, npt.NDArray[Any]]:
     """Host copies, named by the layer's index in the model."""
@@ -187,24 +187,24 @@ def export(
     return found
 
 
-def adopt(
+def import_checkpoint(
     state: State,
     layers: Sequence[LayerSpec],
     slot: int | None,
-    places: Sequence[Mapping[int, int]],
+    page_maps: Sequence[Mapping[int, int]],
     arrays: Mapping[str, npt.NDArray[Any]],
     *,
     shape: CompiledShapes,
     first: int,
 ) -> None:
-    """Import what `export` returned, into `state`. `places`: per group, stored page → page here. `slot` None: pages only."""
+    """Import what `export_checkpoint` returned, into `state`. `page_maps`: per group, stored page → page here. `slot` None: pages only."""
     for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
         if isinstance(layer.mixer, AttentionSpec):
             for name in ("keys", "values"):
                 given = as_given(arrays[f"{first + index}.{name}"], store[name])
                 if given.shape[1:] != (shape.page_size, *store[name].shape[1:]):
                     raise ValueError(f"pages have shape {given.shape[1:]}, expected {(shape.page_size, *store[name].shape[1:])}")
-                for stored, page in places[shape.windows.index(layer.mixer.window)].items():
+                for stored, page in page_maps[shape.windows.index(layer.mixer.window)].items():
                     store[name] = put(store[name], slots_of(page, shape), given[stored])
         elif slot is not None:
             for name in ("states", "windows"):

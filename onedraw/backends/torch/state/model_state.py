@@ -153,7 +153,7 @@ class ModelState:
 
     # ------------------------------------------------------------------ to and from the disk
 
-    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Copies on the host, by the layers' numbers in the model."""
         found: dict[str, Tensor] = {}
         for name, group, store in self._named():
@@ -164,10 +164,10 @@ class ModelState:
                 found |= {f"{name}.{part}": tensor for part, tensor in store.read(pages[group]).items()}
         return found
 
-    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Mapping[str, Tensor]) -> None:
+    def import_checkpoint(self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, Tensor]) -> None:
         for name, group, store in self._named():
             if isinstance(store, PageStore):
-                store.fill(places[group], {part: arrays[f"{name}.{part}"] for part in store.parts()})
+                store.fill(page_maps[group], {part: arrays[f"{name}.{part}"] for part in store.parts()})
             elif slot is not None:
                 store.saved_states[slot] = arrays[f"{name}.state"].to(self._device)
                 store.saved_windows[slot] = arrays[f"{name}.window"].to(self._device)

@@ -30,17 +30,17 @@ class Snapshots:
         self._kept, self._dtype = kept, dtype
 
     @torch.inference_mode()
-    def export(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
+    def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         found = {"logits": self._kept.rows[slot].cpu().clone()}
         for name, state in self._named:
-            found |= {f"{name}.{part}": tensor for part, tensor in state.export(slot, pages).items()}
+            found |= {f"{name}.{part}": tensor for part, tensor in state.export_checkpoint(slot, pages).items()}
         return {name: as_stored(tensor) for name, tensor in found.items()}
 
     @torch.inference_mode()
-    def adopt(self, slot: int | None, places: Sequence[Mapping[int, int]], arrays: Arrays) -> None:
+    def import_checkpoint(self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Arrays) -> None:
         for name, state in self._named:
             own = {part.removeprefix(f"{name}."): array for part, array in arrays.items() if part.startswith(f"{name}.")}
-            state.adopt(slot, places, {part: as_tensor(array, self._dtype) for part, array in own.items()})
+            state.import_checkpoint(slot, page_maps, {part: as_tensor(array, self._dtype) for part, array in own.items()})
         if slot is not None and "logits" in arrays:
             self._kept.keep(slot, as_tensor(arrays["logits"], torch.float32).to(self._kept.rows.device))
 
