@@ -122,8 +122,8 @@ class SupportsSnapshots(Protocol):
     def import_checkpoint(
         self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]
     ) -> None:
-        """Import what `export_checkpoint` returned. `page_maps`: per group, stored page → page here. `slot` None: pages only. Raises KeyError
-        or ValueError if the arrays do not fit this backend."""
+        """Import what `export_checkpoint` returned. `page_maps`: per group, stored page → page here. `slot` None: pages only.
+        Raises KeyError or ValueError if the arrays do not fit this backend."""
         ...
 
 

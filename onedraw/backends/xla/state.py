@@ -197,7 +197,8 @@ def import_checkpoint(
     shape: CompiledShapes,
     first: int,
 ) -> None:
-    """Import what `export_checkpoint` returned, into `state`. `page_maps`: per group, stored page → page here. `slot` None: pages only."""
+    """Import what `export_checkpoint` returned, into `state`. `page_maps`: per group, stored page → page here. `slot` None:
+    pages only."""
     for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
         if isinstance(layer.mixer, AttentionSpec):
             for name in ("keys", "values"):
