@@ -299,7 +299,9 @@ class TorchBackend:
     def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
         return self._open.snapshots.export_checkpoint(slot, pages)
 
-    def import_checkpoint(self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    def import_checkpoint(
+        self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
         self._open.snapshots.import_checkpoint(slot, page_maps, arrays)
 
 
