@@ -48,7 +48,7 @@ def measure_ours(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
     opened = time.perf_counter() - begin
     ours(llm, count=1, new_tokens=4)
     request_options = RequestOptions(temperature=0.0, max_tokens=1, ignore_eos=True, seed=1)
-    prefill = best(lambda: llm.generate(make_generation(request_options, llm=llm, prompt=PROMPT)), 3)
+    prefill = best(lambda: llm.run(make_generation(request_options, llm=llm, prompt=PROMPT)), 3)
     found: dict[str, Any] = {
         "open": opened,
         "prefill": len(PROMPT) / prefill,

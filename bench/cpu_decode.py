@@ -37,7 +37,7 @@ def ours(llm: LLM, *, count: int, new_tokens: int) -> float:
     def one(index: int) -> None:
         request_options = RequestOptions(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
         prompt = (PROMPT[index], *PROMPT[1:])
-        for piece in llm.stream(make_generation(request_options, llm=llm, prompt=prompt)):
+        for piece in llm.pieces(llm.prepare(make_generation(request_options, llm=llm, prompt=prompt))):
             stamps[index].extend([time.perf_counter()] * len(piece.tokens))
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]

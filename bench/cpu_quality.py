@@ -48,7 +48,7 @@ def logprobs(llm: LLM) -> list[float]:
     for start in range(0, len(ids), STRETCH):
         part = ids[start : start + STRETCH]
         if len(part) > 1:
-            (reply,) = llm.generate(make_generation(request_options, llm=llm, prompt=part))
+            (reply,) = llm.run(make_generation(request_options, llm=llm, prompt=part))
             found += [one.logprob for one in reply.prompt_logprobs or ()]
     return found
 
@@ -56,7 +56,7 @@ def logprobs(llm: LLM) -> list[float]:
 def replies(llm: LLM, new_tokens: int) -> list[tuple[tuple[int, ...], str]]:
     request_options = RequestOptions(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
     generations = [make_generation(request_options, llm=llm, prompt=llm.encode(opening)) for opening in OPENINGS]
-    return [(tuple(c.token for c in reply.tokens), reply.text) for reply in llm.generate(*generations)]
+    return [(tuple(c.token for c in reply.tokens), reply.text) for reply in llm.run(*generations)]
 
 
 def measure(model: str, settings: dict[str, Any], new_tokens: int) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def cases() -> list[Case]:
                 "max_tokens": dice.randrange(8, LONGEST),
                 "ignore_eos": True,
             }
-            (reply,) = llm.generate(make_generation(RequestOptions.of(**asked), llm=llm, prompt=tuple(prompt)))
+            (reply,) = llm.run(make_generation(RequestOptions.of(**asked), llm=llm, prompt=tuple(prompt)))
             body = {"prompt": prompt, "stream": True, "return_token_ids": True, **asked}
             made.append(Case(json.dumps(body).encode(), tuple(reply.token_ids)))
     return made

@@ -27,9 +27,7 @@ def replies(llm: LLM, new_tokens: int) -> list[tuple[int, ...]]:
     generations = [
         make_generation(options, llm=llm, prompt=llm.encode(text), label="twin") for text, own in PROMPTS if not held(own)
     ]
-    return [
-        (*generation.prompt, *reply.token_ids) for generation, reply in zip(generations, llm.generate(*generations), strict=True)
-    ]
+    return [(*generation.prompt, *reply.token_ids) for generation, reply in zip(generations, llm.run(*generations), strict=True)]
 
 
 def scored(llm: LLM, texts: Sequence[tuple[int, ...]]) -> list[Logprobs]:
@@ -37,7 +35,7 @@ def scored(llm: LLM, texts: Sequence[tuple[int, ...]]) -> list[Logprobs]:
     options = RequestOptions(temperature=0.0, max_tokens=1, prompt_logprobs=2, seed=0)
     found: list[Logprobs] = []
     for text in texts:
-        (reply,) = llm.generate(make_generation(options, llm=llm, prompt=text, label="twin"))
+        (reply,) = llm.run(make_generation(options, llm=llm, prompt=text, label="twin"))
         found += reply.prompt_logprobs or ()
     return found
 

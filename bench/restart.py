@@ -38,7 +38,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
         snapshot_dir=Path(given.folder),
     )
     with build_llm(settings) as llm:
-        list(llm.generate(make_generation(RequestOptions(max_tokens=4, seed=1), llm=llm, prompt=tuple(range(10, 40)))))
+        list(llm.run(make_generation(RequestOptions(max_tokens=4, seed=1), llm=llm, prompt=tuple(range(10, 40)))))
         text = "The keeper wrote the weather into a book with a blue cover: wind, swell, visibility, and the ships. "
         words = llm.encode(" ".join(f"Day {day}. {text}" for day in range(given.prompt_tokens // 10)))
         prompt = tuple(words[: given.prompt_tokens])
@@ -49,7 +49,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
             generation = make_generation(options, llm=llm, prompt=prompt)
             choices: list[Any] = []
             begin, seconds = time.perf_counter(), None
-            for piece in llm.stream(generation):
+            for piece in llm.pieces(llm.prepare(generation)):
                 if piece.tokens and seconds is None:
                     seconds = time.perf_counter() - begin
                 choices += [(choice.token, choice.checksum) for choice in piece.tokens]

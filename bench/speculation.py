@@ -29,7 +29,7 @@ from typing import Any
 
 from onedraw.build.llm import build_llm
 from onedraw.cli.terminal import table
-from onedraw.llm.llm import LLM, settled_stats
+from onedraw.llm.llm import LLM, idle_stats
 from onedraw.llm.options import RequestOptions, make_chat_generation
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
@@ -139,14 +139,14 @@ def answer(llm: LLM, prompt: Prompt, *, temperature: float, new_tokens: int, pre
         prediction=prompt.prediction if predict else None,
     )
     generation = make_chat_generation(request_options, llm=llm, messages=prompt.messages)
-    before = settled_stats(llm)
+    before = idle_stats(llm)
     tokens: list[int] = []
     stamps: list[tuple[float, int]] = []
-    for piece in llm.stream(generation):
+    for piece in llm.pieces(llm.prepare(generation)):
         if piece.tokens:
             stamps.append((time.perf_counter(), len(piece.tokens)))
             tokens += [choice.token for choice in piece.tokens]
-    counted = settled_stats(llm).since(before)
+    counted = idle_stats(llm).since(before)
     return Answer(
         kind=prompt.kind,
         name=prompt.name,

@@ -11,16 +11,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onedraw.api import Model, load
+    from onedraw.api import load
+    from onedraw.llm.llm import LLM
+
+    Model = LLM
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "load"]
+__all__ = ["LLM", "Model", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """`load` and `Model` come from `onedraw.api` on first use, so that `import onedraw` stays light."""
-    if name in ("load", "Model"):
-        from onedraw import api
+    """Imported on first use, so that `import onedraw` stays light. `Model` is the former name of `LLM`."""
+    if name == "load":
+        from onedraw.api import load
 
-        return getattr(api, name)
+        return load
+    if name in ("LLM", "Model"):
+        from onedraw.llm.llm import LLM
+
+        return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ OnedrawError                 base class of all errors raised on purpose
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class OnedrawError(Exception):
@@ -36,6 +37,17 @@ class OnedrawError(Exception):
             self.param = param
         if code is not None:
             self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by content, since subclasses have constructors of their own: an error may cross a process border."""
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(kind: type[OnedrawError], args: tuple[Any, ...], state: dict[str, Any]) -> OnedrawError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class BadRequest(OnedrawError):

@@ -54,6 +54,12 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintSpec:
+    """What constrains a reply, as data: a grammar is its text. The service builds the live Constraint from it; the engine does
+    not look inside."""
+
+
+@dataclass(frozen=True, slots=True)
 class DryParams:
     """ "Don't repeat yourself": a penalty on the token that would extend a repetition.
 
@@ -95,7 +101,6 @@ class SamplingParams:
     min_tokens: int = 0  # before these many, no stop id may be chosen
     stop_ids: frozenset[int] = frozenset()  # a chosen one ends the reply; it belongs to the ids
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
-    constraint: Constraint | None = None  # a grammar, a thinking budget: bans made from the reply so far
     logprobs: int | None = None  # how many alternatives beside the chosen; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
@@ -129,7 +134,7 @@ class SamplingParams:
     @property
     def may_ban_all(self) -> bool:
         """Whether bans may leave nothing to choose. Without any, filters leave the likeliest token, if there is one."""
-        return bool(self.logit_bias or self.bad_words or self.min_tokens or self.constraint is not None)
+        return bool(self.logit_bias or self.bad_words or self.min_tokens)
 
     @property
     def counts_history(self) -> bool:
@@ -162,6 +167,7 @@ class Request:
     params: SamplingParams
     predicted: tuple[int, ...] = ()  # what the caller expects the reply to be; drafted, never trusted
     speculate: bool = True  # may carry drafts
+    constraint: ConstraintSpec | None = None  # a response format, a thinking budget
 
 
 @dataclass(slots=True)
@@ -173,6 +179,7 @@ class History:
 
     prompt: tuple[int, ...]
     output: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None  # bans made from `output`
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)

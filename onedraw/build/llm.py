@@ -35,6 +35,7 @@ from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
+from onedraw.text.constraints.factory import ConstraintFactory
 from onedraw.text.fake_tokenizer import READABLE, fake_chat_template, fake_tokenizer
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.verify_trace import VerifyTracer
@@ -69,6 +70,7 @@ def make_service(
     *,
     weights: str = "",
     observer: Observer | None = None,
+    constraints: ConstraintFactory | None = None,
 ) -> Service:
     """A service whose engine and backend are made on the engine's thread. `weights`: fingerprint of the model and its drafter."""
 
@@ -86,7 +88,9 @@ def make_service(
         )
         return Engine(backend=backend, scheduler=scheduler, observer=observer, offload=offload)
 
-    return Service(make_engine, queue_limit=settings.queue_limit)
+    if constraints is None:
+        return Service(make_engine, queue_limit=settings.queue_limit)
+    return Service(make_engine, queue_limit=settings.queue_limit, build_constraint=constraints.build)
 
 
 def _checkpoint_offload(settings: Settings, backend: Backend, allocator: Allocator, weights: str) -> CheckpointOffload | None:
@@ -160,9 +164,11 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
             favoured=tokenizer.encode(READABLE, add_special=False),
         )
 
-    service = make_service(make_backend, settings, speculator, weights="fake", observer=_observer(settings, tokenizer))
-    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
-    return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card)
+    eos = (tokenizer.eos_id or 0,)
+    constraints, observer = ConstraintFactory(tokenizer, eos), _observer(settings, tokenizer)
+    service = make_service(make_backend, settings, speculator, weights="fake", observer=observer, constraints=constraints)
+    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=eos, defaults={})
+    return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card, constraints=constraints)
 
 
 def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, warm_up: bool) -> LLM:
@@ -176,6 +182,7 @@ def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, 
         tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
+        constraints = ConstraintFactory(tokenizer, info.eos_ids)
         chosen = None if settings.backend == "xla" else select_drafter(settings, info, checkpoint)
         drafting = None if chosen is None else DrafterBuilder(chosen, tokenizer, checkpoint)
 
@@ -192,6 +199,7 @@ def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, 
             speculator,
             weights=f"{weights} {checkpoint.stamp()}" + ("" if drafting is None else f" and {drafting.fingerprint}"),
             observer=_observer(settings, tokenizer),
+            constraints=constraints,
         )
     finally:
         checkpoint.close()
@@ -203,7 +211,7 @@ def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, 
         eos=tuple(info.eos_ids),
         defaults=info.defaults,
     )
-    return LLM(service=service, tokenizer=tokenizer, template=template, card=card)
+    return LLM(service=service, tokenizer=tokenizer, template=template, card=card, constraints=constraints)
 
 
 def torch_backend(

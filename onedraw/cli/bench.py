@@ -22,7 +22,8 @@ from onedraw.cli.flags import add_request_options, add_settings, argument_type, 
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
 from onedraw.lab.recorded_drafts import DEFAULT_LENGTH, RecordedProposer
-from onedraw.llm.llm import LLM, Generation, settled_stats
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM, idle_stats
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import ModelCard
@@ -257,9 +258,9 @@ def _generation(llm: LLM, options: RequestOptions, prompt: tuple[int, ...]) -> G
 
 
 def _together(llm: LLM, generations: Sequence[Generation]) -> BenchRun:
-    before = settled_stats(llm)
+    before = idle_stats(llm)
     seconds, timings = asyncio.run(_at_once(llm, generations))
-    return BenchRun(seconds, timings, settled_stats(llm).since(before))
+    return BenchRun(seconds, timings, idle_stats(llm).since(before))
 
 
 async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[float, tuple[Timing, ...]]:
@@ -271,7 +272,7 @@ async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[float, 
 async def _timed(llm: LLM, generation: Generation, start: float) -> Timing:
     """Tokens that arrive in one piece share the time since the previous piece."""
     first, last, gaps, tokens, ids = 0.0, start, [], 0, []
-    async for piece in llm.astream(generation):
+    async for piece in llm.apieces(llm.prepare(generation)):
         if not piece.tokens:
             continue
         now = time.perf_counter()

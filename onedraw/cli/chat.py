@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onedraw.api import generation_for
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_request_options, add_settings, read_request_options, read_settings
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
-from onedraw.llm.llm import LLM, Generation, Reply
-from onedraw.llm.options import RequestOptions
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM
+from onedraw.llm.options import RequestOptions, generation_for
+from onedraw.llm.reply import Reply, new_replies
 
 HELP = "chat with a model in the terminal"
 EXAMPLES = """examples:
@@ -128,8 +129,8 @@ def answer(llm: LLM, conversation: Conversation, question: str) -> None:
 
 def _stream_answer(llm: LLM, generation: Generation) -> tuple[Reply, bool]:
     """Print the answer as it is generated. Ctrl-C cancels the rest and keeps what was printed."""
-    (reply,) = llm.replies(generation)
-    pieces = llm.stream(generation)
+    (reply,) = new_replies([generation])
+    pieces = llm.pieces(llm.prepare(generation))
     stopped = False
     try:
         for piece in pieces:

@@ -169,7 +169,7 @@ def add_record(parser: argparse.ArgumentParser) -> None:
 
 def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
     """The LLM, wrapped so that finished requests are recorded if --record is given."""
-    from onedraw.contract.record import DEFAULT_SIZE, Recorder, RecordingLLM
+    from onedraw.contract.record import DEFAULT_SIZE, RecordingLLM, RecordWriter
 
     if arguments.record is None:
         for name in ("record_size", "record_text"):
@@ -181,7 +181,7 @@ def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
         raise BadSetting(f"--record-size: must be at least 1 byte, not {size}")
     path = Path(arguments.model)
     source = str(path.resolve()) if path.exists() else arguments.model
-    return RecordingLLM(llm, Recorder(arguments.record, size=size), source=source, text=arguments.record_text)
+    return RecordingLLM(llm, RecordWriter(arguments.record, size=size), source=source, text=arguments.record_text)
 
 
 class Refused(argparse.Action):

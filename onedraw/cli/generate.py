@@ -10,7 +10,6 @@ import sys
 import time
 from typing import Any
 
-from onedraw.api import Prompt, generation_for
 from onedraw.cli import terminal
 from onedraw.cli.flags import (
     add_record,
@@ -23,7 +22,10 @@ from onedraw.cli.flags import (
     token_ids,
 )
 from onedraw.errors import BadSetting
-from onedraw.llm.llm import LLM, Generation, Reply
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM
+from onedraw.llm.options import Prompt, generation_for
+from onedraw.llm.reply import Reply, new_replies
 from onedraw.types import Logprobs
 
 HELP = "complete a prompt, or answer it as a chat message"
@@ -55,9 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         llm = build_llm(settings, tell)
     with llm, recorded(llm, arguments) as llm:
         generation = generation_for(llm, prompt, options)
-        llm.check(generation)
         if arguments.json:
-            terminal.print_json(reply_json(llm, llm.generate(generation)))
+            terminal.print_json(reply_json(llm, llm.run(generation)))
         else:
             _write(llm, generation)
     return 0
@@ -84,8 +85,8 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
 def _write(llm: LLM, generation: Generation) -> None:
     """Stream a single reply; print several one after the other, because their pieces arrive interleaved."""
     start = time.perf_counter()
-    replies = llm.replies(generation)
-    for piece in llm.stream(generation):
+    replies = new_replies([generation])
+    for piece in llm.pieces(llm.prepare(generation)):
         replies[piece.index].add(piece)
         if generation.n == 1:
             terminal.print_piece(piece)

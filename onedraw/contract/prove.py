@@ -20,7 +20,9 @@ from typing import Literal, TypeAlias, assert_never
 
 from onedraw.contract.variations import Drive, Evidence, Facts, Variation, requests, variations
 from onedraw.errors import BadSetting, NoTokenLeft, OutOfMemory
-from onedraw.llm.llm import LLM, Generation, Reply, settled_stats
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM, idle_stats
+from onedraw.llm.reply import Reply, new_replies
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.text.constraints.grammar import structured_output_available
@@ -170,7 +172,7 @@ def drive(llm: LLM, generations: Sequence[Generation], how: Drive, *, settings: 
                 for generation in generations
             ],
         )
-    before = settled_stats(llm)
+    before = idle_stats(llm)
     match how:
         case "one by one" | "after a part":
             replies, pieces = _one_by_one(llm, generations), 0
@@ -183,7 +185,7 @@ def drive(llm: LLM, generations: Sequence[Generation], how: Drive, *, settings: 
         case _:
             assert_never(how)
     evidence = Evidence(
-        counted=settled_stats(llm).since(before),
+        counted=idle_stats(llm).since(before),
         replies=len(replies),
         pieces=pieces,
         cached=sum(r.usage.cached for r in replies),
@@ -200,9 +202,9 @@ def _one_by_one(llm: LLM, generations: Sequence[Generation]) -> list[Reply]:
 
 def _told(llm: LLM, generation: Generation) -> Reply:
     """A reply that ran out of tokens to choose ends there, without a finish: a difference like any other."""
-    (reply,) = llm.replies(generation)
+    (reply,) = new_replies([generation])
     with contextlib.suppress(NoTokenLeft):
-        for piece in llm.stream(generation):
+        for piece in llm.pieces(llm.prepare(generation)):
             reply.add(piece)
     return reply
 
@@ -222,9 +224,9 @@ async def _streamed(llm: LLM, generations: Sequence[Generation]) -> tuple[list[R
 
 
 async def _folded(llm: LLM, generation: Generation) -> tuple[Reply, int]:
-    (reply,), count = llm.replies(generation), 0
+    (reply,), count = new_replies([generation]), 0
     with contextlib.suppress(NoTokenLeft):
-        async for piece in llm.astream(generation):
+        async for piece in llm.apieces(llm.prepare(generation)):
             reply.add(piece)
             count += 1
     return reply, count

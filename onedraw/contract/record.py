@@ -1,8 +1,8 @@
-"""Finished requests on disk, each with everything that decides its tokens: what `onedraw replay` runs again.
+"""Finished requests on disk, each with everything that decides its tokens: the input of `onedraw replay`.
 
-In: a Door and a folder. Out: the same door, whose finished replies are lines of JSON in that folder; and those lines read
-back as Records. A reply is on disk before its last piece is told. A choice of several is a record of its own: its seed with
-n = 1 is the same request. Prompts are token ids; their text is written only where that was asked for.
+In: an LLM and a folder. Out: an LLM that writes every finished choice to the folder as a line of JSON before its last piece is
+handed out; and those lines read back as Records. A choice of several is a record of its own: its seed with n = 1 is the same
+request. Prompts are token ids; their text is written only with `--record-text`.
 """
 
 from __future__ import annotations
@@ -16,99 +16,17 @@ import threading
 import time
 import types
 import typing
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from onedraw.errors import BadSetting, OnedrawError
-from onedraw.llm.llm import LLM, Generation, Reply
-from onedraw.sampling.noise import child_seed
-from onedraw.types import Finish, Piece
-
-# -------------------- Frozen dataclasses as JSON values and back, by their own type hints.
-
-
-Value = TypeVar("Value")
-
-
-class Unwritable(Exception):
-    """The message names the field and what it holds."""
-
-
-def write(value: object, *, path: str = "") -> Any:
-    """The JSON form. Numbers that JSON lacks are texts: "-inf"."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: write(getattr(value, f.name), path=f"{path}.{f.name}".lstrip(".")) for f in fields(value)}
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            return value if math.isfinite(value) else str(value)
-        case tuple() | list():
-            return [write(item, path=path) for item in value]
-        case frozenset() | set():
-            return sorted(write(item, path=path) for item in value)
-        case Mapping():
-            return {str(key): write(item, path=path) for key, item in value.items()}
-        case _:
-            raise Unwritable(f"{path} holds a {type(value).__name__}, which has no written form")
-
-
-def read(kind: type[Value], value: Any) -> Value:
-    """A dataclass from its JSON form. Fields that are missing keep their defaults; unknown ones are an error."""
-    made: Value = _read(kind, value)
-    return made
-
-
-def _read(kind: Any, value: Any) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if is_dataclass(kind):
-        return _read_fields(kind, value)
-    if isinstance(kind, types.UnionType) or origin is typing.Union:
-        return _read_union(arguments, value)
-    if origin is tuple:
-        if len(arguments) == 2 and arguments[1] is ...:
-            return tuple(_read(arguments[0], item) for item in value)
-        return tuple(_read(each, item) for each, item in zip(arguments, value, strict=True))
-    if origin is frozenset:
-        return frozenset(_read(arguments[0], item) for item in value)
-    if origin is typing.Literal:
-        if value not in arguments:
-            raise ValueError(f"{value!r} is not one of {arguments}")
-        return value
-    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        return float(value)
-    if kind in (int, str, bool) and type(value) is kind:
-        return value
-    raise ValueError(f"{value!r} is no {getattr(kind, '__name__', kind)}")
-
-
-def _read_fields(kind: Any, value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{kind.__name__} must be an object")
-    hints = typing.get_type_hints(kind)
-    unknown = sorted(set(value) - {f.name for f in fields(kind)})
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
-    return kind(**{name: _read(hints[name], item) for name, item in value.items()})
-
-
-def _read_union(kinds: tuple[Any, ...], value: Any) -> Any:
-    """The first kind that takes the value; None is itself."""
-    if value is None and type(None) in kinds:
-        return None
-    for kind in kinds:
-        try:
-            return _read(kind, value)
-        except (ValueError, TypeError):
-            continue
-    raise ValueError(f"{value!r} is none of {kinds}")
-
-
-# -------------------- Finished requests on disk, each with everything that decides its tokens: what `onedraw rep
-
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM, PreparedChoice
+from onedraw.llm.reply import Reply
+from onedraw.types import Finish, Piece, SamplingParams
 
 log = logging.getLogger("onedraw.contract.record")
 
@@ -119,13 +37,12 @@ NAME = "requests-{number:06d}.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One finished choice. `ask` is what to ask for again, with n = 1; None where it cannot be written down: `unwritten`
-    then says why."""
+    """One finished choice. `generation` runs it again, with n = 1; None if it could not be written: `unwritten` says why."""
 
     id: str
     time: float
-    model: str  # what clients call it
-    source: str  # what it was opened by
+    model: str  # as clients call it
+    source: str  # as it was loaded
     fingerprint: str
     generation: Generation | None
     reply: tuple[int, ...]
@@ -133,13 +50,13 @@ class Record:
     stop_reason: str | int | None
     checksums: tuple[int, ...] | None = None  # where the request asked for them
     unwritten: str | None = None
-    text: tuple[str, str] | None = None  # of prompt and reply, where that was asked for
-    where: str = ""  # file and line, when it was read back
+    text: tuple[str, str] | None = None  # of prompt and reply, with --record-text
+    where: str = ""  # file and line, of a record that was read
 
 
-class Recorder:
-    """Appends lines to files in a folder, one file after the other. Any thread may write; a line is whole and on disk, or
-    an OSError says that it is not. The files are begun anew by every process, so two never write to one."""
+class RecordWriter:
+    """Appends lines to files in a folder. Any thread may write; a line is whole and synced to disk, or an OSError is raised.
+    Every process begins new files, so two never write to the same one."""
 
     def __init__(self, folder: Path, *, size: int = DEFAULT_SIZE) -> None:
         self._folder = folder
@@ -151,9 +68,7 @@ class Recorder:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._begin()
         except OSError as error:
-            raise BadSetting(
-                f"--record: cannot write to {folder} ({error.strerror}); name a folder that can be written"
-            ) from None
+            raise BadSetting(f"--record: cannot write to {folder} ({error.strerror}); choose a folder that is writable") from None
 
     def write(self, line: dict[str, Any]) -> None:
         data = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
@@ -173,7 +88,7 @@ class Recorder:
                 self._file = None
 
     def _begin(self) -> None:
-        """The next free number. The folder is synced too: a file that nobody can find is no record."""
+        """Open the next free number. The folder is synced too, or the file's name could be lost in a crash."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -194,52 +109,53 @@ class Recorder:
 
 
 class RecordingLLM(LLM):
-    """A door whose finished replies are recorded. It takes the place of the one it is made from, and closes it."""
+    """An LLM that records finished choices. It replaces the one that it is made from, and closes it."""
 
-    def __init__(self, llm: LLM, recorder: Recorder, *, source: str, text: bool = False) -> None:
-        super().__init__(service=llm.service, tokenizer=llm.tokenizer, template=llm.template, card=llm.card)
-        self._numbers = llm._numbers  # requests of both keep names of their own
-        self._recorder = recorder
+    def __init__(self, llm: LLM, writer: RecordWriter, *, source: str, text: bool = False) -> None:
+        super().__init__(
+            service=llm.service, tokenizer=llm.tokenizer, template=llm.template, card=llm.card, constraints=llm.constraints
+        )
+        self._numbers = llm._numbers  # request ids of both stay distinct
+        self._writer = writer
         self._source = source
         self._text = text
 
     def close(self, drain_seconds: float = 0.0) -> None:
         super().close(drain_seconds)
-        self._recorder.close()
+        self._writer.close()
 
-    def stream(self, *generations: Generation) -> Generator[Piece, None, None]:
-        replies = self.replies(*generations)
-        with closing(super().stream(*generations)) as pieces:
+    def pieces(self, choices: Sequence[PreparedChoice]) -> Generator[Piece, None, None]:
+        replies = [Reply() for _ in choices]
+        with closing(super().pieces(choices)) as pieces:
             for piece in pieces:
                 replies[piece.index].add(piece)
                 if piece.finish is not None:
-                    self._record(generations, piece.index, replies[piece.index])
+                    self._record(choices[piece.index], piece.index, replies[piece.index])
                 yield piece
 
-    async def bursts(self, *generations: Generation) -> AsyncGenerator[list[Piece], None]:
-        replies = self.replies(*generations)
-        async with aclosing(super().bursts(*generations)) as bursts:
+    async def bursts(self, choices: Sequence[PreparedChoice]) -> AsyncGenerator[list[Piece], None]:
+        replies = [Reply() for _ in choices]
+        async with aclosing(super().bursts(choices)) as bursts:
             async for burst in bursts:
                 for piece in burst:
                     replies[piece.index].add(piece)
-                    if piece.finish is not None:  # a disk may take its time, and others wait for this loop
-                        await asyncio.to_thread(self._record, generations, piece.index, replies[piece.index])
+                    if piece.finish is not None:  # on a thread: a slow disk must not block the event loop
+                        await asyncio.to_thread(self._record, choices[piece.index], piece.index, replies[piece.index])
                 yield burst
 
-    def _record(self, generations: tuple[Generation, ...], index: int, reply: Reply) -> None:
-        """A disk that fails costs the record, never the reply."""
+    def _record(self, choice: PreparedChoice, index: int, reply: Reply) -> None:
+        """If the disk fails, the record is lost and the reply is not."""
         if reply.finish is None or reply.finish == "cancelled":
             return
-        generation, child = _choice_of(generations, index)
-        alone = replace(generation, n=1, params=replace(generation.params, seed=child_seed(generation.params.seed, child)))
-        identity = f"{generation.label or 'request'}-{index}"
+        single = replace(choice.generation, n=1, params=choice.request.params)
+        identity = f"{choice.generation.label or 'request'}-{index}"
         try:
-            self._recorder.write(self._line(identity, alone, reply))
-        except (OSError, ValueError) as error:  # a text that is no text may be in it
+            self._writer.write(self._line(identity, single, reply))
+        except (OSError, ValueError, TypeError) as error:  # of the disk, or of a value that JSON cannot hold
             log.error("%s is not recorded: %s", identity, getattr(error, "strerror", None) or error)
 
     def _line(self, identity: str, generation: Generation, reply: Reply) -> dict[str, Any]:
-        checksums = [choice.checksum for choice in reply.tokens if choice.checksum is not None]
+        checksums = [token.checksum for token in reply.tokens if token.checksum is not None]
         line: dict[str, Any] = {
             "version": VERSION,
             "id": identity,
@@ -247,33 +163,23 @@ class RecordingLLM(LLM):
             "model": self.card.name,
             "source": self._source,
             "fingerprint": self.card.fingerprint,
+            "ask": to_json(generation),
+            "reply": reply.token_ids,
+            "finish": reply.finish,
+            "stop_reason": reply.stop_reason,
         }
-        try:
-            line["ask"] = write(generation)
-        except Unwritable as error:
-            line |= {"ask": None, "unwritten": str(error)}
-        line |= {"reply": reply.token_ids, "finish": reply.finish, "stop_reason": reply.stop_reason}
         if checksums:
-            line["checksums"] = [str(number) for number in checksums]  # as text: other readers round numbers of 64 bits
+            line["checksums"] = [str(number) for number in checksums]  # as text: many JSON readers round 64-bit numbers
         if self._text:
             line["text"] = [self.tokenizer.decode(generation.prompt, skip_special=False), reply.reasoning + reply.text]
         return line
-
-
-def _choice_of(generations: tuple[Generation, ...], index: int) -> tuple[Generation, int]:
-    """The ask behind a choice, and which of its children the choice is."""
-    for generation in generations:
-        if index < generation.n:
-            return generation, index
-        index -= generation.n
-    raise AssertionError("a choice nobody asked for")
 
 
 # ---------------------------------------------------------------------------------------------- reading
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file, or of all files of a folder in their order. A last line that was cut off is left out."""
+    """The records of a file, or of all files of a folder in order. An incomplete last line is skipped."""
     if path.is_dir():
         files = sorted(path.glob("requests-*.jsonl"), key=_number)
     elif path.is_file():
@@ -282,20 +188,20 @@ def read_records(path: Path) -> list[Record]:
         raise BadSetting(f"there are no records at {path}; name a file or folder that --record wrote")
     records = [record for file in files for record in _read_file(file)]
     if not records:
-        raise BadSetting(f"{path} holds no record yet")
+        raise BadSetting(f"{path} holds no records yet")
     return records
 
 
 def _read_file(file: Path) -> Iterator[Record]:
     *lines, rest = file.read_bytes().split(b"\n")
     if rest:
-        log.warning("%s: its last line was cut off and is left out", file)
+        log.warning("%s: skipped an incomplete last line", file)
     for number, line in enumerate(lines, start=1):
         where = f"{file.name}:{number}"
         try:
             yield _record(json.loads(line), where)
         except (ValueError, KeyError, IndexError, TypeError, RecursionError, OnedrawError) as error:
-            raise BadSetting(f"{file}:{number}: this is no record ({type(error).__name__}: {error})") from None
+            raise BadSetting(f"{file}:{number}: not a record ({type(error).__name__}: {error})") from None
 
 
 def _record(line: dict[str, Any], where: str) -> Record:
@@ -303,7 +209,7 @@ def _record(line: dict[str, Any], where: str) -> Record:
         raise ValueError(f"version {line['version']}, and this program reads {VERSION}")
     for name in ("id", "model", "source", "fingerprint"):
         if not isinstance(line[name], str):
-            raise TypeError(f"{name} is no text")
+            raise TypeError(f"{name} is not a string")
     checksums, text = line.get("checksums"), line.get("text")
     if checksums is not None and len(checksums) != len(line["reply"]):
         raise ValueError(f"{len(checksums)} checksums of {len(line['reply'])} tokens")
@@ -313,7 +219,7 @@ def _record(line: dict[str, Any], where: str) -> Record:
         model=line["model"],
         source=line["source"],
         fingerprint=line["fingerprint"],
-        generation=None if line["ask"] is None else _single(read(Generation, line["ask"])),
+        generation=None if line["ask"] is None else _single(from_json(Generation, line["ask"])),
         reply=tuple(int(token) for token in line["reply"]),
         finish=line["finish"],
         stop_reason=line["stop_reason"],
@@ -326,10 +232,93 @@ def _record(line: dict[str, Any], where: str) -> Record:
 
 def _single(generation: Generation) -> Generation:
     if generation.n != 1:
-        raise ValueError(f"a request of {generation.n} replies, where a record has one")
+        raise ValueError(f"a request for {generation.n} replies; a record has one")
     return generation
 
 
 def _number(path: Path) -> int:
     digits = path.stem.removeprefix("requests-")
     return int(digits) if digits.isdecimal() else 0
+
+
+# ---------------------------------------------------------------------------------------------- JSON codec
+# Frozen dataclasses as JSON values and back, by their type hints. A field's `key` in its metadata is its name in JSON.
+
+Value = TypeVar("Value")
+RETIRED: Mapping[type, frozenset[str]] = {SamplingParams: frozenset({"constraint"})}  # null in older records
+
+
+def to_json(value: object, *, path: str = "") -> Any:
+    """Numbers that JSON lacks become strings: "-inf"."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {_key(f): to_json(getattr(value, f.name), path=f"{path}.{f.name}".lstrip(".")) for f in fields(value)}
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case tuple() | list():
+            return [to_json(item, path=path) for item in value]
+        case frozenset() | set():
+            return sorted(to_json(item, path=path) for item in value)
+        case Mapping():
+            return {str(key): to_json(item, path=path) for key, item in value.items()}
+        case _:
+            raise TypeError(f"{path} is a {type(value).__name__}, which cannot be written as JSON")
+
+
+def from_json(kind: type[Value], value: Any) -> Value:
+    """A dataclass from its JSON value. Missing fields keep their defaults; unknown ones are an error."""
+    made: Value = _from_json(kind, value)
+    return made
+
+
+def _key(field: Any) -> str:
+    return str(field.metadata.get("key", field.name))
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        return _read_fields(kind, value)
+    if isinstance(kind, types.UnionType) or origin is typing.Union:
+        return _read_union(arguments, value)
+    if origin is tuple:
+        if len(arguments) == 2 and arguments[1] is ...:
+            return tuple(_from_json(arguments[0], item) for item in value)
+        return tuple(_from_json(each, item) for each, item in zip(arguments, value, strict=True))
+    if origin is frozenset:
+        return frozenset(_from_json(arguments[0], item) for item in value)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ValueError(f"{value!r} is not one of {arguments}")
+        return value
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        return float(value)
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
+
+
+def _read_fields(kind: Any, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{kind.__name__} must be an object")
+    hints, known = typing.get_type_hints(kind), {_key(f): f.name for f in fields(kind)}
+    retired = RETIRED.get(kind, frozenset())
+    given = {key: item for key, item in value.items() if not (key in retired and item is None)}
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+    return kind(**{known[key]: _from_json(hints[known[key]], item) for key, item in given.items()})
+
+
+def _read_union(kinds: tuple[Any, ...], value: Any) -> Any:
+    """The first kind that accepts the value."""
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        try:
+            return _from_json(kind, value)
+        except (ValueError, TypeError):
+            continue
+    raise ValueError(f"{value!r} is none of {kinds}")

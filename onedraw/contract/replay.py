@@ -15,7 +15,9 @@ from typing import Literal
 from onedraw.contract.record import Record
 from onedraw.engine.stats import Stats
 from onedraw.errors import OnedrawError
-from onedraw.llm.llm import LLM, Generation, Reply, settled_stats
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM, idle_stats
+from onedraw.llm.reply import Reply
 
 Tell = Callable[[str], None]
 
@@ -54,14 +56,14 @@ class Report:
 
 def replay(records: Sequence[Record], llm: LLM, *, tell: Tell = lambda text: None) -> Report:
     """Run the records again, as many at once as the door takes, in their order."""
-    before = settled_stats(llm)
+    before = idle_stats(llm)
     verdicts = asyncio.run(_all(records, llm, tell))
     return Report(
         model=llm.card.name,
         fingerprint=llm.card.fingerprint,
         recorded_by=tuple(sorted({record.fingerprint for record in records})),
         verdicts=tuple(verdicts),
-        counted=settled_stats(llm).since(before),
+        counted=idle_stats(llm).since(before),
     )
 
 
@@ -86,8 +88,7 @@ async def _again(record: Record, llm: LLM) -> Verdict:
     params = replace(record.generation.params, checksums=record.checksums is not None)
     generation = replace(record.generation, params=params, label="replay")
     try:
-        llm.check(generation)
-        (reply,) = await llm.agenerate(generation)
+        (reply,) = await llm.arun(generation)
     except OnedrawError as error:
         return _verdict(record, "not run", note=str(error))
     return judge(record, reply)

@@ -14,7 +14,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from onedraw.backends.base import Backend, StepHandle
 from onedraw.engine.checkpoint_offload import CheckpointOffload
@@ -24,7 +24,7 @@ from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import DraftStats, Stats
 from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, StepFailed
 from onedraw.speculation.draft_tree import chain_length, depth
-from onedraw.types import Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, SampledToken, Usage
+from onedraw.types import Constraint, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, SampledToken, Usage
 
 log = logging.getLogger("onedraw.engine")
 
@@ -89,10 +89,9 @@ class Engine:
         """Whether work is left. Safe to read from another thread while a sequence moves between the queues."""
         return bool(self._live or self._in_flight or self._undelivered)
 
-    def add(self, request: Request, sink: Sink) -> None:
-        if request.params.constraint is not None:
-            request = replace(request, params=replace(request.params, constraint=IsolatedConstraint(request.params.constraint)))
-        sequence = Sequence(request)
+    def add(self, request: Request, sink: Sink, constraint: Constraint | None = None) -> None:
+        """`constraint`: built from the request's constraint data, for this request alone."""
+        sequence = Sequence(request, None if constraint is None else IsolatedConstraint(constraint))
         self._live[request.id] = (sequence, sink)
         self.scheduler.waiting.append(sequence)
 
@@ -313,11 +312,12 @@ class Engine:
 def _no_token_error(sequence: Sequence, result: RowOutcome) -> OnedrawError:
     if result.fault:
         return NonFiniteLogits(f"the model's activations overflowed: {result.fault}")
-    constraint = sequence.request.params.constraint
+    constraint = sequence.history.constraint
     failure = constraint.failure(sequence.history.output) if isinstance(constraint, IsolatedConstraint) else None
     if failure is not None:
         return failure
-    return NoTokenLeft(_NO_TOKEN_LEFT) if sequence.request.params.may_ban_all else NonFiniteLogits(_NOT_FINITE)
+    may_ban_all = sequence.request.params.may_ban_all or constraint is not None
+    return NoTokenLeft(_NO_TOKEN_LEFT) if may_ban_all else NonFiniteLogits(_NOT_FINITE)
 
 
 _NOT_FINITE = (

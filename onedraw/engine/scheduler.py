@@ -26,7 +26,7 @@ from onedraw.engine.sequence import Sequence
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.pages import longest_row
 from onedraw.speculation.speculator import NOTHING, Proposal, Speculator
-from onedraw.types import History, Row, SamplingParams
+from onedraw.types import History, Row
 
 Fetch = Callable[[History], None]  # loads the snapshot of a prompt, if the disk has one, into the prefix cache
 
@@ -101,7 +101,7 @@ class Scheduler:
     def _can_run_ahead(self, member: Member, running: int) -> bool:
         """Whether the sequence's next row depends on this row's outcome in nothing but its token."""
         sequence, row = member.sequence, member.row
-        if not row.samples or len(row.tokens) != 1 or row.start < row.prompt_stop or not _needs_no_host(row.params):
+        if not row.samples or len(row.tokens) != 1 or row.start < row.prompt_stop or not _needs_no_host(row):
             return False  # after preemption the next token may be known already
         if self._propose(sequence, self.step_tokens, running, tentative=True).drafts:
             return False
@@ -194,7 +194,8 @@ class Scheduler:
         self.preemptions += 1
 
 
-def _needs_no_host(params: SamplingParams) -> bool:
+def _needs_no_host(row: Row) -> bool:
     """Whether sampling needs nothing that the host computes from the tokens before it."""
-    plain = params.logprobs is None and params.constraint is None
+    params = row.params
+    plain = params.logprobs is None and row.history.constraint is None
     return plain and params.dry is None and not params.bad_words

@@ -10,15 +10,28 @@ In: row outcomes. Out: newly sampled tokens, and whether the request is finished
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from onedraw.memory.allocator import Lease
-from onedraw.types import PENDING_TOKEN, Draft, Finish, History, Logprobs, Request, Row, RowOutcome, SampledToken, Usage
+from onedraw.types import (
+    PENDING_TOKEN,
+    Constraint,
+    Draft,
+    Finish,
+    History,
+    Logprobs,
+    Request,
+    Row,
+    RowOutcome,
+    SampledToken,
+    Usage,
+)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
+    constraint: InitVar[Constraint | None] = None
     history: History = field(init=False)
     computed: int = 0
     lease: Lease | None = None
@@ -32,8 +45,8 @@ class Sequence:
     ended: bool = False  # no longer reported to its sink; a row may still be in flight
     logprobs_sent: bool = False  # the prompt's logprobs; not computed again after preemption
 
-    def __post_init__(self) -> None:
-        self.history = History(self.request.prompt)
+    def __post_init__(self, constraint: Constraint | None) -> None:
+        self.history = History(self.request.prompt, constraint=constraint)
 
     @property
     def known(self) -> int:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from onedraw.backends.base import Capacity
 from onedraw.engine.engine import Engine, Event, Sink
@@ -27,11 +28,26 @@ from onedraw.errors import (
     Unsupported,
 )
 from onedraw.memory.pages import longest_context
-from onedraw.types import Request, SamplingParams
+from onedraw.types import Constraint, ConstraintSpec, Request, SamplingParams
 
-__all__ = ["Event", "Service", "Sink"]
+__all__ = ["CheckedRequest", "Event", "Service", "Sink"]
 
 log = logging.getLogger("onedraw.engine")
+
+
+BuildConstraint = Callable[[ConstraintSpec], Constraint | None]
+
+
+def refuse_constraints(spec: ConstraintSpec) -> Constraint | None:
+    raise Unsupported("this service was built without constraints", code="constraints_unsupported")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that can run, with its constraint built."""
+
+    request: Request
+    constraint: Constraint | None = None
 
 
 class Service:
@@ -41,10 +57,13 @@ class Service:
     both are slower by a third.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], *, queue_limit: int = 256) -> None:
+    def __init__(
+        self, make_engine: Callable[[], Engine], *, queue_limit: int = 256, build_constraint: BuildConstraint = refuse_constraints
+    ) -> None:
+        self._build_constraint = build_constraint
         self._queue_limit = queue_limit
         self._changed = threading.Condition()
-        self._arrivals: deque[tuple[Request, Sink]] = deque()
+        self._arrivals: deque[tuple[CheckedRequest, Sink]] = deque()
         self._cancelled: deque[str] = deque()
         self._draining = False
         self._stop = False
@@ -71,9 +90,11 @@ class Service:
         """As of the last step."""
         return self._stats
 
-    def check(self, request: Request) -> None:
-        """Raise if this backend cannot serve the request."""
+    def check(self, request: Request) -> CheckedRequest:
+        """Build the request's constraint, and raise if the request cannot run here. Called on the caller's thread: to compile a
+        grammar takes a while."""
         capacity, params = self.capacity, request.params
+        constraint = None if request.constraint is None else self._build_constraint(request.constraint)
         for token in request.prompt:
             if not 0 <= token < capacity.vocab:
                 raise BadParameter("prompt", f"token id {token} is outside the vocabulary of {capacity.vocab}")
@@ -90,23 +111,23 @@ class Service:
                 param="max_tokens",
                 prompt=len(request.prompt),
             )
-        if not capacity.returns_logits and not _plain_argmax(params):
+        if not capacity.returns_logits and (constraint is not None or not _plain_argmax(params)):
             raise Unsupported(
                 "this backend does not return logits, so only plain greedy decoding is served: temperature 0 and no "
                 "penalty, bias, min_tokens, bans, constraint or logprobs",
                 code="sampling_unsupported",
             )
+        return CheckedRequest(request, constraint)
 
-    def submit(self, requests: Sequence[tuple[Request, Sink]]) -> None:
-        """Accept all of the requests or none."""
+    def submit(self, requests: Sequence[tuple[Request | CheckedRequest, Sink]]) -> None:
+        """Accept all of the requests or none. A plain Request is checked first."""
         if len(requests) > self.max_requests:
             raise BadRequest(
                 f"{len(requests)} replies at once are more than the {self.max_requests} that may run and wait; "
                 f"split them over several requests, or raise --queue-limit or --max-batch",
                 code="too_many_replies",
             )
-        for request, _ in requests:
-            self.check(request)
+        checked = [(request if isinstance(request, CheckedRequest) else self.check(request), sink) for request, sink in requests]
         with self._changed:
             if self._draining:
                 raise ShuttingDown("the server is shutting down and takes no new requests")
@@ -114,7 +135,7 @@ class Service:
                 raise ShuttingDown("the engine failed and takes no new requests; see the server's log")
             if self._stats.waiting + len(self._arrivals) + len(requests) > self._queue_limit + self._free_lanes():
                 raise QueueFull(f"{self._queue_limit} requests are waiting already; try again in a moment")
-            self._arrivals.extend(requests)
+            self._arrivals.extend(checked)
             self._changed.notify()
 
     def cancel(self, request_id: str) -> None:
@@ -159,8 +180,8 @@ class Service:
             with self._changed:  # no request is accepted from here on
                 self._stop = True
                 left, self._arrivals = self._arrivals, deque()
-            for request, sink in left:
-                engine.add(request, sink)
+            for checked, sink in left:
+                engine.add(checked.request, sink, checked.constraint)
             try:
                 engine.fail_all(end)
                 self._stats = engine.stats()
@@ -192,7 +213,8 @@ class Service:
                 return False
             arrived = bool(self._arrivals)
             while self._arrivals:
-                engine.add(*self._arrivals.popleft())
+                checked, sink = self._arrivals.popleft()
+                engine.add(checked.request, sink, checked.constraint)
             if arrived:
                 self._stats = engine.stats()  # the next submit reads how many are waiting
             cancelled, self._cancelled = self._cancelled, deque()
@@ -211,7 +233,6 @@ def _plain_argmax(params: SamplingParams) -> bool:
         and not params.logit_bias
         and not params.min_tokens
         and not params.bad_words
-        and params.constraint is None
         and params.logprobs is None
         and params.prompt_logprobs is None
         and not params.checksums

@@ -1,7 +1,7 @@
-"""The one door to a running model: an Ask in, Pieces out. Server, command line and Python API all come through here.
+"""The running model, as every interface uses it: the object that `onedraw.load` returns.
 
-It joins the two halves that never see each other: the engine (tokens) and the text package (characters).
-A whole reply is a fold of the stream (`Reply.add`).
+In: prompts with options, or generations that an interface built itself. Out: pieces, as they come, or whole replies. It joins
+the engine, which knows token ids, and the text package, which knows characters.
 """
 
 from __future__ import annotations
@@ -9,69 +9,84 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
-import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from onedraw.engine.service import Event, Service, Sink
+from onedraw.engine.service import CheckedRequest, Event, Service, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
 from onedraw.llm.generation import Generation
 from onedraw.llm.mailbox import LoopWakeup, Mailbox
-from onedraw.llm.reply import Reply
+from onedraw.llm.options import Prompt, generation_from_keywords
+from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.reply_stream import ReplyStream
-from onedraw.sampling.noise import child_seed
 from onedraw.text.chat_template import ChatTemplate
-from onedraw.text.constraints.base import combine
-from onedraw.text.constraints.grammar import GrammarCompiler
-from onedraw.text.constraints.thinking_budget import ThinkingBudget
+from onedraw.text.constraints.factory import ConstraintFactory, reply_constraint
 from onedraw.text.reasoning import ReasoningSyntax, detect_reasoning, initial_thinking
 from onedraw.text.reply_parser import ReplySyntax, chat_reply_syntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools.call_cache import CachedReply, ToolCallCache, cached_prompt, prompt_hash
 from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, detect_tool_syntax
 from onedraw.text.tools.prompt import template_inputs
-from onedraw.types import SEED_LIMIT, Constraint, ModelCard, Piece, Request
+from onedraw.types import ModelCard, Piece, Request
 
-SETTLE_SECONDS = 10.0  # the counters follow the last event within one turn
+IDLE_SECONDS = 10.0  # longest wait for the engine to become idle
 
-__all__ = ["LLM", "Generation", "Prompted", "Reply", "fresh_seed", "settled_stats"]
+
+@dataclass(frozen=True, slots=True)
+class PreparedChoice:
+    """One choice of a generation, checked and ready to run."""
+
+    generation: Generation
+    checked: CheckedRequest
+
+    @property
+    def request(self) -> Request:
+        return self.checked.request
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveChoice:
-    """A request, what turns its events into pieces, and their fold, where calls are to be remembered."""
+    """A choice that runs. `reply` is folded only where its tool calls are to be cached."""
 
-    request: Request
+    prepared: PreparedChoice
     stream: ReplyStream
-    generation: Generation
     reply: Reply
 
 
 @dataclass(frozen=True, slots=True)
-class Prompted:
-    """The ids of a chat, and how the reply to it is read. `origin` stands for the text as the template rendered it."""
+class ChatPrompt:
+    """The prompt of a chat, and how the reply to it is parsed. `origin`: a hash of the rendered text."""
 
     ids: tuple[int, ...]
-    reading: ReplySyntax
+    syntax: ReplySyntax
     origin: str
 
 
 class LLM:
-    """A running model: card, tokenizer, template and the service behind them."""
+    """A running model. Owner: its caller, who closes it or uses it in a `with`. Methods may be called from any thread."""
 
-    def __init__(self, *, service: Service, tokenizer: Tokenizer, template: ChatTemplate | None, card: ModelCard) -> None:
+    def __init__(
+        self,
+        *,
+        service: Service,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        card: ModelCard,
+        constraints: ConstraintFactory,
+    ) -> None:
         self.service = service
         self.tokenizer = tokenizer
         self.template = template
-        self.card = card
-        self.memory = ToolCallCache()
+        self.card = card  # name, family, vocabulary, context, sampling defaults, fingerprint
+        self.constraints = constraints  # the service builds constraints through it too
+        self._call_cache = ToolCallCache()
         self._numbers = itertools.count()
-        self._posts: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # of loops that are open, and the last that closed
+        self._wakeups: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # one per event loop
 
     def __enter__(self) -> LLM:
         return self
@@ -80,7 +95,29 @@ class LLM:
         self.close()
 
     def close(self, drain_seconds: float = 0.0) -> None:
+        """Stop the engine. Running requests may finish within `drain_seconds`."""
         self.service.close(drain_seconds)
+
+    # ------------------------------------------------------------------ prompt in, reply out
+
+    def generate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply]:
+        """The whole reply to a text, chat messages or token ids; with n over 1 a list of replies.
+
+        Options are the fields of RequestOptions; a chat also takes tools, tool_choice and parallel_tool_calls.
+        """
+        return _one_or_all(self.run(generation_from_keywords(self, prompt, options)))
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+        """The reply piece by piece; leaving the loop cancels the rest. Wrong options raise here, not in the loop."""
+        return self.pieces(self.prepare(generation_from_keywords(self, prompt, options)))
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply]:
+        """`generate` for asyncio."""
+        return _one_or_all(await self.arun(generation_from_keywords(self, prompt, options)))
+
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
+        """`stream` for asyncio."""
+        return self.apieces(self.prepare(generation_from_keywords(self, prompt, options)))
 
     # ------------------------------------------------------------------ prompts
 
@@ -89,38 +126,33 @@ class LLM:
 
     @cached_property
     def reasoning(self) -> ReasoningSyntax | None:
-        """How this model thinks aloud, if it does."""
+        """How this model marks its reasoning; None if it does not reason."""
         reasoning = None if self.template is None else detect_reasoning(self.template.source)
         if reasoning is None or self.template is None:
             return None
         switch: dict[str, Any] = {"enable_thinking": True} if reasoning.switch else {}
         try:
             probe = self.template.render([{"role": "user", "content": "?"}], **switch)
-        except BadRequest:  # a template with wishes of its own
+        except BadRequest:  # a template that needs other messages
             return reasoning
         return replace(reasoning, prompted=initial_thinking(probe, reasoning) == "open")
-
-    @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """What replies are held to, compiled for this tokenizer. Made when it is first needed."""
-        return GrammarCompiler(self.tokenizer, self.card.eos_ids)
 
     @cached_property
     def tool_syntax(self) -> ToolSyntax:
         """How this model calls tools."""
         return detect_tool_syntax("" if self.template is None else self.template.source)
 
-    def chat(
+    def chat_prompt(
         self,
         messages: Sequence[dict[str, Any]],
         *,
         use: ToolUse | None = None,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
-    ) -> Prompted:
-        """Chat messages → prompt ids and how the reply is read, through the checkpoint's own template.
+    ) -> ChatPrompt:
+        """Chat messages → a prompt, through the checkpoint's chat template.
 
-        Where a past reply called tools and is remembered, the prompt begins with its very tokens.
+        If an earlier reply of this server called tools and is cached, the prompt begins with that reply's own tokens.
         """
         template, tools = self.template, () if use is None else use.tools
         if template is None:
@@ -138,194 +170,168 @@ class LLM:
         text = render(messages, add_generation_prompt)
         ends = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
         marks = self.tokenizer.special_texts
-        known = cached_prompt(messages, text, cache=self.memory, render=render, eos_texts=ends, special_texts=marks)
+        known = cached_prompt(messages, text, cache=self._call_cache, render=render, eos_texts=ends, special_texts=marks)
         begun, rest = ((), text) if known is None else known
         ids = (*begun, *self.tokenizer.encode(rest, add_special=False))
         calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel)
-        return Prompted(ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer), prompt_hash(text))
+        return ChatPrompt(ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer), prompt_hash(text))
 
-    def render(self, messages: Sequence[dict[str, Any]], **template_kwargs: Any) -> tuple[int, ...]:
-        """The prompt ids alone."""
-        return self.chat(messages, **template_kwargs).ids
+    # ------------------------------------------------------------------ generations in, pieces out
 
-    # ------------------------------------------------------------------ streams
+    def prepare(self, *generations: Generation) -> list[PreparedChoice]:
+        """The choices of these generations, in order. Builds each request and its constraint once, and raises if one of them
+        cannot run."""
+        return [choice for generation in generations for choice in self._choices(generation)]
 
-    def check(self, generation: Generation) -> None:
-        """Raise what makes this ask impossible, before any work. Streams do so before their first piece."""
-        for request in self._requests(generation):
-            self.service.check(request)
+    def pieces(self, choices: Sequence[PreparedChoice]) -> Generator[Piece, None, None]:
+        """Pieces of all choices as they come; `Piece.index` is the place in `choices`. All of them are submitted, or none.
 
-    def stream(self, *generations: Generation) -> Generator[Piece, None, None]:
-        """Pieces of all choices of all asks as they come, choices numbered through. All asks are taken or none.
-
-        Leaving the loop early cancels what still runs.
+        Leaving the loop early cancels the choices that still run.
         """
-        inbox: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        voices = self._begin(generations, lambda index: lambda event: inbox.put((index, event)))
+        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        active = self._begin(choices, lambda index: lambda event: events.put((index, event)))
         try:
-            while not all(voice.stream.done for voice in voices):
-                index, event = inbox.get()
-                yield from self._hear(voices[index], event)
+            while not all(choice.stream.done for choice in active):
+                index, event = events.get()
+                yield from self._push(active[index], event)
         finally:
-            self._end(voices)
+            self._cancel(active)
 
-    async def bursts(self, *generations: Generation) -> AsyncGenerator[list[Piece], None]:
-        """`stream` for asyncio, in lists: what has come at once is told at once."""
-        inbox: Mailbox[tuple[int, Event]] = Mailbox(self._post())
+    async def bursts(self, choices: Sequence[PreparedChoice]) -> AsyncGenerator[list[Piece], None]:
+        """`pieces` for asyncio, in lists: pieces that arrive together are handed out together."""
+        mailbox: Mailbox[tuple[int, Event]] = Mailbox(self._wakeup())
 
         def sink(index: int) -> Sink:
-            return lambda event: inbox.put((index, event))
+            return lambda event: mailbox.put((index, event))
 
-        voices = self._begin(generations, sink)
+        active = self._begin(choices, sink)
         try:
-            while not all(voice.stream.done for voice in voices):
-                heard, failed = self._hear_all(voices, await inbox.take())
-                if heard:
-                    yield heard
-                if failed is not None:
-                    raise failed
+            while not all(choice.stream.done for choice in active):
+                found, error = self._push_all(active, await mailbox.take())
+                if found:
+                    yield found
+                if error is not None:
+                    raise error
         finally:
-            self._end(voices)
+            self._cancel(active)
 
-    async def astream(self, *generations: Generation) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio."""
-        async with aclosing(self.bursts(*generations)) as bursts:
+    async def apieces(self, choices: Sequence[PreparedChoice]) -> AsyncGenerator[Piece, None]:
+        """`pieces` for asyncio."""
+        async with aclosing(self.bursts(choices)) as bursts:
             async for burst in bursts:
                 for piece in burst:
                     yield piece
 
-    def generate(self, *generations: Generation) -> list[Reply]:
-        """Whole replies, one per choice: the fold of `stream`."""
-        replies = self.replies(*generations)
-        for piece in self.stream(*generations):
+    def run(self, *generations: Generation) -> list[Reply]:
+        """Whole replies, one per choice."""
+        replies = new_replies(generations)
+        for piece in self.pieces(self.prepare(*generations)):
             replies[piece.index].add(piece)
         return replies
 
-    async def agenerate(self, *generations: Generation) -> list[Reply]:
-        replies = self.replies(*generations)
-        async for piece in self.astream(*generations):
+    async def arun(self, *generations: Generation) -> list[Reply]:
+        """`run` for asyncio."""
+        replies = new_replies(generations)
+        async for piece in self.apieces(self.prepare(*generations)):
             replies[piece.index].add(piece)
         return replies
-
-    def replies(self, *generations: Generation) -> list[Reply]:
-        """Empty replies to fold pieces into, one per choice, each with its seed."""
-        return [
-            Reply(seed=child_seed(generation.params.seed, i), prompt_ids=generation.prompt)
-            for generation in generations
-            for i in range(generation.n)
-        ]
 
     # ------------------------------------------------------------------ inside
 
-    def _requests(self, generation: Generation) -> list[Request]:
+    def _choices(self, generation: Generation) -> list[PreparedChoice]:
         if generation.n < 1:
             raise BadParameter("n", f"must be at least 1, not {generation.n}")
         if generation.n > self.service.max_requests:
-            raise BadParameter(
-                "n", f"must be at most {self.service.max_requests}, which is what may run and wait here, not {generation.n}"
-            )
+            most = self.service.max_requests
+            raise BadParameter("n", f"must be at most {most}, the requests that can run and wait here, not {generation.n}")
         name = f"{generation.label or 'r'}-{next(self._numbers)}"
-        return [
+        constraint = reply_constraint(
+            generation.syntax, thinking_budget=generation.thinking_budget, response_format=generation.response_format
+        )
+        requests = [
             Request(
                 id=f"{name}-{i}",
                 prompt=generation.prompt,
-                params=replace(
-                    generation.params, seed=child_seed(generation.params.seed, i), constraint=self._constraint(generation)
-                ),
+                params=replace(generation.params, seed=generation.seed_of(i)),
                 predicted=generation.predicted,
                 speculate=generation.speculate,
+                constraint=constraint,
             )
             for i in range(generation.n)
         ]
+        return [PreparedChoice(generation, self.service.check(request)) for request in requests]
 
-    def _constraint(self, generation: Generation) -> Constraint | None:
-        """What a reply is held to: its thinking to a budget, its text to a form. Every request walks by itself."""
-        reading, budget, grammar = generation.reading, None, None
-        if generation.thinking_budget is not None and reading.reasoning is not None:
-            budget = ThinkingBudget(
-                reading.reasoning,
-                limit=generation.thinking_budget,
-                closing=self.encode(reading.reasoning.closing, add_special=False),
-                token_bytes=self.tokenizer.token_bytes,
-                thinking=reading.thinking,
-            )
-        if generation.guide is not None:
-            grammar = self.grammars.constraint(generation.guide, reading)
-        return combine(budget, grammar)
+    def _begin(self, choices: Sequence[PreparedChoice], sink: Callable[[int], Sink]) -> list[ActiveChoice]:
+        active = [
+            ActiveChoice(choice, ReplyStream(index, choice.generation, self.tokenizer), Reply())
+            for index, choice in enumerate(choices)
+        ]
+        self.service.submit([(choice.checked, sink(index)) for index, choice in enumerate(choices)])
+        return active
 
-    def _begin(self, generations: Sequence[Generation], sink: Callable[[int], Sink]) -> list[ActiveChoice]:
-        voices: list[ActiveChoice] = []
-        for generation in generations:
-            for request in self._requests(generation):
-                voices.append(ActiveChoice(request, ReplyStream(len(voices), generation, self.tokenizer), generation, Reply()))
-        self.service.submit([(voice.request, sink(index)) for index, voice in enumerate(voices)])
-        return voices
-
-    def _hear(self, voice: ActiveChoice, event: Event) -> list[Piece]:
-        if voice.stream.done:  # what happened between a stop string and the engine's reading of the cancellation
+    def _push(self, choice: ActiveChoice, event: Event) -> list[Piece]:
+        if choice.stream.done:  # an event from between a stop string and its cancellation in the engine
             return []
         if event.error is not None:
             raise event.error
-        pieces = voice.stream.push(event)
-        if pieces[-1].finish is not None and event.finish is None:  # a stop string: the engine does not know yet
-            self.service.cancel(voice.request.id)
-        if voice.generation.origin:
-            self._remember(voice, pieces)
+        pieces = choice.stream.push(event)
+        if pieces[-1].finish is not None and event.finish is None:  # a stop string, which the engine does not know
+            self.service.cancel(choice.prepared.request.id)
+        if choice.prepared.generation.origin:
+            self._cache_calls(choice, pieces)
         return pieces
 
-    def _hear_all(
-        self, voices: Sequence[ActiveChoice], events: Sequence[tuple[int, Event]]
+    def _push_all(
+        self, active: Sequence[ActiveChoice], events: Sequence[tuple[int, Event]]
     ) -> tuple[list[Piece], OnedrawError | None]:
-        """The pieces behind events, up to one that is an error."""
-        heard: list[Piece] = []
+        """The pieces of events, up to the first error."""
+        found: list[Piece] = []
         for index, event in events:
             try:
-                heard += self._hear(voices[index], event)
+                found += self._push(active[index], event)
             except OnedrawError as error:
-                return heard, error
-        return heard, None
+                return found, error
+        return found, None
 
-    def _post(self) -> LoopWakeup:
-        """The post of the loop that runs here."""
-        loop = asyncio.get_running_loop()
-        found = self._posts.get(loop)
-        if found is None:
-            for known in list(self._posts):  # loops of other threads come and go meanwhile
-                if known.is_closed():
-                    self._posts.pop(known, None)
-            found = self._posts[loop] = LoopWakeup(loop)
-        return found
+    def _cancel(self, active: Sequence[ActiveChoice]) -> None:
+        for choice in active:
+            if not choice.stream.done:
+                self.service.cancel(choice.prepared.request.id)
 
-    def _remember(self, voice: ActiveChoice, pieces: Sequence[Piece]) -> None:
-        """Keep a reply that ended with calls, before anybody can answer them."""
-        reply = voice.reply
+    def _cache_calls(self, choice: ActiveChoice, pieces: Sequence[Piece]) -> None:
+        """Cache a reply that ended with tool calls before its last piece is handed out, and so before a client can use it."""
+        reply, generation = choice.reply, choice.prepared.generation
         for piece in pieces:
             reply.add(piece)
         if reply.finish == "tool_calls":
-            ids = reply.token_ids
-            if ids and ids[-1] in voice.generation.params.stop_ids:
+            ids, calls = reply.token_ids, reply.calls
+            if ids and ids[-1] in generation.params.stop_ids:
                 ids.pop()
-            calls = tuple((called.call.name, called.arguments) for called in reply.calls)
-            self.memory.put(
-                reply.calls[0].call.id, CachedReply(voice.generation.origin, (*voice.generation.prompt, *ids), reply.text, calls)
-            )
+            named = tuple((one.call.name, one.arguments) for one in calls)
+            cached = CachedReply(generation.origin, (*generation.prompt, *ids), reply.text, named)
+            self._call_cache.put(calls[0].call.id, cached)
 
-    def _end(self, voices: list[ActiveChoice]) -> None:
-        for voice in voices:
-            if not voice.stream.done:
-                self.service.cancel(voice.request.id)
+    def _wakeup(self) -> LoopWakeup:
+        """Of the running event loop."""
+        loop = asyncio.get_running_loop()
+        found = self._wakeups.get(loop)
+        if found is None:
+            for known in list(self._wakeups):  # other threads may add theirs meanwhile
+                if known.is_closed():
+                    self._wakeups.pop(known, None)
+            found = self._wakeups[loop] = LoopWakeup(loop)
+        return found
 
 
-def fresh_seed() -> int:
-    """A seed for a request that brought none."""
-    return secrets.randbelow(SEED_LIMIT)
-
-
-def settled_stats(llm: LLM) -> Stats:
-    """The counters once the engine is idle: they are published after a turn's events, not before."""
-    deadline = time.monotonic() + SETTLE_SECONDS
+def idle_stats(llm: LLM) -> Stats:
+    """The counters once the engine is idle: they are published after the events of a step."""
+    deadline = time.monotonic() + IDLE_SECONDS
     while (stats := llm.service.stats()).running or stats.waiting:
         if time.monotonic() > deadline:
             break
         time.sleep(0.001)
     return stats
+
+
+def _one_or_all(replies: list[Reply]) -> Reply | list[Reply]:
+    return replies[0] if len(replies) == 1 else replies

@@ -1,18 +1,19 @@
-"""What a caller may wish of a reply, in the caller's words: strings, missing values, the checkpoint's defaults.
+"""Options of a request, as the caller wrote them → a Generation with checked SamplingParams.
 
-In: keyword wishes from HTTP, the command line or Python. Out: an Ask for the door, with every value settled and checked.
-This is the one place where user-level names become SamplingParams.
+In: keyword options from HTTP, the command line or Python, and the prompt. Out: a Generation in which every value is decided.
+A missing value comes from the checkpoint's generation_config, then from the neutral value.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
-from onedraw.llm.llm import LLM, Generation, fresh_seed
+from onedraw.llm.generation import Generation
 from onedraw.text.constraints.grammar import bound_whitespace
 from onedraw.text.constraints.response_format import (
     ChoiceFormat,
@@ -25,16 +26,23 @@ from onedraw.text.constraints.response_format import (
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tokenizer import has_surrogate
-from onedraw.text.tools.dialects import ToolUse
+from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
 from onedraw.text.tools.grammar import ToolCallGrammar
-from onedraw.types import DryParams, LogprobsMode, SamplingParams
+from onedraw.types import SEED_LIMIT, DryParams, LogprobsMode, SamplingParams
 
+if TYPE_CHECKING:
+    from onedraw.llm.llm import LLM
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or chat messages
+
+DEFAULT_MAX_TOKENS = 256  # of the Python API and `onedraw generate`; less where the context has less room
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-MOST_FORM = 1 << 25  # characters of what a reply is held to: any that fits into a body
-MOST_CHARACTERS = 1 << 16  # of all stop strings, of all words that are not to be said, of all texts that break a sequence
+MAX_FORMAT_CHARACTERS = 1 << 25  # of a response format: any that fits into a body
+MAX_CHARACTERS = 1 << 16  # of all stop strings together, of all bad_words, of all dry_sequence_breakers
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # of a chat, beside RequestOptions
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Tokens of thinking, for models whose template knows no effort of its own; None: as much as they like.
+# Thinking budget in tokens, for models whose chat template has no effort of its own; None: unlimited.
 EFFORTS: Mapping[Effort, int | None] = {
     **{"none": 0, "minimal": 512, "low": 2048, "medium": 8192},
     **{"high": None, "xhigh": None, "max": None},
@@ -43,7 +51,7 @@ EFFORTS: Mapping[Effort, int | None] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """None: not asked for; then the checkpoint's generation_config decides, then the neutral value."""
+    """Options as the caller wrote them. None: not given."""
 
     temperature: float | None = None
     top_k: int | None = None  # 0 or -1: off
@@ -71,10 +79,10 @@ class RequestOptions:
     prompt_logprobs: int | None = None
     checksums: bool = False
     skip_special_tokens: bool = True
-    prediction: str | None = None  # text the reply is expected to be; drafted, never trusted
+    prediction: str | None = None  # the reply that the caller expects: drafted, never trusted
     speculation: bool = True  # False: this request carries no drafts
-    reasoning_effort: Effort | None = None  # how much a model that thinks aloud should think
-    thinking_budget: int | None = None  # tokens of thinking, after which it is closed
+    reasoning_effort: Effort | None = None  # how much a reasoning model should reason
+    thinking_budget: int | None = None  # tokens of reasoning, after which it is closed
     guided_json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text; the reply is a value that it describes
     guided_regex: str | None = None  # a regular expression that the whole reply matches
     guided_choice: tuple[str, ...] | None = None  # the reply is one of these
@@ -82,16 +90,68 @@ class RequestOptions:
 
     @classmethod
     def of(cls, **options: Any) -> RequestOptions:
-        """Wishes from keywords; an unknown name is refused with the known ones; None means not asked for."""
+        """Options from keywords. An unknown name is refused; None means not given."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(options) - known)
         if unknown:
-            raise BadParameter(unknown[0], f"unknown; known: {', '.join(sorted(known))}")
+            raise BadParameter(unknown[0], f"unknown option; known options: {', '.join(sorted(known))}")
         for name in ("stop", "bad_words"):
             if isinstance(options.get(name), str):
                 options[name] = (options[name],)
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None}
         return cls(**given)
+
+
+def generation_from_keywords(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Generation:
+    """A prompt with keyword options, as the Python API takes them."""
+    named = {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
+    tools = {name: options[name] for name in TOOL_OPTIONS if options.get(name) is not None}
+    return generation_for(llm, prompt, RequestOptions.of(**named), use=_tool_use(**tools))
+
+
+def generation_for(
+    llm: LLM, prompt: Prompt, options: RequestOptions, *, use: ToolUse | None = None, default_max_tokens: int = DEFAULT_MAX_TOKENS
+) -> Generation:
+    """A text, chat messages or token ids → a Generation."""
+    if is_chat(prompt):
+        messages = [dict(item) for item in prompt]  # type: ignore[arg-type]
+        return make_chat_generation(options, llm=llm, messages=messages, use=use, default_max_tokens=default_max_tokens)
+    if use is not None:
+        raise BadParameter("tools", "only chat messages can have tools")
+    return make_generation(options, llm=llm, prompt=_ids(llm, prompt), default_max_tokens=default_max_tokens)
+
+
+def is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt)
+
+
+def _ids(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return llm.encode(prompt)
+    items = list(prompt)
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return tuple(items)  # type: ignore[arg-type]
+    raise BadRequest("a prompt is a text, a list of chat messages or a list of token ids", param="prompt")
+
+
+def _tool_use(
+    tools: Sequence[Mapping[str, Any]] = (), tool_choice: str = "auto", parallel_tool_calls: bool = True
+) -> ToolUse | None:
+    """Tools in OpenAI's shape. `tool_choice` is auto, none, required, or the name of a tool that must be called."""
+    if not tools or tool_choice == "none":
+        return None
+    known = []
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        schema = json.dumps(function["parameters"]) if function.get("parameters") else NO_PARAMETERS
+        path = f"tools[{number}].function.parameters"
+        known.append(
+            Tool(function["name"], function.get("description") or "", schema, strict=bool(function.get("strict")), param=path)
+        )
+    allowed = tuple(tool for tool in known if tool_choice in ("auto", "required", tool.name))
+    if not allowed:
+        raise BadParameter("tool_choice", f"must be auto, none, required or the name of a tool, not {tool_choice}")
+    return ToolUse(tuple(known), allowed, required=tool_choice != "auto", parallel=parallel_tool_calls)
 
 
 def make_chat_generation(
@@ -105,34 +165,35 @@ def make_chat_generation(
     default_max_tokens: int | None = None,
     label: str = "",
 ) -> Generation:
-    """Chat messages → an Ask. `template_kwargs` stand above what the effort says."""
+    """Chat messages → a Generation. `template_kwargs` override the variables that follow from `reasoning_effort`."""
     switches = {**thinking_switches(options, llm.reasoning), **(template_kwargs or {})}
-    prompted = llm.chat(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
+    chat = llm.chat_prompt(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
     generation = make_generation(
         options,
         llm=llm,
-        prompt=prompted.ids,
-        reading=prompted.reading,
+        prompt=chat.ids,
+        syntax=chat.syntax,
         default_max_tokens=default_max_tokens,
         label=label,
     )
     if use is None:
         return generation
-    guide = call_guide(use, generation.guide, llm=llm)
-    if guide is not None and options.ignore_eos:
-        raise BadParameter("ignore_eos", "a reply whose calls are held to their schemas ends by itself")
-    return replace(generation, guide=guide, origin=prompted.origin)
+    response_format = tool_call_format(use, generation.response_format, llm=llm)
+    if response_format is not None and options.ignore_eos:
+        raise BadParameter("ignore_eos", "cannot be used with constrained tool calls, which end the reply themselves")
+    return replace(generation, response_format=response_format, origin=chat.origin)
 
 
-def call_guide(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> ReplyFormat | None:
-    """What a reply with tools is held to: calls where they are required or strict, beside the form of its content."""
+def tool_call_format(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> ReplyFormat | None:
+    """The response format of a reply with tools: constrained calls where they are required or strict, and the format of its
+    content."""
     if other is not None and use.required:
-        raise BadParameter(other.param, "a reply that must call a tool has no other form; use tool_choice auto")
+        raise BadParameter(other.param, "cannot be combined with a required tool call; use tool_choice auto")
     if other is not None and not isinstance(other, JsonFormat):
-        raise BadParameter(other.param, "a reply that may call tools can only be held to JSON; send no tools with it")
+        raise BadParameter(other.param, "only JSON can be combined with tools; send no tools with this format")
     if other is None and not use.required and not use.restricted and not any(tool.strict for tool in use.allowed):
         return None
-    grammars = llm.grammars
+    grammars = llm.constraints.grammars
     content = (
         None if other is None else json.dumps(bound_whitespace(grammars.check_schema(json.loads(other.schema), other.param)))
     )
@@ -144,14 +205,14 @@ def call_guide(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> ReplyFor
 
 
 def thinking_switches(options: RequestOptions, reasoning: ReasoningSyntax | None) -> dict[str, Any]:
-    """What the chat template is told about the effort."""
+    """Variables of the chat template that follow from `reasoning_effort`."""
     effort = options.reasoning_effort
     if effort is None:
         return {}
     if reasoning is None:
         if effort == "none":
             return {}
-        raise BadParameter("reasoning_effort", "this model does not think aloud, so none can be asked of it")
+        raise BadParameter("reasoning_effort", "this model does not reason, so only none is accepted")
     switches: dict[str, Any] = {"enable_thinking": effort != "none"} if reasoning.switch else {}
     return switches | ({"reasoning_effort": effort} if reasoning.effort else {})
 
@@ -162,12 +223,11 @@ def make_generation(
     llm: LLM,
     prompt: tuple[int, ...],
     default_max_tokens: int | None = None,
-    reading: ReplySyntax = PLAIN_TEXT,
+    syntax: ReplySyntax = PLAIN_TEXT,
     label: str = "",
 ) -> Generation:
-    """An Ask with every value decided. default_max_tokens None: as many as the context has room for; it yields to the
-    context, only a length that was asked for can be too long. `reading`: how the reply's text is read.
-    """
+    """Token ids → a Generation. `default_max_tokens` None: as many as the context has room for. A default is cut to the
+    context; only a `max_tokens` that the caller gave can be too long."""
     card = llm.card
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
@@ -189,9 +249,9 @@ def make_generation(
         prompt_logprobs=options.prompt_logprobs,
         checksums=options.checksums,
     )
-    guide = guide_of(options)
-    if guide is not None and options.ignore_eos:
-        raise BadParameter("ignore_eos", "a reply that is held to a form ends where the form ends")
+    response_format = format_of(options)
+    if response_format is not None and options.ignore_eos:
+        raise BadParameter("ignore_eos", "cannot be used with a response format, which ends the reply itself")
     if any(not s for s in options.stop):
         raise BadParameter("stop", "an empty stop string would stop everything")
     _check_texts("stop", options.stop)
@@ -201,9 +261,9 @@ def make_generation(
         stop=options.stop,
         n=options.n,
         skip_special=options.skip_special_tokens,
-        reading=reading,
-        thinking_budget=_budget(options, reading),
-        guide=guide,
+        syntax=syntax,
+        thinking_budget=_budget(options, syntax),
+        response_format=response_format,
         predicted=llm.encode(options.prediction, add_special=False) if options.prediction else (),
         speculate=options.speculation,
         label=label,
@@ -211,7 +271,7 @@ def make_generation(
 
 
 def _length(asked: int | None, default: int | None, *, prompt: int, context: int) -> int:
-    """The most tokens of a reply: those asked for, which must fit, else as many as the default and the context allow."""
+    """max_tokens of the reply: the number asked for, which must fit, else the default within the context."""
     room = context - prompt
     if asked is None:
         asked = max(room, 1) if default is None else min(default, max(room, 1))
@@ -231,21 +291,21 @@ def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:
             raise BadParameter(name, f"token id {token} is outside the vocabulary of {vocab}")
 
 
-def _check_texts(name: str, texts: Sequence[str], *, most: int = MOST_CHARACTERS) -> None:
+def _check_texts(name: str, texts: Sequence[str], *, most: int = MAX_CHARACTERS) -> None:
     if sum(map(len, texts)) > most:
         raise BadParameter(name, f"at most {most:,} characters in all")
     if any(map(has_surrogate, texts)):
-        raise BadParameter(name, "half of a surrogate pair is no text")
+        raise BadParameter(name, "contains half of a surrogate pair; send valid Unicode")
 
 
 def _sampling_values(options: RequestOptions, defaults: Mapping[str, float | int]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-        wish = getattr(options, name)
-        if wish is None:
-            wish = defaults.get(name)
-        if wish is not None:
-            values[name] = wish
+        value = getattr(options, name)
+        if value is None:
+            value = defaults.get(name)
+        if value is not None:
+            values[name] = value
     if values.get("top_k") == -1:
         values["top_k"] = 0
     return values
@@ -256,7 +316,7 @@ def _dry(options: RequestOptions, llm: LLM) -> DryParams | None:
         raise BadParameter("dry_range", f"must be >= -1, not {options.dry_range}")
     texts = DEFAULT_BREAKERS if options.dry_sequence_breakers is None else options.dry_sequence_breakers
     if any(not text for text in texts):
-        raise BadParameter("dry_sequence_breakers", "an empty text stands in every token and would break everything")
+        raise BadParameter("dry_sequence_breakers", "an empty text would match every token")
     _check_texts("dry_sequence_breakers", texts)
     found = DryParams(
         multiplier=options.dry_multiplier or 0.0,
@@ -265,31 +325,32 @@ def _dry(options: RequestOptions, llm: LLM) -> DryParams | None:
         range=0 if options.dry_range is None or options.dry_range == -1 else options.dry_range,
         breakers=llm.tokenizer.ids_containing(texts) if options.dry_multiplier else frozenset(),
     )
-    return found if options.dry_multiplier else None  # what is asked for is checked, whether it has an effect or not
+    return found if options.dry_multiplier else None  # values are checked even where DRY is off
 
 
-def _budget(options: RequestOptions, reading: ReplySyntax) -> int | None:
-    limit, reasoning = options.thinking_budget, reading.reasoning
+def _budget(options: RequestOptions, syntax: ReplySyntax) -> int | None:
+    limit, reasoning = options.thinking_budget, syntax.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
     if reasoning is None:
-        for name, wish in (("thinking_budget", limit), ("reasoning_effort", options.reasoning_effort)):
-            if wish not in (None, "none"):
-                raise BadParameter(name, "this model does not think aloud, or the prompt is no chat")
+        for name, value in (("thinking_budget", limit), ("reasoning_effort", options.reasoning_effort)):
+            if value not in (None, "none"):
+                raise BadParameter(name, "this model does not reason, or the prompt is not a chat")
         return None
     if limit is None and options.reasoning_effort is not None and not reasoning.effort:
         return EFFORTS[options.reasoning_effort]
     return limit
 
 
-def guide_of(options: RequestOptions) -> ReplyFormat | None:
-    """The one form that the reply is held to, if any."""
+def format_of(options: RequestOptions) -> ReplyFormat | None:
+    """The response format, if one is given."""
     given = [name for name in GUIDED if getattr(options, name) is not None]
     if len(given) > 1:
-        raise BadParameter(given[1], f"a reply is held to one form; {given[0]} is given too")
+        raise BadParameter(given[1], f"only one response format is allowed; {given[0]} is given too")
     for name in given:
-        form = getattr(options, name)
-        _check_texts(name, [form] if isinstance(form, str) else form if isinstance(form, tuple) else [], most=MOST_FORM)
+        value = getattr(options, name)
+        texts = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
+        _check_texts(name, texts, most=MAX_FORMAT_CHARACTERS)
     match given:
         case ["guided_json"]:
             return JsonFormat.of(options.guided_json, "guided_json")
@@ -311,10 +372,10 @@ def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, f
 
 
 def _bad_words(words: tuple[str, ...], llm: LLM) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is spelled at the start of a text and after a space."""
+    """Token ids of each word, at the start of a text and after a space."""
     spelled: dict[tuple[int, ...], None] = {}
     if any(not word.strip(" ") for word in words):
-        raise BadParameter("bad_words", "a word needs a character beside spaces")
+        raise BadParameter("bad_words", "a word must contain a character other than a space")
     _check_texts("bad_words", words)
     for word in words:
         for text in (word, " " + word.lstrip(" ")):
@@ -322,3 +383,8 @@ def _bad_words(words: tuple[str, ...], llm: LLM) -> tuple[tuple[int, ...], ...]:
             if ids:
                 spelled[ids] = None
     return tuple(spelled)
+
+
+def fresh_seed() -> int:
+    """A seed for a request without one."""
+    return secrets.randbelow(SEED_LIMIT)

@@ -31,7 +31,7 @@ class ReplyStream:
     """Turns the events of one request into pieces. Owner: the caller that reads the events."""
 
     def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer) -> None:
-        syntax = generation.reading
+        syntax = generation.syntax
         self._index = index
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(

@@ -69,7 +69,7 @@ def adjustment(params: SamplingParams, history: History, drafts: Sequence[int] =
         banned.update(completions(params.bad_words, history.output, drafts))
     if chosen < params.min_tokens:
         banned |= params.stop_ids
-    allowed = None if params.constraint is None else params.constraint.allowed(history.output, drafts)
+    allowed = None if history.constraint is None else history.constraint.allowed(history.output, drafts)
     if not penalized and not banned and allowed is None:
         return NOTHING
     return Adjustment(penalized, tuple(sorted(banned)), allowed)

@@ -6,15 +6,15 @@ In: a request of `protocol.py` and the LLM. Out: a PreparedRequest, in which eve
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
 from onedraw.llm.generation import Generation
-from onedraw.llm.llm import LLM, fresh_seed
-from onedraw.llm.options import make_chat_generation, make_generation
+from onedraw.llm.llm import LLM, PreparedChoice
+from onedraw.llm.options import fresh_seed, make_chat_generation, make_generation
 from onedraw.sampling.noise import prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
@@ -36,7 +36,8 @@ class PreparedRequest:
 
     id: str
     kind: Literal["chat", "completion"]
-    generations: tuple[Generation, ...]
+    generations: tuple[Generation, ...]  # one per prompt
+    choices: tuple[PreparedChoice, ...]
     n: int
     echoes: tuple[str | None, ...]  # per prompt: the text that is repeated before the reply
     logprobs: bool
@@ -69,18 +70,15 @@ def prepare(
     try:
         match request:
             case ChatRequest():
-                prepared = _chat(request, llm, prefix or "chatcmpl-")
+                return _chat(request, llm, prefix or "chatcmpl-")
             case CompletionRequest():
-                prepared = _completion(request, llm)
-        for generation in prepared.generations:
-            llm.check(generation)
+                return _completion(request, llm)
     except BadParameter as error:
         renamed = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
         raise renamed.renamed(names or {}) from None
     except BadRequest as error:
         error.param = (names or {}).get(error.param or "", error.param)
         raise
-    return prepared
 
 
 def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) -> int:
@@ -107,7 +105,8 @@ def _completion(request: CompletionRequest, llm: LLM) -> PreparedRequest:
             make_generation(options, llm=llm, prompt=ids, default_max_tokens=COMPLETION_MAX_TOKENS, label=identity)
         )
         echoes.append(_echo(prompt, request, llm) if request.echo else None)
-    return _prepared(identity, "completion", request, generations, echoes=echoes, logprobs=request.logprobs is not None)
+    logprobs = request.logprobs is not None
+    return _prepared(request, llm, generations, id=identity, kind="completion", echoes=echoes, logprobs=logprobs)
 
 
 def _echo(prompt: Prompt, request: CompletionRequest, llm: LLM) -> str:
@@ -118,27 +117,29 @@ def _chat(request: ChatRequest, llm: LLM, prefix: str) -> PreparedRequest:
     identity = f"{prefix}{secrets.token_hex(12)}"
     options = request.options(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
-        generation = make_chat_generation(options, llm=llm, label=identity, use=request.tool_use(), **_spoken(request))
+        generation = make_chat_generation(options, llm=llm, label=identity, use=request.tool_use(), **_template_inputs(request))
     except BadRequest as error:
         if error.param == "prompt":
             error.param = "messages"  # the caller's name for it
         raise
-    return _prepared(identity, "chat", request, [generation], echoes=[None], logprobs=request.logprobs)
+    return _prepared(request, llm, [generation], id=identity, kind="chat", echoes=[None], logprobs=request.logprobs)
 
 
 def _prepared(
-    identity: str,
-    kind: Literal["chat", "completion"],
     request: CompletionRequest | ChatRequest,
-    generations: list[Generation],
+    llm: LLM,
+    generations: Sequence[Generation],
     *,
+    id: str,
+    kind: Literal["chat", "completion"],
     echoes: list[str | None],
     logprobs: bool,
 ) -> PreparedRequest:
     return PreparedRequest(
-        id=identity,
+        id=id,
         kind=kind,
         generations=tuple(generations),
+        choices=tuple(llm.prepare(*generations)),
         n=request.n,
         echoes=tuple(echoes),
         logprobs=logprobs,
@@ -150,12 +151,13 @@ def _prepared(
 
 def chat_prompt(request: TokenizeRequest, llm: LLM) -> tuple[int, ...]:
     """The ids of a chat, through the checkpoint's template."""
-    said = _spoken(request)
-    return llm.render(said["messages"], add_generation_prompt=said["add_generation_prompt"], **said["template_kwargs"])
+    given = _template_inputs(request)
+    prompt = llm.chat_prompt(given["messages"], add_generation_prompt=given["add_generation_prompt"], **given["template_kwargs"])
+    return prompt.ids
 
 
-def _spoken(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The messages, and what the template is told beside them."""
+def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """The messages, and the template's variables."""
     taken = sorted(TEMPLATE_NAMES & set(request.chat_template_kwargs))
     if taken:
         raise BadParameter("chat_template_kwargs", f"{taken[0]} cannot be set here")
@@ -168,8 +170,8 @@ def _spoken(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 async def bursts(prepared: PreparedRequest, llm: LLM) -> AsyncGenerator[list[Piece], None]:
-    """The pieces of all choices as they come, prompt after prompt in number. Closing it cancels what still runs."""
-    async with aclosing(llm.bursts(*prepared.generations)) as stream:
+    """The pieces of all choices as they come. Closing it cancels the choices that still run."""
+    async with aclosing(llm.bursts(prepared.choices)) as stream:
         async for burst in stream:
             if any(piece.finish == "cancelled" for piece in burst):
                 raise ShuttingDown("the request was cancelled before it finished")

@@ -62,7 +62,7 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def answer(**settings: Any) -> tuple[list[int], str, int]:
     with build_llm(Settings.of(max_context=128, self_check=False, **settings)) as llm:
         options = RequestOptions(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
-        [reply] = llm.generate(make_generation(options, llm=llm, prompt=llm.encode("Hello there, how are you?")))
+        [reply] = llm.run(make_generation(options, llm=llm, prompt=llm.encode("Hello there, how are you?")))
         return reply.token_ids, llm.service.capacity.drafter, reply.usage.kept
 
 
@@ -97,7 +97,7 @@ def test_auto_drafts_with_the_mtp_head_of_the_checkpoint(tmp_path: Path) -> None
             generation = make_generation(
                 RequestOptions.of(max_tokens=12, seed=3), llm=llm, prompt=tuple(range(3, 80)), label="test"
             )
-            (reply,) = llm.generate(generation)
+            (reply,) = llm.run(generation)
             replies.append(reply.token_ids)
     assert replies[0] == replies[1]
     bare = tiny.write_safetensors("qwen3_5", tmp_path / "bare")

@@ -69,7 +69,7 @@ def test_a_packed_file_stays_packed_on_a_cpu_by_default(tmp_path: Path, changes:
         assert llm.card.dtype == dtype.partition("-kv-")[0]
         assert f"-{dtype}-c" in llm.card.fingerprint
         options = RequestOptions(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1, checksums=True)
-        (reply,) = llm.generate(make_generation(options, llm=llm, prompt=(5, 6, 7)))
+        (reply,) = llm.run(make_generation(options, llm=llm, prompt=(5, 6, 7)))
     assert len(reply.tokens) == 8
 
 
@@ -79,7 +79,7 @@ def test_packed_weights_give_the_same_answer_on_one_device_and_on_two(tmp_path: 
     for where in ({"device": "cpu"}, {"devices": "cpu,cpu", "split": "1,2"}, {"device": "cpu", "threads": 1}):
         with build_llm(Settings(model=str(file), draft=("none",), **where)) as llm:
             options = RequestOptions(temperature=1.0, max_tokens=12, ignore_eos=True, seed=3, checksums=True)
-            found += llm.generate(make_generation(options, llm=llm, prompt=tuple(range(5, 40))))
+            found += llm.run(make_generation(options, llm=llm, prompt=tuple(range(5, 40))))
     assert [(c.token, c.checksum) for c in found[0].tokens] == [(c.token, c.checksum) for c in found[1].tokens]
     assert [(c.token, c.checksum) for c in found[0].tokens] == [(c.token, c.checksum) for c in found[2].tokens]
 

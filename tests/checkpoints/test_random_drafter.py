@@ -15,7 +15,7 @@ from onedraw.build.fit_devices import plan_devices
 from onedraw.build.llm import build_llm
 from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, SHAPES, open_random, open_random_drafter
 from onedraw.errors import ModelNotFound, OutOfMemory
-from onedraw.llm.llm import settled_stats
+from onedraw.llm.llm import idle_stats
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.models.dflash import check_drafter_fits, read_drafter_info
 from onedraw.models.model_info import read_model_info
@@ -54,9 +54,9 @@ def test_random_drafts_change_no_token(tmp_path: Path) -> None:
         given: dict[str, Any] = {"draft": draft, "dtype": "f32", "max_context": 256, "self_check": False, "draft_tokens": 5}
         with build_llm(Settings.of(model=f"random:{tmp_path / 'target.json'}", **given)) as llm:
             options = RequestOptions(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
-            [reply] = llm.generate(make_generation(options, llm=llm, prompt=(5, 6, 7), label="test"))
+            [reply] = llm.run(make_generation(options, llm=llm, prompt=(5, 6, 7), label="test"))
             replies.append(reply.token_ids)
-            drafted = settled_stats(llm).draft_tokens
+            drafted = idle_stats(llm).draft_tokens
     assert replies[0] == replies[1]
     assert drafted > 20
 

@@ -13,7 +13,7 @@ import pytest
 
 from onedraw.build.llm import build_llm
 from onedraw.cli.chat import HELP_LINES, Conversation, answer, chat_loop, line_reader, run_command
-from onedraw.llm.llm import LLM, Prompted, settled_stats
+from onedraw.llm.llm import LLM, ChatPrompt, idle_stats
 from onedraw.llm.options import RequestOptions
 from onedraw.settings import Settings
 from tests.cli.running import FAKE, Terminal
@@ -88,15 +88,15 @@ def test_control_c_stops_the_answer_and_keeps_what_was_said(llm: LLM, monkeypatc
     chat_loop(slowed(llm, 0.02), conversation, read=typing("hello", "/max 3", "go on"))
     assert "stopped" in screen.getvalue()
     assert [t["role"] for t in conversation.turns] == ["user", "assistant"] * 2
-    assert settled_stats(llm).completion_tokens < 1500
+    assert idle_stats(llm).completion_tokens < 1500
 
 
 def test_an_answer_stopped_before_its_first_word_leaves_no_question(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(generation: object) -> Iterator[object]:
+    def interrupted(choices: object) -> Iterator[object]:
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(llm, "stream", interrupted)
+    monkeypatch.setattr(llm, "pieces", interrupted)
     conversation = a_conversation()
     answer(llm, conversation, "hello")
     assert conversation.turns == []
@@ -130,14 +130,14 @@ def test_an_answer_that_fails_under_way_takes_its_question_back(llm: LLM, capsys
 
 
 def test_control_c_before_an_answer_begins_does_not_leave(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    render, pressed = llm.chat, iter([True])
+    render, pressed = llm.chat_prompt, iter([True])
 
-    def interrupted(*given: Any, **named: Any) -> Prompted:
+    def interrupted(*given: Any, **named: Any) -> ChatPrompt:
         if next(pressed, False):
             raise KeyboardInterrupt
         return render(*given, **named)
 
-    monkeypatch.setattr(llm, "chat", interrupted)
+    monkeypatch.setattr(llm, "chat_prompt", interrupted)
     conversation = a_conversation()
     chat_loop(llm, conversation, read=typing("hello", "once more"))
     assert [t["content"] for t in conversation.turns[:1]] == ["once more"]

@@ -17,7 +17,8 @@ from onedraw.contract.prove import Finding, Table, drive, first_difference, prov
 from onedraw.contract.variations import PROMPTS, Evidence, drafting, held, requests, variations
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting
-from onedraw.llm.llm import LLM, Reply
+from onedraw.llm.llm import LLM
+from onedraw.llm.reply import Reply
 from onedraw.sampling.law import sample
 from onedraw.settings import Settings
 from onedraw.speculation.proposer import chain
@@ -45,8 +46,10 @@ def opener_with(kind: type[FakeBackend], **sizes: Any) -> Callable[[Settings], L
             max_context=capacity.max_context,
             **sizes,
         )
-        service = make_service(lambda: backend, settings, make_speculator(settings))
-        return LLM(service=service, tokenizer=model.tokenizer, template=model.template, card=model.card)
+        service = make_service(lambda: backend, settings, make_speculator(settings), constraints=model.constraints)
+        return LLM(
+            service=service, tokenizer=model.tokenizer, template=model.template, card=model.card, constraints=model.constraints
+        )
 
     return opener
 

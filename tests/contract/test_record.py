@@ -15,17 +15,18 @@ from typing import Any
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.contract.record import Recorder, RecordingLLM, read_records
+from onedraw.contract.record import RecordingLLM, RecordWriter, read_records
 from onedraw.errors import BadSetting
-from onedraw.llm.llm import Generation, Reply
+from onedraw.llm.generation import Generation
 from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.reply import Reply
 from onedraw.settings import Settings
 
 
 @pytest.fixture
 def llm(tmp_path: Path) -> Iterator[RecordingLLM]:
     with build_llm(Settings(backend="fake", model="fake")) as inner:
-        yield RecordingLLM(inner, Recorder(tmp_path), source="fake")
+        yield RecordingLLM(inner, RecordWriter(tmp_path), source="fake")
 
 
 def generation(llm: RecordingLLM, text: str = "hello", **options: Any) -> Generation:
@@ -34,7 +35,7 @@ def generation(llm: RecordingLLM, text: str = "hello", **options: Any) -> Genera
 
 def test_a_record_holds_what_was_asked_and_what_was_said(llm: RecordingLLM, tmp_path: Path) -> None:
     asked = generation(llm, seed=5, temperature=0.7, logit_bias={3: -1.5}, stop=("e",), checksums=True)
-    (reply,) = llm.generate(asked)
+    (reply,) = llm.run(asked)
     (record,) = read_records(tmp_path)
     assert record.generation == asked
     assert (record.reply, record.finish, record.stop_reason) == (tuple(reply.token_ids), reply.finish, reply.stop_reason)
@@ -44,7 +45,7 @@ def test_a_record_holds_what_was_asked_and_what_was_said(llm: RecordingLLM, tmp_
 
 
 def test_every_choice_is_a_record_of_its_own(llm: RecordingLLM, tmp_path: Path) -> None:
-    replies = llm.generate(generation(llm, "one", n=3, seed=1), generation(llm, "two", n=2, seed=2))
+    replies = llm.run(generation(llm, "one", n=3, seed=1), generation(llm, "two", n=2, seed=2))
     by_reply = {
         (r.generation.prompt, r.generation.params.seed): r.reply for r in read_records(tmp_path) if r.generation is not None
     }
@@ -56,7 +57,7 @@ def test_streams_of_asyncio_are_recorded_alike(llm: RecordingLLM, tmp_path: Path
     asked = generation(llm, seed=3)
 
     async def both() -> list[Reply]:
-        return [*await llm.agenerate(asked), *llm.generate(asked)]
+        return [*await llm.arun(asked), *llm.run(asked)]
 
     replies = asyncio.run(both())
     first, second = read_records(tmp_path)
@@ -64,16 +65,16 @@ def test_streams_of_asyncio_are_recorded_alike(llm: RecordingLLM, tmp_path: Path
 
 
 def test_the_record_is_on_disk_before_the_last_piece_is_told(llm: RecordingLLM, tmp_path: Path) -> None:
-    for piece in llm.stream(generation(llm)):
+    for piece in llm.pieces(llm.prepare(generation(llm))):
         written = (tmp_path / "requests-000001.jsonl").read_bytes().count(b"\n")
         assert written == (piece.finish is not None)
 
 
 def test_a_reply_that_nobody_waited_for_is_not_recorded(llm: RecordingLLM, tmp_path: Path) -> None:
-    stream = llm.stream(generation(llm, max_tokens=200, ignore_eos=True))
+    stream = llm.pieces(llm.prepare(generation(llm, max_tokens=200, ignore_eos=True)))
     next(stream)
     stream.close()
-    with pytest.raises(BadSetting, match="no record yet"):
+    with pytest.raises(BadSetting, match="no records yet"):
         read_records(tmp_path)
 
 
@@ -81,8 +82,8 @@ def test_no_text_is_written_unless_it_was_asked_for(tmp_path: Path) -> None:
     with build_llm(Settings(backend="fake", model="fake")) as inner:
         for text in (False, True):
             folder = tmp_path / str(text)
-            llm = RecordingLLM(inner, Recorder(folder), source="fake", text=text)
-            (reply,) = llm.generate(generation(llm, "a secret prompt", seed=1))
+            llm = RecordingLLM(inner, RecordWriter(folder), source="fake", text=text)
+            (reply,) = llm.run(generation(llm, "a secret prompt", seed=1))
             (line,) = (folder / "requests-000001.jsonl").read_text().splitlines()
             assert ("a secret prompt" in line) == text
             assert read_records(folder)[0].text == (("a secret prompt", reply.text) if text else None)
@@ -97,7 +98,7 @@ def test_a_full_disk_costs_the_record_and_not_the_reply(
     caplog.set_level(logging.ERROR, logger="onedraw.contract.record")  # a server of another test may have made it silent
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        (reply,) = llm.generate(generation(llm))
+        (reply,) = llm.run(generation(llm))
     assert reply.finish is not None
     assert "is not recorded: No space left on device" in caplog.text
 
@@ -106,7 +107,7 @@ def test_a_full_disk_costs_the_record_and_not_the_reply(
 
 
 def test_files_are_rotated_by_size_and_read_in_order(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, size=200)
+    recorder = RecordWriter(tmp_path, size=200)
     for number in range(30):
         recorder.write({"number": number, "padding": "x" * 40})
     recorder.write({"number": 30, "padding": "x" * 400})  # larger than a file may be: alone in one
@@ -120,14 +121,14 @@ def test_files_are_rotated_by_size_and_read_in_order(tmp_path: Path) -> None:
 
 def test_a_new_process_begins_a_new_file(tmp_path: Path) -> None:
     """The last file may end in half a line, and another process may still write to it."""
-    first, second = Recorder(tmp_path), Recorder(tmp_path)
+    first, second = RecordWriter(tmp_path), RecordWriter(tmp_path)
     first.write({"by": 1})
     second.write({"by": 2})
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["requests-000001.jsonl", "requests-000002.jsonl"]
 
 
 def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, size=2000)
+    recorder = RecordWriter(tmp_path, size=2000)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: recorder.write({"number": number, "padding": "y" * 99}), range(100)))
     lines = [json.loads(line)["number"] for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
@@ -135,7 +136,7 @@ def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
 
 
 def test_only_the_owner_may_read_records(tmp_path: Path) -> None:
-    Recorder(tmp_path / "new").write({})
+    RecordWriter(tmp_path / "new").write({})
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "new" / "requests-000001.jsonl").stat().st_mode) == 0o600
 
@@ -144,29 +145,29 @@ def test_a_line_that_was_cut_off_is_left_out_and_told(
     llm: RecordingLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="onedraw.contract.record")
-    llm.generate(generation(llm), generation(llm))
+    llm.run(generation(llm), generation(llm))
     file = tmp_path / "requests-000001.jsonl"
     file.write_bytes(file.read_bytes()[:-7])
     assert len(read_records(file)) == 1
-    assert "cut off" in caplog.text
+    assert "incomplete last line" in caplog.text
 
 
 def test_a_line_that_somebody_changed_is_no_record(llm: RecordingLLM, tmp_path: Path) -> None:
-    llm.generate(generation(llm))
+    llm.run(generation(llm))
     file = tmp_path / "requests-000001.jsonl"
     line = json.loads(file.read_text())
     for changed in ({"ask": {**line["ask"], "n": 5}}, {"checksums": [1]}, {"text": ""}):
         file.write_text(json.dumps({**line, **changed}) + "\n")
-        with pytest.raises(BadSetting, match="this is no record"):
+        with pytest.raises(BadSetting, match="not a record"):
             read_records(tmp_path)
     file.write_text(100_000 * "[" + "\n")
-    with pytest.raises(BadSetting, match="this is no record"):
+    with pytest.raises(BadSetting, match="not a record"):
         read_records(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [("{}", "KeyError"), ("nonsense", "no record"), ('{"version": 9}', "version 9"), ("[]", "no record")],
+    [("{}", "KeyError"), ("nonsense", "not a record"), ('{"version": 9}', "version 9"), ("[]", "not a record")],
 )
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     file = tmp_path / "requests-000001.jsonl"
@@ -178,6 +179,6 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, complaint:
 def test_a_place_that_cannot_be_written_to_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadSetting, match="--record: cannot write to"):
-        Recorder(tmp_path / "file")
+        RecordWriter(tmp_path / "file")
     with pytest.raises(BadSetting, match="no records at"):
         read_records(tmp_path / "nowhere")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.contract.record import Record, Recorder, RecordingLLM, read_records
+from onedraw.contract.record import Record, RecordingLLM, RecordWriter, read_records
 from onedraw.contract.replay import judge, replay
 from onedraw.llm.llm import LLM
 from onedraw.llm.options import RequestOptions, make_generation
@@ -32,13 +32,13 @@ LAWS: tuple[dict[str, Any], ...] = (
 
 def record(settings: Settings, folder: Path) -> list[Record]:
     with build_llm(settings) as inner:
-        llm = RecordingLLM(inner, Recorder(folder), source=settings.model)
+        llm = RecordingLLM(inner, RecordWriter(folder), source=settings.model)
         for number, text in enumerate(PROMPTS):
             for law in LAWS:
                 asked = make_generation(RequestOptions.of(max_tokens=24, seed=number, **law), llm=llm, prompt=llm.encode(text))
-                (reply,) = inner.generate(asked)
+                (reply,) = inner.run(asked)
                 # Right at first, then wrong: whoever drafts from it is kept and rejected.
-                llm.generate(replace(asked, predicted=(*reply.token_ids[:9], *reply.token_ids[:15])))
+                llm.run(replace(asked, predicted=(*reply.token_ids[:9], *reply.token_ids[:15])))
     return read_records(folder)
 
 
@@ -145,8 +145,8 @@ def test_what_cannot_be_run_is_never_the_same(tmp_path: Path) -> None:
 def test_several_runs_of_one_record_are_judged_alike(tmp_path: Path) -> None:
     records = record(FAKE, tmp_path)[:2]
     with build_llm(FAKE) as llm:
-        assert judge(records[0], llm.generate(_generation(records[0], llm))[0]).result == "same"
-        assert judge(records[0], llm.generate(_generation(records[1], llm))[0]).result == "different"
+        assert judge(records[0], llm.run(_generation(records[0], llm))[0]).result == "same"
+        assert judge(records[0], llm.run(_generation(records[1], llm))[0]).result == "different"
 
 
 def _generation(given: Record, llm: LLM) -> Any:

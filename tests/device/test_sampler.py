@@ -61,7 +61,7 @@ def test_kernels_choose_what_the_plain_sampler_chooses_bit_by_bit(vocab: int) ->
 
 def unconstrained(case: Case) -> Case:
     """A constraint in one row leaves all rows of the call to the plain sampler."""
-    return Case(case.logits, [p._replace(params=replace(p.params, constraint=None)) for p in case.positions])
+    return Case(case.logits, [p._replace(history=replace(p.history, constraint=None)) for p in case.positions])
 
 
 FILTERS = [

@@ -20,7 +20,7 @@ from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.speculation.proposer import Proposer, chain
 from onedraw.speculation.speculator import Speculator
-from onedraw.types import Draft, DryParams, History, Request, SamplingParams
+from onedraw.types import Constraint, ConstraintSpec, Draft, DryParams, History, Request, SamplingParams
 
 
 @dataclass
@@ -62,6 +62,13 @@ class Schedule:
     ahead: bool = True  # turns may be sent off behind others, where the backend takes them
 
 
+@dataclass(frozen=True)
+class LiveConstraint(ConstraintSpec):
+    """Carries a constraint that a test built itself."""
+
+    constraint: Constraint
+
+
 def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
     """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
     capacity = replace(backend.capacity, async_scheduling=schedule.ahead and backend.capacity.async_scheduling)
@@ -88,7 +95,8 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
     while pending or engine.busy:
         while pending and (pending[0] >= len(schedule.arrivals) or schedule.arrivals[pending[0]] <= turn):
             index = pending.pop(0)
-            engine.add(requests[index], answers[index].hear)
+            spec = requests[index].constraint
+            engine.add(requests[index], answers[index].hear, spec.constraint if isinstance(spec, LiveConstraint) else None)
         for when, index in schedule.cancels:
             if when == turn:
                 engine.cancel(requests[index].id)

@@ -26,7 +26,7 @@ from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Constraint, History, Request, Row, SampledToken, SamplingParams, TokenMask
 from tests.backends.torch.judge import Fixed
 from tests.laws import test_torch
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_params, run
+from tests.laws.harness import Answer, Clairvoyant, LiveConstraint, Schedule, plain, random_params, run
 from tests.support import tiny
 
 TOKENIZER = fake_tokenizer()
@@ -49,9 +49,10 @@ def requests(constraints: Sequence[Constraint], *, max_tokens: int = 40, seed: i
     made = []
     for number, constraint in enumerate([*constraints, None]):
         params = random_params(rng, vocab=VOCAB, max_tokens=max_tokens, calm=True)
-        params = replace(params, bad_words=(), logit_bias=(), constraint=constraint, stop_ids=frozenset({256}))
+        params = replace(params, bad_words=(), logit_bias=(), stop_ids=frozenset({256}))
         prompt = tuple(int(t) for t in rng.integers(0, 256, int(rng.integers(1, 9))))
-        made.append(Request(id=f"q{number}", prompt=prompt, params=params))
+        spec = None if constraint is None else LiveConstraint(constraint)
+        made.append(Request(id=f"q{number}", prompt=prompt, params=params, constraint=spec))
     return made
 
 
@@ -141,9 +142,9 @@ class Forgetful(FakeBackend):
     """Planted fault: the mask of a position is made without the draft just before it."""
 
     def sample(self, row: Row, logits: np.ndarray, drafts: tuple[int, ...]) -> SampledToken | None:
-        constraint = row.params.constraint
+        constraint = row.history.constraint
         late = None if constraint is None else Late(constraint)
-        return sample(logits, replace(row.params, constraint=late), row.history, drafts)
+        return sample(logits, row.params, replace(row.history, constraint=late), drafts)
 
 
 class Late:
@@ -168,8 +169,8 @@ def test_a_mask_from_a_history_short_by_one_is_caught() -> None:
 def test_the_law_lets_no_other_token_through() -> None:
     logits = np.zeros(VOCAB, dtype=np.float32)
     for seed in range(20):
-        params = SamplingParams(temperature=1.5, seed=seed, constraint=budget(2))
-        chosen = sample(logits, params, History((1,), [65, 66]))
+        params = SamplingParams(temperature=1.5, seed=seed)
+        chosen = sample(logits, params, History((1,), [65, 66], budget(2)))
         assert chosen is not None
         assert chosen.token == TOKENIZER.encode("\n", add_special=False)[0]
 
@@ -241,7 +242,7 @@ def test_a_matcher_that_is_not_rolled_back_is_caught() -> None:
     wanted = requests([GRAMMARS.constraint(guide, PLAIN_TEXT)], seed=10, max_tokens=60)
     expected = plain(backend, wanted)
     faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN_TEXT), VOCAB, "x")
-    broken = [replace(wanted[0], params=replace(wanted[0].params, constraint=faulty)), *wanted[1:]]
+    broken = [replace(wanted[0], constraint=LiveConstraint(faulty)), *wanted[1:]]
     for name in ("chain", "tree"):
         answers, _ = run(backend(), broken, schedules(expected)[name])
         assert answers != expected, name
@@ -282,8 +283,9 @@ def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None
     for row in range(6):
         members = rng.choice(vocab, 9, replace=False)
         bits = token_mask([*members, 220] if row == 2 else members[members < 90], 256 if row == 2 else 96)
-        params = SamplingParams(temperature=1.2, top_p=0.9, seed=row, checksums=True, constraint=Fixed(bits) if row % 3 else None)
-        positions.append(SamplingPosition(row, params, History((1,)), (), f"q{row}"))
+        params = SamplingParams(temperature=1.2, top_p=0.9, seed=row, checksums=True)
+        history = History((1,), constraint=Fixed(bits) if row % 3 else None)
+        positions.append(SamplingPosition(row, params, history, (), f"q{row}"))
     chosen = sampler.choose(torch.from_numpy(logits), positions)
     for row, position in enumerate(positions):
         expected = sample(logits[row], position.params, position.history)

@@ -13,11 +13,12 @@ import pytest
 
 import onedraw
 from onedraw.errors import BadParameter, BadRequest, BadSetting, ShuttingDown
-from onedraw.llm.llm import Reply
+from onedraw.llm.options import generation_from_keywords
+from onedraw.llm.reply import Reply
 
 
 @pytest.fixture
-def model() -> Iterator[onedraw.Model]:
+def model() -> Iterator[onedraw.LLM]:
     with onedraw.load("fake", backend="fake") as loaded:
         yield loaded
 
@@ -32,37 +33,37 @@ def answer(reply: Reply) -> Reply:
     return replace(reply, usage=replace(reply.usage, kept=0, rejected=0))
 
 
-def test_a_reply_names_the_seed_that_replays_it(model: onedraw.Model) -> None:
+def test_a_reply_names_the_seed_that_replays_it(model: onedraw.LLM) -> None:
     first = one(model.generate("hello", max_tokens=12))
     again = one(model.generate("hello", max_tokens=12, seed=first.seed))
     assert answer(again) == answer(first)
 
 
-def test_a_prompt_is_a_text_or_its_ids(model: onedraw.Model) -> None:
+def test_a_prompt_is_a_text_or_its_ids(model: onedraw.LLM) -> None:
     text = one(model.generate("hello", max_tokens=6, seed=1))
     ids = one(model.generate(list(text.prompt_ids), max_tokens=6, seed=1))
     assert ids.token_ids == text.token_ids
 
 
-def test_messages_go_through_the_template(model: onedraw.Model) -> None:
+def test_messages_go_through_the_template(model: onedraw.LLM) -> None:
     reply = one(model.generate([{"role": "user", "content": "hello"}], max_tokens=2))
-    assert len(reply.prompt_ids) > len(model.llm.encode("hello"))
+    assert len(reply.prompt_ids) > len(model.encode("hello"))
 
 
-def test_several_replies_are_a_list(model: onedraw.Model) -> None:
+def test_several_replies_are_a_list(model: onedraw.LLM) -> None:
     replies = model.generate("hello", n=3, max_tokens=4)
     assert isinstance(replies, list)
     assert len({reply.seed for reply in replies}) == 3
 
 
-def test_the_whole_reply_is_the_fold_of_its_pieces(model: onedraw.Model) -> None:
+def test_the_whole_reply_is_the_fold_of_its_pieces(model: onedraw.LLM) -> None:
     whole = one(model.generate("hello", max_tokens=20, seed=4))
     pieces = list(model.stream("hello", max_tokens=20, seed=4))
     assert "".join(piece.text for piece in pieces) == whole.text
     assert pieces[-1].finish == whole.finish
 
 
-def test_asyncio_gives_the_same(model: onedraw.Model) -> None:
+def test_asyncio_gives_the_same(model: onedraw.LLM) -> None:
     async def both() -> tuple[Reply, str]:
         reply = one(await model.agenerate("hello", max_tokens=20, seed=4))
         text = "".join([piece.text async for piece in model.astream("hello", max_tokens=20, seed=4)])
@@ -73,21 +74,21 @@ def test_asyncio_gives_the_same(model: onedraw.Model) -> None:
     assert text == reply.text
 
 
-def test_leaving_a_stream_early_cancels_the_rest(model: onedraw.Model) -> None:
+def test_leaving_a_stream_early_cancels_the_rest(model: onedraw.LLM) -> None:
     pieces = model.stream("hello", max_tokens=1500, ignore_eos=True)
     next(pieces)
     del pieces
     assert one(model.generate("hello", max_tokens=2)).finish is not None
 
 
-def test_a_mistake_in_a_stream_raises_before_the_loop(model: onedraw.Model) -> None:
+def test_a_mistake_in_a_stream_raises_before_the_loop(model: onedraw.LLM) -> None:
     with pytest.raises(BadParameter, match="temperature"):
         model.stream("hello", temperature=-1)
     with pytest.raises(BadParameter, match="n: must be"):
         model.stream("hello", n=0)
 
 
-def test_unknown_wishes_and_settings_are_named(model: onedraw.Model) -> None:
+def test_unknown_wishes_and_settings_are_named(model: onedraw.LLM) -> None:
     with pytest.raises(BadParameter, match="temprature: unknown"):
         model.generate("hello", temprature=1)
     with pytest.raises(BadSetting, match="unknown setting 'max_contxt'"):
@@ -95,7 +96,7 @@ def test_unknown_wishes_and_settings_are_named(model: onedraw.Model) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, "two"], [True], [{"role": "user", "content": "x"}, 3], [None]])
-def test_a_prompt_of_no_known_kind_is_refused(model: onedraw.Model, prompt: list[object]) -> None:
+def test_a_prompt_of_no_known_kind_is_refused(model: onedraw.LLM, prompt: list[object]) -> None:
     with pytest.raises(BadRequest, match="a prompt is a text, a list of chat messages or a list of token ids"):
         model.generate(prompt)  # type: ignore[arg-type]
 
@@ -117,14 +118,14 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
         _ = onedraw.lod  # type: ignore[attr-defined]
 
 
-def test_the_reply_to_messages_begins_a_text_and_any_other_continues_one(model: onedraw.Model) -> None:
+def test_the_reply_to_messages_begins_a_text_and_any_other_continues_one(model: onedraw.LLM) -> None:
     """As on the server: a first space that only marks a word belongs to a continuation, not to an answer."""
-    assert model._generation([{"role": "user", "content": "hello"}], {}).reading.opening
-    assert not model._generation("hello", {}).reading.opening
-    assert not model._generation([1, 2, 3], {}).reading.opening
+    assert generation_from_keywords(model, [{"role": "user", "content": "hello"}], {}).syntax.opening
+    assert not generation_from_keywords(model, "hello", {}).syntax.opening
+    assert not generation_from_keywords(model, [1, 2, 3], {}).syntax.opening
 
 
-def test_tools_are_called_from_python_too(model: onedraw.api.Model) -> None:
+def test_tools_are_called_from_python_too(model: onedraw.LLM) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
     closed = {**tool, "parameters": {**tool["parameters"], "additionalProperties": False}}
     reply = model.generate(

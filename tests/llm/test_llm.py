@@ -1,35 +1,42 @@
-"""The door: what becomes of events that arrive after, before and beside the end of a reply."""
+"""The LLM: events after, before and beside the end of a reply, and what crosses its border to the engine."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
+import queue
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.engine.service import Event, Service, Sink
-from onedraw.errors import BadParameter, NoTokenLeft
-from onedraw.llm.llm import LLM, Generation
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.engine.service import CheckedRequest, Event, Service, Sink
+from onedraw.errors import BadParameter, ContextOverflow, NoTokenLeft, OnedrawError
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM
+from onedraw.llm.options import RequestOptions, make_chat_generation, make_generation
 from onedraw.settings import Settings
+from onedraw.text.constraints.factory import ConstraintFactory
 from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.types import ModelCard, Request, SampledToken, SamplingParams
 
 TOKENIZER = fake_tokenizer()
 CARD = ModelCard(name="x", family="x", vocab=259, max_context=64, eos_ids=(), defaults={}, fingerprint="x")
-Script = Callable[[Sequence[tuple[Request, Sink]]], None]
+Script = Callable[[Sequence[tuple[CheckedRequest, Sink]]], None]
 
 
 class Scripted:
     """A service whose engine says what the test wrote down."""
 
-    most = 8
+    max_requests = 8
 
     def __init__(self, script: Script) -> None:
         self.submit = script
         self.cancelled: list[str] = []
+
+    def check(self, request: Request) -> CheckedRequest:
+        return CheckedRequest(request)
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -40,54 +47,91 @@ def choices(text: str) -> tuple[SampledToken, ...]:
 
 
 def an_llm(script: Script) -> LLM:
-    return LLM(service=cast(Service, Scripted(script)), tokenizer=TOKENIZER, template=None, card=CARD)
+    return LLM(
+        service=cast(Service, Scripted(script)),
+        tokenizer=TOKENIZER,
+        template=None,
+        card=CARD,
+        constraints=ConstraintFactory(TOKENIZER, ()),
+    )
 
 
 def test_an_error_behind_a_stop_string_does_not_reach_the_other_choices() -> None:
     """The engine goes on until it reads the cancellation, and may fail in what nobody will see."""
 
-    def script(requests: Sequence[tuple[Request, Sink]]) -> None:
+    def script(requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         (first, to_first), (second, to_second) = requests
-        to_first(Event(first.id, choices("yes.")))
-        to_first(Event(first.id, error=NoTokenLeft("after the end")))
-        to_second(Event(second.id, choices("no"), finish="length"))
+        to_first(Event(first.request.id, choices("yes.")))
+        to_first(Event(first.request.id, error=NoTokenLeft("after the end")))
+        to_second(Event(second.request.id, choices("no"), finish="length"))
 
-    replies = an_llm(script).generate(Generation((1,), SamplingParams(), stop=(".",), n=2))
+    replies = an_llm(script).run(Generation((1,), SamplingParams(), stop=(".",), n=2))
     assert [(reply.text, reply.finish) for reply in replies] == [("yes", "stop"), ("no", "length")]
 
 
 def test_an_error_before_the_end_reaches_the_caller() -> None:
-    def script(requests: Sequence[tuple[Request, Sink]]) -> None:
+    def script(requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         ((request, sink),) = requests
-        sink(Event(request.id, choices("no end")))
-        sink(Event(request.id, error=NoTokenLeft("too early")))
+        sink(Event(request.request.id, choices("no end")))
+        sink(Event(request.request.id, error=NoTokenLeft("too early")))
 
     with pytest.raises(NoTokenLeft, match="too early"):
-        an_llm(script).generate(Generation((1,), SamplingParams(), stop=(".",)))
+        an_llm(script).run(Generation((1,), SamplingParams(), stop=(".",)))
 
 
 @pytest.mark.parametrize("pieces", [("a.b.c.d",), ("a", ".", "b", ".", "c", ".", "d"), ("a.b", ".c.", "d")], ids=len)
 def test_a_stop_string_does_not_end_a_reply_before_its_least_length(pieces: tuple[str, ...]) -> None:
-    def script(requests: Sequence[tuple[Request, Sink]]) -> None:
+    def script(requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         ((request, sink),) = requests
         for piece in pieces:
-            sink(Event(request.id, choices(piece)))
+            sink(Event(request.request.id, choices(piece)))
 
-    (reply,) = an_llm(script).generate(Generation((1,), SamplingParams(min_tokens=3), stop=(".",)))
+    (reply,) = an_llm(script).run(Generation((1,), SamplingParams(min_tokens=3), stop=(".",)))
     assert (reply.text, reply.finish, len(reply.tokens)) == ("a.b", "stop", 4)
 
 
 def test_more_choices_than_a_server_ever_holds_are_refused_by_name() -> None:
     with build_llm(Settings(backend="fake", queue_limit=4, max_batch=2)) as llm:
         with pytest.raises(BadParameter, match="n: must be at most 6"):
-            llm.check(make_generation(RequestOptions.of(n=7, max_tokens=1), llm=llm, prompt=(1,)))
+            llm.prepare(make_generation(RequestOptions.of(n=7, max_tokens=1), llm=llm, prompt=(1,)))
         with pytest.raises(BadParameter, match="n: must be at most 6"):
-            llm.check(make_generation(RequestOptions.of(n=10**12, max_tokens=1), llm=llm, prompt=(1,)))
-        assert len(llm.generate(make_generation(RequestOptions.of(n=6, max_tokens=1), llm=llm, prompt=(1,)))) == 6
+            llm.prepare(make_generation(RequestOptions.of(n=10**12, max_tokens=1), llm=llm, prompt=(1,)))
+        assert len(llm.run(make_generation(RequestOptions.of(n=6, max_tokens=1), llm=llm, prompt=(1,)))) == 6
 
 
 def test_loops_that_closed_are_not_kept() -> None:
     with build_llm(Settings(backend="fake")) as llm:
         for _ in range(4):
-            asyncio.run(llm.agenerate(make_generation(RequestOptions(max_tokens=2), llm=llm, prompt=(5, 6))))
-        assert len(llm._posts) == 1
+            asyncio.run(llm.arun(make_generation(RequestOptions(max_tokens=2), llm=llm, prompt=(5, 6))))
+        assert len(llm._wakeups) == 1
+
+
+def test_a_request_is_data_that_can_cross_a_process_border() -> None:
+    options = RequestOptions.of(guided_json={"type": "object"}, thinking_budget=3, max_tokens=4, seed=1)
+    with build_llm(Settings(backend="fake", model="fake")) as llm:
+        messages = [{"role": "user", "content": "?"}]
+        generation = make_chat_generation(options, llm=llm, messages=messages, template_kwargs={"enable_thinking": True})
+        (choice,) = llm.prepare(generation)
+        copy = pickle.loads(pickle.dumps(choice.request))
+        assert copy == choice.request
+        assert copy.constraint is not None
+        replies: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        llm.service.submit([(copy, replies.put)])
+        events = [replies.get()]
+        while events[-1].finish is None:
+            events.append(replies.get())
+        (reply,) = llm.run(generation)
+    assert [token.token for event in events for token in event.sampled] == reply.token_ids
+    assert pickle.loads(pickle.dumps(events)) == events
+
+
+def test_an_error_of_an_event_can_cross_a_process_border() -> None:
+    errors: list[OnedrawError] = [
+        NoTokenLeft("none left"),
+        BadParameter("top_p", "too large"),
+        ContextOverflow("too long", param="max_tokens", prompt=9),
+    ]
+    for error in errors:
+        copy = pickle.loads(pickle.dumps(Event("r", error=error))).error
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+        assert (copy.code, copy.status, copy.param) == (error.code, error.status, error.param)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.contract.record import read, write
+from onedraw.contract.record import from_json, to_json
 from onedraw.errors import BadParameter, BadRequest
-from onedraw.llm.llm import LLM, Generation
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM
 from onedraw.llm.options import RequestOptions, make_chat_generation, make_generation
 from onedraw.settings import Settings
 from onedraw.text.tools.dialects import Tool, ToolUse
@@ -86,5 +87,5 @@ def test_what_is_asked_can_be_written_down_and_asked_again(llm: LLM, options: di
     settled = RequestOptions.of(**options, thinking_budget=5, seed=1, max_tokens=9)
     messages = [{"role": "user", "content": "?"}]
     generation = make_chat_generation(settled, llm=llm, messages=messages, template_kwargs={"enable_thinking": True}, use=use)
-    assert read(Generation, json.loads(json.dumps(write(generation)))) == generation
-    assert (generation.guide is None) is False
+    assert from_json(Generation, json.loads(json.dumps(to_json(generation)))) == generation
+    assert generation.response_format is not None

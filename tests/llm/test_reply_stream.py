@@ -21,7 +21,7 @@ TOKENIZER = fake_tokenizer()
 EOS = 256
 THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
-READING = ReplySyntax(reasoning=THINK, thinking="may", calls=CallableTools("hermes"))
+SYNTAX = ReplySyntax(reasoning=THINK, thinking="may", calls=CallableTools("hermes"))
 REPLIES = {
     "all": f"<think>\nhm é😀\n</think>\n\nAh, so 😀é.\n{CALL}\n{CALL} and more stopp",
     "text": "😀é" * 5 + " sto and st",
@@ -35,9 +35,9 @@ def ids(text: str) -> list[int]:
 
 
 def pieces(
-    tokens: Sequence[int], cuts: Sequence[int], *, reading: ReplySyntax, stop: tuple[str, ...], finish: Finish
+    tokens: Sequence[int], cuts: Sequence[int], *, syntax: ReplySyntax, stop: tuple[str, ...], finish: Finish
 ) -> list[Piece]:
-    generation = Generation(prompt=(1,), params=SamplingParams(stop_ids=frozenset({EOS})), stop=stop, reading=reading)
+    generation = Generation(prompt=(1,), params=SamplingParams(stop_ids=frozenset({EOS})), stop=stop, syntax=syntax)
     stream = ReplyStream(0, generation, TOKENIZER)
     found: list[Piece] = []
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
@@ -70,31 +70,31 @@ def blocks(found: Sequence[Piece]) -> list[tuple[str, str, list[int], bool]]:
 
 @pytest.mark.parametrize("name", list(REPLIES))
 @pytest.mark.parametrize("stop", [(), ("stop",), ("t",)])
-@pytest.mark.parametrize("reading", [READING, PLAIN_TEXT], ids=["read", "plain"])
-def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str, ...], reading: ReplySyntax) -> None:
+@pytest.mark.parametrize("syntax", [SYNTAX, PLAIN_TEXT], ids=["read", "plain"])
+def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str, ...], syntax: ReplySyntax) -> None:
     for ends in (True, False):
         tokens = [*ids(REPLIES[name]), *([EOS] if ends else [])]
         finish: Finish = "stop" if ends else "length"
-        one_by_one = pieces(tokens, range(1, len(tokens)), reading=reading, stop=stop, finish=finish)
+        one_by_one = pieces(tokens, range(1, len(tokens)), syntax=syntax, stop=stop, finish=finish)
         expected, expected_blocks = told(one_by_one), blocks(one_by_one)
         rng = random.Random(1)
         for _ in range(40):
             cuts = sorted(rng.sample(range(1, len(tokens)), rng.randrange(len(tokens) - 1)))
-            found = pieces(tokens, cuts, reading=reading, stop=stop, finish=finish)
+            found = pieces(tokens, cuts, syntax=syntax, stop=stop, finish=finish)
             assert told(found) == expected
             assert blocks(found) == expected_blocks
 
 
 def test_every_token_of_an_answer_stands_in_a_text() -> None:
     tokens = [*ids("😀é 😀"), EOS]
-    found = pieces(tokens, range(1, len(tokens)), reading=PLAIN_TEXT, stop=("é é",), finish="stop")
+    found = pieces(tokens, range(1, len(tokens)), syntax=PLAIN_TEXT, stop=("é é",), finish="stop")
     assert blocks(found) == [("content", "😀é 😀", tokens, False)]
 
 
 @pytest.mark.parametrize("stop", [(), ("{",), ("<tool",)])
 def test_a_call_that_is_cut_off_before_its_name_ends_nothing(stop: tuple[str, ...]) -> None:
     tokens = ids(REPLIES["cut"])
-    found = pieces(tokens, [3], reading=READING, stop=stop, finish="length")
+    found = pieces(tokens, [3], syntax=SYNTAX, stop=stop, finish="length")
     assert found[-1].finish == "length"
     assert found[-1].stop_reason is None
 
@@ -102,7 +102,7 @@ def test_a_call_that_is_cut_off_before_its_name_ends_nothing(stop: tuple[str, ..
 def test_what_may_begin_a_stop_string_stays_before_a_call_that_is_cut_off() -> None:
     tokens = ids('well st<tool_call>\n{"na')
     for stop in ((), ("stop",)):
-        found = pieces(tokens, [3], reading=READING, stop=stop, finish="length")
+        found = pieces(tokens, [3], syntax=SYNTAX, stop=stop, finish="length")
         assert told(found)[1] == {"content": 'well st<tool_call>\n{"na'}
 
 
@@ -116,15 +116,15 @@ def test_what_may_begin_a_stop_string_stays_before_a_call_that_is_cut_off() -> N
 )
 def test_a_text_has_its_own_tokens(reply: str, texts: list[tuple[str, str]]) -> None:
     tokens = ids(reply)
-    found = pieces(tokens, range(1, len(tokens)), reading=READING, stop=(), finish="stop")
+    found = pieces(tokens, range(1, len(tokens)), syntax=SYNTAX, stop=(), finish="stop")
     assert [(text, TOKENIZER.decode(own)) for kind, text, own, _ in blocks(found) if kind == "content"] == texts
 
 
 def test_only_what_was_being_said_is_cut() -> None:
     begun = '<tool_call>\n{"name": "f", "arguments": {"a"'
-    found = pieces(ids(CALL + begun), [5], reading=READING, stop=(), finish="length")
+    found = pieces(ids(CALL + begun), [5], syntax=SYNTAX, stop=(), finish="length")
     assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("tool", False), ("tool", True)]
-    found = pieces(ids(CALL), [5], reading=READING, stop=(), finish="length")
+    found = pieces(ids(CALL), [5], syntax=SYNTAX, stop=(), finish="length")
     assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("tool", False)]
 
 

@@ -57,7 +57,7 @@ def test_greedy_equals_transformers(llm: LLM, peer: Any) -> None:
     """Every token is the peer's argmax after the same tokens, so the two greedy answers are one, by induction."""
     prompts = [llm.encode(text) for text in PROMPTS]
     options = RequestOptions(temperature=0.0, max_tokens=64, ignore_eos=True)
-    replies = llm.generate(*(make_generation(options, llm=llm, prompt=prompt) for prompt in prompts))
+    replies = llm.run(*(make_generation(options, llm=llm, prompt=prompt) for prompt in prompts))
     for text, reply in zip(PROMPTS, replies, strict=True):
         with torch.inference_mode():
             logits = peer(torch.tensor([[*reply.prompt_ids, *reply.token_ids]])).logits[0]
@@ -70,7 +70,7 @@ def test_logits_are_those_of_transformers(llm: LLM, peer: Any) -> None:
     """Prompt logprobs of both, over a text long enough to cross several blocks of keys."""
     prompt = llm.encode(" ".join(PROMPTS) * 3)[:200]
     options = RequestOptions(max_tokens=0, prompt_logprobs=0)
-    [reply] = llm.generate(make_generation(options, llm=llm, prompt=prompt))
+    [reply] = llm.run(make_generation(options, llm=llm, prompt=prompt))
     with torch.inference_mode():
         expected = peer(torch.tensor([prompt])).logits[0].log_softmax(-1)
     targets = torch.tensor(prompt[1:])
@@ -126,7 +126,7 @@ def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_mean_something(llm:
     prompt = llm.encode("The weather today is")
 
     def tokens(**options: Any) -> list[int]:
-        [reply] = llm.generate(make_generation(RequestOptions(max_tokens=24, ignore_eos=True, **options), llm=llm, prompt=prompt))
+        [reply] = llm.run(make_generation(RequestOptions(max_tokens=24, ignore_eos=True, **options), llm=llm, prompt=prompt))
         return reply.token_ids
 
     greedy = tokens(temperature=0.0, seed=1)

@@ -14,7 +14,8 @@ import pytest
 from scipy.stats import chisquare
 
 from onedraw.build.llm import build_llm
-from onedraw.llm.llm import LLM, Generation
+from onedraw.llm.generation import Generation
+from onedraw.llm.llm import LLM
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.speculation.prediction import PredictionProposer
@@ -47,7 +48,7 @@ def generations(llm: LLM, **options: Any) -> list[Generation]:
         make_generation(
             RequestOptions(seed=10 + i, checksums=True, **{"max_tokens": 48, **options}),
             llm=llm,
-            prompt=llm.render([{"role": "user", "content": text}]),
+            prompt=llm.chat_prompt([{"role": "user", "content": text}]).ids,
         )
         for i, text in enumerate(CHATS)
     ]
@@ -67,9 +68,9 @@ def test_drafts_never_change_an_answer(plain: LLM, smollm2_path: Path, budget: i
     with drafting(smollm2_path, tree_budget=budget, draft_tokens=8) as llm:
         assert llm.service.capacity.drafter == "dflash"
         for name, options in MIXES.items():
-            expected = plain.generate(*generations(plain, **options))
-            together = llm.generate(*generations(llm, **options))
-            alone = [llm.generate(generation)[0] for generation in generations(llm, **options)[:2]]
+            expected = plain.run(*generations(plain, **options))
+            together = llm.run(*generations(llm, **options))
+            alone = [llm.run(generation)[0] for generation in generations(llm, **options)[:2]]
             assert [r.tokens for r in together] == [r.tokens for r in expected], name
             assert [r.tokens for r in alone] == [r.tokens for r in expected[:2]], name
             kept += sum(r.usage.kept for r in together)
@@ -85,9 +86,11 @@ def test_the_shipped_drafter_reaches_its_acceptance(smollm2_path: Path) -> None:
         for text in CHATS[:3]:
             before = llm.service.stats().steps
             generation = make_generation(
-                RequestOptions(temperature=0.0, max_tokens=96), llm=llm, prompt=llm.render([{"role": "user", "content": text}])
+                RequestOptions(temperature=0.0, max_tokens=96),
+                llm=llm,
+                prompt=llm.chat_prompt([{"role": "user", "content": text}]).ids,
             )
-            [reply] = llm.generate(generation)
+            [reply] = llm.run(generation)
             tokens, turns = tokens + len(reply.tokens) - 1, turns + llm.service.stats().steps - before - 1
     assert tokens / turns > 1.8
 
@@ -110,7 +113,7 @@ def test_the_openings_of_many_seeds_vary_as_plain_ones_do(plain: LLM, smollm2_pa
         openings = [
             [
                 tuple(r.token_ids)
-                for r in each.generate(
+                for r in each.run(
                     *(
                         make_generation(RequestOptions(temperature=1.0, seed=s, max_tokens=6), llm=each, prompt=prompt)
                         for s in range(150)
@@ -142,7 +145,7 @@ def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, options: dict[s
             :17
         ]
         base = make_generation(RequestOptions(max_tokens=2, ignore_eos=True, logprobs=20, **options), llm=llm, prompt=prompt)
-        [first] = llm.generate(dataclasses.replace(base, params=dataclasses.replace(base.params, logprobs_mode="processed")))
+        [first] = llm.run(dataclasses.replace(base, params=dataclasses.replace(base.params, logprobs_mode="processed")))
         assert first.tokens[0].logprobs is not None
         law = dict(first.tokens[0].logprobs.top)
         guess = max(law, key=lambda token: law[token])
@@ -189,9 +192,9 @@ def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding(p
         checksums=True,
     )
     prompt = plain.render([{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}])
-    [expected] = plain.generate(make_generation(options, llm=plain, prompt=prompt))
+    [expected] = plain.run(make_generation(options, llm=plain, prompt=prompt))
     with drafting(smollm2_path, tree_budget=16, draft_tokens=7) as llm:
-        [found] = llm.generate(make_generation(options, llm=llm, prompt=prompt))
+        [found] = llm.run(make_generation(options, llm=llm, prompt=prompt))
     assert len(found.tokens) == 1200
     assert found.tokens == expected.tokens
     assert found.usage.kept > 50

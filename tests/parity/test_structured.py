@@ -10,8 +10,9 @@ import jsonschema
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.llm.llm import LLM, Reply
+from onedraw.llm.llm import LLM
 from onedraw.llm.options import RequestOptions, make_chat_generation
+from onedraw.llm.reply import Reply
 from onedraw.settings import Settings
 from onedraw.text.tools.dialects import Tool, ToolUse
 
@@ -49,7 +50,7 @@ def answers(llm: LLM, count: int, *, use: ToolUse | None, speculation: bool) -> 
         )
         for seed in range(count)
     ]
-    return llm.generate(*generations)
+    return llm.run(*generations)
 
 
 def judge(llm: LLM, count: int, use: ToolUse | None) -> None:

@@ -29,7 +29,7 @@ def test_a_chat_is_answered_whole(served):
     assert isinstance(choice.message.content, str)
     assert choice.finish_reason in ("stop", "length")
     assert choice.seed == 5
-    assert reply.usage.prompt_tokens == len(served.llm.render(HELLO, add_generation_prompt=True))
+    assert reply.usage.prompt_tokens == len(served.llm.chat_prompt(HELLO).ids)
     assert 1 <= reply.usage.completion_tokens <= 12
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
     assert 0 <= reply.usage.completion_tokens_details.accepted_prediction_tokens < reply.usage.completion_tokens
@@ -101,7 +101,7 @@ def test_a_prompt_counts_once_however_many_choices_continue_it(served):
     reply = served.client().chat.completions.create(
         model=served.model, messages=HELLO, max_tokens=5, n=3, extra_body={"ignore_eos": True}
     )
-    assert reply.usage.prompt_tokens == len(served.llm.render(HELLO, add_generation_prompt=True))
+    assert reply.usage.prompt_tokens == len(served.llm.chat_prompt(HELLO).ids)
     assert reply.usage.completion_tokens == 15
 
 

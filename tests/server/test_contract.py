@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.llm.llm import settled_stats
+from onedraw.llm.llm import idle_stats
 from onedraw.settings import Settings
 from tests.server.running import Served, serving, wait_until
 
@@ -90,10 +90,10 @@ def variation(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[tu
             if request.param in ("prefix hits", "after a restart"):
                 one_by_one(served)
             answers = one_by_one(served) if request.param in ("prefix hits", "one thread", "two threads") else all_at_once(served)
-            stats = settled_stats(llm)
+            stats = idle_stats(llm)
         if request.param == "after a restart":
             with opened(smollm2_path) as llm, serving(llm) as served:
-                answers, stats = one_by_one(served), settled_stats(llm)
+                answers, stats = one_by_one(served), idle_stats(llm)
         yield request.param, answers, stats
     finally:
         torch.set_num_threads(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from onedraw.llm.llm import settled_stats
+from onedraw.llm.llm import idle_stats
 from tests.server.running import fake_llm, serving
 
 NAMES = {
@@ -19,7 +19,7 @@ NAMES = {
 
 
 def scrape(served) -> dict[str, float]:
-    settled_stats(served.llm)  # the counters follow a turn's last event within a moment
+    idle_stats(served.llm)  # the counters follow a turn's last event within a moment
     answer = served.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]

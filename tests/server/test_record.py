@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.build.llm import build_llm
-from onedraw.contract.record import Recorder, RecordingLLM, read_records
+from onedraw.contract.record import RecordingLLM, RecordWriter, read_records
 from onedraw.contract.replay import replay
 from onedraw.settings import Settings
 from tests.server.running import fake_llm, serving
@@ -32,7 +32,7 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def test_every_kind_of_request_is_replayed(tmp_path: Path) -> None:
     with fake_llm(max_context=2048) as inner:
-        llm = RecordingLLM(inner, Recorder(tmp_path), source="fake")
+        llm = RecordingLLM(inner, RecordWriter(tmp_path), source="fake")
         with serving(llm) as served:
             for path, asked in ASKED:
                 answer = served.post(path, seed=5, **asked)

@@ -137,7 +137,7 @@ def test_snapshots_of_other_weights_are_not_taken_for_those_at_the_same_place(tm
         )
         with build_llm(settings) as llm:
             request_options = RequestOptions(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1)
-            (reply,) = llm.generate(make_generation(request_options, llm=llm, prompt=tuple(range(3, 203))))
+            (reply,) = llm.run(make_generation(request_options, llm=llm, prompt=tuple(range(3, 203))))
             return reply.token_ids, llm.service.stats().snapshots_restored
 
     first, again = asked(10**9), asked(10**9)

@@ -13,8 +13,9 @@ import pytest
 from onedraw.backends.fake import FakeBackend
 from onedraw.build.drafters import make_speculator
 from onedraw.build.llm import _card, build_llm, make_service
-from onedraw.llm.llm import LLM, settled_stats
+from onedraw.llm.llm import LLM, idle_stats
 from onedraw.settings import Settings
+from onedraw.text.constraints.factory import ConstraintFactory
 from onedraw.text.fake_tokenizer import fake_chat_template, fake_tokenizer
 from tests.server.running import Served, serving
 from tests.support import tiny
@@ -35,7 +36,7 @@ def test_two_devices_answer_as_one(name: str, tmp_path: Path) -> None:
     for devices in ({"device": "cpu"}, {"devices": "cpu,cpu"}):
         settings = Settings(model=str(path), max_context=256, served_name="tiny", cache_dir=None, **devices)  # type: ignore[arg-type]
         with build_llm(settings) as llm, serving(llm) as served:
-            assert len(llm.service._engine.backend._stack.stages) == len(settings.device_names)  # type: ignore[attr-defined]
+            assert llm.service.capacity.stages == len(settings.device_names)
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "Where does a layer run?"}], **SAMPLED}
             replies = [served.post("/v1/chat/completions", **asked).json() for _ in range(2)]  # the second from a checkpoint
             held = [served.post("/v1/chat/completions", **asked, **form, n=2).json()["choices"] for form in FORMS]
@@ -77,7 +78,7 @@ def test_every_kind_of_request_is_served_on_a_split_with_its_stages_at_work(tmp_
     with build_llm(Settings(devices="cpu,cpu", overlap="on", **given)) as llm, serving(llm) as served:
         with ThreadPoolExecutor(len(bodies)) as crowd:
             got = list(crowd.map(partial(ask, served), bodies))
-        stats = settled_stats(llm)
+        stats = idle_stats(llm)
     assert got == expected
     assert stats.overlapped_steps
     assert stats.accepted_tokens
@@ -87,14 +88,16 @@ def test_every_kind_of_request_is_served_on_a_split_with_its_stages_at_work(tmp_
 def argmax_only() -> Iterator[Served]:
     """A fake backend that gives no logits."""
     tokenizer = fake_tokenizer()
-    settings = Settings(backend="fake", model="fake")
+    settings, constraints = Settings(backend="fake", model="fake"), ConstraintFactory(tokenizer, (tokenizer.eos_id or 0,))
     service = make_service(
         lambda: FakeBackend(vocab=tokenizer.vocab_size, max_context=512, pages=200, returns_logits=False),
         settings,
         make_speculator(settings),
+        constraints=constraints,
     )
     card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
-    with LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card) as llm, serving(llm) as served:
+    llm = LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card, constraints=constraints)
+    with llm, serving(llm) as served:
         yield served
 
 
@@ -125,8 +128,8 @@ def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
     ids=str,
 )
 def test_anything_but_plain_argmax_is_refused_before_any_work(argmax_only: Served, wish: dict[str, Any]) -> None:
-    before = settled_stats(argmax_only.llm).steps
+    before = idle_stats(argmax_only.llm).steps
     answer = argmax_only.post("/v1/completions", **{"model": "fake", "prompt": "hello", "max_tokens": 4, **wish})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "sampling_unsupported", answer.text
-    assert settled_stats(argmax_only.llm).steps == before
+    assert idle_stats(argmax_only.llm).steps == before

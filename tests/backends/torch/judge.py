@@ -54,7 +54,6 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
         logprobs=maybe(int(rng.choice([0, 1, 5, 20])), None, 0.5),
         logprobs_mode="raw" if rng.random() < 0.5 else "processed",
         checksums=bool(rng.random() < 0.7),
-        constraint=maybe(Fixed(token_mask(tokens(9), vocab)), None, 0.2),
     )
 
 
@@ -79,7 +78,8 @@ def random_case(seed: int, *, rows: int, vocab: int, whole_numbers: bool = False
     for row in range(rows):
         length = rng.integers(1, 12), rng.integers(0, 12), rng.integers(0, 4)
         prompt, output, drafts = (rng.integers(0, few, size=n).tolist() for n in length)
-        history = History(tuple(prompt), output)
+        constraint = Fixed(token_mask(rng.integers(0, vocab, size=rng.integers(1, 10)).tolist(), vocab))
+        history = History(tuple(prompt), output, constraint if rng.random() < 0.2 else None)
         positions.append(SamplingPosition(row, random_params(rng, vocab), history, tuple(drafts), f"request-{row}"))
     return Case(torch.from_numpy(logits), positions)
 

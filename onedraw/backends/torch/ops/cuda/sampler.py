@@ -108,7 +108,7 @@ class TritonSampler(Sampler):
         return self
 
     def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
-        if any(p.params.constraint is not None for p in positions):  # token masks: the plain sampler gives the same tokens
+        if any(p.history.constraint is not None for p in positions):  # token masks: the plain sampler gives the same tokens
             return super()._slab(logits.float(), positions, columns)
         inputs = self.prepare(positions, staging=DirectStaging(self._device), columns=columns)
         self._update_counts(inputs.table)

@@ -1,0 +1,64 @@
+"""Constraint data → live constraints, for one tokenizer.
+
+A request carries a ReplyConstraint, which is plain data; the engine's service builds the live constraint from it through the
+factory that it was constructed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from onedraw.text.constraints.base import combine
+from onedraw.text.constraints.grammar import GrammarCompiler
+from onedraw.text.constraints.response_format import ReplyFormat
+from onedraw.text.constraints.thinking_budget import ThinkingBudget
+from onedraw.text.reply_parser import ReplySyntax
+from onedraw.text.tokenizer import Tokenizer
+from onedraw.types import Constraint, ConstraintSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyConstraint(ConstraintSpec):
+    """What constrains a reply: a limit on the tokens of its reasoning, the format of its content, or both."""
+
+    syntax: ReplySyntax
+    thinking_budget: int | None = None
+    response_format: ReplyFormat | None = None
+
+
+def reply_constraint(
+    syntax: ReplySyntax, *, thinking_budget: int | None, response_format: ReplyFormat | None
+) -> ReplyConstraint | None:
+    """None where nothing is constrained. A budget needs a model that reasons."""
+    budget = None if syntax.reasoning is None else thinking_budget
+    return None if budget is None and response_format is None else ReplyConstraint(syntax, budget, response_format)
+
+
+class ConstraintFactory:
+    """Builds constraints; a request gets one of its own. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = tuple(eos_ids)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Created with the first response format: it reads the whole vocabulary, and needs llguidance."""
+        return GrammarCompiler(self._tokenizer, self._eos_ids)
+
+    def build(self, spec: ConstraintSpec) -> Constraint | None:
+        assert isinstance(spec, ReplyConstraint)
+        syntax, budget, grammar = spec.syntax, None, None
+        if spec.thinking_budget is not None and syntax.reasoning is not None:
+            budget = ThinkingBudget(
+                syntax.reasoning,
+                limit=spec.thinking_budget,
+                closing=self._tokenizer.encode(syntax.reasoning.closing, add_special=False),
+                token_bytes=self._tokenizer.token_bytes,
+                thinking=syntax.thinking,
+            )
+        if spec.response_format is not None:
+            grammar = self.grammars.constraint(spec.response_format, syntax)
+        return combine(budget, grammar)
