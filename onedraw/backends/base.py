@@ -67,8 +67,8 @@ def is_plain_decode(row: Row, *, recurrent: bool) -> bool:
     """Whether a row is a decode step that CUDA graphs and sampling kernels can run alone: one generated token (and drafts), no
     logprobs, no constraint, no checkpoint. The other rows need the host part of the sampler, or occur once per request."""
     plain = row.samples and len(row.tokens) == 1 and not (row.scores_prompt or row.copies or row.saves) and row.restore is None
-    chooses = row.params.logprobs is None and row.history.constraint is None
-    return plain and chooses and (row.start >= row.prompt_stop or not recurrent)
+    on_device = row.params.logprobs is None and row.history.constraint is None
+    return plain and on_device and (row.start >= row.prompt_stop or not recurrent)
 
 
 @dataclass(frozen=True, slots=True)

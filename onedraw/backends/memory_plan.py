@@ -162,12 +162,12 @@ def memory_plan(
     )
 
 
-def page_budget(plan: MemoryPlan, spec: ModelSpec, *, memory: int, step_tokens: int, beside: int = 0) -> int:
-    """Bytes of an accelerator's free `memory` that remain for KV pages after weights, states, a drafter (`beside`), the workspace
+def page_budget(plan: MemoryPlan, spec: ModelSpec, *, memory: int, step_tokens: int, drafter_bytes: int = 0) -> int:
+    """Bytes of an accelerator's free `memory` that remain for KV pages after weights, states, a drafter, the workspace
     of a step, CUDA graphs and the runtime's reserve; 0 if nothing remains."""
     padding = sum(group.page_bytes for group in plan.groups)  # one page per group that padded rows write to
     step = step_bytes(spec, plan.dtype, step_tokens=step_tokens, weights=plan.weights, recorded=True)
-    taken = plan.total_bytes - plan.kv_bytes + padding + beside + step.total
+    taken = plan.total_bytes - plan.kv_bytes + padding + drafter_bytes + step.total
     return max(int(memory * (1 - RUNTIME_RESERVE)) - taken, 0)
 
 
@@ -238,12 +238,12 @@ def _checkpoints(size: int, memory: int | None) -> int:
     return min(MAX_CHECKPOINTS, (DEFAULT_CHECKPOINT_BYTES if memory is None else memory) // size)
 
 
-def _context(spec: ModelSpec, asked: int | None, *, fits: Callable[[int], bool], fixed: bool) -> int:
+def _context(spec: ModelSpec, requested: int | None, *, fits: Callable[[int], bool], fixed: bool) -> int:
     """The context length: the requested one if the model supports it, else the longest that fits."""
-    if asked is not None:
-        if asked > spec.max_context:
-            raise BadSetting(f"--max-context: {asked} is over the {spec.max_context} tokens that this model supports")
-        return asked
+    if requested is not None:
+        if requested > spec.max_context:
+            raise BadSetting(f"--max-context: {requested} is over the {spec.max_context} tokens that this model supports")
+        return requested
     low, high = 1 if fixed else min(MIN_DEFAULT_CONTEXT, spec.max_context), spec.max_context
     while low < high:  # the longest that fits
         middle = (low + high + 1) // 2

@@ -62,20 +62,20 @@ def saves_memory(kinds: Iterable[str]) -> bool:
 
 
 def product_dtype(
-    devices: Sequence[Device], *, asked: str, activations: str, stream: str, kinds: Iterable[str], no_kernels: str
+    devices: Sequence[Device], *, requested: str, activations: str, stream: str, kinds: Iterable[str], no_kernels: str
 ) -> str:
     """The dtype of weights and products: `product_precision`, or a packed dtype if --dtype is packed, or if it is auto and packed
     weights save memory. On CPUs packed weights need a float32 residual stream.
 
     `kinds`: of the model's matrices. `no_kernels`: why kernels for packed weights cannot run here; empty if they can."""
-    wanted = asked == "packed" or (asked == "auto" and not SPAN_BYTES.keys().isdisjoint(kinds))
+    wanted = requested == "packed" or (requested == "auto" and not SPAN_BYTES.keys().isdisjoint(kinds))
     if wanted and all(map(supports_gpu_packed, devices)):
         if not no_kernels:
             return "packed-f16" if stream == "f16" else "packed-bf16"
-        if asked == "packed":
+        if requested == "packed":
             raise BadSetting(f"--dtype packed: no GPU kernels: {no_kernels}, or use --dtype bf16")
     on_cpu = all(device.kind == "cpu" for device in devices)
-    if asked == "packed":
+    if requested == "packed":
         if not on_cpu:
             raise BadSetting(
                 "--dtype packed: packed weights run on CPUs or on NVIDIA GPUs from sm80 on, but not on both at once; "
@@ -85,8 +85,8 @@ def product_dtype(
             raise BadSetting(f"--dtype packed computes in float32; --activation-dtype {stream} needs another --dtype")
         if no_kernels:
             raise BadSetting(f"--dtype packed: no CPU kernels: {no_kernels}; use --dtype f32")
-    elif asked != "auto" or not (on_cpu and saves_memory(kinds) and stream in ("auto", "f32") and not no_kernels):
-        return product_precision(devices, asked=asked)
+    elif requested != "auto" or not (on_cpu and saves_memory(kinds) and stream in ("auto", "f32") and not no_kernels):
+        return product_precision(devices, requested=requested)
     return "packed-f32" if activations == "f32" else "packed"
 
 

@@ -70,9 +70,9 @@ def plan_split(
     split: str,
     activation: str,
     step_tokens: int,
-    beside: int = 0,
+    drafter_bytes: int = 0,
 ) -> SplitPlan:
-    """`beside`: bytes of a drafter, which is on the last device."""
+    """A drafter is on the last device."""
     devices = [_without_reserve(device) for device in devices]
     tokens = max(step_tokens, plan.max_batch) + CHUNK  # a prompt advances by one chunk beside the other rows
     widest = min(1, len(spec.layers) - 1)
@@ -83,7 +83,7 @@ def plan_split(
     one_pool = len({d.memory_pool for d in devices}) == 1 and not (len(devices) > 1 and devices[0].hypothetical)
     first, last = _outer_bytes(spec, plan, copy_tied_head=not one_pool)
     logits = plan.checkpoints * padded_vocab(spec) * STATE_BYTES
-    loads = StageLoads(tuple(map(sum, layer_bytes)), first, last + logits + beside, boundary)
+    loads = StageLoads(tuple(map(sum, layer_bytes)), first, last + logits + drafter_bytes, boundary)
     ranges = place_layers(loads, devices, cuts=legal_cuts(spec.layers), split=split)
     staging = staging_plan(spec, tuple(layers.start for layers in ranges[1:]), tokens=tokens, dtype=activation)
     if staging.boundaries and staging.rows < plan.max_batch + CHUNK:
@@ -94,7 +94,7 @@ def plan_split(
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
         weights, pages, states = (sum(part) for part in zip(*layer_bytes[layers.start : layers.stop], strict=True))
         is_last = index == len(ranges) - 1
-        weights += (first if index == 0 else 0) + (last + beside if is_last else 0)
+        weights += (first if index == 0 else 0) + (last + drafter_bytes if is_last else 0)
         staged = sum(staging.boundaries[max(index - 1, 0) : index + 1])
         stages.append(StagePlan(device, layers.start, layers.stop, weights, pages, states + (logits if is_last else 0), staged))
     return SplitPlan(tuple(stages), staging, activation)

@@ -59,33 +59,33 @@ def weakest(found: Iterable[Precision]) -> Precision:
     return min(found, key=PRECISIONS.index, default="f32")
 
 
-def product_precision(devices: Iterable[Device], *, asked: str = "auto") -> str:
+def product_precision(devices: Iterable[Device], *, requested: str = "auto") -> str:
     """Dtype of weights and products: the requested one, else the best that all devices support."""
-    return asked if asked != "auto" else weakest(map(device_precision, devices))
+    return requested if requested != "auto" else weakest(map(device_precision, devices))
 
 
-def kv_precision(asked: str, *, products: str, devices: Iterable[Device] = ()) -> str:
+def kv_precision(requested: str, *, products: str, devices: Iterable[Device] = ()) -> str:
     """Dtype of keys and values: the requested one, else that of the products. BadSetting if a device does not support it."""
     own = float_dtype(products)
-    if asked in ("auto", own) or (own == "f32" and asked in PRECISIONS):
-        return own if asked == "auto" else asked
-    if asked not in KV_QUANT_DTYPES:
-        raise BadSetting(f"--kv-dtype: {asked} does not fit {own} products; use auto, fp8 or int8")
-    for device in devices if asked == "fp8" else ():
+    if requested in ("auto", own) or (own == "f32" and requested in PRECISIONS):
+        return own if requested == "auto" else requested
+    if requested not in KV_QUANT_DTYPES:
+        raise BadSetting(f"--kv-dtype: {requested} does not fit {own} products; use auto, fp8 or int8")
+    for device in devices if requested == "fp8" else ():
         if device.kind == "hip" or (device.kind == "cuda" and (compute_capability(device.arch) or (0, 0)) < FP8_CAPABILITY):
             raise BadSetting(
                 f"--kv-dtype fp8: {device.name} ({device.arch or 'unknown'}) has no fp8 conversion, which NVIDIA GPUs have "
                 "from sm89 on; use int8, which has the same size"
             )
-    return asked
+    return requested
 
 
-def activation_precision(devices: Iterable[Device], *, asked: str = "auto", products: str = "auto") -> Precision:
+def activation_precision(devices: Iterable[Device], *, requested: str = "auto", products: str = "auto") -> Precision:
     """Dtype of the residual stream: the requested one, else the best that all devices support. With float32 products it is
     float32: a narrower stream would round their results away between layers."""
-    if asked != "auto":
+    if requested != "auto":
         for precision in PRECISIONS:
-            if asked == precision:
+            if requested == precision:
                 return precision
-        raise BadSetting(f"--activation-dtype: {asked!r} is not one of auto, {', '.join(PRECISIONS)}")
+        raise BadSetting(f"--activation-dtype: {requested!r} is not one of auto, {', '.join(PRECISIONS)}")
     return "f32" if products == "f32" else weakest(map(device_precision, devices))

@@ -81,14 +81,14 @@ def known_drafter(info: ModelInfo, *, packed: bool) -> Path | None:
     return None
 
 
-def drafter_bytes(chosen: Path | Literal["mtp"] | None, info: ModelInfo, checkpoint: Checkpoint) -> DrafterBytes | None:
+def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpoint: Checkpoint) -> DrafterBytes | None:
     """Bytes of a drafter as a function of the memory plan. It shares the model's embedding and head."""
-    if chosen is None:
+    if source is None:
         return None
     spec: DrafterSpec | ModelSpec | MtpSpec
     saved = twice = 0  # bytes that packed weights save; values that are stored twice
-    if isinstance(chosen, Path):
-        own = open_drafter(chosen)
+    if isinstance(source, Path):
+        own = open_drafter(source)
         try:
             if is_drafter(own):
                 drafter = read_drafter_info(own)

@@ -78,17 +78,17 @@ class DeviceFit:
 
     def split(self, context: int, kv_dtype: str | None = None, *, drafter: DrafterBytes | None = None) -> SplitPlan:
         """The bytes of every device with this context, or OutOfMemory. The workspace of a step is subtracted from each device."""
-        asked = replace(self.settings, max_context=context)
-        sizes = plan_memory(asked, self.info, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.kv_bytes)
-        scratch = step_memory(asked, self.info, sizes, self.devices).total
+        adjusted = replace(self.settings, max_context=context)
+        sizes = plan_memory(adjusted, self.info, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.kv_bytes)
+        scratch = step_memory(adjusted, self.info, sizes, self.devices).total
         return plan_split(
             self.info.spec,
             sizes,
             [without_scratch(device, scratch) for device in self.devices],
-            split=asked.split,
+            split=adjusted.split,
             activation=self.activation,
-            step_tokens=asked.turn_tokens,
-            beside=0 if drafter is None else drafter(sizes),
+            step_tokens=adjusted.turn_tokens,
+            drafter_bytes=0 if drafter is None else drafter(sizes),
         )
 
 
@@ -138,20 +138,20 @@ def _fit(
 ) -> tuple[DeviceFit, MemoryPlan]:
     dtype = product_dtype(
         devices,
-        asked=settings.dtype,
+        requested=settings.dtype,
         activations=settings.cpu_activations,
         stream=settings.activation_dtype,
         kinds=matrix_kinds(info.weights),
         no_kernels=no_kernels,
     )
-    activation = activation_precision(devices, asked=settings.activation_dtype, products=settings.dtype)
+    activation = activation_precision(devices, requested=settings.activation_dtype, products=settings.dtype)
     kv_precision(settings.kv_dtype, products=dtype, devices=devices)
     plan = plan_memory(settings, info, dtype=dtype)
     kv_bytes = DEFAULT_KV_BYTES
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
         given = {"memory": devices[0].memory, "step_tokens": settings.turn_tokens}
         for _ in range(2):  # a drafter has as many pages as the model, so its bytes follow from the first plan
-            kv_bytes = page_budget(plan, info.spec, beside=0 if drafter is None else drafter(plan), **given)
+            kv_bytes = page_budget(plan, info.spec, drafter_bytes=0 if drafter is None else drafter(plan), **given)
             plan = plan_memory(settings, info, dtype=dtype, default_kv_bytes=kv_bytes)
     fit = DeviceFit(settings, info, tuple(devices), dtype, activation, kv_bytes)
     if len(devices) > 1 and all(device.kind != "cpu" and device.memory is not None for device in devices):

@@ -54,13 +54,13 @@ def build_llm(
 ) -> LLM:
     """Load a model and start its engine. `progress` receives one line per stage. `warm_up`: capture CUDA graphs before the first
     request, on devices that use them."""
-    tell = progress or (lambda line: None)
+    notify = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:
         case "fake":
             return _build_fake(settings, speculator or make_speculator(settings))
         case "torch" | "xla":
-            return _build_model(settings, tell, speculator or make_speculator(settings), warm_up=warm_up)
+            return _build_model(settings, notify, speculator or make_speculator(settings), warm_up=warm_up)
 
 
 def make_service(
@@ -171,33 +171,33 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
     return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card, constraints=constraints)
 
 
-def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, warm_up: bool) -> LLM:
+def _build_model(settings: Settings, notify: Progress, speculator: Speculator, *, warm_up: bool) -> LLM:
     """An LLM that runs a checkpoint."""
     if settings.backend == "xla":
         require_jax()
-    checkpoint = find_checkpoint(settings, tell)
+    checkpoint = find_checkpoint(settings, notify)
     try:
         info = read_model_info(checkpoint)
         spec = info.spec
-        tell(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
+        notify(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
         constraints = ConstraintFactory(tokenizer, info.eos_ids)
-        chosen = None if settings.backend == "xla" else select_drafter(settings, info, checkpoint)
-        drafting = None if chosen is None else DrafterBuilder(chosen, tokenizer, checkpoint)
+        source = None if settings.backend == "xla" else select_drafter(settings, info, checkpoint)
+        drafter = None if source is None else DrafterBuilder(source, tokenizer, checkpoint)
 
         def make_backend() -> Backend:
             if settings.backend == "xla":
-                backend = xla_backend(settings, info, tell, progress=partial(_tell_layers, tell))
-                _tell_check(backend.report, tell)
+                backend = xla_backend(settings, info, notify, progress=partial(_report_layers, notify))
+                _report_self_check(backend.report, notify)
                 return backend
-            return torch_backend(settings, info, tell, drafting, warm_up=warm_up)
+            return torch_backend(settings, info, notify, drafter, warm_up=warm_up)
 
         service = make_service(
             make_backend,
             settings,
             speculator,
-            weights=f"{weights} {checkpoint.stamp()}" + ("" if drafting is None else f" and {drafting.fingerprint}"),
+            weights=f"{weights} {checkpoint.stamp()}" + ("" if drafter is None else f" and {drafter.fingerprint}"),
             observer=_observer(settings, tokenizer),
             constraints=constraints,
         )
@@ -215,14 +215,14 @@ def _build_model(settings: Settings, tell: Progress, speculator: Speculator, *, 
 
 
 def torch_backend(
-    settings: Settings, info: ModelInfo, tell: Progress, drafting: DrafterBuilder | None, *, warm_up: bool = True
+    settings: Settings, info: ModelInfo, notify: Progress, drafter: DrafterBuilder | None, *, warm_up: bool = True
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import find_devices, why_no_blocks, why_no_kernels
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
-    size = None if drafting is None else drafter_bytes(drafting.source, info, drafting.target)
+    size = None if drafter is None else drafter_bytes(drafter.source, info, drafter.target)
     devices = find_devices(settings.device_names)
     on_cpu = all(device.kind == "cpu" for device in devices)
     gpu_packed = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
@@ -259,22 +259,22 @@ def torch_backend(
             pipeline=pipeline,
             max_in_flight=len(stage_devices) if overlap else 1,
             ahead={"auto": None, "on": True, "off": False}[settings.ahead],
-            make_drafter=None if drafting is None else drafting.maker(settings, info, max_context=plan.max_context),
-            progress=partial(_tell_layers, tell),
+            make_drafter=None if drafter is None else drafter.maker(settings, info, max_context=plan.max_context),
+            progress=partial(_report_layers, notify),
         )
     except BaseException:
         if pipeline is not None:
             pipeline.close()
         raise
-    _tell_check(backend.report, tell)
+    _report_self_check(backend.report, notify)
     if warm_up:
         try:
-            backend.warm_up(tell, drafts=longest_draft(settings))
+            backend.warm_up(notify, drafts=longest_draft(settings))
         except BaseException:
             backend.close()
             raise
-    if backend.capacity.drafter and drafting is not None:
-        tell(f"drafting with {drafting.named} ({backend.capacity.drafter})")
+    if backend.capacity.drafter and drafter is not None:
+        notify(f"drafting with {drafter.named} ({backend.capacity.drafter})")
     return backend
 
 
@@ -307,17 +307,17 @@ def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
     return VerifyTracer(tokenizer) if settings.trace_verify else None
 
 
-def _tell_layers(tell: Progress, done: int, layers: int) -> None:
+def _report_layers(notify: Progress, done: int, layers: int) -> None:
     """Report every loaded quarter of a model with many layers."""
     if layers >= 16 and done < layers and 4 * done // layers != 4 * (done - 1) // layers:
-        tell(f"loaded {done} of {layers} layers")
+        notify(f"loaded {done} of {layers} layers")
 
 
-def _tell_check(report: SelfCheck | None, tell: Progress) -> None:
+def _report_self_check(report: SelfCheck | None, notify: Progress) -> None:
     if report is None or not report.results:
-        tell("Self-check skipped.")
+        notify("Self-check skipped.")
     elif report.passed:
-        tell(f"Self-check passed ({len(report.results)}/{len(report.results)}): batching does not change results.")
+        notify(f"Self-check passed ({len(report.results)}/{len(report.results)}): batching does not change results.")
     else:
         for result in report.results:
             if not result.passed:

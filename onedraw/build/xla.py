@@ -33,7 +33,7 @@ def require_jax() -> None:
         raise BadSetting('--backend xla needs jax, which is not installed: pip install "onedraw[xla]"')
 
 
-def xla_backend(settings: Settings, info: ModelInfo, tell: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
+def xla_backend(settings: Settings, info: ModelInfo, notify: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
     from onedraw.backends.xla.backend import DRAFTS, XlaBackend, XlaStageDevice
     from onedraw.backends.xla.families import require_supported
     from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
@@ -62,18 +62,18 @@ def xla_backend(settings: Settings, info: ModelInfo, tell: Progress, *, progress
         drafts=min(drafts, plan.draft_positions) if info.spec.recurrent else drafts,
         checkpoints=plan.checkpoints,
         check=settings.self_check,
-        tell=tell,
+        notify=notify,
         progress=progress,
     )
-    tell(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; {kept}")
+    notify(f"xla: ready after {time.perf_counter() - begin:.1f} s on {platform}; {kept}")
     return backend
 
 
 def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
     """The settings with the dtypes that --backend xla uses on these devices: f32 or bf16, never packed."""
-    found = product_precision(devices, asked=settings.dtype)
+    found = product_precision(devices, requested=settings.dtype)
     dtype = "f32" if found == "f16" else found
-    stream = activation_precision(devices, asked=settings.activation_dtype, products=dtype)
+    stream = activation_precision(devices, requested=settings.activation_dtype, products=dtype)
     return replace(settings, dtype=dtype, activation_dtype="f32" if stream == "f16" else stream)
 
 
@@ -98,12 +98,12 @@ def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device
     return [f"{shape.decode.tokens} single tokens", f"up to {shape.mixed.tokens} tokens of any rows"]
 
 
-def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:
+def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
     """Write a model as StableHLO graphs with the sizes of these settings; returns the manifest's path."""
     require_jax()
     from onedraw.backends.xla.export import export_model
 
-    checkpoint = find_checkpoint(settings, tell)
+    checkpoint = find_checkpoint(settings, notify)
     try:
         info = read_model_info(checkpoint)
         plan = plan_memory(settings, info, dtype="f32")
@@ -117,7 +117,7 @@ def export_graphs(settings: Settings, folder: Path, tell: Progress) -> Path:
             max_context=plan.max_context,
             step_tokens=settings.turn_tokens,
             version=__version__,
-            tell=tell,
+            notify=notify,
         )
     finally:
         checkpoint.close()

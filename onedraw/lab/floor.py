@@ -56,7 +56,7 @@ def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
         info = read_model_info(checkpoint)
         spec, kinds = info.spec, matrix_kinds(info.weights)
         stream = {"activations": "f32", "stream": "auto"}
-        dtype = product_dtype([device], asked=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
+        dtype = product_dtype([device], requested=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
         sizes = matrix_sizes(info.weights, dtype)
     finally:
         checkpoint.close()

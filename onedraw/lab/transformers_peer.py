@@ -119,7 +119,7 @@ def peer_rates(
 ) -> dict[int, float]:
     """Decoded tokens per second of transformers with the same model, by batch size."""
     device = find_devices(settings.device_names)[0]
-    dtype = product_dtype([device], asked=settings.dtype, activations="f32", stream="auto", kinds=(), no_kernels="")
+    dtype = product_dtype([device], requested=settings.dtype, activations="f32", stream="auto", kinds=(), no_kernels="")
     source: str | Mapping[str, Any]
     if is_random(settings.model):
         source = shape_config(settings.model)

@@ -126,7 +126,7 @@ def test_pages_get_the_memory_left_by_weights_states_graphs_and_workspace() -> N
     taken = plan.weight_bytes + plan.checkpoints * plan.checkpoint_bytes + activation_bytes(spec, "f32", 512) + GRAPH_BYTES
     taken += sum(group.page_bytes for group in plan.groups)  # one page per group for padding
     assert room == int(memory * (1 - RUNTIME_RESERVE)) - taken
-    assert room - page_budget(plan, spec, memory=memory, step_tokens=512, beside=1000) == 1000
+    assert room - page_budget(plan, spec, memory=memory, step_tokens=512, drafter_bytes=1000) == 1000
 
 
 def test_activations_include_every_used_expert_of_every_token() -> None:

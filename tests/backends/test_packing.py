@@ -29,7 +29,7 @@ from onedraw.models.weight_names import weight_shapes
 from tests.support.quantized_weights import FLOAT_KINDS, QUANTIZED_KINDS, quantized_weights, random_tensor, tiny_spec
 
 CPU, GPU = Device("cpu", "cpu"), Device("cuda:0", "cuda", "sm90")
-REQUEST = {"asked": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4_1"}, "no_kernels": ""}
+REQUEST = {"requested": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4_1"}, "no_kernels": ""}
 
 
 def test_packed_weights_take_the_bytes_of_the_file_except_for_six_bit_scales() -> None:
@@ -87,11 +87,11 @@ def test_auto_is_packed_on_cpus_if_it_saves_memory() -> None:
     assert product_dtype([CPU, CPU], **REQUEST | {"activations": "f32"}) == "packed-f32"
     assert product_dtype([CPU], **REQUEST | {"kinds": {"F32"}}) == "f32"
     assert product_dtype([CPU], **REQUEST | {"no_kernels": "no compiler"}) == "f32"
-    assert product_dtype([CPU], **REQUEST | {"asked": "f32"}) == "f32"
-    assert product_dtype([CPU], **REQUEST | {"asked": "bf16", "activations": "f32"}) == "bf16"
-    assert product_dtype([GPU], **REQUEST | {"asked": "bf16"}) == "bf16"
+    assert product_dtype([CPU], **REQUEST | {"requested": "f32"}) == "f32"
+    assert product_dtype([CPU], **REQUEST | {"requested": "bf16", "activations": "f32"}) == "bf16"
+    assert product_dtype([GPU], **REQUEST | {"requested": "bf16"}) == "bf16"
     assert product_dtype([GPU, CPU], **REQUEST) == "f32"
-    assert product_dtype([CPU], **REQUEST | {"asked": "packed", "kinds": {"F32"}}) == "packed"
+    assert product_dtype([CPU], **REQUEST | {"requested": "packed", "kinds": {"F32"}}) == "packed"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_auto_is_packed_on_cpus_if_it_saves_memory() -> None:
 )
 def test_packed_weights_that_cannot_run_are_rejected(devices: list[Device], changes: dict[str, str], message: str) -> None:
     with pytest.raises(BadSetting, match=message):
-        product_dtype(devices, **REQUEST | {"asked": "packed"} | changes)
+        product_dtype(devices, **REQUEST | {"requested": "packed"} | changes)
 
 
 def test_auto_is_packed_on_gpus_with_kernels_if_the_file_is_quantized() -> None:
@@ -112,12 +112,12 @@ def test_auto_is_packed_on_gpus_with_kernels_if_the_file_is_quantized() -> None:
     assert product_dtype([GPU, new], **REQUEST) == "packed-bf16"
     assert product_dtype([GPU], **REQUEST | {"stream": "f16"}) == "packed-f16"
     assert product_dtype([GPU], **REQUEST | {"kinds": {"F16", "BF16"}}) == "bf16"
-    assert product_dtype([GPU], **REQUEST | {"kinds": {"F16"}, "asked": "packed"}) == "packed-bf16"
+    assert product_dtype([GPU], **REQUEST | {"kinds": {"F16"}, "requested": "packed"}) == "packed-bf16"
     assert product_dtype([GPU, old], **REQUEST) == "f16"
     # If the kernels cannot be compiled, auto dequantizes and an explicit --dtype packed is an error.
     assert product_dtype([GPU], **REQUEST | {"no_kernels": "no NVRTC"}) == "bf16"
     with pytest.raises(BadSetting, match="no GPU kernels: no NVRTC, or use --dtype bf16"):
-        product_dtype([GPU], **REQUEST | {"asked": "packed", "no_kernels": "no NVRTC"})
+        product_dtype([GPU], **REQUEST | {"requested": "packed", "no_kernels": "no NVRTC"})
     assert product_dtype([Device("hip:0", "hip", "gfx942")], **REQUEST) == "bf16"
 
 

@@ -37,8 +37,8 @@ def models(draw: st.DrawFn) -> tuple[StageLoads, list[LayerSpec]]:
 
 def every_placement(cuts: tuple[int, ...], total: int, count: int) -> list[tuple[range, ...]]:
     found = []
-    for chosen in itertools.combinations(cuts, count - 1):
-        edges = (0, *chosen, total)
+    for selected in itertools.combinations(cuts, count - 1):
+        edges = (0, *selected, total)
         found.append(tuple(range(a, b) for a, b in itertools.pairwise(edges)))
     return found
 
@@ -88,20 +88,20 @@ def test_an_explicit_split_is_used_or_rejected_with_the_nearest_legal_one(
     total, cuts = len(layers), legal_cuts(layers)
     if count > len(cuts) + 1:
         return
-    asked = sorted(data.draw(st.lists(st.integers(1, total), min_size=count - 1, max_size=count - 1)))
-    counts = [b - a for a, b in itertools.pairwise((0, *asked, total))]
+    wanted = sorted(data.draw(st.lists(st.integers(1, total), min_size=count - 1, max_size=count - 1)))
+    counts = [b - a for a, b in itertools.pairwise((0, *wanted, total))]
     split = ",".join(map(str, counts))
     devices = machine(*[None] * count)
-    legal = all(cut in cuts for cut in asked) and len(set(asked)) == len(asked)
+    legal = all(cut in cuts for cut in wanted) and len(set(wanted)) == len(wanted)
     if legal:
         assert [len(r) for r in place_layers(loads, devices, cuts=cuts, split=split)] == counts
         return
-    with pytest.raises(BadSetting) as refused:
+    with pytest.raises(BadSetting) as error:
         place_layers(loads, devices, cuts=cuts, split=split)
-    offered = str(refused.value).rsplit(" ", 1)[1]
+    offered = str(error.value).rsplit(" ", 1)[1]
     sizes = [len(r) for r in place_layers(loads, devices, cuts=cuts, split=offered)]
-    distance = sum(abs(a - b) for a, b in zip(itertools.accumulate(sizes[:-1]), asked))
-    assert distance == min(sum(abs(r.start - a) for r, a in zip(p[1:], asked)) for p in every_placement(cuts, total, count))
+    distance = sum(abs(a - b) for a, b in zip(itertools.accumulate(sizes[:-1]), wanted))
+    assert distance == min(sum(abs(r.start - a) for r, a in zip(p[1:], wanted)) for p in every_placement(cuts, total, count))
 
 
 EVEN = StageLoads((10,) * 32)

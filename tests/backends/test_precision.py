@@ -58,15 +58,15 @@ def test_several_devices_use_the_dtype_that_all_support(count: int) -> None:
 def test_an_explicit_activation_dtype_wins_and_an_unknown_one_is_an_error() -> None:
     pair = [parse_device("cuda/sm86"), parse_device("cuda/sm75")]
     assert activation_precision(pair) == "f16"
-    assert [activation_precision(pair, asked=asked) for asked in ("f32", "f16", "bf16")] == ["f32", "f16", "bf16"]
+    assert [activation_precision(pair, requested=requested) for requested in ("f32", "f16", "bf16")] == ["f32", "f16", "bf16"]
     with pytest.raises(BadSetting, match="'fp8' is not one of auto, f32, f16, bf16"):
-        activation_precision(pair, asked="fp8")
+        activation_precision(pair, requested="fp8")
 
 
 def test_float32_products_have_a_float32_residual_stream_by_default() -> None:
     modern = [parse_device("cuda/sm90")]
     assert activation_precision(modern, products="f32") == "f32"
-    assert activation_precision(modern, products="f32", asked="bf16") == "bf16"
+    assert activation_precision(modern, products="f32", requested="bf16") == "bf16"
     assert activation_precision(modern, products="bf16") == activation_precision(modern) == "bf16"
     assert activation_precision([parse_device("cpu")], products="bf16") == "f32"
 
@@ -78,9 +78,9 @@ def test_keys_and_values_have_the_dtype_of_the_products_or_a_narrower_one() -> N
     assert [kv_precision(kind, products="packed") for kind in ("f32", "bf16", "f16", "fp8", "int8")] == [
         "f32", "bf16", "f16", "fp8", "int8",
     ]  # fmt: skip
-    for products, asked in (("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("packed-f16", "f32")):
+    for products, requested in (("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("packed-f16", "f32")):
         with pytest.raises(BadSetting, match="use auto, fp8 or int8"):
-            kv_precision(asked, products=products)
+            kv_precision(requested, products=products)
 
 
 @pytest.mark.parametrize(

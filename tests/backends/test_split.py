@@ -50,9 +50,9 @@ def test_out_of_memory_names_the_longest_context_that_fits() -> None:
     def make(context: int) -> SplitPlan:
         return split_of(model, "cuda/3MiB", "cuda/3MiB", context=context)
 
-    with pytest.raises(OutOfMemory, match=r"too many.*--max-context (\d+) fits here") as refused:
+    with pytest.raises(OutOfMemory, match=r"too many.*--max-context (\d+) fits here") as error:
         plan_or_advise(make, 1024)
-    longest = int(str(refused.value).split("--max-context ")[-1].split()[0])
+    longest = int(str(error.value).split("--max-context ")[-1].split()[0])
     assert plan_or_advise(make, longest).stages[0].stop < len(model.layers)
     with pytest.raises(OutOfMemory):
         make(longest + 64)

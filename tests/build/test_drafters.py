@@ -34,9 +34,9 @@ def test_host_proposers_follow_the_draft_setting(draft: tuple[str, ...], names: 
 def test_draft_tokens_sets_the_length_of_proposals() -> None:
     request = Request(id="r", prompt=(1, 2, 3, 1, 2, 3, 1, 2), params=SamplingParams())
     history = History(request.prompt)
-    guess = make_speculator(Settings(draft=("ngram",), draft_tokens=3)).propose(request, history, (), room=9, running=1)
-    assert [draft.token for draft in guess.drafts] == [3, 1, 2]
-    assert guess.source == "ngram"
+    proposal = make_speculator(Settings(draft=("ngram",), draft_tokens=3)).propose(request, history, (), room=9, running=1)
+    assert [draft.token for draft in proposal.drafts] == [3, 1, 2]
+    assert proposal.source == "ngram"
     assert make_speculator(Settings(draft=("none",))).propose(request, history, (), room=9, running=1).drafts == ()
 
 

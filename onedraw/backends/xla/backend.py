@@ -78,7 +78,7 @@ class XlaBackend:
         checkpoints: int = 0,
         warm: bool = True,
         check: bool = True,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`warm`: compile everything now, otherwise each program when a step first needs it. `progress`: called after each
@@ -138,40 +138,40 @@ class XlaBackend:
         self._handles = itertools.count()
         self._outcomes: dict[StepHandle, Outcome] = {}
         if warm:
-            self._warm(tell)
-        self.report = self._checked(tell) if check else None
+            self._warm(notify)
+        self.report = self._checked(notify) if check else None
 
     def _make_programs(self) -> None:
         fixed: dict[str, Any] = {"eps": self._spec.eps, "vocab": self._spec.vocab}
         self._sample = jax.jit(partial(sample, rows=self.shape.slab, **fixed), donate_argnums=(2, 3), compiler_options=OPTIONS)
         self._score = jax.jit(partial(score, **fixed), compiler_options=OPTIONS)
 
-    def _warm(self, tell: Callable[[str], None]) -> None:
+    def _warm(self, notify: Callable[[str], None]) -> None:
         """Compile every program now, with empty steps. jax caches compiled programs on disk."""
-        places = np.zeros(self.shape.picks, dtype=np.int32)
+        pick_tokens = np.zeros(self.shape.picks, dtype=np.int32)
         decode, mixed = (
             make_inputs((), self.shape, conv=self._conv, bucket=bucket) for bucket in (self.shape.decode, self.shape.mixed)
         )
-        tell(f"xla: compiling 1 of 5: decode steps of {decode.bucket.tokens} tokens")
-        self._forward(decode, places)
-        tell(f"xla: compiling 2 of 5: mixed steps of up to {mixed.bucket.tokens} tokens")
-        _, picked, increments = self._forward(mixed, places)
-        tell("xla: compiling 3 of 5: sampling")
+        notify(f"xla: compiling 1 of 5: decode steps of {decode.bucket.tokens} tokens")
+        self._forward(decode, pick_tokens)
+        notify(f"xla: compiling 2 of 5: mixed steps of up to {mixed.bucket.tokens} tokens")
+        _, picked, increments = self._forward(mixed, pick_tokens)
+        notify("xla: compiling 3 of 5: sampling")
         sampled, _ = self._sample_picks(picked, [], slabs=1)
-        tell("xla: compiling 4 of 5: page and checkpoint copies")
+        notify("xla: compiling 4 of 5: page and checkpoint copies")
         for stage in self._stages:
             stage.copy(no_copies(self.shape))
-        tell("xla: compiling 5 of 5: commit of drafts")
-        for stage, did in zip(self._stages, increments, strict=True):
+        notify("xla: compiling 5 of 5: commit of drafts")
+        for stage, changes in zip(self._stages, increments, strict=True):
             if self.shape.drafts:
-                stage.commit(did, sampled, mixed)
+                stage.commit(changes, sampled, mixed)
         jax.block_until_ready([stage.state for stage in self._stages])
 
-    def _checked(self, tell: Callable[[str], None]) -> SelfCheck:
+    def _checked(self, notify: Callable[[str], None]) -> SelfCheck:
         """Run the self-check. If it fails, compile again with one fixed number of rows in all matrix products, and repeat it."""
         report = self_check(self)
         if not report.passed and self.shape != self.shape.uniform:
-            tell("xla: results depend on the number of rows on this machine; compiling again with a fixed number of rows")
+            notify("xla: results depend on the number of rows on this machine; compiling again with a fixed number of rows")
             self.shape = self.shape.uniform
             for stage in self._stages:
                 stage.reshape(self.shape)
@@ -207,31 +207,31 @@ class XlaBackend:
             stage.open(rows)
         inputs = make_inputs(rows, self.shape, conv=self._conv)
         picks = self._picks(rows, inputs)
-        places = np.zeros(self.shape.picks, dtype=np.int32)
-        places[: len(picks)] = [pick.token for pick in picks]
-        x, picked, increments = self._forward(inputs, places)
+        pick_tokens = np.zeros(self.shape.picks, dtype=np.int32)
+        pick_tokens[: len(picks)] = [pick.token for pick in picks]
+        x, picked, increments = self._forward(inputs, pick_tokens)
         sampled, results = self._sample_picks(picked, picks)
         if int(inputs.drafts["count"]) and (inputs.branches or self._spec.recurrent):
-            for stage, did in zip(self._stages, increments, strict=True):
-                stage.commit(did, sampled, inputs)
+            for stage, changes in zip(self._stages, increments, strict=True):
+                stage.commit(changes, sampled, inputs)
         scored = self._scored(rows, inputs, x)
-        choices: dict[int, list[SampledToken | None]] = {}
+        samples: dict[int, list[SampledToken | None]] = {}
         positions, read = [pick.position for pick in picks], list[SampledToken | None]()
         for part in results:
             read += read_samples(np.asarray(part), positions[len(read) :])
-        for pick, choice in zip(picks, read, strict=True):
-            choices.setdefault(pick.row, []).append(choice)
-        outcomes = (row_outcome(row, choices.get(i, []), scored.get(i, ())) for i, row in enumerate(rows))
+        for pick, token in zip(picks, read, strict=True):
+            samples.setdefault(pick.row, []).append(token)
+        outcomes = (row_outcome(row, samples.get(i, []), scored.get(i, ())) for i, row in enumerate(rows))
         return Outcome(tuple(outcomes), time.perf_counter() - begin)
 
-    def _forward(self, inputs: XlaInputs, places: Any) -> tuple[Array, Array, list[list[Weights]]]:
+    def _forward(self, inputs: XlaInputs, pick_tokens: Any) -> tuple[Array, Array, list[list[Weights]]]:
         """Run all stages. Returns residuals [T, E], those of the picked tokens, and per stage the state increments of drafts."""
         x: Any = inputs.arrays["tokens"]
         picked: Any = None
         increments = []
         for stage in self._stages:
-            did, x, picked = stage.run(x, inputs, places)
-            increments.append(did)
+            changes, x, picked = stage.run(x, inputs, pick_tokens)
+            increments.append(changes)
         return x, picked, increments
 
     def _picks(self, rows: Sequence[Row], inputs: XlaInputs) -> list[SamplePick]:

@@ -40,7 +40,7 @@ def export_model(
     max_context: int,
     step_tokens: int,
     version: str,
-    tell: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write all files; returns the manifest's path. The graphs are float32 and compute what the backend computes."""
     require_supported(spec)
@@ -57,11 +57,11 @@ def export_model(
     stage = XlaStage(spec, source, shape, dtype="f32", activation="f32", device=device, start=0, stop=len(spec.layers))
     graphs = {}
     for name, bucket in (("prefill", shape.mixed), ("decode", shape.decode)):
-        tell(f"writing {name}.mlir: steps of up to {bucket.tokens} tokens")
+        notify(f"writing {name}.mlir: steps of up to {bucket.tokens} tokens")
         text, graphs[name] = _graph(stage, bucket)
         (folder / f"{name}.mlir").write_text(text)
         graphs[name]["file"] = f"{name}.mlir"
-    tell("writing weights.npz")
+    notify("writing weights.npz")
     arrays: dict[str, Any] = {name: np.asarray(array) for name, array in _named({"weights": stage.weights})}
     np.savez(folder / "weights.npz", **arrays)
     state = [{"name": n, "shape": list(a.shape), "dtype": str(a.dtype)} for n, a in _named({"state": stage.state})]

@@ -202,8 +202,8 @@ def _tables(rows: Sequence[Row], shape: CompiledShapes) -> Ints:
     for group, scratch in enumerate(shape.pages):
         tables[group] = scratch
         for number, row in enumerate(rows):
-            held = np.asarray(row.pages[group], dtype=np.int32)
-            tables[group, number, : len(held)] = np.where(held < 0, scratch, held)
+            pages = np.asarray(row.pages[group], dtype=np.int32)
+            tables[group, number, : len(pages)] = np.where(pages < 0, scratch, pages)
     return tables
 
 

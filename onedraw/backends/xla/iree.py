@@ -30,7 +30,7 @@ FORMAT = 2
 class IreeBackend:
     """After construction, graphs are compiled, weights are on the device and pages are zeroed."""
 
-    def __init__(self, folder: Path, *, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, folder: Path, *, notify: Callable[[str], None] = lambda line: None) -> None:
         path = folder / "manifest.json"
         if not path.exists():
             raise ModelNotFound(
@@ -47,7 +47,7 @@ class IreeBackend:
         self._runtime = IreeRuntime()
         self._graphs = {}
         for name, graph in manifest["graphs"].items():
-            tell(f"iree: compiling {name}")
+            notify(f"iree: compiling {name}")
             self._graphs[name] = self._runtime.load(folder / graph["file"])
         self._arrays: dict[str, Any] = {}
         with np.load(folder / "weights.npz") as stored:

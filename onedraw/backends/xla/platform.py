@@ -25,10 +25,10 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 OPTIONS = {"xla_allow_excess_precision": False}
 
 
-def resolve_platform(asked: str) -> str:
+def resolve_platform(requested: str) -> str:
     """cpu, cuda or tpu; auto is jax's default platform."""
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     found = _default_devices()[0].platform
     return {"gpu": "cuda"}.get(found, found)
 
@@ -55,8 +55,8 @@ def _default_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError):
-        asked = os.environ.get("JAX_PLATFORMS")
-        named = f"JAX_PLATFORMS={asked}" if asked else "--backend xla"
+        platforms = os.environ.get("JAX_PLATFORMS")
+        named = f"JAX_PLATFORMS={platforms}" if platforms else "--backend xla"
         raise BadSetting(
             f"{named}: jax finds no such device; unset JAX_PLATFORMS or set it to cpu; "
             'for CUDA install "jax[cuda13]", for a TPU "jax[tpu]"'

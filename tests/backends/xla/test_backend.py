@@ -1,4 +1,4 @@
-"""What a backend holds on the device and lets go of, the smallest sizes it starts with, and its name."""
+"""The xla backend: arrays freed on close, the self-check with small sizes, progress, identity."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_closing_a_backend_frees_all_arrays(cuts: tuple[int, ...], tmp_path: Pat
     before = {id(array) for array in jax.live_arrays()}
     backend = xla_backend(path, cuts=cuts)
     run(backend, conversation()[:2], Schedule())
-    held = [array for array in jax.live_arrays() if id(array) not in before]
-    assert len(held) > 20
-    del held
+    arrays = [array for array in jax.live_arrays() if id(array) not in before]
+    assert len(arrays) > 20
+    del arrays
     backend.close()
     assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
 
