@@ -43,14 +43,14 @@ def test_the_default_model_has_a_drafter_under_any_of_its_names(config: dict[str
     assert found.is_file()
 
 
-def test_another_shape_or_another_name_has_none() -> None:
+def test_another_shape_or_name_has_no_drafter() -> None:
     assert find_built_in_drafter(SMOLLM2, source({"general.name": "My own tiny llama"})) is None
     for changes in ({"hidden": 960}, {"vocab": 49280}, {"layers": SMOLLM2.layers[:24]}, {"family": "qwen3"}):
         assert find_built_in_drafter(replace(SMOLLM2, **changes), source(NAMED)) is None
 
 
 @pytest.mark.parametrize("shipped", BUILT_IN_DRAFTERS, ids=lambda shipped: shipped.file)
-def test_what_is_shipped_is_a_whole_drafter_of_its_target(shipped: Any) -> None:
+def test_every_built_in_drafter_is_complete_and_fits_its_target(shipped: Any) -> None:
     path = find_built_in_drafter(SMOLLM2, source(NAMED))
     assert path is not None
     checkpoint = open_checkpoint(path)
@@ -64,7 +64,7 @@ def test_what_is_shipped_is_a_whole_drafter_of_its_target(shipped: Any) -> None:
         assert all(np.isfinite(value).all() for value in drafter.weights.layer(index).values())
 
 
-def test_the_package_carries_what_it_names() -> None:
+def test_the_package_data_includes_the_built_in_drafters() -> None:
     root = Path(__file__).parent.parent.parent
     carried = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["onedraw"]
     files = {file for pattern in carried for file in (root / "onedraw").glob(pattern)}
@@ -85,7 +85,7 @@ TOKENS = [
 
 
 @pytest.mark.weights
-def test_the_shipped_drafter_keeps_drafts_of_the_default_model(smollm2_path: Path) -> None:
+def test_drafts_of_the_built_in_drafter_are_accepted_by_the_default_model(smollm2_path: Path) -> None:
     checkpoint = open_checkpoint(smollm2_path)
     info = read_model_info(checkpoint)
     path = find_built_in_drafter(info.spec, checkpoint)

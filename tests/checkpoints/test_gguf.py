@@ -32,7 +32,7 @@ def test_a_converted_model_reads_like_the_gguf_package_reads_it(path: Path) -> N
         np.testing.assert_array_equal(stored.data, np.asarray(tensor.data).view(np.uint8).reshape(-1))
 
 
-def test_the_fixtures_are_there() -> None:
+def test_the_gguf_fixtures_exist() -> None:
     modern = ["gemma4_26b", "gemma4_31b", "gemma4_e4b", "laguna", "llama", "llama31", "qwen3", "qwen3_5", "qwen3_5_moe"]
     assert [path.stem for path in CONVERTED] == modern
 
@@ -56,7 +56,7 @@ def write(path: Path, *, tensors: int = 3, alignment: int | None = None, **extra
     return path
 
 
-def test_arrays_keep_their_types_and_alignment_is_obeyed(tmp_path: Path) -> None:
+def test_arrays_keep_their_types_and_alignment_is_respected(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(write(tmp_path / "a.gguf", alignment=256))
     assert checkpoint.metadata["words"] == ["a", "wörd", "", "𝄞"]
     assert checkpoint.metadata["flags"] == [True, False, True]
@@ -66,7 +66,7 @@ def test_arrays_keep_their_types_and_alignment_is_obeyed(tmp_path: Path) -> None
         np.testing.assert_array_equal(checkpoint.tensors[tensor.name].data, tensor.data.reshape(-1))
 
 
-def test_a_file_cut_anywhere_is_called_corrupt(tmp_path: Path) -> None:
+def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.gguf").read_bytes()
     end = max(t.data_offset + t.n_bytes for t in gguf.GGUFReader(tmp_path / "whole.gguf").tensors)
     cut = tmp_path / "cut.gguf"
@@ -76,7 +76,7 @@ def test_a_file_cut_anywhere_is_called_corrupt(tmp_path: Path) -> None:
             GgufCheckpoint(cut)
 
 
-def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf")
     data = path.read_bytes()
     at = data.index(b"part1.weight") + len(b"part1.weight") + 4 + 2 * 8 + 4  # behind name, dimensions and kind
@@ -86,7 +86,7 @@ def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
         GgufCheckpoint(path)
 
 
-def test_a_truncated_file_names_the_tensor_it_lost(tmp_path: Path) -> None:
+def test_the_error_about_a_truncated_file_names_the_tensor(tmp_path: Path) -> None:
     path = write(tmp_path / "short.gguf")
     last = gguf.GGUFReader(path).tensors[-1]
     path.write_bytes(path.read_bytes()[: last.data_offset + 100])
@@ -96,7 +96,7 @@ def test_a_truncated_file_names_the_tensor_it_lost(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
-def test_a_flipped_byte_of_the_header_never_ends_in_a_traceback(
+def test_a_flipped_byte_of_the_header_raises_only_model_errors(
     tmp_path_factory: pytest.TempPathFactory, place: float, value: int
 ) -> None:
     whole = bytearray((FIXTURES / "llama.gguf").read_bytes())
@@ -118,7 +118,7 @@ def test_other_versions_are_refused_by_name(tmp_path: Path, version: int, words:
         GgufCheckpoint(path)
 
 
-def test_something_else_named_gguf_is_corrupt(tmp_path: Path) -> None:
+def test_another_file_format_named_gguf_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(CorruptFile, match="does not begin with GGUF"):
@@ -159,13 +159,13 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["m-00000-of-00000.gguf", "m-00000-of-00002.gguf", "m-00003-of-00002.gguf"])
-def test_a_part_that_there_cannot_be_is_named(tmp_path: Path, name: str) -> None:
+def test_an_impossible_part_number_is_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, tensors=1)
     with pytest.raises(CorruptFile, match=name):
         GgufCheckpoint(tmp_path / name)
 
 
-def test_a_part_under_another_name_is_not_taken_for_the_model(tmp_path: Path) -> None:
+def test_a_renamed_part_is_not_opened_as_the_model(tmp_path: Path) -> None:
     lone = split(tmp_path)[0].rename(tmp_path / "model.gguf")
     with pytest.raises(CorruptFile, match="one of 2 parts"):
         GgufCheckpoint(lone)
@@ -174,7 +174,7 @@ def test_a_part_under_another_name_is_not_taken_for_the_model(tmp_path: Path) ->
 # ------------------------------------------------------------------ fingerprint and speed
 
 
-def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_the_weights(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf")
     first = GgufCheckpoint(path).fingerprint()
     assert GgufCheckpoint(path).fingerprint() == first
@@ -185,7 +185,7 @@ def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     assert GgufCheckpoint(write(path, tensors=2)).fingerprint() != first
 
 
-def test_a_vocabulary_of_a_quarter_million_parses_with_three_calls_a_word(tmp_path: Path) -> None:
+def test_a_large_vocabulary_is_parsed_with_three_calls_per_token(tmp_path: Path) -> None:
     """The gguf package needs 19 s for this, we 0.1 s."""
     words = [f"word{index}".encode() for index in range(262_144)]
     blob = b"".join(struct.pack("<Q", len(word)) + word for word in words)
@@ -214,7 +214,7 @@ def nvfp4_file(
     return path
 
 
-def test_nvfp4_is_multiplied_by_the_factor_that_stands_beside_it(tmp_path: Path) -> None:
+def test_nvfp4_is_multiplied_by_its_separate_factor(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(nvfp4_file(tmp_path / "one.gguf"))
     assert list(checkpoint.tensors) == ["blk.0.ffn_up.weight"]
     tensor = checkpoint.tensors["blk.0.ffn_up.weight"]
@@ -231,7 +231,7 @@ def test_nvfp4_is_multiplied_by_the_factor_that_stands_beside_it(tmp_path: Path)
     assert factors.tolist() == [0.5] * tensor.shape[0]
 
 
-def test_nvfp4_experts_have_a_factor_each_or_are_refused(tmp_path: Path) -> None:
+def test_nvfp4_experts_have_one_factor_each_or_are_refused(tmp_path: Path) -> None:
     each = GgufCheckpoint(nvfp4_file(tmp_path / "each.gguf", factors=(1, 2, 3, 4, 5, 6)))
     one = GgufCheckpoint(nvfp4_file(tmp_path / "one.gguf", factors=(1,)))
     name = "blk.0.ffn_up.weight"

@@ -31,14 +31,14 @@ def test_the_drafter_of_qwen_fits_qwen_and_has_its_size() -> None:
     assert [layer.attention.window for layer in info.spec.layers] == [2048] * 4 + [None]
 
 
-def test_a_packed_drafter_saves_most_of_its_bytes() -> None:
+def test_a_quantized_drafter_saves_most_of_its_bytes() -> None:
     packed = open_random_drafter("random:qwen3.6-27b-dflash-q4_k_m")
     parameters = read_drafter_info(packed).spec.parameters
     assert 0.6 * 2 * parameters < gpu_packed_savings(packed.tensors.values()) < 0.75 * 2 * parameters
     assert packed.fingerprint() != open_random_drafter("random:qwen3.6-27b-dflash").fingerprint()
 
 
-def test_what_is_no_drafter_is_refused_by_name() -> None:
+def test_an_unknown_drafter_shape_is_refused_by_name() -> None:
     with pytest.raises(ModelNotFound, match=r"qwen3\.6-27b-dflash"):
         open_random_drafter("random:llama3-8b")
 
@@ -62,7 +62,7 @@ def test_random_drafts_change_no_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drafter", "fits"), [("-q4_k_m", True), ("-q8_0", True), ("", False)])
-def test_a_card_of_24_gigabytes_holds_a_packed_drafter_beside_a_packed_model(drafter: str, fits: bool) -> None:
+def test_a_24_gigabyte_gpu_fits_a_quantized_drafter_with_a_quantized_model(drafter: str, fits: bool) -> None:
     context = 32_768
     checkpoint = open_random("random:qwen3.6-27b-q4_k_m")
     info, path = read_model_info(checkpoint), Path(f"random:qwen3.6-27b-dflash{drafter}")

@@ -28,7 +28,7 @@ def test_tensors_equal_those_of_the_library(tmp_path: Path, dtype: torch.dtype) 
     assert ours.generation_config["eos_token_id"] == [2, 0]
 
 
-def test_shards_together_are_the_whole(tmp_path: Path) -> None:
+def test_shards_together_have_all_tensors(tmp_path: Path) -> None:
     whole = SafetensorsCheckpoint(tiny.write_safetensors("llama31", tmp_path / "whole"))
     parts = SafetensorsCheckpoint(tiny.write_safetensors("llama31", tmp_path / "parts", shard="200KB"))
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
@@ -38,7 +38,7 @@ def test_shards_together_are_the_whole(tmp_path: Path) -> None:
     assert whole.fingerprint() == parts.fingerprint()
 
 
-def test_a_missing_shard_names_file_and_tensor(tmp_path: Path) -> None:
+def test_the_error_about_a_missing_shard_names_file_and_tensor(tmp_path: Path) -> None:
     tiny.write_safetensors("llama", tmp_path, shard="200KB")
     lost = sorted(tmp_path.glob("*.safetensors"))[1]
     lost.unlink()
@@ -46,7 +46,7 @@ def test_a_missing_shard_names_file_and_tensor(tmp_path: Path) -> None:
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_a_tensor_that_the_index_promises_is_missed(tmp_path: Path) -> None:
+def test_a_tensor_that_only_the_index_lists_is_reported(tmp_path: Path) -> None:
     tiny.write_safetensors("llama", tmp_path, shard="200KB")
     path = tmp_path / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -56,7 +56,7 @@ def test_a_tensor_that_the_index_promises_is_missed(tmp_path: Path) -> None:
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_a_truncated_file_names_the_tensor_it_lost(tmp_path: Path) -> None:
+def test_the_error_about_a_truncated_file_names_the_tensor(tmp_path: Path) -> None:
     tiny.write_safetensors("llama", tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5000])
@@ -74,7 +74,7 @@ def write(folder: Path, header: Any, data: bytes = b"") -> Path:
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def test_tensors_that_lie_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     other = {**ENTRY, "data_offsets": [4, 12]}
     with pytest.raises(CorruptFile, match="the byte ranges of tensors a and b overlap"):
         SafetensorsCheckpoint(write(tmp_path, {"b": other, "a": ENTRY}, bytes(16)))
@@ -108,7 +108,7 @@ def test_a_file_without_a_header_is_corrupt(tmp_path: Path, content: bytes) -> N
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_weights_without_a_config_are_not_a_model(tmp_path: Path) -> None:
+def test_weights_without_a_config_are_refused(tmp_path: Path) -> None:
     write(tmp_path, {"x": ENTRY}, bytes(8))
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
@@ -116,7 +116,7 @@ def test_weights_without_a_config_are_not_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\ud800"])
-def test_a_broken_config_names_its_file(tmp_path: Path, text: str) -> None:
+def test_the_error_about_a_broken_config_names_the_file(tmp_path: Path, text: str) -> None:
     write(tmp_path, {"x": ENTRY}, bytes(8))
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(CorruptFile, match=r"config\.json"):

@@ -41,7 +41,7 @@ def every_weight(drafter: DrafterInfo) -> dict[str, np.ndarray]:
 # ------------------------------------------------------------------ what is read
 
 
-def test_a_zlab_folder_is_read_whole(tmp_path: Path) -> None:
+def test_a_zlab_folder_is_read_completely(tmp_path: Path) -> None:
     spec = zlab(tmp_path)
     mixer = AttentionSpec(heads=4, kv_heads=2, head_dim=16, rope=RopeSpec(10000.0, 16), scale=0.25, qk_norm=True)
     assert spec == DrafterSpec(
@@ -61,7 +61,7 @@ def test_a_zlab_folder_is_read_whole(tmp_path: Path) -> None:
     )
 
 
-def test_every_layout_reads_the_same_body(tmp_path: Path) -> None:
+def test_every_layout_gives_the_same_layers(tmp_path: Path) -> None:
     bodies = [info(tiny.write_zlab(tmp_path / "zlab"))]
     bodies += [info(tiny.write(tmp_path / "speculators", tiny.speculators_config(), tiny.tensors()))]
     convert(tmp_path / "zlab", tmp_path / "twin.gguf", kind="F32")
@@ -108,7 +108,7 @@ def test_sliding_layers_are_causal_in_the_block_and_full_ones_are_not(tmp_path: 
     assert [layer.mixer.window for layer in other.layers] == [24, None]
 
 
-def test_a_word_on_causality_holds_for_every_layer(tmp_path: Path) -> None:
+def test_a_causality_setting_applies_to_every_layer(tmp_path: Path) -> None:
     inner = {"mask_token_id": tiny.MASK, "target_layer_ids": [0, 2]}
     assert zlab(tmp_path / "a", is_causal=True).causal_in_block == (True, True)
     assert zlab(tmp_path / "b", dflash_config={**inner, "causal": True}).causal_in_block == (True, True)
@@ -126,7 +126,7 @@ def test_a_window_for_all_layers_overrides_their_types(tmp_path: Path) -> None:
         zlab(tmp_path / "b", dflash_config={**inner, "swa_window_size": None})
 
 
-def test_without_layer_types_qwen3s_rule_holds(tmp_path: Path) -> None:
+def test_without_layer_types_qwen3s_rule_applies(tmp_path: Path) -> None:
     spec = zlab(tmp_path / "a", layer_types=None, use_sliding_window=True, sliding_window=7, max_window_layers=1)
     assert [layer.mixer.window for layer in spec.layers] == [None, 7]
     spec = zlab(tmp_path / "b", layer_types=None, use_sliding_window=False, sliding_window=7, max_window_layers=1)
@@ -144,15 +144,15 @@ def test_without_layer_types_qwen3s_rule_holds(tmp_path: Path) -> None:
         {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ],
 )
-def test_keys_may_stand_in_either_place(tmp_path: Path, moved: dict[str, Any]) -> None:
+def test_keys_may_be_at_the_top_or_in_dflash_config(tmp_path: Path, moved: dict[str, Any]) -> None:
     assert zlab(tmp_path / "moved", **moved) == zlab(tmp_path / "plain")
 
 
-def test_a_block_of_sixteen_where_no_size_is_named(tmp_path: Path) -> None:
+def test_the_block_size_is_sixteen_by_default(tmp_path: Path) -> None:
     assert zlab(tmp_path, block_size=None).block == 16
 
 
-def test_features_are_spread_evenly_where_no_layers_are_named(tmp_path: Path) -> None:
+def test_target_layers_are_spread_evenly_by_default(tmp_path: Path) -> None:
     assert default_target_layers(1, 30) == (15,)
     assert default_target_layers(5, 36) == (1, 9, 17, 25, 33)
     assert default_target_layers(5, 64) == (1, 16, 31, 46, 61)
@@ -178,7 +178,7 @@ def test_a_reduced_vocabulary_is_mapped_to_the_targets_ids(tmp_path: Path) -> No
     assert replace(twin.spec, layout="speculators", eps=1e-6) == spec
 
 
-def test_a_map_out_of_the_vocabulary_is_corrupt(tmp_path: Path) -> None:
+def test_a_map_with_ids_outside_the_vocabulary_is_corrupt(tmp_path: Path) -> None:
     stored = tiny.tensors() | tiny.own_tensors(tiny.DRAFT_VOCAB)
     stored["d2t"][-1] = tiny.VOCAB
     folder = tiny.write(tmp_path, tiny.speculators_config(draft_vocab=tiny.DRAFT_VOCAB), stored)
@@ -194,14 +194,14 @@ def test_a_drafter_without_a_map_uses_the_targets_ids(tmp_path: Path) -> None:
     assert drafter.weights.target_ids() is None
 
 
-def test_speculators_may_call_themselves_by_zlabs_name(tmp_path: Path) -> None:
+def test_a_speculators_config_may_name_zlabs_architecture(tmp_path: Path) -> None:
     assert info(tiny.write_speculators(tmp_path, architectures=["DFlashDraftModel"])).spec.layout == "speculators"
 
 
 # ------------------------------------------------------------------ what is a drafter
 
 
-def test_a_drafter_is_told_from_a_model(tmp_path: Path) -> None:
+def test_a_drafter_is_distinguished_from_a_model(tmp_path: Path) -> None:
     yes = [GGUF / "dflash_qwen3.gguf", TRAINED / "trained_dflash_qwen3", tiny.write_zlab(tmp_path / "a")]
     yes += [tiny.write_speculators(tmp_path / "b"), tiny.write_zlab(tmp_path / "c", architectures=["DFlash2DraftModel"])]
     no = [GGUF / "qwen3.gguf", TRAINED / "trained_qwen3"]
@@ -281,7 +281,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_plain_dflash_does_not_have_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_variants_of_dflash_are_refused_by_name(tmp_path: Path, name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(UnsupportedModel, match=message):
         info(make(tmp_path))
@@ -324,13 +324,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_description_that_cannot_be_right_is_corrupt(tmp_path: Path, name: str) -> None:
+def test_an_inconsistent_config_is_corrupt(tmp_path: Path, name: str) -> None:
     changes, message = BROKEN[name]
     with pytest.raises(CorruptFile, match=message):
         zlab(tmp_path, **changes)
 
 
-def test_speculators_must_name_their_layers_counted_from_one(tmp_path: Path) -> None:
+def test_speculators_must_list_target_layers_counted_from_one(tmp_path: Path) -> None:
     with pytest.raises(CorruptFile, match="aux_hidden_state_layer_ids is missing"):
         info(tiny.write_speculators(tmp_path / "a", aux_hidden_state_layer_ids=None))
     with pytest.raises(CorruptFile, match=r"aux_hidden_state_layer_ids must be a list of layers counted from 1, not \[0, 2\]"):
@@ -356,7 +356,7 @@ def gguf_source(**changes: Any) -> MemorySource:
         ({"attention.sliding_window": None}, "has sliding layers, but no sliding_window is set"),
     ],
 )
-def test_a_gguf_is_refused_with_the_key(changes: dict[str, Any], message: str) -> None:
+def test_the_error_about_a_gguf_file_names_the_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_drafter_info(gguf_source(**changes))
 
@@ -406,7 +406,7 @@ def test_a_drafter_fits_its_target(fitting: DrafterSpec) -> None:
         ({"mask_token": 512}, {}, "mask token is 512, the target's last token is 511"),
     ],
 )
-def test_a_drafter_that_does_not_fit_is_refused_with_both_numbers(
+def test_the_error_about_an_unfit_drafter_names_both_sizes(
     fitting: DrafterSpec, drafter: dict[str, Any], target: dict[str, Any], numbers: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=f"does not fit the target: .*{numbers}"):

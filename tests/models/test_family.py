@@ -68,7 +68,7 @@ def test_a_key_that_would_change_the_model_is_refused_by_name(changed: dict[str,
         llama(**changed)
 
 
-def test_mistral_slides_unless_it_says_that_it_does_not() -> None:
+def test_mistral_has_a_sliding_window_by_default() -> None:
     windows = [
         MISTRAL.from_config({**BASE, **said}, "config.json").layers[0].attention.window for said in ({}, {"sliding_window": 9})
     ]
@@ -91,12 +91,12 @@ def test_mistral_slides_unless_it_says_that_it_does_not() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}}, "yarn rope give frequencies"),
     ],
 )
-def test_what_cannot_be_computed_is_corrupt(changed: dict[str, Any], words: str) -> None:
+def test_sizes_that_do_not_fit_together_are_corrupt(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(CorruptFile, match=words):
         llama(**changed)
 
 
-def test_what_is_switched_off_or_harmless_is_accepted() -> None:
+def test_ignored_and_disabled_keys_are_accepted() -> None:
     plain = llama()
     assert llama(use_mrope=False, pretraining_tp=2, num_experts=0, extra=None, quantization_config=None) == plain
     assert llama(**dict.fromkeys(IGNORED_KEYS, "anything")) == plain
@@ -124,7 +124,7 @@ def test_code_in_a_checkpoint_is_noted_as_not_run() -> None:
         ({"head_dim": 15}, "odd"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_corrupt(changed: dict[str, Any], words: str) -> None:
+def test_an_invalid_value_is_corrupt(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(CorruptFile, match=words):
         llama(**changed)
 
@@ -141,7 +141,7 @@ def test_mistral_slides_in_every_layer_unless_its_window_is_null() -> None:
     assert windows(MISTRAL.from_config({**BASE, "sliding_window": None}, "c")) == [None, None, None]
 
 
-def test_qwen_slides_only_when_told_and_only_above_max_window_layers() -> None:
+def test_qwen_has_a_window_only_if_enabled_and_from_max_window_layers_on() -> None:
     named = {**BASE, "sliding_window": 32, "max_window_layers": 2}
     assert windows(QWEN2.from_config(named, "c")) == [None, None, None]
     assert windows(QWEN2.from_config({**named, "use_sliding_window": False}, "c")) == [None, None, None]
@@ -191,7 +191,7 @@ def test_metadata_may_give_one_number_for_all_layers_or_one_for_each() -> None:
         from_gguf(attention__head_count=[4])
 
 
-def test_a_window_in_metadata_holds_for_every_layer() -> None:
+def test_a_window_in_metadata_applies_to_every_layer() -> None:
     assert windows(from_gguf()) == [None, None]
     assert windows(from_gguf(attention__sliding_window=32)) == [32, 32]
 

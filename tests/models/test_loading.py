@@ -43,12 +43,12 @@ def test_a_transformers_folder_computes_what_transformers_computes(name: str, tm
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
-def test_a_gguf_twin_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_the_gguf_version_computes_the_same(name: str, tmp_path: Path) -> None:
     assert_understood(read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf"))), judge(tiny.build(name)))
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.TWINS if name in tiny.MODERN])
-def test_a_gguf_twin_is_the_same_model_bit_by_bit(name: str, tmp_path: Path) -> None:
+def test_the_gguf_version_has_the_same_bits(name: str, tmp_path: Path) -> None:
     """Which computes what transformers computes, as the test above shows of the folder."""
     folder = read_model_info(open_checkpoint(tiny.write_safetensors(name, tmp_path / "folder")))
     twin = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf")))
@@ -81,7 +81,7 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_a_config_may_switch_on_is_honoured(variant: str, tmp_path: Path) -> None:
+def test_optional_features_of_a_config_are_supported(variant: str, tmp_path: Path) -> None:
     kind, changed = VARIANTS[variant]
     model = transformers.AutoModelForCausalLM.from_config(kind(**{**tiny.COMMON, **changed}), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
@@ -94,7 +94,7 @@ def test_what_a_config_may_switch_on_is_honoured(variant: str, tmp_path: Path) -
     assert_understood(read_model_info(open_checkpoint(tmp_path)), judge(model))
 
 
-def test_the_older_dialect_of_configs_means_the_same(tmp_path: Path) -> None:
+def test_an_older_config_gives_the_same_spec(tmp_path: Path) -> None:
     newer = read_model_info(open_checkpoint(tiny.write_safetensors("llama31", tmp_path))).spec
     config = json.loads((tmp_path / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -137,7 +137,7 @@ def test_a_conversion_by_llama_cpp_maps_back_to_the_bits_it_came_from(name: str)
     assert digest(read_model_info(open_checkpoint(FIXTURES / f"{name}.gguf"))) == DIGESTS[name]
 
 
-def test_the_conversions_are_described_right() -> None:
+def test_converted_files_have_the_right_spec() -> None:
     llama, scaled, qwen3 = (
         read_model_info(open_checkpoint(FIXTURES / f"{name}.gguf")).spec for name in ("llama", "llama31", "qwen3")
     )
@@ -159,7 +159,7 @@ def test_rope_divisors_in_a_gguf_are_the_scaled_rope_of_its_config() -> None:
 
 
 @pytest.mark.weights
-def test_the_default_model_is_described_and_read_with_few_calls(smollm2_path: Path) -> None:
+def test_the_default_model_is_read_with_few_calls(smollm2_path: Path) -> None:
     def read() -> tuple[ModelInfo, int]:
         info = read_model_info(open_checkpoint(smollm2_path))
         count = sum(value.size for value in info.weights.outer().values())

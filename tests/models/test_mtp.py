@@ -25,7 +25,7 @@ def read(path: Path) -> MtpInfo:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
-def test_a_head_is_one_layer_of_the_targets_kind_and_what_leads_to_it(name: str, tmp_path: Path) -> None:
+def test_an_mtp_head_is_one_attention_layer_with_norms_and_fc(name: str, tmp_path: Path) -> None:
     folder = tiny.write_safetensors(name, tmp_path)
     target, mtp = read_model_info(open_checkpoint(folder)).spec, read(folder)
     assert mtp.spec.layer == target.layers[3]
@@ -45,7 +45,7 @@ def test_a_head_is_one_layer_of_the_targets_kind_and_what_leads_to_it(name: str,
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
-def test_a_gguf_holds_the_same_head(name: str, tmp_path: Path) -> None:
+def test_a_gguf_file_has_the_same_head(name: str, tmp_path: Path) -> None:
     folder = read(tiny.write_safetensors(name, tmp_path / "folder")).weights
     twin = read(tiny.write_gguf(name, tmp_path / "m.gguf")).weights
     for part in ("outer", "layer"):
@@ -64,7 +64,7 @@ def test_the_target_does_not_count_the_head_among_its_layers(tmp_path: Path) -> 
     assert "--draft mtp" in info.spec.notes[0]
 
 
-def test_a_block_too_many_that_is_no_such_head_is_refused(tmp_path: Path) -> None:
+def test_an_extra_block_that_is_not_an_mtp_head_is_refused(tmp_path: Path) -> None:
     from tests.support.memory_source import MemorySource
 
     checkpoint = open_checkpoint(tiny.write_gguf("qwen3_5_mtp", tmp_path / "m.gguf"))
@@ -84,7 +84,7 @@ def test_a_checkpoint_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
         read(FIXTURES / "llama.gguf")
 
 
-def test_half_a_head_and_one_and_a_half_are_refused_by_name(tmp_path: Path) -> None:
+def test_heads_with_missing_or_extra_tensors_are_refused_by_name(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("qwen3_5_mtp", tmp_path)
     stored, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     save_file({**stored, "mtp.embed_tokens.weight": np.zeros((2, 2), np.float32)}, file)
@@ -95,7 +95,7 @@ def test_half_a_head_and_one_and_a_half_are_refused_by_name(tmp_path: Path) -> N
         read(folder)
 
 
-def test_a_head_below_the_models_prefix_is_the_same_head(tmp_path: Path) -> None:
+def test_a_head_under_the_model_prefix_is_the_same_head(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("qwen3_5_mtp", tmp_path)
     plain, file = read(folder).weights.layer(), folder / "model.safetensors"
     save_file({f"model.{name}" if name.startswith("mtp.") else name: value for name, value in load_file(file).items()}, file)

@@ -10,7 +10,7 @@ from tests.support.memory_source import MemorySource
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_family_is_known_by_each_of_its_names(family: Any) -> None:
+def test_a_family_is_found_by_each_of_its_names(family: Any) -> None:
     for name in family.architectures:
         assert find_family(MemorySource({"architectures": [name], "model_type": family.model_types[0]})) is family
         assert find_family(MemorySource({"architectures": [name]})) is family
@@ -28,18 +28,18 @@ def test_a_family_is_known_by_each_of_its_names(family: Any) -> None:
         {"model_type": "gpt2"},
     ],
 )
-def test_an_unsupported_architecture_is_named_with_what_is_supported(config: dict[str, Any]) -> None:
+def test_the_error_about_an_architecture_lists_the_supported_ones(config: dict[str, Any]) -> None:
     named = (config.get("architectures") or ["gpt2"])[0]
     with pytest.raises(UnsupportedModel, match=rf"{named}.* supported: LlamaForCausalLM, .*Qwen3ForCausalLM"):
         find_family(MemorySource(config))
 
 
-def test_an_unsupported_gguf_is_named_with_what_is_supported() -> None:
+def test_the_error_about_a_gguf_architecture_lists_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModel, match=r"the architecture mamba .*supported: llama, qwen2, qwen3"):
         find_family(MemorySource({"general.architecture": "mamba"}, "gguf"))
 
 
-def test_a_description_without_a_name_is_corrupt() -> None:
+def test_a_config_without_an_architecture_is_corrupt() -> None:
     with pytest.raises(CorruptFile, match="neither architectures nor a model_type"):
         find_family(MemorySource({}))
     with pytest.raises(CorruptFile, match=r"general\.architecture is missing"):

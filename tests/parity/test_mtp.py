@@ -66,7 +66,7 @@ def recorded(folder: Path, head: MtpInfo, *, kernels: bool, turn_tokens: int) ->
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
-def test_every_guess_is_the_oracles(name: str, kernels: bool, tmp_path: Path) -> None:
+def test_every_draft_equals_the_reference(name: str, kernels: bool, tmp_path: Path) -> None:
     folder = tiny.write_safetensors(name, tmp_path / "hf")
     source = open_checkpoint(folder)
     target = read_model_info(source)

@@ -103,7 +103,7 @@ def first_tokens(llm: LLM, prompt: tuple[int, ...], options: dict[str, Any]) -> 
     [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}],
     ids=["softmax", "filtered"],
 )
-def test_first_tokens_follow_the_law(llm: LLM, peer: Any, options: dict[str, Any]) -> None:
+def test_first_tokens_follow_the_sampling_rule(llm: LLM, peer: Any, options: dict[str, Any]) -> None:
     prompt = llm.encode("There are many animals in the world, big and small ones, and yet my own favourite animal is the")
     assert len(prompt) > 16  # a page and more: all seeds share the prompt's first page
     with torch.inference_mode():
@@ -122,7 +122,7 @@ def test_first_tokens_follow_the_law(llm: LLM, peer: Any, options: dict[str, Any
     assert result.pvalue > 1e-4, result
 
 
-def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_mean_something(llm: LLM) -> None:
+def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_matter(llm: LLM) -> None:
     prompt = llm.encode("The weather today is")
 
     def tokens(**options: Any) -> list[int]:
@@ -137,7 +137,7 @@ def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_mean_something(llm:
 
 
 @pytest.mark.long
-def test_packed_weights_cost_less_than_half_a_percent_of_perplexity(smollm2_path: Path) -> None:
+def test_quantized_products_cost_less_than_half_a_percent_of_perplexity(smollm2_path: Path) -> None:
     """Of a fixed text, against float32; with float32 activations nothing at all."""
     found = {name: measure(str(smollm2_path), settings, new_tokens=1) for name, settings in SIDES.items()}
     exact = found["float32"]["perplexity"]

@@ -79,7 +79,7 @@ def test_drafts_never_change_an_answer(plain: LLM, smollm2_path: Path, budget: i
     assert stats.draft_tokens > stats.accepted_tokens
 
 
-def test_the_shipped_drafter_reaches_its_acceptance(smollm2_path: Path) -> None:
+def test_the_built_in_drafter_reaches_its_acceptance(smollm2_path: Path) -> None:
     """Greedy, first 96 tokens: about 2 tokens per turn on chat, 2.7 on code; wrong features would give little over 1."""
     with drafting(smollm2_path, draft=(str(_shipped(smollm2_path)),), draft_tokens=7) as llm:
         tokens = turns = 0
@@ -107,7 +107,7 @@ def _shipped(model: Path) -> Path:
     return path
 
 
-def test_the_openings_of_many_seeds_vary_as_plain_ones_do(plain: LLM, smollm2_path: Path) -> None:
+def test_first_tokens_of_many_seeds_vary_as_without_drafts(plain: LLM, smollm2_path: Path) -> None:
     prompt = plain.render([{"role": "user", "content": "Write a short story about the sea."}])
     with drafting(smollm2_path, draft_tokens=4) as llm:
         openings = [
@@ -132,7 +132,7 @@ def test_the_openings_of_many_seeds_vary_as_plain_ones_do(plain: LLM, smollm2_pa
     [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.5}],
     ids=["plain law", "top-p and penalties"],
 )
-def test_drafted_first_tokens_follow_the_law(smollm2_path: Path, options: dict[str, Any]) -> None:
+def test_drafted_first_tokens_follow_the_sampling_rule(smollm2_path: Path, options: dict[str, Any]) -> None:
     """All seeds share the prompt's pages, so even their first row carries drafts: kept for some seeds, rejected for others.
 
     Without checkpoints: a row that chooses from kept logits would carry none.

@@ -82,6 +82,6 @@ def test_tokens_equal_the_torch_backends(pair: tuple[object, Path, XlaBackend]) 
 
 
 @pytest.mark.parametrize("name", ["gemma4_e2b", "qwen3_moe", "laguna"])
-def test_a_family_that_is_not_interpreted_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_an_unsupported_family_is_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"--backend xla does not support {name.partition('_e2b')[0]}"):
         xla_backend(tiny.write_safetensors(name, tmp_path / "hf"))

@@ -119,7 +119,7 @@ def test_the_block_equals_transformers(name: str, context: int) -> None:
 # ------------------------------------------------------------------ what must not matter
 
 
-def test_a_sliding_layer_sees_its_window_and_nothing_before(tmp_path: Path) -> None:
+def test_a_sliding_layer_attends_only_to_its_window(tmp_path: Path) -> None:
     weights = weights_of(
         tiny.write_zlab(tmp_path, layer_types=["sliding_attention"] * 2, sliding_window=5, use_sliding_window=True)
     )
@@ -132,7 +132,7 @@ def test_a_sliding_layer_sees_its_window_and_nothing_before(tmp_path: Path) -> N
     assert np.abs(block_logits(weights, edge, 3, embed=embed, head=head) - before).max() > 1e-3
 
 
-def test_in_a_causal_block_later_slots_do_not_matter_and_else_they_do(tmp_path: Path) -> None:
+def test_later_slots_matter_only_in_a_block_that_is_not_causal(tmp_path: Path) -> None:
     folder = tiny.write_zlab(tmp_path)
     features, embed, head = inputs(weights_of(folder).spec, 6)
     for causal, same in (((True, True), True), ((False, False), False)):
@@ -142,7 +142,7 @@ def test_in_a_causal_block_later_slots_do_not_matter_and_else_they_do(tmp_path: 
         assert np.allclose(first, rows, atol=1e-9) == same
 
 
-def test_only_distances_matter_not_where_the_text_begins(tmp_path: Path) -> None:
+def test_only_relative_positions_matter(tmp_path: Path) -> None:
     """Rotary positions are relative: a context whose oldest part is out of every window may be cut."""
     weights = weights_of(
         tiny.write_zlab(tmp_path, layer_types=["sliding_attention"] * 2, sliding_window=4, use_sliding_window=True)
@@ -158,7 +158,7 @@ def test_a_drafter_without_context_still_drafts(tmp_path: Path) -> None:
     assert np.isfinite(block_logits(weights, features, 3, embed=embed, head=head)).all()
 
 
-def test_an_own_head_drafts_in_the_targets_ids(tmp_path: Path) -> None:
+def test_a_separate_head_drafts_in_the_targets_ids(tmp_path: Path) -> None:
     weights = weights_of(tiny.write_speculators(tmp_path, draft_vocab=tiny.DRAFT_VOCAB))
     features, embed, head = inputs(weights.spec, 6)
     hidden = block_hidden(weights, features, 3, embed=embed)
@@ -193,7 +193,7 @@ def total(runs: list[GreedyRun]) -> float:
     return GreedyRun([], [kept for run in runs for kept in run.kept]).tokens_per_step
 
 
-def test_the_trained_pair_keeps_drafts(target: Target, drafter: Drafter, prompts: list[list[int]]) -> None:
+def test_drafts_of_the_trained_drafter_are_accepted(target: Target, drafter: Drafter, prompts: list[list[int]]) -> None:
     runs = [greedy_with_drafts(target, drafter, prompt, 16) for prompt in prompts]
     assert total(runs) > 1.5
     assert any(kept == 0 for run in runs for kept in run.kept)  # it rejects for real, too

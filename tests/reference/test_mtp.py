@@ -19,7 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, tiny.VOCAB, 40).tolist()
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
-def test_the_oracle_computes_what_transformers_modules_compute(name: str, tmp_path: Path) -> None:
+def test_the_reference_equals_transformers_modules(name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny.write_safetensors(name, tmp_path))
     info = read_model_info(checkpoint)
     target, mtp = info.weights, read_mtp_info(checkpoint, info).weights

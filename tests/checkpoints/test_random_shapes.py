@@ -20,13 +20,13 @@ def test_a_named_shape_has_the_size_in_its_name(name: str) -> None:
     assert info.spec.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
-def test_any_config_is_a_shape(tmp_path: Path) -> None:
+def test_a_config_file_can_give_the_shape(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SHAPES["llama3-8b"], "num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 128}))
     assert len(read_model_info(open_random(f"random:{path}")).spec.layers) == 2
 
 
-def test_what_is_no_shape_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_shape_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="llama3-8b"):
         open_random("random:llama9")
     path = tmp_path / "config.json"

@@ -39,7 +39,7 @@ def follow(recipe: WeightTransform, source: MemorySource, shape: tuple[int, ...]
     return tensor.float32()
 
 
-def test_a_norm_stored_as_its_distance_from_one_and_a_decay_stored_as_a_logarithm() -> None:
+def test_norms_stored_minus_one_and_decays_stored_as_logarithms() -> None:
     source = MemorySource()
     source.add("l.7.a", np.array([-0.5, 0.0, 0.25]))
     np.testing.assert_array_equal(follow(add_one("l.{layer}.a"), source, (3,)), [0.5, 1.0, 1.25])
@@ -47,7 +47,7 @@ def test_a_norm_stored_as_its_distance_from_one_and_a_decay_stored_as_a_logarith
     np.testing.assert_allclose(found, [-0.60653, -1, -1.28403], rtol=1e-5)
 
 
-def test_an_axis_too_many_goes_and_a_vector_becomes_a_row() -> None:
+def test_an_extra_axis_is_removed_and_a_vector_becomes_a_row() -> None:
     source, values = MemorySource(), RANDOM.normal(size=(6, 1, 4)).astype(np.float32)
     source.add("l.7.conv", values)
     np.testing.assert_array_equal(follow(squeeze_conv("l.{layer}.conv"), source, (6, 4)), values[:, 0])
@@ -57,7 +57,7 @@ def test_an_axis_too_many_goes_and_a_vector_becomes_a_row() -> None:
         np.testing.assert_array_equal(follow(as_row("l.{layer}.row"), source, (1, 5)), np.arange(5.0)[None])
 
 
-def test_q_and_its_gate_lie_side_by_side_in_every_head() -> None:
+def test_q_and_its_gate_are_separated_in_every_head() -> None:
     source, stored = MemorySource(), RANDOM.normal(size=(24, 6)).astype(np.float32)
     source.add("l.7.q", stored)
     heads = stored.reshape(3, 8, 6)
@@ -65,7 +65,7 @@ def test_q_and_its_gate_lie_side_by_side_in_every_head() -> None:
     np.testing.assert_array_equal(follow(half_of_each_head("l.{layer}.q", 1), source, (12, 6)), heads[:, 4:].reshape(12, 6))
 
 
-def test_tiled_value_heads_are_grouped_again() -> None:
+def test_tiled_value_heads_are_grouped_by_key_head() -> None:
     """Value head 3·k + j of ours stands at 2·j + k in a tiled file."""
     assert grouped_order(DELTA, "heads").tolist() == [0, 2, 4, 1, 3, 5]
     assert grouped_order(DELTA, "values").tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
@@ -105,7 +105,7 @@ def apart(source: MemorySource) -> None:
 
 
 @pytest.mark.parametrize("layout", [fused, together, apart], ids=lambda layout: layout.__name__)
-def test_experts_are_the_same_however_a_folder_holds_them(layout: object) -> None:
+def test_experts_are_the_same_for_every_safetensors_form(layout: object) -> None:
     source, used = MemorySource(), set[str]()
     layout(source)  # type: ignore[operator]
     for weight, expected in (("expert_gate", GATE), ("expert_up", UP), ("expert_down", DOWN)):
@@ -117,7 +117,7 @@ def test_experts_are_the_same_however_a_folder_holds_them(layout: object) -> Non
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_experts_are_the_same_however_a_gguf_holds_them(joined: bool) -> None:
+def test_experts_are_the_same_for_every_gguf_form(joined: bool) -> None:
     source, used = MemorySource(), set[str]()
     if joined:
         source.add("blk.7.ffn_gate_up_exps.weight", np.concatenate([GATE, UP], axis=1))

@@ -61,7 +61,7 @@ def test_shapes_sum_up_to_the_parameters_of_the_spec() -> None:
     assert set(SPEC.layers[0].shapes(SPEC.hidden)) == set(SAFETENSORS_NAMES.layer)
 
 
-def test_permuted_rows_go_back_to_half_split_order() -> None:
+def test_permuted_rows_are_restored_to_half_split_order() -> None:
     """Converters take (heads, 2, half) to (heads, half, 2); here one head of 8 is written out."""
     assert unpermuted_row_order(1, 8).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert unpermuted_row_order(2, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
@@ -90,20 +90,20 @@ def test_a_misshapen_tensor_is_named_with_both_shapes() -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.experts.weight", "lora_A"])
-def test_a_tensor_without_a_place_is_refused_by_name(name: str) -> None:
+def test_an_unknown_tensor_is_refused_by_name(name: str) -> None:
     source = made(SAFETENSORS_NAMES)
     source.add(name, np.zeros(3))
     with pytest.raises(UnsupportedModel, match=rf"tensor {name} is unexpected: .* made model"):
         ModelWeights(source, SPEC, SAFETENSORS_NAMES)
 
 
-def test_a_bias_that_the_description_does_not_know_is_refused() -> None:
+def test_a_bias_that_the_config_does_not_enable_is_refused() -> None:
     unbiased = replace(SPEC, layers=tuple(replace(layer, mixer=replace(FULL, out_bias=False)) for layer in SPEC.layers))
     with pytest.raises(UnsupportedModel, match=r"o_proj\.bias"):
         ModelWeights(made(SAFETENSORS_NAMES), unbiased, SAFETENSORS_NAMES)
 
 
-def test_what_every_reader_ignores_is_ignored() -> None:
+def test_rotary_frequency_tensors_are_ignored() -> None:
     source = made(SAFETENSORS_NAMES)
     source.add("model.layers.1.self_attn.rotary_emb.inv_freq", np.zeros(4))
     ModelWeights(source, SPEC, SAFETENSORS_NAMES)
@@ -117,7 +117,7 @@ def test_a_tied_head_may_be_stored_twice_and_is_not_read() -> None:
     assert set(weights.outer()) == {"embed", "norm"}
 
 
-def test_a_kind_that_cannot_be_read_is_refused_before_any_reading() -> None:
+def test_an_unreadable_type_is_refused_before_weights_are_read() -> None:
     source = made(SAFETENSORS_NAMES)
     norm = source.tensors["model.norm.weight"]
     source.tensors["model.norm.weight"] = replace(norm, kind="F8_E4M3", data=norm.data[:16])

@@ -36,7 +36,7 @@ def spec_of(config: Config) -> ModelSpec:
 # ------------------------------------------------------------------ what is described
 
 
-def test_qwen3_5_is_three_delta_layers_to_one_that_attends() -> None:
+def test_qwen3_5_has_three_delta_layers_per_attention_layer() -> None:
     spec = tiny_modern.spec("qwen3_5")
     assert [type(layer.mixer) for layer in spec.layers] == [DeltaSpec] * 3 + [AttentionSpec]
     assert (spec.recurrent, spec.norm, spec.embed_scale, spec.windows) == (True, "wide", 1.0, (None,))
@@ -47,7 +47,7 @@ def test_qwen3_5_is_three_delta_layers_to_one_that_attends() -> None:
     assert sparse == MoeSpec(experts=8, used=2, width=32, shared=48, shared_gate=True)
 
 
-def test_qwen3_moe_honours_what_its_config_says_of_its_experts() -> None:
+def test_qwen3_moe_reads_the_expert_settings_of_its_config() -> None:
     first, odd = tiny_modern.spec("qwen3_moe"), tiny_modern.spec("qwen3_moe_odd")
     assert [type(layer.feed_forward) for layer in first.layers] == [MoeSpec, MlpSpec, MoeSpec]  # mlp_only_layers
     assert [type(layer.feed_forward) for layer in odd.layers] == [MlpSpec, MoeSpec, MlpSpec]  # decoder_sparse_step
@@ -109,7 +109,7 @@ RELEASED = {
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_released_models_come_out_at_their_known_sizes(name: str) -> None:
+def test_released_models_have_their_known_parameter_counts(name: str) -> None:
     spec = spec_of(released_configs.CONFIGS[name])
     billions, state, kept = RELEASED[name]
     assert spec.parameters / 1e9 == pytest.approx(billions, abs=0.06)
@@ -118,7 +118,7 @@ def test_released_models_come_out_at_their_known_sizes(name: str) -> None:
     assert spec.group_page_bytes(0, 1, "bf16") == kept * 1024
 
 
-def test_what_sixteen_drafts_of_eight_lanes_did_to_a_large_hybrid_fits_in_a_gibibyte() -> None:
+def test_rollback_of_sixteen_drafts_in_eight_lanes_of_a_large_hybrid_fits_in_a_gibibyte() -> None:
     assert 16 * 8 * spec_of(released_configs.CONFIGS["Qwen3.6-27B"]).draft_bytes() < 2**30
 
 
@@ -146,12 +146,12 @@ def as_on_the_hub(config: Config) -> Config:
 
 @pytest.mark.parametrize("dialect", [older_rope, by_interval, as_on_the_hub], ids=lambda dialect: dialect.__name__)
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_every_dialect_of_qwen3_5_means_the_same(name: str, dialect: Callable[[Config], Config]) -> None:
+def test_every_form_of_a_qwen3_5_config_gives_the_same_spec(name: str, dialect: Callable[[Config], Config]) -> None:
     assert spec_of(dialect(config_of(name))) == tiny_modern.spec(name)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma4_e4b"])
-def test_a_wrapper_around_the_text_model_means_the_same(name: str) -> None:
+def test_a_multimodal_config_gives_the_same_spec(name: str) -> None:
     inner = config_of(name)
     kind = inner["model_type"].removesuffix("_text")
     outer = {"architectures": ["X"], "model_type": kind, "text_config": inner, "vision_config": {"depth": 2}, "image_token_id": 7}
@@ -166,14 +166,14 @@ def test_a_wrapper_around_the_text_model_means_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma4_31b", "gemma4_26b", "gemma4_e4b", "gemma4_e2b"])
-def test_the_hubs_dialect_of_gemma4_means_the_same(name: str) -> None:
+def test_the_hub_form_of_a_gemma4_config_gives_the_same_spec(name: str) -> None:
     config = config_of(name)
     del config["per_layer_config"]
     config |= {"global_head_dim": 32, "num_global_key_value_heads": 1 if config["attention_k_eq_v"] else None}
     assert spec_of(config) == tiny_modern.spec(name)
 
 
-def test_what_a_gemma4_config_leaves_out_has_the_familys_default() -> None:
+def test_missing_keys_of_a_gemma4_config_have_the_familys_defaults() -> None:
     config = config_of("gemma4_31b")
     bare = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters", "sliding_window")}
     spec = spec_of(bare)
@@ -181,13 +181,13 @@ def test_what_a_gemma4_config_leaves_out_has_the_familys_default() -> None:
     assert spec.layers[5].attention.rope == tiny_modern.spec("gemma4_31b").layers[5].attention.rope
 
 
-def test_a_stray_key_beside_lagunas_ropes_is_harmless() -> None:
+def test_a_misplaced_key_next_to_lagunas_ropes_is_ignored() -> None:
     config = config_of("laguna")
     config["rope_parameters"]["original_max_position_embeddings"] = 4096
     assert spec_of(config) == tiny_modern.spec("laguna")
 
 
-def test_every_dialect_of_laguna_means_the_same() -> None:
+def test_every_form_of_a_laguna_config_gives_the_same_spec() -> None:
     expected, config = tiny_modern.spec("laguna"), config_of("laguna")
     said = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0], "gating_types": ["per_head"] * 5}
     said |= {"moe_router_use_sigmoid": True, "moe_router_score_func": "sigmoid", "rope_style": "rotate-half", "qkv_bias": False}
@@ -254,7 +254,7 @@ def test_a_key_that_would_change_the_model_is_refused_by_name(name: str, changed
         ("laguna", {"sliding_window": None}, "no sliding_window is set"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_corrupt(name: str, changed: Config, words: str) -> None:
+def test_an_invalid_value_is_corrupt(name: str, changed: Config, words: str) -> None:
     with pytest.raises(CorruptFile, match=words):
         spec_of({**config_of(name), **changed})
 
@@ -289,7 +289,7 @@ def test_recurrent_layers_may_be_listed() -> None:
     assert read_model_info(MemorySource(listed, "gguf", dict(stored.tensors))).spec == read_model_info(stored).spec
 
 
-def test_rope_freqs_of_another_kind_stay_divisors() -> None:
+def test_rope_freqs_that_are_not_proportional_stay_divisors() -> None:
     stored = open_checkpoint(FIXTURES / "gemma4_31b.gguf")
     source = MemorySource(stored.config, "gguf", dict(stored.tensors))
     assert read_model_info(source).spec.layers[5].attention.rope.kind == "proportional"
@@ -318,7 +318,7 @@ def same_weights(folder: Path, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", ".weight"])
-def test_experts_fused_on_the_hub_are_the_same_experts(suffix: str, tmp_path: Path) -> None:
+def test_fused_experts_give_the_same_weights(suffix: str, tmp_path: Path) -> None:
     """transformers takes them apart when it saves; the hub holds them fused."""
     folder = tiny.write_safetensors("qwen3_5_moe", tmp_path / "fused")
 
@@ -337,7 +337,7 @@ def test_experts_fused_on_the_hub_are_the_same_experts(suffix: str, tmp_path: Pa
     same_weights(folder, "qwen3_5_moe", tmp_path)
 
 
-def test_names_of_lagunas_modules_are_names_of_its_tensors(tmp_path: Path) -> None:
+def test_lagunas_module_names_are_accepted_as_tensor_names(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("laguna", tmp_path / "named")
     modules = {".shared_expert.": ".shared_experts.", ".experts.e_score_correction_bias": ".gate.e_score_correction_bias"}
 
@@ -351,7 +351,7 @@ def test_names_of_lagunas_modules_are_names_of_its_tensors(tmp_path: Path) -> No
     same_weights(folder, "laguna", tmp_path)
 
 
-def test_keys_and_values_that_a_layer_does_not_use_may_be_stored(tmp_path: Path) -> None:
+def test_unused_keys_and_values_of_a_layer_may_be_stored(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("gemma4_e4b", tmp_path / "hub")
 
     def add(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -367,14 +367,14 @@ def test_keys_and_values_that_a_layer_does_not_use_may_be_stored(tmp_path: Path)
         read_model_info(open_checkpoint(folder))
 
 
-def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
+def test_two_tensors_for_one_weight_are_refused(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("qwen3_5", tmp_path)
     rewrite(folder, lambda t: {**t, "model.language_model.norm.weight": t["model.norm.weight"]})
     with pytest.raises(CorruptFile, match=r"model\.(language_model\.)?norm\.weight and .* are the same weight"):
         read_model_info(open_checkpoint(folder))
 
 
-def test_what_is_not_part_of_the_text_model_is_said(tmp_path: Path) -> None:
+def test_tensors_outside_the_text_model_are_noted(tmp_path: Path) -> None:
     info = read_model_info(open_checkpoint(tiny.write_safetensors("qwen3_5_vl", tmp_path)))
     assert info.spec.notes == info.weights.spec.notes
     assert len(info.spec.notes) == 1
@@ -382,7 +382,7 @@ def test_what_is_not_part_of_the_text_model_is_said(tmp_path: Path) -> None:
     assert read_model_info(open_checkpoint(FIXTURES / "qwen3_5.gguf")).spec.notes == ()
 
 
-def test_packed_weights_keep_their_values_in_every_order(tmp_path: Path) -> None:
+def test_quantized_weights_keep_their_values_when_reordered(tmp_path: Path) -> None:
     """Rows of a Q8_0 file are taken packed; the columns of the output matrix are unpacked first."""
     name = "qwen3_5"
     packed = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "q.gguf", kind="Q8_0"))).weights

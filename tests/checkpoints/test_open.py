@@ -14,7 +14,7 @@ from tests.support import tiny
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "gguf" / "llama.gguf"
 
 
-def test_a_path_says_which_reader_it_needs(tmp_path: Path) -> None:
+def test_the_path_decides_the_reader(tmp_path: Path) -> None:
     folder = tiny.write_safetensors("llama", tmp_path / "folder")
     beside = tmp_path / "beside"
     beside.mkdir()
@@ -31,7 +31,7 @@ def test_a_folder_with_several_models_lists_them(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_without_the_first_part_says_so(tmp_path: Path) -> None:
+def test_a_missing_first_part_is_reported(tmp_path: Path) -> None:
     (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"")
     with pytest.raises(CorruptFile, match="first part is missing"):
         open_checkpoint(tmp_path)
@@ -45,7 +45,7 @@ def test_a_pickle_is_refused_by_name_and_never_opened(tmp_path: Path, name: str)
         open_checkpoint(tmp_path)
 
 
-def test_what_is_no_checkpoint_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_an_error_lists_the_files_that_were_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"looked for \*\.safetensors"):
         open_checkpoint(tmp_path)
     with pytest.raises(ModelNotFound, match="no such file or folder"):

@@ -22,7 +22,7 @@ SPEC = ModelSpec(
 )
 
 
-def test_weights_depend_on_seed_and_name_alone() -> None:
+def test_weights_depend_only_on_seed_and_name() -> None:
     first, again, other = random_weights(SPEC, 1), random_weights(SPEC, 1), random_weights(SPEC, 2)
     late = again.layer(2)  # read before the others
     for name, value in first.layer(2).items():
@@ -32,14 +32,14 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
     np.testing.assert_array_equal(first.outer()["embed"], again.outer()["embed"])
 
 
-def test_a_random_model_computes_numbers_of_a_sane_size() -> None:
+def test_logits_of_a_random_model_have_a_reasonable_magnitude() -> None:
     found = logits(random_weights(SPEC), list(range(20)))
     assert 0.1 < found.std() < 10
     assert len(set(found.argmax(-1).tolist())) > 5
 
 
 @pytest.mark.parametrize("name", tiny_modern.NAMES)
-def test_every_family_has_random_weights_of_a_sane_size(name: str) -> None:
+def test_random_weights_of_every_family_have_a_reasonable_magnitude(name: str) -> None:
     spec = tiny_modern.spec(name)
     weights = random_weights(spec)
     assert sum(weights.tensor(*where).float32().size for where in weight_shapes(spec)) == spec.parameters
@@ -54,7 +54,7 @@ def test_every_family_has_random_weights_of_a_sane_size(name: str) -> None:
             assert 0.3 < read["layer_scale"].item() < 1.3
 
 
-def test_rows_of_a_random_tensor_can_be_taken() -> None:
+def test_rows_of_a_random_tensor_can_be_selected() -> None:
     tensor = RandomCheckpoint(SPEC).tensors["layers.0.q"]
     order = np.random.default_rng(0).permutation(64)
     twice = tensor.take_rows(order).take_rows(order)
@@ -67,7 +67,7 @@ def test_rows_of_a_random_tensor_can_be_taken() -> None:
     np.testing.assert_array_equal(folded.float32(), tensor.float32()[order].reshape(4, 16, 64))
 
 
-def test_a_large_tensor_repeats_its_numbers_and_gives_single_rows_cheaply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_repeats_its_numbers_and_reads_single_rows_cheaply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "POOL", 97)
     random._pool.cache_clear()
     tensor = RandomTensor("large", (30, 10), seed=1, std=2.0, mean=1.0)
@@ -85,6 +85,6 @@ def test_a_large_tensor_repeats_its_numbers_and_gives_single_rows_cheaply(monkey
     assert POOL < 2**23
 
 
-def test_the_fingerprint_follows_seed_and_shape() -> None:
+def test_the_fingerprint_changes_with_seed_and_shape() -> None:
     assert RandomCheckpoint(SPEC, 1).fingerprint() == RandomCheckpoint(SPEC, 1).fingerprint()
     assert RandomCheckpoint(SPEC, 1).fingerprint() != RandomCheckpoint(SPEC, 2).fingerprint()

@@ -45,7 +45,7 @@ def check(view: LazyTensor, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
-def test_rows_are_some_rows_in_some_order(kind: str) -> None:
+def test_a_row_selection_reads_the_selected_rows(kind: str) -> None:
     tensor = stored((6, 64), kind)
     order = np.array([5, 1, 1, 2])
     view = RowSelection(tensor, order)
@@ -53,7 +53,7 @@ def test_rows_are_some_rows_in_some_order(kind: str) -> None:
     assert view.kind == kind
 
 
-def test_rows_that_nobody_asks_for_are_not_read() -> None:
+def test_rows_that_are_not_selected_are_not_read() -> None:
     """A table of billions of values is looked up row by row: the map of the file is asked for these rows alone."""
     tensor = stored((1000, 64), "Q8_0")
     packed = np.frombuffer(tensor.data.tobytes(), np.uint8).reshape(1000, -1)
@@ -71,7 +71,7 @@ def test_rows_that_nobody_asks_for_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_folded_rows_become_rows_of_their_own(kind: str) -> None:
+def test_reshaped_rows_split_the_first_axis(kind: str) -> None:
     tensor = stored((6, 32), kind)
     check(ReshapedRows(tensor, (3, 2, 32)), tensor.float32().reshape(3, 2, 32))
     check(RowSelection(tensor, np.array([4, 5, 0, 1])).reshaped((2, 2, 32)), tensor.float32()[[4, 5, 0, 1]].reshape(2, 2, 32))
@@ -84,17 +84,17 @@ def test_folded_rows_become_rows_of_their_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_columns_are_unpacked_and_then_ordered(kind: str) -> None:
+def test_a_column_selection_dequantizes_and_reorders(kind: str) -> None:
     tensor, order = stored((4, 64), kind), np.random.default_rng(1).permutation(64)
     check(ColumnSelection(tensor, order), tensor.float32()[:, order])
 
 
-def test_stacked_tensors_are_rows_of_one() -> None:
+def test_stacked_tensors_have_a_new_first_axis() -> None:
     tensors = tuple(stored((2, 32), kind) for kind in ("F32", "Q8_0", "BF16"))
     check(StackedTensors(tensors), np.stack([tensor.float32() for tensor in tensors]))
 
 
-def test_changed_values() -> None:
+def test_elementwise_functions_apply_to_every_value() -> None:
     tensor = stored((5,))
     check(ElementwiseTensor(tensor, ADD_ONE), tensor.float32() + 1)
     expected = (-np.exp(tensor.float32().astype(np.float64))).astype(np.float32)
@@ -102,7 +102,7 @@ def test_changed_values() -> None:
     assert (expected < 0).all()
 
 
-def test_a_stored_tensor_has_every_shape_that_keeps_its_blocks() -> None:
+def test_a_stored_tensor_can_be_reshaped_if_blocks_stay_whole() -> None:
     tensor = stored((6, 32), "Q8_0")
     check(tensor.reshaped((3, 2, 32)), tensor.float32().reshape(3, 2, 32))
     plain = stored((6, 1, 4))
@@ -112,7 +112,7 @@ def test_a_stored_tensor_has_every_shape_that_keeps_its_blocks() -> None:
             tensor.reshaped(shape)
 
 
-def test_a_kind_that_cannot_be_read_is_refused_through_every_view() -> None:
+def test_an_unreadable_type_is_refused_through_every_view() -> None:
     bad = StoredTensor("x", (4, 2), "F8_E4M3", np.zeros(8, np.uint8))
     views: list[LazyTensor] = [
         RowSelection(bad, np.array([0])),
@@ -128,7 +128,7 @@ def test_a_kind_that_cannot_be_read_is_refused_through_every_view() -> None:
             view.int64()
 
 
-def test_factors_go_with_the_blocks_they_belong_to() -> None:
+def test_factors_follow_their_rows_through_every_view() -> None:
     """Whichever way the rows come, blocks times factors are the numbers."""
     whole = StoredTensor("x", (4, 3, 64), "NVFP4", RANDOM.integers(0, 127, 4 * 3 * 36, dtype=np.uint8))
     one, two = (StoredTensor("y", (3, 64), "NVFP4", RANDOM.integers(0, 127, 3 * 36, dtype=np.uint8)) for _ in range(2))
@@ -153,7 +153,7 @@ def test_factors_go_with_the_blocks_they_belong_to() -> None:
     assert whole.factors() is None
 
 
-def test_a_factor_on_any_other_kind_changes_its_values() -> None:
+def test_a_factor_on_another_type_changes_the_values() -> None:
     """Nobody who reads their blocks looks for one."""
     view = ScaledRows(stored((6, 64), "Q8_0"), np.arange(6, dtype=np.float32))
     assert not view.stays_packed

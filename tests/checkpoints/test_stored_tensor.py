@@ -13,7 +13,7 @@ def packed(values: np.ndarray, kind: str) -> StoredTensor:
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_1"])
-def test_rows_are_taken_without_unpacking(kind: str) -> None:
+def test_rows_are_selected_without_dequantizing(kind: str) -> None:
     tensor = packed(np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32), kind)
     order = np.array([3, 0, 5, 1, 4, 2])
     taken = tensor.take_rows(order)
@@ -21,12 +21,12 @@ def test_rows_are_taken_without_unpacking(kind: str) -> None:
     np.testing.assert_array_equal(taken.float32(), tensor.float32()[order])
 
 
-def test_the_rows_of_a_vector_are_its_values() -> None:
+def test_rows_of_a_vector_are_single_values() -> None:
     tensor = packed(np.arange(4, dtype=np.float32), "F32")
     np.testing.assert_array_equal(tensor.take_rows(np.array([3, 1, 2, 0])).float32(), [3, 1, 2, 0])
 
 
-def test_a_tensor_writes_itself_where_it_is_told() -> None:
+def test_values_are_written_into_a_given_array() -> None:
     tensor = packed(np.random.default_rng(1).normal(size=(4, 32)).astype(np.float32), "Q8_0")
     room = np.zeros((3, 4, 32), np.float32)
     tensor.into(room[1])
@@ -37,7 +37,7 @@ def test_a_tensor_writes_itself_where_it_is_told() -> None:
         tensor.into(room[0, :2])
 
 
-def test_rows_of_broken_blocks_have_no_size() -> None:
+def test_rows_of_partial_blocks_have_no_size() -> None:
     assert packed_bytes((2, 33), "Q8_0") is None
     assert packed_bytes((), "Q8_0") is None
     assert packed_bytes((2, 33), "F16") == 132

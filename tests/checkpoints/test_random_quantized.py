@@ -14,7 +14,7 @@ from onedraw.errors import ModelNotFound
 from onedraw.models.model_info import read_model_info
 
 
-def test_rows_are_windows_that_hold_the_same_numbers_however_they_are_read() -> None:
+def test_rows_have_the_same_values_however_they_are_read() -> None:
     tensor = RandomQuantTensor("w", (40, 512), "Q4_K", 0, 0.05)
     whole = tensor.float32()
     assert whole.shape == (40, 512)
@@ -29,7 +29,7 @@ def test_rows_are_windows_that_hold_the_same_numbers_however_they_are_read() -> 
     assert not np.array_equal(RandomQuantTensor("other", (40, 512), "Q4_K", 0, 0.05).packed(), raw)
 
 
-def test_a_mixture_gives_more_bits_where_they_matter() -> None:
+def test_a_mixture_gives_more_bits_to_sensitive_weights() -> None:
     def kind(layer: int | None, weight: str, shape: tuple[int, ...] = (512, 5120), tied: bool = False) -> str:
         return mixture_kind("q4_k_m", layer, weight, shape, layers=64, tied=tied)
 
@@ -43,7 +43,7 @@ def test_a_mixture_gives_more_bits_where_they_matter() -> None:
     assert mixture_kind("q5_0", 0, "q", (64, 64), layers=4, tied=True) == "Q5_0"
 
 
-def test_a_name_ends_in_its_mixture() -> None:
+def test_the_mixture_is_the_suffix_of_the_name() -> None:
     assert named_mixture("random:qwen3.6-27b-q4_k_m") == ("qwen3.6-27b", "q4_k_m")
     assert named_mixture("random:llama3-8b-q4_k") == ("llama3-8b", "q4_k")
     assert named_mixture("random:llama3-8b") == ("llama3-8b", "")
@@ -53,7 +53,7 @@ def test_a_name_ends_in_its_mixture() -> None:
     assert len(set(MIXTURES)) == len(MIXTURES)
 
 
-def test_a_27b_model_in_four_bits_takes_sixteen_gigabytes_and_is_planned_without_making_it() -> None:
+def test_a_27b_model_in_four_bits_takes_sixteen_gigabytes_without_generating_weights() -> None:
     info = read_model_info(open_random("random:qwen3.6-27b-q4_k_m"))
     holding = plan_weight_storage(info.weights, "packed-bf16")
     assert 15.5e9 < holding.weights.total < 17.5e9
