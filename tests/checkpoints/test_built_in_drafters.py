@@ -72,7 +72,7 @@ def test_the_package_data_includes_the_built_in_drafters() -> None:
 
 
 # "Write a Python function that reverses a string." after the default system message, and the greedy answer of SmolLM2.
-ANSWER = 40  # where it begins
+ANSWER = 40  # position of the first answer token
 # fmt: off
 TOKENS = [
     1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2,
@@ -93,7 +93,7 @@ def test_drafts_of_the_built_in_drafter_are_accepted_by_the_default_model(smollm
     target, drafter = Target(info.weights), Drafter(read_drafter_info(open_checkpoint(path)).weights)
     right = draft_along(target, drafter, TOKENS, ANSWER)
     assert right.tokens_per_step > 2.8
-    # The text is the target's own whatever the features are; wrong ones show in what is kept.
+    # The tokens are the target's for any features; wrong features only lower the number of accepted drafts.
     swapped = draft_along(
         target, drafter, TOKENS, ANSWER, spoil=lambda features: np.concatenate(np.split(features, 5, -1)[::-1], -1)
     )

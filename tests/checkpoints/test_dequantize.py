@@ -1,4 +1,4 @@
-"""Our unpacking against the gguf package's, bit for bit, on arbitrary bytes."""
+"""Dequantization equals the gguf package's bit for bit, on arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from onedraw.errors import UnsupportedModel
 READABLE = [name for name, kind in QUANT_TYPES.items() if kind.unpack is not None or kind.in_gguf_package]
 
 
-def judge(raw: np.ndarray, kind: str) -> np.ndarray:
+def gguf_dequantize(raw: np.ndarray, kind: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         return gguf.quants.dequantize(raw.reshape(-1, QUANT_TYPES[kind].block_bytes), gguf.GGMLQuantizationType[kind]).reshape(-1)
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    """Equal bits; of a NaN only that it is one."""
+    """Equal bits; NaN equals any NaN."""
     number = ~np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(found), ~number)
     np.testing.assert_array_equal(found.view(np.uint32)[number], expected.astype(np.float32).view(np.uint32)[number])
@@ -41,19 +41,19 @@ def test_every_type_dequantizes_to_the_bits_of_the_gguf_package(kind: str) -> No
     raw = np.random.default_rng(7).integers(0, 256, blocks * packing.block_bytes, dtype=np.uint8)
     out = np.full(blocks * packing.block_values, 5, np.float32)
     dequantize_into(raw, kind, out)
-    assert_same_bits(out, judge(raw, kind))
+    assert_same_bits(out, gguf_dequantize(raw, kind))
     assert (~np.isnan(out)).mean() > 0.8
 
 
 @pytest.mark.parametrize("kind", BUILT_IN_TYPES)
 def test_chunks_and_threads_do_not_change_the_values(kind: str) -> None:
-    """More values than a run and than a thread's share, and no multiple of either."""
+    """More values than a chunk and than the minimum of a thread, and not a multiple of either."""
     packing = QUANT_TYPES[kind]
     blocks = (5 * RUN_VALUES + 999) // packing.block_values
     raw = np.random.default_rng(8).integers(0, 256, blocks * packing.block_bytes, dtype=np.uint8)
     out = np.full(blocks * packing.block_values, 5, np.float32)
     dequantize_into(raw, kind, out)
-    assert_same_bits(out, judge(raw, kind))
+    assert_same_bits(out, gguf_dequantize(raw, kind))
 
 
 def test_unaligned_bytes_are_read() -> None:
@@ -101,7 +101,7 @@ def test_a_type_that_is_not_for_weights_is_refused_by_name() -> None:
 
 
 def test_rows_copied_by_several_threads_are_equal() -> None:
-    """A window into rows, as a mapped file gives them, and more bytes than one thread's share."""
+    """A strided view of rows, as in a mapped file, with more bytes than the minimum of one thread."""
     raw = np.random.default_rng(10).integers(0, 256, (3001, 777), dtype=np.uint8)[:, 5:]
     out = np.zeros(raw.shape, np.uint8)
     copy_rows(raw, out)

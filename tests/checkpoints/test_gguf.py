@@ -1,4 +1,4 @@
-"""The GGUF reader: against the gguf package on real conversions, and on files that are broken in every way."""
+"""The GGUF reader: compared with the gguf package on converted models, and on broken files of every kind."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CONVERTED = [path for path in sorted(FIXTURES.glob("*.gguf")) if not path.stem.s
 
 @pytest.mark.parametrize("path", CONVERTED, ids=lambda path: path.stem)
 def test_a_converted_model_reads_like_the_gguf_package_reads_it(path: Path) -> None:
-    ours, judge = GgufCheckpoint(path), gguf.GGUFReader(path)
-    expected = {key: field.contents() for key, field in judge.fields.items() if not key.startswith("GGUF.")}
+    ours, expected_file = GgufCheckpoint(path), gguf.GGUFReader(path)
+    expected = {key: field.contents() for key, field in expected_file.fields.items() if not key.startswith("GGUF.")}
     assert ours.metadata == expected
-    assert list(ours.tensors) == [tensor.name for tensor in judge.tensors]
-    for tensor in judge.tensors:
+    assert list(ours.tensors) == [tensor.name for tensor in expected_file.tensors]
+    for tensor in expected_file.tensors:
         stored = ours.tensors[tensor.name]
         assert (stored.kind, stored.shape) == (tensor.tensor_type.name, tuple(tensor.shape.tolist())[::-1])
         np.testing.assert_array_equal(stored.data, np.asarray(tensor.data).view(np.uint8).reshape(-1))
@@ -61,8 +61,8 @@ def test_arrays_keep_their_types_and_alignment_is_respected(tmp_path: Path) -> N
     assert checkpoint.metadata["words"] == ["a", "wörd", "", "𝄞"]
     assert checkpoint.metadata["flags"] == [True, False, True]
     assert checkpoint.metadata["scores"] == [0.5, -1.0]
-    judge = gguf.GGUFReader(tmp_path / "a.gguf")
-    for tensor in judge.tensors:
+    expected_file = gguf.GGUFReader(tmp_path / "a.gguf")
+    for tensor in expected_file.tensors:
         np.testing.assert_array_equal(checkpoint.tensors[tensor.name].data, tensor.data.reshape(-1))
 
 
@@ -79,7 +79,7 @@ def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
 def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf")
     data = path.read_bytes()
-    at = data.index(b"part1.weight") + len(b"part1.weight") + 4 + 2 * 8 + 4  # behind name, dimensions and kind
+    at = data.index(b"part1.weight") + len(b"part1.weight") + 4 + 2 * 8 + 4  # after name, dimensions and type
     assert int.from_bytes(data[at : at + 8], "little") == 160
     path.write_bytes(data[:at] + (128).to_bytes(8, "little") + data[at + 8 :])
     with pytest.raises(CorruptFile, match=r"the byte ranges of tensors part0\.weight and part1\.weight overlap"):
@@ -104,7 +104,7 @@ def test_a_flipped_byte_of_the_header_raises_only_model_errors(
     whole[int(place * header)] = value
     path = tmp_path_factory.getbasetemp() / "flipped.gguf"
     path.write_bytes(whole)
-    with contextlib.suppress(ModelError):  # most bytes are harmless: text, counts that still fit
+    with contextlib.suppress(ModelError):  # most flips are valid: text, counts that still fit
         GgufCheckpoint(path)
 
 
@@ -186,7 +186,7 @@ def test_the_fingerprint_changes_with_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_large_vocabulary_is_parsed_with_three_calls_per_token(tmp_path: Path) -> None:
-    """The gguf package needs 19 s for this, we 0.1 s."""
+    """The gguf package takes 19 s for this, our reader 0.1 s."""
     words = [f"word{index}".encode() for index in range(262_144)]
     blob = b"".join(struct.pack("<Q", len(word)) + word for word in words)
     key = b"tokenizer.ggml.tokens"
@@ -227,7 +227,7 @@ def test_nvfp4_is_multiplied_by_its_separate_factor(tmp_path: Path) -> None:
     raw, factors = tensor.packed(), tensor.factors()
     assert raw is not None
     assert factors is not None
-    np.testing.assert_array_equal(raw, bare.data)  # the blocks stay, and the factors beside them
+    np.testing.assert_array_equal(raw, bare.data)  # the stored blocks are unchanged, the factors separate
     assert factors.tolist() == [0.5] * tensor.shape[0]
 
 

@@ -1,4 +1,4 @@
-"""A drafter of a known shape without a file: it describes itself, fits its target, and drafts."""
+"""Random drafters of a known shape: they have a valid config, fit their target, and draft."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_24_gigabyte_gpu_fits_a_quantized_drafter_with_a_quantized_model(draft
     if fits:
         plan, split = plan_devices(settings, info, [device], drafter=size)
         assert plan.max_context == context
-        assert split.stages[0].weight_bytes > plan.weight_bytes + 10**9  # the drafter is counted
+        assert split.stages[0].weight_bytes > plan.weight_bytes + 10**9  # includes the drafter
     else:
         with pytest.raises(OutOfMemory, match="without a drafter"):
             plan_devices(settings, info, [device], drafter=size)

@@ -1,4 +1,4 @@
-"""Packed models without a file: the kinds of a quantizer's mixture, and tensors that are read like a GGUF file's."""
+"""Random quantized models: the types of a quantization mixture, and tensors that are read like those of a GGUF file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_rows_have_the_same_values_however_they_are_read() -> None:
     raw = tensor.packed()
     assert raw.shape == (40, 2 * 144)
     assert not raw.flags.owndata
-    assert np.array_equal(raw[1, :144], raw[0, 144:])  # a row begins a block after the row before
+    assert np.array_equal(raw[1, :144], raw[0, 144:])  # each row starts one block after the previous row
     order = np.array([7, 0, 39])
     assert np.array_equal(tensor.take_rows(order).float32(), whole[order])
     assert np.array_equal(tensor.reshaped((8, 5, 512)).float32(), whole.reshape(8, 5, 512))
@@ -38,7 +38,7 @@ def test_a_mixture_gives_more_bits_to_sensitive_weights() -> None:
     assert kind(9, "delta_qkv") == "Q5_K"
     assert kind(None, "head") == kind(None, "embed", tied=True) == "Q6_K"
     assert kind(None, "embed") == "Q4_K"
-    assert kind(0, "down", (512, 2080)) == "Q8_0"  # no whole number of 256
+    assert kind(0, "down", (512, 2080)) == "Q8_0"  # not a multiple of 256
     assert kind(0, "attn_norm", (5120,)) == kind(0, "router") == kind(0, "q", (64, 40)) == "F32"
     assert mixture_kind("q5_0", 0, "q", (64, 64), layers=4, tied=True) == "Q5_0"
 

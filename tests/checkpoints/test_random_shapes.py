@@ -33,6 +33,6 @@ def test_an_unknown_shape_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(CorruptFile, match="one JSON object"):
         open_random(f"random:{path}")
-    path.write_text('{"architectures": ["Nobody"]}')
-    with pytest.raises(UnsupportedModel, match="Nobody"):
+    path.write_text('{"architectures": ["UnknownForCausalLM"]}')
+    with pytest.raises(UnsupportedModel, match="UnknownForCausalLM"):
         open_random(f"random:{path}")

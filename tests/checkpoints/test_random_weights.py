@@ -74,11 +74,11 @@ def test_a_large_tensor_repeats_its_numbers_and_reads_single_rows_cheaply(monkey
     whole = tensor.float32()
     np.testing.assert_array_equal(whole.reshape(-1)[97:194], whole.reshape(-1)[:97])
     assert len(np.unique(whole)) == 97
-    order = np.array([29, 9, 0])  # row 9 goes over the pool's end
+    order = np.array([29, 9, 0])  # row 9 wraps around the end of the pool
     np.testing.assert_array_equal(tensor.take_rows(order).float32(), whole[order])
     random._pool.cache_clear()
     monkeypatch.undo()
-    table = RandomTensor("table", (262_144, 42 * 256), seed=1, std=0.1)  # 11 GB, were it made
+    table = RandomTensor("table", (262_144, 42 * 256), seed=1, std=0.1)  # 11 GB if it were generated completely
     rows = table.take_rows(np.array([0, 262_143])).float32()
     assert rows.shape == (2, 42 * 256)
     assert not np.array_equal(rows[0], rows[1])

@@ -1,4 +1,4 @@
-"""The safetensors reader: against the library, and on files that are broken in every way."""
+"""The safetensors reader: compared with the library, and on broken files of every kind."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support import tiny
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_tensors_equal_those_of_the_library(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = tiny.write_safetensors("qwen2", tmp_path, dtype=dtype)
-    ours, judge = SafetensorsCheckpoint(folder), safetensors.torch.load_file(folder / "model.safetensors")
-    assert set(ours.tensors) == set(judge)
-    for name, tensor in judge.items():
+    ours, theirs = SafetensorsCheckpoint(folder), safetensors.torch.load_file(folder / "model.safetensors")
+    assert set(ours.tensors) == set(theirs)
+    for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours.tensors[name].float32(), tensor.float().numpy())
     assert ours.config["model_type"] == "qwen2"
     assert ours.generation_config["eos_token_id"] == [2, 0]

@@ -64,8 +64,8 @@ def test_a_zlab_folder_is_read_completely(tmp_path: Path) -> None:
 def test_every_layout_gives_the_same_layers(tmp_path: Path) -> None:
     bodies = [info(tiny.write_zlab(tmp_path / "zlab"))]
     bodies += [info(tiny.write(tmp_path / "speculators", tiny.speculators_config(), tiny.tensors()))]
-    convert(tmp_path / "zlab", tmp_path / "twin.gguf", kind="F32")
-    bodies += [info(tmp_path / "twin.gguf")]
+    convert(tmp_path / "zlab", tmp_path / "converted.gguf", kind="F32")
+    bodies += [info(tmp_path / "converted.gguf")]
     first = every_weight(bodies[0])
     np.testing.assert_array_equal(first["fc"], tiny.tensors()["fc.weight"])
     np.testing.assert_array_equal(first["1.k_norm"], tiny.tensors()["layers.1.self_attn.k_norm.weight"])
@@ -171,11 +171,11 @@ def test_a_reduced_vocabulary_is_mapped_to_the_targets_ids(tmp_path: Path) -> No
     np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), ids)
     np.testing.assert_array_equal(drafter.weights.outer()["head"], stored["lm_head.weight"])
     np.testing.assert_array_equal(drafter.weights.outer()["embed"], stored["embed_tokens.weight"])
-    # GGUF holds the ids themselves, not distances.
-    convert(tmp_path / "folder", tmp_path / "twin.gguf", kind="F32")
-    twin = info(tmp_path / "twin.gguf")
-    np.testing.assert_array_equal(twin.weights.target_ids(), ids)
-    assert replace(twin.spec, layout="speculators", eps=1e-6) == spec
+    # GGUF stores the target ids themselves, not differences.
+    convert(tmp_path / "folder", tmp_path / "converted.gguf", kind="F32")
+    converted = info(tmp_path / "converted.gguf")
+    np.testing.assert_array_equal(converted.weights.target_ids(), ids)
+    assert replace(converted.spec, layout="speculators", eps=1e-6) == spec
 
 
 def test_a_map_with_ids_outside_the_vocabulary_is_corrupt(tmp_path: Path) -> None:

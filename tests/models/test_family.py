@@ -1,4 +1,4 @@
-"""Every key of a description is honoured, harmless, or refused by name."""
+"""Every key of a configuration is read, known to be irrelevant, or refused by name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_a_key_that_would_change_the_model_is_refused_by_name(changed: dict[str,
 
 def test_mistral_has_a_sliding_window_by_default() -> None:
     windows = [
-        MISTRAL.from_config({**BASE, **said}, "config.json").layers[0].attention.window for said in ({}, {"sliding_window": 9})
+        MISTRAL.from_config({**BASE, **changes}, "config.json").layers[0].attention.window
+        for changes in ({}, {"sliding_window": 9})
     ]
     assert windows == [4096, 9]
     assert MISTRAL.from_config({**BASE, "sliding_window": None}, "config.json").layers[0].attention.window is None

@@ -1,4 +1,4 @@
-"""A checkpoint is understood when a forward pass from its spec and weights gives what transformers gives."""
+"""Specs and weights are read correctly: a reference forward pass from them equals transformers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FIXTURES = Path(__file__).parent.parent / "fixtures" / "gguf"
 TOKENS = [(7 * i * i + 3 * i + 5) % tiny.VOCAB for i in range(80)]  # longer than Mistral's window of 32
 
 
-def judge(model: transformers.PreTrainedModel) -> np.ndarray:
-    """What transformers computes in double precision, its norms too, which it takes in float32 otherwise."""
+def transformers_logits(model: transformers.PreTrainedModel) -> np.ndarray:
+    """Logits of transformers in double precision, including the norms, which it otherwise computes in float32."""
     with torch.no_grad(), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         return model.double()(torch.tensor([TOKENS])).logits[0].numpy()
 
 
-def assert_understood(info: ModelInfo, expected: np.ndarray) -> None:
+def assert_logits_equal(info: ModelInfo, expected: np.ndarray) -> None:
     found = logits(info.weights, TOKENS)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
@@ -39,22 +39,26 @@ def assert_understood(info: ModelInfo, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", [*tiny.NAMES, *tiny.MODERN])
 def test_a_transformers_folder_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
-    assert_understood(read_model_info(open_checkpoint(tiny.write_safetensors(name, tmp_path))), judge(tiny.build(name)))
+    assert_logits_equal(
+        read_model_info(open_checkpoint(tiny.write_safetensors(name, tmp_path))), transformers_logits(tiny.build(name))
+    )
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_the_gguf_version_computes_the_same(name: str, tmp_path: Path) -> None:
-    assert_understood(read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf"))), judge(tiny.build(name)))
+    assert_logits_equal(
+        read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf"))), transformers_logits(tiny.build(name))
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.TWINS if name in tiny.MODERN])
+@pytest.mark.parametrize("name", [name for name in tiny.GGUF_MODELS if name in tiny.MODERN])
 def test_the_gguf_version_has_the_same_bits(name: str, tmp_path: Path) -> None:
-    """Which computes what transformers computes, as the test above shows of the folder."""
+    """The folder equals transformers (test above), so the GGUF file does too."""
     folder = read_model_info(open_checkpoint(tiny.write_safetensors(name, tmp_path / "folder")))
-    twin = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf")))
-    assert replace(twin.spec, notes=(), eps=0.0) == replace(folder.spec, notes=(), eps=0.0)
-    assert np.float32(twin.spec.eps) == np.float32(folder.spec.eps)
-    assert digest(twin) == digest(folder)
+    converted = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "m.gguf")))
+    assert replace(converted.spec, notes=(), eps=0.0) == replace(folder.spec, notes=(), eps=0.0)
+    assert np.float32(converted.spec.eps) == np.float32(folder.spec.eps)
+    assert digest(converted) == digest(folder)
 
 
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -91,7 +95,7 @@ def test_optional_features_of_a_config_are_supported(variant: str, tmp_path: Pat
             parameter.copy_(tiny._spread(name, noise, tied=False))
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(tmp_path)
-    assert_understood(read_model_info(open_checkpoint(tmp_path)), judge(model))
+    assert_logits_equal(read_model_info(open_checkpoint(tmp_path)), transformers_logits(model))
 
 
 def test_an_older_config_gives_the_same_spec(tmp_path: Path) -> None:
@@ -109,8 +113,8 @@ def test_an_older_config_gives_the_same_spec(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------ llama.cpp's own conversions
 
-# SHA-256 over all weights as float32, outer ones first, then layer by layer, each in the order of their names. Taken
-# from the safetensors these files were converted from: the mapping back is exact.
+# SHA-256 over all weights as float32: those outside the layers, then layer by layer, each sorted by name. Computed from the
+# safetensors that these files were converted from: the inverse mapping is exact.
 DIGESTS = {
     "llama": "de92abf54907891488e7d9c38faa39025ad6520c919e9ce352fc57ad878ff857",
     "llama31": "3eeb71dcee78e5e8b3d7f70c22917fb38fa67b76d69e0a3d3e55ec4bf1a85fc3",
@@ -170,4 +174,4 @@ def test_the_default_model_is_read_with_few_calls(smollm2_path: Path) -> None:
     (info, count), calls = count_calls(read)
     assert count == info.spec.parameters == 134_515_008
     assert info.eos_ids == (2,)
-    assert calls < 20 * info.spec.vocab  # its vocabulary takes most of them; half a second in all
+    assert calls < 20 * info.spec.vocab  # most calls parse the vocabulary; half a second in total

@@ -1,5 +1,4 @@
-"""The hybrid and modern families: every dialect of their descriptions means the same, and what would change the model is
-refused by name."""
+"""Hybrid and other recent families: every form of a configuration gives the same spec, and unsupported settings are refused."""
 
 from __future__ import annotations
 
@@ -94,8 +93,8 @@ def test_laguna_differs_by_layer() -> None:
     assert odd.feed_forward.softcap == 2.0
 
 
-# Billions of weights; MiB of recurrent state per sequence; KiB of keys and values per position, in bf16, of layers
-# that remember everything. The windows of the others are bounded.
+# Billions of parameters; MiB of recurrent state per sequence; KiB of keys and values per position, in bf16, of layers with
+# full attention. Layers with a window are bounded.
 RELEASED = {
     "Qwen3.5-0.8B": (0.75, 19.3, 12),
     "Qwen3.6-27B": (26.9, 149.6, 64),
@@ -122,11 +121,11 @@ def test_rollback_of_sixteen_drafts_in_eight_lanes_of_a_large_hybrid_fits_in_a_g
     assert 16 * 8 * spec_of(released_configs.CONFIGS["Qwen3.6-27B"]).draft_bytes() < 2**30
 
 
-# ------------------------------------------------------------------ dialects of configs
+# ------------------------------------------------------------------ forms of configs
 
 
 def older_rope(config: Config) -> Config:
-    """As transformers 4 wrote it."""
+    """The form of transformers 4."""
     rope = config.pop("rope_parameters")
     return config | {
         "rope_theta": rope["rope_theta"],
@@ -140,14 +139,14 @@ def by_interval(config: Config) -> Config:
 
 
 def as_on_the_hub(config: Config) -> Config:
-    said = {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
-    return config | said | {"mtp_use_dedicated_embeddings": False, "dtype": "bfloat16"}
+    extra = {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
+    return config | extra | {"mtp_use_dedicated_embeddings": False, "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("dialect", [older_rope, by_interval, as_on_the_hub], ids=lambda dialect: dialect.__name__)
+@pytest.mark.parametrize("form", [older_rope, by_interval, as_on_the_hub], ids=lambda form: form.__name__)
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_every_form_of_a_qwen3_5_config_gives_the_same_spec(name: str, dialect: Callable[[Config], Config]) -> None:
-    assert spec_of(dialect(config_of(name))) == tiny_modern.spec(name)
+def test_every_form_of_a_qwen3_5_config_gives_the_same_spec(name: str, form: Callable[[Config], Config]) -> None:
+    assert spec_of(form(config_of(name))) == tiny_modern.spec(name)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma4_e4b"])
@@ -189,9 +188,9 @@ def test_a_misplaced_key_next_to_lagunas_ropes_is_ignored() -> None:
 
 def test_every_form_of_a_laguna_config_gives_the_same_spec() -> None:
     expected, config = tiny_modern.spec("laguna"), config_of("laguna")
-    said = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0], "gating_types": ["per_head"] * 5}
-    said |= {"moe_router_use_sigmoid": True, "moe_router_score_func": "sigmoid", "rope_style": "rotate-half", "qkv_bias": False}
-    hub = {**config, **said, "gating": "per-head", "swa_attention_sink_enabled": False, "rope_theta": 500000.0}
+    extra = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0], "gating_types": ["per_head"] * 5}
+    extra |= {"moe_router_use_sigmoid": True, "moe_router_score_func": "sigmoid", "rope_style": "rotate-half", "qkv_bias": False}
+    hub = {**config, **extra, "gating": "per-head", "swa_attention_sink_enabled": False, "rope_theta": 500000.0}
     assert spec_of(hub) == expected
     assert spec_of({key: value for key, value in hub.items() if key != "mlp_layer_types"}) == expected
     ropes = hub.pop("rope_parameters")
@@ -285,7 +284,7 @@ def test_metadata_that_would_change_the_model_is_refused_by_name(name: str, chan
 def test_recurrent_layers_may_be_listed() -> None:
     stored = open_checkpoint(FIXTURES / "qwen3_5.gguf")
     listed = {**stored.config, "qwen35.attention.recurrent_layers": [True, True, True, False] * 2}
-    listed["qwen35.full_attention_interval"] = 3  # the list counts
+    listed["qwen35.full_attention_interval"] = 3  # the list takes precedence
     assert read_model_info(MemorySource(listed, "gguf", dict(stored.tensors))).spec == read_model_info(stored).spec
 
 
@@ -319,7 +318,7 @@ def same_weights(folder: Path, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".weight"])
 def test_fused_experts_give_the_same_weights(suffix: str, tmp_path: Path) -> None:
-    """transformers takes them apart when it saves; the hub holds them fused."""
+    """transformers saves experts separately; files on the hub have them fused."""
     folder = tiny.write_safetensors("qwen3_5_moe", tmp_path / "fused")
 
     def fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -383,7 +382,7 @@ def test_tensors_outside_the_text_model_are_noted(tmp_path: Path) -> None:
 
 
 def test_quantized_weights_keep_their_values_when_reordered(tmp_path: Path) -> None:
-    """Rows of a Q8_0 file are taken packed; the columns of the output matrix are unpacked first."""
+    """Rows of a Q8_0 file are selected while quantized; the columns of the output matrix are dequantized first."""
     name = "qwen3_5"
     packed = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "q.gguf", kind="Q8_0"))).weights
     plain = read_model_info(open_checkpoint(tiny.write_gguf(name, tmp_path / "f.gguf"))).weights

@@ -1,4 +1,4 @@
-"""The head that guesses ahead is read from folders and GGUF files alike, and asked for in vain it is refused by name."""
+"""MTP heads are read from folders and GGUF files alike; a missing or broken head is refused by name."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_an_mtp_head_is_one_attention_layer_with_norms_and_fc(name: str, tmp_pat
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", "qwen3_5_moe_mtp"])
 def test_a_gguf_file_has_the_same_head(name: str, tmp_path: Path) -> None:
     folder = read(tiny.write_safetensors(name, tmp_path / "folder")).weights
-    twin = read(tiny.write_gguf(name, tmp_path / "m.gguf")).weights
+    converted = read(tiny.write_gguf(name, tmp_path / "m.gguf")).weights
     for part in ("outer", "layer"):
-        found, expected = getattr(twin, part)(), getattr(folder, part)()
+        found, expected = getattr(converted, part)(), getattr(folder, part)()
         assert found.keys() == expected.keys()
         for weight, value in expected.items():
             np.testing.assert_array_equal(found[weight], value)

@@ -1,4 +1,4 @@
-"""A view is read like the tensor it stands for, whole, in part, and into a place that it is given."""
+"""Views give the expected values: whole, by rows, and written into a given array."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stored(shape: tuple[int, ...], kind: str = "F32") -> StoredTensor:
 
 
 def check(view: LazyTensor, expected: np.ndarray) -> None:
-    """Everything that may be asked of a tensor."""
+    """Check every way of reading a tensor."""
     view.require_readable()
     assert view.shape == expected.shape
     np.testing.assert_array_equal(view.float32(), expected)
@@ -39,7 +39,7 @@ def check(view: LazyTensor, expected: np.ndarray) -> None:
     view.into(room[1])
     np.testing.assert_array_equal(room[1], expected)
     assert np.isnan(room[0]).all()
-    order = np.array([len(expected) - 1, 0, 0])  # fewer, turned round, one of them twice
+    order = np.array([len(expected) - 1, 0, 0])  # fewer rows, reversed, one of them twice
     np.testing.assert_array_equal(view.take_rows(order).float32(), expected[order])
     np.testing.assert_array_equal(view.take_rows(order).take_rows(np.array([1])).float32(), expected[order][[1]])
 
@@ -54,7 +54,7 @@ def test_a_row_selection_reads_the_selected_rows(kind: str) -> None:
 
 
 def test_rows_that_are_not_selected_are_not_read() -> None:
-    """A table of billions of values is looked up row by row: the map of the file is asked for these rows alone."""
+    """A table of billions of values is read row by row: only these rows of the mapped file are touched."""
     tensor = stored((1000, 64), "Q8_0")
     packed = np.frombuffer(tensor.data.tobytes(), np.uint8).reshape(1000, -1)
     seen: list[object] = []
@@ -76,7 +76,7 @@ def test_reshaped_rows_split_the_first_axis(kind: str) -> None:
     check(ReshapedRows(tensor, (3, 2, 32)), tensor.float32().reshape(3, 2, 32))
     check(RowSelection(tensor, np.array([4, 5, 0, 1])).reshaped((2, 2, 32)), tensor.float32()[[4, 5, 0, 1]].reshape(2, 2, 32))
     room = np.zeros((3, 2, 64), np.float32)
-    ReshapedRows(tensor, (3, 2, 32)).into(room[:, :, ::2])  # a place that no reshape reaches
+    ReshapedRows(tensor, (3, 2, 32)).into(room[:, :, ::2])  # not contiguous, so it cannot be reshaped without a copy
     np.testing.assert_array_equal(room[:, :, ::2], tensor.float32().reshape(3, 2, 32))
     for shape in ((4, 3, 16), (5, 32), (12, 16)):
         with pytest.raises(ValueError, match="cannot be reshaped"):
@@ -129,7 +129,7 @@ def test_an_unreadable_type_is_refused_through_every_view() -> None:
 
 
 def test_factors_follow_their_rows_through_every_view() -> None:
-    """Whichever way the rows come, blocks times factors are the numbers."""
+    """Through every view, blocks times factors give the values."""
     whole = StoredTensor("x", (4, 3, 64), "NVFP4", RANDOM.integers(0, 127, 4 * 3 * 36, dtype=np.uint8))
     one, two = (StoredTensor("y", (3, 64), "NVFP4", RANDOM.integers(0, 127, 3 * 36, dtype=np.uint8)) for _ in range(2))
     scaled = ScaledRows(whole, np.array([2, 3, 5, 7], np.float32))
@@ -154,7 +154,7 @@ def test_factors_follow_their_rows_through_every_view() -> None:
 
 
 def test_a_factor_on_another_type_changes_the_values() -> None:
-    """Nobody who reads their blocks looks for one."""
+    """Kernels apply factors only to NVFP4, so for other types the blocks must not be used without them."""
     view = ScaledRows(stored((6, 64), "Q8_0"), np.arange(6, dtype=np.float32))
     assert not view.stays_packed
     assert view.packed() is None

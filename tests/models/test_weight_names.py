@@ -62,7 +62,7 @@ def test_shapes_sum_up_to_the_parameters_of_the_spec() -> None:
 
 
 def test_permuted_rows_are_restored_to_half_split_order() -> None:
-    """Converters take (heads, 2, half) to (heads, half, 2); here one head of 8 is written out."""
+    """Converters permute (heads, 2, half) to (heads, half, 2); here one head of 8 is written out."""
     assert unpermuted_row_order(1, 8).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert unpermuted_row_order(2, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     source = made(GGUF_NAMES)

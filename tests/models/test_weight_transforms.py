@@ -1,4 +1,4 @@
-"""Recipes undo what files do to weights; here against the plain loops that say what was done."""
+"""Weight transforms invert the forms in which files store weights; here against plain loops that apply those forms."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MOE = MoeSpec(experts=3, used=2, width=5)
 RANDOM = np.random.default_rng(0)
 
 
-def follow(recipe: WeightTransform, source: MemorySource, shape: tuple[int, ...], layer: LayerSpec | None = None) -> np.ndarray:
+def apply(transform: WeightTransform, source: MemorySource, shape: tuple[int, ...], layer: LayerSpec | None = None) -> np.ndarray:
     layer = layer or LayerSpec(ATTENTION, MlpSpec(8))
     lookup = WeightLookup("made", source.tensors, index=7, layer=layer, shape=shape, used=set())
-    tensor = recipe(lookup)
+    tensor = transform(lookup)
     assert tensor.shape == shape
     assert {name for name in source.tensors if name.startswith("blk.7") or name.startswith("l.7")} == lookup.used
     return tensor.float32()
@@ -42,31 +42,31 @@ def follow(recipe: WeightTransform, source: MemorySource, shape: tuple[int, ...]
 def test_norms_stored_minus_one_and_decays_stored_as_logarithms() -> None:
     source = MemorySource()
     source.add("l.7.a", np.array([-0.5, 0.0, 0.25]))
-    np.testing.assert_array_equal(follow(add_one("l.{layer}.a"), source, (3,)), [0.5, 1.0, 1.25])
-    found = follow(negative_exponential("l.{layer}.a"), source, (3,))
+    np.testing.assert_array_equal(apply(add_one("l.{layer}.a"), source, (3,)), [0.5, 1.0, 1.25])
+    found = apply(negative_exponential("l.{layer}.a"), source, (3,))
     np.testing.assert_allclose(found, [-0.60653, -1, -1.28403], rtol=1e-5)
 
 
 def test_an_extra_axis_is_removed_and_a_vector_becomes_a_row() -> None:
     source, values = MemorySource(), RANDOM.normal(size=(6, 1, 4)).astype(np.float32)
     source.add("l.7.conv", values)
-    np.testing.assert_array_equal(follow(squeeze_conv("l.{layer}.conv"), source, (6, 4)), values[:, 0])
+    np.testing.assert_array_equal(apply(squeeze_conv("l.{layer}.conv"), source, (6, 4)), values[:, 0])
     for stored in (np.arange(5.0), np.arange(5.0)[None]):
         source = MemorySource()
         source.add("l.7.row", stored)
-        np.testing.assert_array_equal(follow(as_row("l.{layer}.row"), source, (1, 5)), np.arange(5.0)[None])
+        np.testing.assert_array_equal(apply(as_row("l.{layer}.row"), source, (1, 5)), np.arange(5.0)[None])
 
 
 def test_q_and_its_gate_are_separated_in_every_head() -> None:
     source, stored = MemorySource(), RANDOM.normal(size=(24, 6)).astype(np.float32)
     source.add("l.7.q", stored)
     heads = stored.reshape(3, 8, 6)
-    np.testing.assert_array_equal(follow(half_of_each_head("l.{layer}.q", 0), source, (12, 6)), heads[:, :4].reshape(12, 6))
-    np.testing.assert_array_equal(follow(half_of_each_head("l.{layer}.q", 1), source, (12, 6)), heads[:, 4:].reshape(12, 6))
+    np.testing.assert_array_equal(apply(half_of_each_head("l.{layer}.q", 0), source, (12, 6)), heads[:, :4].reshape(12, 6))
+    np.testing.assert_array_equal(apply(half_of_each_head("l.{layer}.q", 1), source, (12, 6)), heads[:, 4:].reshape(12, 6))
 
 
 def test_tiled_value_heads_are_grouped_by_key_head() -> None:
-    """Value head 3·k + j of ours stands at 2·j + k in a tiled file."""
+    """Value head 3·k + j in grouped order is at 2·j + k in a tiled file."""
     assert grouped_order(DELTA, "heads").tolist() == [0, 2, 4, 1, 3, 5]
     assert grouped_order(DELTA, "values").tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
     assert grouped_order(DELTA, "channels").tolist() == [*range(12), *(12 + i for i in (0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11))]
@@ -74,11 +74,11 @@ def test_tiled_value_heads_are_grouped_by_key_head() -> None:
     layer, source = LayerSpec(DELTA, MlpSpec(8)), MemorySource()
     rows = RANDOM.normal(size=(6, 5)).astype(np.float32)
     source.add("blk.7.a", rows)
-    np.testing.assert_array_equal(follow(grouped_rows("blk.{layer}.a", "heads"), source, (6, 5), layer), rows[[0, 2, 4, 1, 3, 5]])
+    np.testing.assert_array_equal(apply(grouped_rows("blk.{layer}.a", "heads"), source, (6, 5), layer), rows[[0, 2, 4, 1, 3, 5]])
     source = MemorySource()
     out = RANDOM.normal(size=(5, 12)).astype(np.float32)
     source.add("blk.7.out", out)
-    found = follow(grouped_columns("blk.{layer}.out"), source, (5, 12), layer)
+    found = apply(grouped_columns("blk.{layer}.out"), source, (5, 12), layer)
     np.testing.assert_array_equal(found, out[:, grouped_order(DELTA, "values")])
 
 

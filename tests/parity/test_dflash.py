@@ -1,4 +1,4 @@
-"""The drafter on the device against the slow oracle: features, logits, and contexts written piece by piece."""
+"""The torch DFlash drafter against the reference: features, logits, and contexts written in several pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
 
 
 class Recording(DflashDrafter):
-    """Keeps what it would rank: each block with its candidates' ids and logits."""
+    """Records every block with its candidates' ids and logits."""
 
     seen: list[tuple[DraftBlock, np.ndarray, np.ndarray]]
 
@@ -39,7 +39,7 @@ class Recording(DflashDrafter):
 
 
 def described_drafter(kind: str) -> DrafterInfo:
-    """The trained drafter as it is, or with a first layer that sees a window of the context and its block causally."""
+    """The trained drafter unchanged, or with a first layer that has a window and is causal in the block."""
     found = read_drafter_info(open_checkpoint(TRAINED / "trained_dflash_qwen3"))
     if kind == "trained":
         return found

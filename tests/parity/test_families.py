@@ -34,10 +34,10 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int], *, 
 
 @pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, Path, Path | None]:
-    """The transformers model, its folder and its GGUF twin."""
+    """The transformers model, its folder and its GGUF version."""
     folder = tmp_path_factory.mktemp(request.param)
     model, plain = tiny.build(request.param), tiny.write_safetensors(request.param, folder / "hf")
-    return model, plain, tiny.write_gguf(request.param, folder / "model.gguf") if request.param in tiny.TWINS else None
+    return model, plain, tiny.write_gguf(request.param, folder / "model.gguf") if request.param in tiny.GGUF_MODELS else None
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
@@ -54,9 +54,9 @@ def test_logits_match_transformers(pair: tuple[object, Path, Path | None], form:
         chunked = hidden_logits(backend, tokens, [0, 64, 128, LENGTH])[:, : tiny.VOCAB]
         stepwise = hidden_logits(backend, tokens, [0, 70, *range(71, LENGTH + 1)], prompt=70)[:, : tiny.VOCAB]
     assert torch.equal(whole, chunked)
-    assert torch.equal(whole, stepwise) or backend.capacity.recurrent  # there steps are another form than chunks
+    assert torch.equal(whole, stepwise) or backend.capacity.recurrent  # Gated DeltaNet has two forms
     # Both sides round to float32: on hybrids and experts transformers itself is up to 2.6e-4 from the exact logits, of up
-    # to 10, that the slow oracle gives; so 1e-4 is meant relative to their size.
+    # to 10, of the reference; so 1e-4 is relative to their magnitude.
     bound = 1e-4 * max(float(expected.abs().max()), 1.0)
     assert (whole - expected).abs().max() < bound
     assert (stepwise - expected).abs().max() < bound

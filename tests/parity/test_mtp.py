@@ -1,4 +1,4 @@
-"""The MTP head on the device against its slow oracle: what it would rank after every turn, first guesses and later ones."""
+"""The torch MTP head against the reference: the logits of every draft after every step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from onedraw.models.mtp import MtpInfo, read_mtp_info
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Schedule, run
 from tests.reference import forward
-from tests.reference import mtp as oracle
+from tests.reference import mtp as reference
 from tests.support import tiny
 from tests.support.torch_backend import make_backend
 
-LENGTH = 3  # guesses per turn
-Guess = tuple[list[int], np.ndarray]  # the text before it, and the logits it was ranked by
+LENGTH = 3  # drafts per step
+RecordedDraft = tuple[list[int], np.ndarray]  # the text before a draft, and its logits
 
 
 class Recording(DraftModel):
-    """Keeps, per guess, the text before it and the logits it was ranked by."""
+    """Records the text before every draft, and its logits."""
 
-    seen: list[Guess]
+    seen: list[RecordedDraft]
 
     def draft(self, turn: Any) -> list[Any]:
         [row], [outcome] = turn.plan.rows, turn.rows
@@ -47,7 +47,7 @@ class Recording(DraftModel):
         return drafts
 
 
-def recorded(folder: Path, head: MtpInfo, *, kernels: bool, turn_tokens: int) -> list[Guess]:
+def recorded(folder: Path, head: MtpInfo, *, kernels: bool, turn_tokens: int) -> list[RecordedDraft]:
     made: list[Recording] = []
 
     def make(target: Any, sampler: object, layout: Any) -> DraftModel:
@@ -60,7 +60,7 @@ def recorded(folder: Path, head: MtpInfo, *, kernels: bool, turn_tokens: int) ->
     params = SamplingParams(temperature=0.0, logit_bias=tuple((t, 30.0) for t in range(40, 44)), max_tokens=12)
     backend = make_backend(folder, kernels=kernels, max_context=300, lanes=1, make_drafter=make)
     _, stats = run(backend, [Request("m", prompt, params)], Schedule(turn_tokens=turn_tokens))
-    assert stats.accepted_tokens  # kept drafts are followed from the drafts' own hidden states
+    assert stats.accepted_tokens  # after accepted drafts the head continues from their hidden states
     return made[0].seen
 
 
@@ -73,15 +73,15 @@ def test_every_draft_equals_the_reference(name: str, kernels: bool, tmp_path: Pa
     head = read_mtp_info(source, target)
     seen = recorded(folder, head, kernels=kernels, turn_tokens=64)
     assert len({len(text) for text, _ in seen}) > 8
-    for guesses in by_turn(seen):
-        for depth, (text, got) in enumerate(guesses):
-            expected = expected_logits(target.weights, head, text, guesses=depth)
+    for drafts in by_step(seen):
+        for depth, (text, got) in enumerate(drafts):
+            expected = expected_logits(target.weights, head, text, drafts=depth)
             assert np.abs(expected - got).max() < 1e-3, (len(text), depth)
 
 
-def by_turn(seen: list[Guess]) -> list[list[Guess]]:
-    """Each next guess of a turn has one more token before it."""
-    found: list[list[Guess]] = []
+def by_step(seen: list[RecordedDraft]) -> list[list[RecordedDraft]]:
+    """Group drafts by step: each further draft of a step has one more token before it."""
+    found: list[list[RecordedDraft]] = []
     for text, logits in seen:
         if found and len(found[-1]) < LENGTH and text[:-1] == found[-1][-1][0]:
             found[-1].append((text, logits))
@@ -90,19 +90,19 @@ def by_turn(seen: list[Guess]) -> list[list[Guess]]:
     return found
 
 
-def expected_logits(weights: Any, head: MtpInfo, text: list[int], *, guesses: int) -> np.ndarray:
-    """The head over the whole text: hidden states of the target where it has computed them, then the head's own."""
-    known = len(text) - 1 - guesses  # positions the target computed: all but the last chosen token and the drafts
+def expected_logits(weights: Any, head: MtpInfo, text: list[int], *, drafts: int) -> np.ndarray:
+    """The head over the whole text: with hidden states of the target where it has computed them, then with the head's own."""
+    known = len(text) - 1 - drafts  # positions the target computed: all except the last sampled token and the drafts
     residuals = forward.forward(weights, text[:known])[1]
     hidden = forward.norm(residuals[-1], weights.read(None, "norm"), weights.spec)
-    for _ in range(guesses + 1):
-        logits, read = oracle.mtp_logits(weights, head.weights, hidden, text[1 : len(hidden) + 1])
+    for _ in range(drafts + 1):
+        logits, read = reference.mtp_logits(weights, head.weights, hidden, text[1 : len(hidden) + 1])
         hidden = np.concatenate([hidden, read[-1:]])
     return logits[-1]
 
 
 def test_a_checkpoint_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
-    for name, said in (("qwen3_5", "has no MTP head"), ("llama", "llama model has no MTP head")):
+    for name, words in (("qwen3_5", "has no MTP head"), ("llama", "llama model has no MTP head")):
         source = open_checkpoint(tiny.write_safetensors(name, tmp_path / name))
-        with pytest.raises(UnsupportedModel, match=said):
+        with pytest.raises(UnsupportedModel, match=words):
             read_mtp_info(source, read_model_info(source))

@@ -1,4 +1,4 @@
-"""The default model against `transformers` on the same dequantized weights, and its draws against the exact law."""
+"""The default model against `transformers` with the same dequantized weights, and its samples against the sampling rule."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def peer(smollm2_path: Path) -> Any:
 
 
 def test_greedy_equals_transformers(llm: LLM, peer: Any) -> None:
-    """Every token is the peer's argmax after the same tokens, so the two greedy answers are one, by induction."""
+    """Every token is the peer's argmax after the same tokens, so by induction the greedy answers are equal."""
     prompts = [llm.encode(text) for text in PROMPTS]
     options = RequestOptions(temperature=0.0, max_tokens=64, ignore_eos=True)
     replies = llm.run(*(make_generation(options, llm=llm, prompt=prompt) for prompt in prompts))
@@ -81,7 +81,7 @@ def test_logits_are_those_of_transformers(llm: LLM, peer: Any) -> None:
 
 
 def first_tokens(llm: LLM, prompt: tuple[int, ...], options: dict[str, Any]) -> Counter[int]:
-    """The first token of many seeds, all at once."""
+    """The first tokens of many seeds, in one batch."""
     counts: Counter[int] = Counter()
     done = threading.Semaphore(0)
     base = make_generation(RequestOptions(max_tokens=1, ignore_eos=True, **options), llm=llm, prompt=prompt).params
@@ -105,7 +105,7 @@ def first_tokens(llm: LLM, prompt: tuple[int, ...], options: dict[str, Any]) -> 
 )
 def test_first_tokens_follow_the_sampling_rule(llm: LLM, peer: Any, options: dict[str, Any]) -> None:
     prompt = llm.encode("There are many animals in the world, big and small ones, and yet my own favourite animal is the")
-    assert len(prompt) > 16  # a page and more: all seeds share the prompt's first page
+    assert len(prompt) > 16  # more than a page: all seeds share the first page of the prompt
     with torch.inference_mode():
         logits = peer(torch.tensor([prompt])).logits[0, -1].numpy()
     scores = law(logits, SamplingParams(**options), History(prompt)).astype(np.float64)
@@ -138,7 +138,7 @@ def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_matter(llm: LLM) ->
 
 @pytest.mark.long
 def test_quantized_products_cost_less_than_half_a_percent_of_perplexity(smollm2_path: Path) -> None:
-    """Of a fixed text, against float32; with float32 activations nothing at all."""
+    """Perplexity of a fixed text against float32; with float32 activations it does not change at all."""
     found = {name: measure(str(smollm2_path), settings, new_tokens=1) for name, settings in SIDES.items()}
     exact = found["float32"]["perplexity"]
     assert found["packed, f32 activations"]["perplexity"] == exact

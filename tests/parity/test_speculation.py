@@ -1,4 +1,4 @@
-"""Speculation on the default model: the same answers as plain decoding, the right distribution, and drafts that are kept."""
+"""Speculative decoding of the default model: the same answers as without, the right distribution, and accepted drafts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_drafts_never_change_an_answer(plain: LLM, smollm2_path: Path, budget: i
 
 
 def test_the_built_in_drafter_reaches_its_acceptance(smollm2_path: Path) -> None:
-    """Greedy, first 96 tokens: about 2 tokens per turn on chat, 2.7 on code; wrong features would give little over 1."""
+    """Greedy, first 96 tokens: about 2 tokens per step on chat, 2.7 on code; wrong features would give little over 1."""
     with drafting(smollm2_path, draft=(str(_shipped(smollm2_path)),), draft_tokens=7) as llm:
         tokens = turns = 0
         for text in CHATS[:3]:
@@ -133,7 +133,7 @@ def test_first_tokens_of_many_seeds_vary_as_without_drafts(plain: LLM, smollm2_p
     ids=["plain law", "top-p and penalties"],
 )
 def test_drafted_first_tokens_follow_the_sampling_rule(smollm2_path: Path, options: dict[str, Any]) -> None:
-    """All seeds share the prompt's pages, so even their first row carries drafts: kept for some seeds, rejected for others.
+    """All seeds share the prompt's pages, so even their first row has drafts: accepted for some seeds, rejected for others.
 
     Without checkpoints: a row that chooses from kept logits would carry none.
     """
@@ -148,7 +148,7 @@ def test_drafted_first_tokens_follow_the_sampling_rule(smollm2_path: Path, optio
         [first] = llm.run(dataclasses.replace(base, params=dataclasses.replace(base.params, logprobs_mode="processed")))
         assert first.tokens[0].logprobs is not None
         law = dict(first.tokens[0].logprobs.top)
-        guess = max(law, key=lambda token: law[token])
+        likeliest = max(law, key=lambda token: law[token])
         counts: Counter[int] = Counter()
         done = threading.Semaphore(0)
 
@@ -160,7 +160,7 @@ def test_drafted_first_tokens_follow_the_sampling_rule(smollm2_path: Path, optio
                 done.release()
 
         requests = [
-            Request(f"s{seed}", prompt, dataclasses.replace(base.params, seed=seed, logprobs=None), predicted=(guess,))
+            Request(f"s{seed}", prompt, dataclasses.replace(base.params, seed=seed, logprobs=None), predicted=(likeliest,))
             for seed in range(SEEDS)
         ]
         llm.service.submit([(request, hear) for request in requests])

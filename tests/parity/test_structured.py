@@ -1,4 +1,4 @@
-"""The default model, held to schemas and to calls at temperature 1: all valid, and drafts change none of them."""
+"""Constrained replies of the default model (schemas, tool calls) at temperature 1: all valid, and unchanged by drafts."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def answers(llm: LLM, count: int, *, use: ToolUse | None, speculation: bool) -> 
     return llm.run(*generations)
 
 
-def judge(llm: LLM, count: int, use: ToolUse | None) -> None:
+def check_replies(llm: LLM, count: int, use: ToolUse | None) -> None:
     drafted = answers(llm, count, use=use, speculation=True)
     for reply in drafted:
         assert reply.finish == ("stop" if use is None else "tool_calls")
-        said = reply.text if use is None else reply.calls[0].arguments
-        jsonschema.validate(json.loads(said), SCHEMA)
+        text = reply.text if use is None else reply.calls[0].arguments
+        jsonschema.validate(json.loads(text), SCHEMA)
     assert sum(reply.usage.kept for reply in drafted) > 0
     plain = answers(llm, count, use=use, speculation=False)
     assert [reply.tokens for reply in plain] == [reply.tokens for reply in drafted]
@@ -66,10 +66,10 @@ def judge(llm: LLM, count: int, use: ToolUse | None) -> None:
 
 @pytest.mark.parametrize("use", [None, MUST], ids=["schema", "tool"])
 def test_twenty_replies_are_valid_and_the_same_without_drafts(llm: LLM, use: ToolUse | None) -> None:
-    judge(llm, 20, use)
+    check_replies(llm, 20, use)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("use", [None, MUST], ids=["schema", "tool"])
 def test_two_hundred_replies_are_valid_and_the_same_without_drafts(llm: LLM, use: ToolUse | None) -> None:
-    judge(llm, 200, use)
+    check_replies(llm, 200, use)

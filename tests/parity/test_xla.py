@@ -57,7 +57,7 @@ def test_logits_match_transformers(pair: tuple[object, Path, XlaBackend]) -> Non
     chunked = logits(backend, tokens, [0, 64, 128, LENGTH])
     stepwise = logits(backend, tokens, [0, 70, *range(71, LENGTH + 1)], prompt=70)
     assert torch.equal(whole, chunked)
-    assert torch.equal(whole, stepwise) or backend.capacity.recurrent  # there steps are another form than chunks
+    assert torch.equal(whole, stepwise) or backend.capacity.recurrent  # Gated DeltaNet has two forms
     bound = 1e-4 * max(float(expected.abs().max()), 1.0)
     assert (whole - expected).abs().max() < bound
     assert (stepwise - expected).abs().max() < bound
@@ -66,7 +66,7 @@ def test_logits_match_transformers(pair: tuple[object, Path, XlaBackend]) -> Non
 def test_tokens_equal_the_torch_backends(pair: tuple[object, Path, XlaBackend]) -> None:
     _, folder, backend = pair
     prompts = np.random.default_rng(1).integers(0, tiny.VOCAB, (6, 20)).tolist()
-    wishes = [
+    params = [
         SamplingParams(temperature=0.0, max_tokens=40),
         SamplingParams(temperature=1.0, seed=42, max_tokens=40),
         SamplingParams(temperature=1.2, seed=7, min_p=0.05, max_tokens=40),
@@ -74,7 +74,7 @@ def test_tokens_equal_the_torch_backends(pair: tuple[object, Path, XlaBackend]) 
         SamplingParams(temperature=0.8, seed=4, top_p=0.8, frequency_penalty=0.5, presence_penalty=0.2, max_tokens=40),
         SamplingParams(temperature=0.0, logit_bias=((9, 3.0),), bad_words=((9, 9),), max_tokens=40, logprobs=3),
     ]
-    requests = [Request(f"r{i}", tuple(p), w) for i, (p, w) in enumerate(zip(prompts, wishes, strict=True))]
+    requests = [Request(f"r{i}", tuple(p), w) for i, (p, w) in enumerate(zip(prompts, params, strict=True))]
     got, _ = run(backend, requests, Schedule())
     expected, _ = run(make_backend(folder, kernels=False, check=False), requests, Schedule())
     assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]

@@ -1,1 +1,1 @@
-"""Slow, independent judges."""
+"""Slow, independent reference implementations, and their tests."""

@@ -1,7 +1,7 @@
-"""A DFlash drafter and its loop, slow and obvious: double precision, no cache, one query at a time.
+"""Reference implementation of a DFlash drafter and of greedy speculative decoding: double precision, no cache, loops.
 
 In: weights as they were read, features of the target, an anchor token. Out: logits of the block's open slots, and whole
-greedy runs with drafts. It judges the fast drafter; nothing of the fast path is used here.
+greedy runs with drafts. Tests compare the fast drafter with it; it uses no code of the fast path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onedraw.models.dflash import DrafterWeights
 from onedraw.models.weight_names import ModelWeights
 from tests.reference.forward import forward
 
-AnyWeights = Any  # DrafterWeights, or a Drafter that holds them
+AnyWeights = Any  # DrafterWeights or Drafter
 Spoil = Callable[[np.ndarray], np.ndarray]
 
 
@@ -29,7 +29,7 @@ def block_logits(weights: AnyWeights, features: np.ndarray, anchor: int, *, embe
 
 
 def block_hidden(weights: AnyWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray) -> np.ndarray:
-    """The stack's output [B, E] before the last norm."""
+    """The output of the last layer [B, E], before the final norm."""
     spec, outer = weights.spec, weights.outer()
     count, size = len(features), spec.block
     context = rms(features.astype(np.float64) @ outer["fc"].T, spec.eps) * outer["hidden_norm"]  # [C, E]
@@ -39,7 +39,7 @@ def block_hidden(weights: AnyWeights, features: np.ndarray, anchor: int, *, embe
         w, a = weights.layer(index), layer.mixer
         assert a.rope.kind == "default"
         h = rms(x, spec.eps) * w["attn_norm"]
-        both = np.concatenate([context, h])  # keys and values: the context as it is, the block normed
+        both = np.concatenate([context, h])  # input of keys and values: context features unchanged, block normed
         positions = np.arange(count + size)
         q = rotate(rms((h @ w["q"].T).reshape(size, a.heads, -1), spec.eps) * w["q_norm"], positions[count:], a.rope.theta)
         k = rotate(rms((both @ w["k"].T).reshape(count + size, a.kv_heads, -1), spec.eps) * w["k_norm"], positions, a.rope.theta)
@@ -77,7 +77,7 @@ def rms(x: np.ndarray, eps: float) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
-    """x [T, heads, D] with the pair (i, i + D/2) turned by position · theta^(-2i/D), as complex numbers."""
+    """x [T, heads, D] with the pair (i, i + D/2) rotated by position · theta^(-2i/D), as complex numbers."""
     half = x.shape[-1] // 2
     turn = np.exp(1j * positions[:, None] * theta ** (-np.arange(half) / half))[:, None]
     pairs = (x[..., :half] + 1j * x[..., half:]) * turn
@@ -88,7 +88,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 
 
 class LoadedWeights:
-    """Weights read once: a drafter's or a target's."""
+    """Weights of a drafter or a target, read once."""
 
     def __init__(self, weights: Any) -> None:
         self.spec = weights.spec
@@ -114,7 +114,7 @@ class Drafter(LoadedWeights):
 class Target(LoadedWeights):
     def __init__(self, weights: ModelWeights) -> None:
         super().__init__(weights)
-        self._last: tuple[list[int], list[int], list[np.ndarray]] = [], [], []  # several walks along one text ask for it
+        self._last: tuple[list[int], list[int], list[np.ndarray]] = [], [], []  # cache: several runs use the same text
 
     @property
     def embed(self) -> np.ndarray:
@@ -125,7 +125,7 @@ class Target(LoadedWeights):
         return self._outer["embed" if self.spec.tied else "head"]
 
     def run(self, tokens: list[int], layers: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
-        """The greedy choice after every token, and the features [T, n·E] of every token."""
+        """The greedy token after every token, and the features [T, n·E] of every token."""
         if tokens != self._last[0]:
             logits, residuals = forward(self, tokens)  # type: ignore[arg-type]
             self._last = list(tokens), [int(i) for i in logits.argmax(-1)], residuals
@@ -135,8 +135,8 @@ class Target(LoadedWeights):
 
 @dataclass(frozen=True)
 class GreedyRun:
-    tokens: list[int]  # what was generated
-    kept: list[int]  # drafts kept by each step
+    tokens: list[int]  # generated
+    kept: list[int]  # accepted drafts of each step
 
     @property
     def tokens_per_step(self) -> float:
@@ -146,9 +146,9 @@ class GreedyRun:
 def greedy_with_drafts(
     target: Target, drafter: Drafter, prompt: list[int], steps: int, *, spoil: Spoil = lambda x: x
 ) -> GreedyRun:
-    """The loop: draft a block, verify it with one pass of the target, keep what agrees, add the target's own choice.
+    """Draft a block, verify it with one pass of the target, keep the matching drafts, add the target's next token; repeat.
 
-    `spoil` changes the features, to show what wrong ones do to the drafts; the tokens stay the same.
+    `spoil` corrupts the features to measure their effect on acceptance; the tokens must stay the same.
     """
     layers = drafter.spec.target_layers
     choices, features = target.run(prompt, layers)
@@ -171,12 +171,12 @@ def draft_along(target: Target, drafter: Drafter, tokens: list[int], prompt: int
     """
     choices, features = target.run(tokens, drafter.spec.target_layers)
     assert choices[prompt - 1 : -1] == tokens[prompt:], "not the target's greedy text"
-    place, kept = prompt, []  # where the anchor stands
-    while place + drafter.spec.block <= len(tokens):
-        logits = block_logits(drafter, spoil(features[:place]), tokens[place], embed=target.embed, head=target.head)
-        truth = tokens[place + 1 : place + drafter.spec.block]
+    position, kept = prompt, []  # position of the anchor
+    while position + drafter.spec.block <= len(tokens):
+        logits = block_logits(drafter, spoil(features[:position]), tokens[position], embed=target.embed, head=target.head)
+        truth = tokens[position + 1 : position + drafter.spec.block]
         drafts = proposals(drafter, logits)
         agreed = next((i for i, (draft, right) in enumerate(zip(drafts, truth)) if draft != right), len(truth))
         kept.append(agreed)
-        place += agreed + 1
-    return GreedyRun(tokens[prompt : place + 1], kept)
+        position += agreed + 1
+    return GreedyRun(tokens[prompt : position + 1], kept)

@@ -1,7 +1,7 @@
-"""A forward pass written from a ModelSpec and its weights alone: slow, obvious, no cache, double precision.
+"""Reference forward pass from a ModelSpec and its weights: double precision, no cache, plain loops.
 
-It judges that a description was understood: rope, windows, biases, norms, gates, delta layers step by step, experts one
-by one, shared keys and values, layer inputs, softcap.
+It covers rope, windows, biases, norms, gates, delta layers in the recurrent form, experts one by one, shared keys and values,
+per-layer inputs and softcap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from onedraw.models.weight_names import ModelWeights, WeightArrays
 
-L2_EPS = 1e-6  # of the delta layers' queries and keys, under the root
+L2_EPS = 1e-6  # of the L2 norm of queries and keys in Gated DeltaNet layers
 KeysValues = tuple[np.ndarray, np.ndarray]
 
 
@@ -27,7 +27,7 @@ def forward(weights: ModelWeights, tokens: list[int]) -> tuple[np.ndarray, list[
     x = outer["embed"][tokens].astype(np.float64) * spec.embed_scale  # [T, E]
     inputs = layer_inputs(x, tokens, outer, spec) if spec.inputs else None
     residuals: list[np.ndarray] = []
-    made: dict[int, KeysValues] = {}  # of every layer that makes keys and values
+    made: dict[int, KeysValues] = {}  # keys and values by layer
     for index, layer in enumerate(spec.layers):
         w = {name: value.astype(np.float64) for name, value in weights.layer(index).items()}
         x = run_layer(x, w, layer, spec, index=index, made=made, inputs=None if inputs is None else inputs[:, index])
@@ -68,7 +68,7 @@ def run_layer(
 
 
 def layer_inputs(x: np.ndarray, tokens: list[int], outer: WeightArrays, spec: ModelSpec) -> np.ndarray:
-    """[T, L, P]: from the token, and from its embedding as it enters the stack."""
+    """Per-layer input embeddings [T, L, P], from the token id and from its embedding."""
     shape = (len(tokens), len(spec.layers), spec.inputs)
     from_token = outer["inputs_embed"][tokens].reshape(shape) * math.sqrt(spec.inputs)
     projected = (x @ outer["inputs_project"].T).reshape(shape) / math.sqrt(spec.hidden)

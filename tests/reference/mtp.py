@@ -1,4 +1,4 @@
-"""The head that guesses ahead, written from its spec and weights alone: slow, obvious, no cache, double precision."""
+"""Reference implementation of the MTP head from its spec and weights: double precision, no cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.reference.forward import head, norm, run_layer
 
 
 def mtp_logits(target: ModelWeights, mtp: MtpWeights, hidden: np.ndarray, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [T, V] of the token after next at every position, and what the next guess reads [T, E].
+    """Logits [T, V] of the token after next at every position, and the hidden states for the next draft [T, E].
 
     hidden [T, E] is the target's residual after its last norm at positions 0 … T - 1, tokens are those at 1 … T.
     """

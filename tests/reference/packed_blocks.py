@@ -14,7 +14,7 @@ from onedraw.backends.packing import SEGMENT, SPAN
 from onedraw.backends.torch.ops.cuda.packed.activations import BLOCK, LEAST, MOST, TINY, Opened, Prepared, beside
 from onedraw.checkpoints.dequantize import QUANT_TYPES
 
-TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # codes of a sign, two bits of exponent and one of mantissa stand for half of these
+TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes of E2M1 codes
 
 
 def reference_activations(x: Tensor, *, width: int | None = None, order: Tensor | None = None) -> Prepared:
@@ -34,7 +34,7 @@ def reference_activations(x: Tensor, *, width: int | None = None, order: Tensor 
 
 
 def reference_weights(raw: Tensor, kind: str, factors: Tensor | None = None) -> Opened:
-    """Stored rows [n, bytes] → all outputs. `factors` [n]: of NVFP4, where they are not all 1."""
+    """Stored rows [n, bytes] as float16 weights and scales. `factors` [n]: of NVFP4, if they are not all 1."""
     blocks = _spans(raw, kind)  # [n, spans, blocks, bytes]
     rows = len(raw)
     match kind:
@@ -95,12 +95,12 @@ def reference_product(prepared: Prepared, opened: Opened) -> Tensor:
 
 
 def _tiny(rows: int, device: torch.device) -> Tensor:
-    """What each output's numbers are multiplied with: [n, 1]"""
+    """The power of two that each output is multiplied with: [n, 1]"""
     return torch.tensor(TINY, device=device).repeat_interleave(8).repeat(-(-rows // 16))[:rows, None]
 
 
 def _spans(raw: Tensor, kind: str) -> Tensor:
-    """[n, bytes] → [n, spans, blocks, bytes]; blocks of zeros fill the last span up."""
+    """[n, bytes] → [n, spans, blocks, bytes]; the last span is padded with zero blocks."""
     per_span = SPAN // QUANT_TYPES[kind].block_values
     blocks = raw.view(len(raw), -1, QUANT_TYPES[kind].block_bytes)
     blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -blocks.shape[1] % per_span))
@@ -108,7 +108,7 @@ def _spans(raw: Tensor, kind: str) -> Tensor:
 
 
 def _codes(blocks: Tensor, kind: str) -> Tensor:
-    """Whole numbers as they are stored: [n, spans, 8, 32] int32."""
+    """The stored integer codes: [n, spans, 8, 32] int32."""
     whole = blocks[:, :, 0]
     match kind:
         case "Q4_K":
@@ -133,7 +133,7 @@ def _codes(blocks: Tensor, kind: str) -> Tensor:
 
 
 def _halves(stored: Tensor) -> Tensor:
-    """Bytes [n, spans, groups, m] → codes [n, spans, 8, 32]: of a group the low halves come first, then the high ones."""
+    """Bytes [n, spans, groups, m] → codes [n, spans, 8, 32]: the low nibbles of a group come first, then the high ones."""
     return _split(torch.cat([stored & 15, stored >> 4], -1).flatten(2).int(), -1, 8, 32)
 
 
@@ -144,15 +144,15 @@ def _six_bits(whole: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _half(stored: Tensor, at: int) -> Tensor:
-    """The float16 at a place of every block, as float32."""
+    """The float16 at byte `at` of every block, as float32."""
     return stored[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
 
 
 def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
-    """One axis as several."""
+    """Split one axis into several."""
     return torch.unflatten(tensor, dim, sizes)
 
 
 def _side_by_side(numbers: Tensor) -> Tensor:
-    """[rows, n] → [n, rows filled up]"""
+    """[rows, n] → [n, rows padded]"""
     return torch.nn.functional.pad(numbers.t(), (0, beside(len(numbers)) - len(numbers))).contiguous()

@@ -1,5 +1,5 @@
-"""The slow drafter is itself judged: by transformers' own DFlash module, by what windows and causality must not let
-through, and by the drafts that a trained pair keeps."""
+"""The reference drafter: compared with transformers' DFlash module, checked for windows and causality, and for the acceptance
+of a trained drafter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROMPTS = (
 
 
 def weights_of(path: Path, **changes: Any) -> DrafterWeights:
-    """The drafter at `path`, with its spec changed where the weights allow it."""
+    """The drafter at `path`, with changes to its spec that do not change weight shapes."""
     weights = read_drafter_info(open_checkpoint(path)).weights
     weights.spec = replace(weights.spec, **changes)
     return weights
@@ -55,10 +55,10 @@ def inputs(spec: DrafterSpec, context: int, seed: int = 0) -> tuple[np.ndarray, 
     return features, random.normal(size=(spec.vocab, spec.hidden)), random.normal(size=(spec.vocab, spec.hidden))
 
 
-# ------------------------------------------------------------------ transformers as judge
+# ------------------------------------------------------------------ comparison with transformers
 
 
-def judged(weights: DrafterWeights, features: np.ndarray, anchor: int, embed: np.ndarray) -> np.ndarray:
+def transformers_output(weights: DrafterWeights, features: np.ndarray, anchor: int, embed: np.ndarray) -> np.ndarray:
     """The normed output [B, E] of transformers' DFlash module for the same weights."""
     spec, mixer = weights.spec, weights.spec.layers[0].mixer
     kinds = ["full_attention" if layer.mixer.window is None else "sliding_attention" for layer in spec.layers]
@@ -113,7 +113,7 @@ def test_the_block_equals_transformers(name: str, context: int) -> None:
     features, embed, _ = inputs(weights.spec, context)
     hidden = block_hidden(weights, features, 17, embed=embed)
     ours = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + weights.spec.eps) * weights.outer()["norm"]
-    np.testing.assert_allclose(ours, judged(weights, features, 17, embed), atol=2e-5)
+    np.testing.assert_allclose(ours, transformers_output(weights, features, 17, embed), atol=2e-5)
 
 
 # ------------------------------------------------------------------ what must not matter
@@ -143,7 +143,7 @@ def test_later_slots_matter_only_in_a_block_that_is_not_causal(tmp_path: Path) -
 
 
 def test_only_relative_positions_matter(tmp_path: Path) -> None:
-    """Rotary positions are relative: a context whose oldest part is out of every window may be cut."""
+    """Rotary positions are relative: context outside every window can be removed."""
     weights = weights_of(
         tiny.write_zlab(tmp_path, layer_types=["sliding_attention"] * 2, sliding_window=4, use_sliding_window=True)
     )
@@ -162,7 +162,9 @@ def test_a_separate_head_drafts_in_the_targets_ids(tmp_path: Path) -> None:
     weights = weights_of(tiny.write_speculators(tmp_path, draft_vocab=tiny.DRAFT_VOCAB))
     features, embed, head = inputs(weights.spec, 6)
     hidden = block_hidden(weights, features, 3, embed=embed)
-    np.testing.assert_array_equal(hidden, block_hidden(weights, features, 3, embed=embed * 0))  # the drafter's own is used
+    np.testing.assert_array_equal(
+        hidden, block_hidden(weights, features, 3, embed=embed * 0)
+    )  # the drafter's own embedding is used
     logits = head_logits(weights, hidden, head=head)
     assert logits.shape == (tiny.BLOCK - 1, tiny.DRAFT_VOCAB)
     ids = weights.target_ids()
@@ -196,8 +198,8 @@ def total(runs: list[GreedyRun]) -> float:
 def test_drafts_of_the_trained_drafter_are_accepted(target: Target, drafter: Drafter, prompts: list[list[int]]) -> None:
     runs = [greedy_with_drafts(target, drafter, prompt, 16) for prompt in prompts]
     assert total(runs) > 1.5
-    assert any(kept == 0 for run in runs for kept in run.kept)  # it rejects for real, too
-    # Text comes out right whatever the features are: only the number of kept drafts tells.
+    assert any(kept == 0 for run in runs for kept in run.kept)  # some steps reject all drafts
+    # The tokens are right for any features; only acceptance depends on them.
     blind = [greedy_with_drafts(target, drafter, prompt, 16, spoil=np.zeros_like) for prompt in prompts]
     assert total(blind) < total(runs) - 0.3
     for run, other in zip(runs, blind, strict=True):
@@ -212,7 +214,7 @@ def test_drafts_do_not_change_the_tokens(target: Target, drafter: Drafter, promp
     for _ in run.tokens:
         tokens.append(target.run(tokens, (0,))[0][-1])
     assert tokens[len(prompt) :] == run.tokens
-    # The short way to the same steps, for those who have the text already.
+    # `draft_along` must take the same steps.
     known = draft_along(target, drafter, tokens, len(prompt))
     assert known.kept == run.kept[: len(known.kept)]
     assert len(known.kept) >= 4

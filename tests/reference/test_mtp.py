@@ -1,4 +1,4 @@
-"""The oracle of the guessing head, against the same layer and norms as transformers computes them."""
+"""The reference MTP head, compared with transformers' layer and norms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_reference_equals_transformers_modules(name: str, tmp_path: Path) ->
 
 
 def by_transformers(name: str, hidden: torch.Tensor) -> np.ndarray:
-    """A model of one layer, fed with what the head's first matrix gives, is the head."""
+    """A transformers model of one layer that receives the output of fc is the head."""
     whole = tiny.build(name).double()
     stored = {name: value.double() for name, value in tiny_modern.mtp_tensors(whole.config, 0).items()}
     config = type(whole.config)(**{**whole.config.to_dict(), "num_hidden_layers": 1, "layer_types": ["full_attention"]})

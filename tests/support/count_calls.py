@@ -1,4 +1,4 @@
-"""How much a piece of work takes, counted in calls: a measure that nobody else on the machine can change, unlike seconds."""
+"""Measures work in function calls, which, unlike seconds, do not depend on the load of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def count_calls(work: Callable[[], T]) -> tuple[T, int]:
-    """What it gives, and the calls of Python and C functions that it took on this thread."""
+    """The result of `work`, and the number of Python and C function calls it made on this thread."""
     calls = 0
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

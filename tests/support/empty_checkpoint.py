@@ -1,6 +1,6 @@
-"""Checkpoints of released shapes without weights: headers that tell every tensor, over files that take no room on a disk.
+"""Checkpoints with the shapes of released models and without weights: full headers over sparse files.
 
-In: the name of a released config. Out: a folder that can be described and planned for, and not run.
+In: the name of a released config. Out: a folder whose spec and memory plan can be computed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.released_configs import CONFIGS
 
 
 def write_empty_checkpoint(name: str, folder: Path) -> Path:
-    """A safetensors folder in bf16, its data a hole."""
+    """A safetensors folder in bf16 whose data is a hole in a sparse file."""
     given = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
     config = transformers.CONFIG_MAPPING[CONFIGS[name]["model_type"]](**given)
     with torch.device("meta"):

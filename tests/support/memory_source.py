@@ -1,4 +1,4 @@
-"""A source made of plain arrays, for descriptions that no file needs to back."""
+"""A ModelSource made of numpy arrays, without files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights of every kind without a file: random blocks as GGUF has them, and tiny models made of them."""
+"""Random quantized weights of every type in memory, and tiny models made of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny_spec(*, tied: bool, width: int = 256, qk_norm: bool = False) -> ModelSp
 
 
 class QuantizedCheckpoint:
-    """A source whose matrices are stored as these kinds, one after the other."""
+    """A source whose matrices have the given types in turn."""
 
     format: CheckpointFormat = "plain"
 
@@ -52,7 +52,7 @@ class QuantizedCheckpoint:
         return "packed"
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No-op: there are no files."""
 
 
 def quantized_weights(spec: ModelSpec, kinds: tuple[str, ...], seed: int = 0) -> ModelWeights:

@@ -1,5 +1,4 @@
-"""Configs of released models as their hub pages give them, by what they are called. Shapes alone: no weights are here.
-Those that `random:` knows are taken from there."""
+"""Configs of released models as published on the hub, by name; those that `random:` knows are imported from there."""
 
 from __future__ import annotations
 

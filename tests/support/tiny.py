@@ -1,8 +1,8 @@
 """Tiny random checkpoints of every family, as transformers folders and as GGUF files with the same weights.
 
-In: a family's name and a seed. Out: files. Norms and biases get values that matter, matrices keep the size of what
-they multiply: a missing bias, a swapped head or a wrong rope changes the argmax instead of hiding in noise. The GGUF
-twin does to the weights what converters do (renames, permutes Llama's q and k, writes rope divisors).
+In: a family's name and a seed. Out: files. Norms and biases are large enough to matter and matrices preserve the magnitude of
+their input, so that a missing bias, a swapped head or a wrong rope changes the argmax. GGUF files have the form that converters
+write (other names, permuted q and k of Llama, rope divisors).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.support import tiny_gguf, tiny_modern
 
 NAMES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
-MODERN = tiny_modern.NAMES  # hybrids, experts, shared keys and values; see there
-TWINS = tuple(n for n in (*NAMES, *MODERN) if not n.endswith("_vl") and n != "laguna_odd")  # have a form in GGUF
+MODERN = tiny_modern.NAMES  # hybrids, experts, shared keys and values
+GGUF_MODELS = tuple(n for n in (*NAMES, *MODERN) if not n.endswith("_vl") and n != "laguna_odd")  # have a GGUF form
 VOCAB = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TEXT, IM_END = 0, 2
@@ -64,7 +64,7 @@ def config(name: str) -> transformers.PretrainedConfig:
             return transformers.LlamaConfig(**COMMON, rms_norm_eps=1e-5, tie_word_embeddings=True, rope_parameters=rope)
         case "llama31":  # untied, scaled rope
             return transformers.LlamaConfig(**COMMON, rms_norm_eps=1e-5, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE)
-        case "mistral":  # a window that a short text already leaves
+        case "mistral":  # a window shorter than the test texts
             rope = {**plain, "rope_theta": 10000.0}
             return transformers.MistralConfig(**COMMON, tie_word_embeddings=False, sliding_window=32, rope_parameters=rope)
         case "qwen2":  # biases on q, k, v
@@ -89,15 +89,15 @@ def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
 
 
 def fill(model: transformers.PreTrainedModel, seed: int) -> None:
-    """Random values of a size that matters."""
+    """Random values large enough to affect the output."""
     generator = torch.Generator().manual_seed(seed)
-    described = model.config
+    model_config = model.config
     scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
     with torch.no_grad():
-        for name, parameter in [*model.named_parameters(), *scalars]:  # a tied head comes once
+        for name, parameter in [*model.named_parameters(), *scalars]:  # a tied head is listed once
             noise = torch.randn(parameter.shape, generator=generator)
-            special = tiny_modern.spread(name, noise, config=described)
-            parameter.copy_(_spread(name, noise, tied=bool(described.tie_word_embeddings)) if special is None else special)
+            special = tiny_modern.spread(name, noise, config=model_config)
+            parameter.copy_(_spread(name, noise, tied=bool(model_config.tie_word_embeddings)) if special is None else special)
 
 
 def _spread(name: str, noise: torch.Tensor, *, tied: bool) -> torch.Tensor:
@@ -134,22 +134,22 @@ def write_safetensors(name: str, folder: Path, *, seed: int = 0, dtype: torch.dt
     if name.endswith(tiny_modern.MTP):
         _add_mtp(folder, {name: value.to(dtype) for name, value in tiny_modern.mtp_tensors(model.config, seed).items()})
     tokenizer().save(str(folder / "tokenizer.json"))
-    described = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL[0],
         "eos_token": SPECIAL[2],
         "pad_token": SPECIAL[0],
         "chat_template": TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
 
 
 def _add_mtp(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**described, "mtp_num_hidden_layers": 1}))
+    model_config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**model_config, "mtp_num_hidden_layers": 1}))
 
 
 # ------------------------------------------------------------------ GGUF files
@@ -173,21 +173,21 @@ GGUF_NAMES = {
 
 
 def write_gguf(name: str, file: Path, *, seed: int = 0, kind: str = "F32") -> Path:
-    """The GGUF twin of `write_safetensors(name, seed=seed)`: matrices as `kind`, the rest as F32."""
+    """The GGUF version of `write_safetensors(name, seed=seed)`: matrices as `kind`, the rest as F32."""
     model = build(name, seed)
     file.parent.mkdir(parents=True, exist_ok=True)
     arch = tiny_gguf.arch_of(model) if name in MODERN else {"llama31": "llama", "mistral": "llama"}.get(name, name)
     writer = gguf.GGUFWriter(str(file), arch)
     if name in MODERN:
-        guessing = tiny_modern.mtp_tensors(model.config, seed) if name.endswith(tiny_modern.MTP) else {}
-        tiny_gguf.metadata(writer, model, guessing=bool(guessing))
-        tensors = tiny_gguf.tensors(model, {name: value.numpy() for name, value in guessing.items()})
+        mtp = tiny_modern.mtp_tensors(model.config, seed) if name.endswith(tiny_modern.MTP) else {}
+        tiny_gguf.metadata(writer, model, mtp=bool(mtp))
+        tensors = tiny_gguf.tensors(model, {name: value.numpy() for name, value in mtp.items()})
     else:
         _write_metadata(writer, model.config, arch)
         tensors = _tensors(name, model, arch)
     _write_vocabulary(writer)
     for tensor_name, values in tensors:
-        # What converters never pack, beside vectors: routers, convolutions, the gate of a shared expert.
+        # Converters never quantize vectors, routers, convolutions and the gate of a shared expert.
         plain = values.ndim < 2 or "ffn_gate_inp" in tensor_name or "ssm_conv1d" in tensor_name
         _write_tensor(writer, tensor_name, values, "F32" if plain else kind)
     writer.write_header_to_file()
@@ -229,7 +229,7 @@ def rope_divisors(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> list[float]:
-    """What llama3 scaling divides each frequency by."""
+    """The divisor of each frequency in llama3 scaling."""
     divisors = []
     for pair in range(head_dim // 2):
         wavelength = 2 * math.pi * rope_theta ** (2 * pair / head_dim)
@@ -245,7 +245,7 @@ def rope_divisors(
 
 
 def _interleave(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows (i, i + d/2) of every head side by side."""
+    """Interleave rows (i, i + d/2) of every head."""
     size = values.shape[0] // heads
     rows = [head * size + half * (size // 2) + i for head in range(heads) for i in range(size // 2) for half in range(2)]
     return values[rows]
@@ -256,23 +256,23 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: 
     writer.add_tensor(name, gguf.quants.quantize(values, packing), raw_dtype=packing)
 
 
-def _write_metadata(writer: gguf.GGUFWriter, described: transformers.PretrainedConfig, arch: str) -> None:
-    head_dim = getattr(described, "head_dim", None) or described.hidden_size // described.num_attention_heads
-    writer.add_context_length(described.max_position_embeddings)
-    writer.add_embedding_length(described.hidden_size)
-    writer.add_block_count(described.num_hidden_layers)
-    writer.add_feed_forward_length(described.intermediate_size)
-    writer.add_head_count(described.num_attention_heads)
-    writer.add_head_count_kv(described.num_key_value_heads)
+def _write_metadata(writer: gguf.GGUFWriter, model_config: transformers.PretrainedConfig, arch: str) -> None:
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    writer.add_context_length(model_config.max_position_embeddings)
+    writer.add_embedding_length(model_config.hidden_size)
+    writer.add_block_count(model_config.num_hidden_layers)
+    writer.add_feed_forward_length(model_config.intermediate_size)
+    writer.add_head_count(model_config.num_attention_heads)
+    writer.add_head_count_kv(model_config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(described.rms_norm_eps)
-    writer.add_rope_freq_base(described.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(model_config.rms_norm_eps)
+    writer.add_rope_freq_base(model_config.rope_parameters["rope_theta"])
     if arch == "llama":
-        writer.add_vocab_size(described.vocab_size)
+        writer.add_vocab_size(model_config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    if described.model_type == "mistral":
-        writer.add_sliding_window(described.sliding_window)
+    if model_config.model_type == "mistral":
+        writer.add_sliding_window(model_config.sliding_window)
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random DFlash drafters in every safetensors layout, and folders of the relatives that are refused.
+"""Tiny random DFlash drafters in every safetensors layout, and folders of unsupported variants.
 
 In: what should differ from the plain one. Out: a config and tensors, or a folder. Random norms and matrices that keep
 the size of what they multiply, so that a swapped tensor or a missing norm changes the drafts.
@@ -20,7 +20,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def stack_config(layers: int = 2) -> dict[str, Any]:
-    """The part that both layouts share, in transformers' words."""
+    """The keys that both layouts share, as in transformers."""
     return {
         "model_type": "qwen3",
         "hidden_size": HIDDEN,
@@ -83,7 +83,7 @@ def speculators_config(
 
 
 def tensors(layers: int = 2, features: int = 2, seed: int = 0) -> Tensors:
-    """The body, named alike in both layouts."""
+    """The tensors that both layouts share."""
     random = np.random.default_rng(seed)
 
     def matrix(outputs: int, inputs: int) -> np.ndarray:
@@ -109,7 +109,7 @@ def tensors(layers: int = 2, features: int = 2, seed: int = 0) -> Tensors:
 
 
 def own_tensors(draft_vocab: int = VOCAB, seed: int = 1) -> Tensors:
-    """What speculators store beside the body: embedding, head, and the map where the vocabulary is reduced."""
+    """Further tensors of the speculators layout: embedding, head, and the id map of a reduced vocabulary."""
     random = np.random.default_rng(seed)
     made = {
         "embed_tokens.weight": random.normal(size=(VOCAB, HIDDEN)).astype(np.float32),

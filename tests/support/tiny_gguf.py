@@ -1,7 +1,7 @@
-"""GGUF twins of the modern tiny models: the same weights, with done to them what converters do.
+"""GGUF versions of the modern tiny models: the same weights in the form that converters write.
 
-In: a transformers model. Out: metadata and tensors for a writer. Norms get their one, decays their sign, value heads go
-from grouped to tiled order, experts are stacked, the head that guesses ahead becomes the block after the last.
+In: a transformers model. Out: metadata and tensors for a writer. Norms are stored with 1 added, decays
+with their sign, value heads in tiled order, experts stacked, the MTP head as the block after the last.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def tensors(model: transformers.PreTrainedModel, mtp: Tensors | None = None) -> 
         for part, piece in _experts(inner, value, fused=arch == "gemma4"):
             yield place + part, piece
         if ".experts." not in f".{inner}":
-            yield place + _renamed(inner, arch, guessing=name == "mtp.norm.weight"), value
+            yield place + _renamed(inner, arch, mtp=name == "mtp.norm.weight"), value
 
 
 def _place(name: str, *, depth: int) -> tuple[str, str]:
-    """'model.layers.2.mlp.…' → 'blk.2.', 'mlp.…'; what belongs to the guessing head goes to the block after the last."""
+    """'model.layers.2.mlp.…' → 'blk.2.', 'mlp.…'; the MTP head becomes the block after the last."""
     name = name.replace("mtp.layers.0.", f"model.layers.{depth}.")
     if found := re.match(r"model\.layers\.(\d+)\.(.+)", name):
         return f"blk.{found[1]}.", found[2]
@@ -110,8 +110,8 @@ def _place(name: str, *, depth: int) -> tuple[str, str]:
     return "", name.removeprefix("model.")
 
 
-def _renamed(inner: str, arch: str, *, guessing: bool) -> str:
-    if guessing:
+def _renamed(inner: str, arch: str, *, mtp: bool) -> str:
+    if mtp:
         return "nextn.shared_head_norm.weight"
     if inner in NAMES or inner in WHOLE:
         return NAMES.get(inner) or WHOLE[inner]
@@ -163,11 +163,11 @@ def tiled(value: np.ndarray, config: Config) -> np.ndarray:
 # ------------------------------------------------------------------ metadata
 
 
-def metadata(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, *, guessing: bool) -> None:
+def metadata(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, *, mtp: bool) -> None:
     c, arch = tiny_modern.text_config(model.config), arch_of(model)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers + guessing)
+    writer.add_block_count(c.num_hidden_layers + mtp)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     heads = getattr(c, "num_attention_heads_per_layer", None) or c.num_attention_heads
     writer.add_head_count(heads)
@@ -184,7 +184,7 @@ def metadata(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, *, gu
     if shared := getattr(c, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(shared)
     {"gemma4": _gemma4, "laguna": _laguna, "qwen3moe": _qwen3_moe}.get(arch, _qwen3_5)(writer, c)
-    if guessing:
+    if mtp:
         writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
 
 
@@ -206,7 +206,7 @@ def _qwen3_5(writer: gguf.GGUFWriter, c: Config) -> None:
 
 
 def _gemma4(writer: gguf.GGUFWriter, c: Config) -> None:
-    d = c.to_dict()  # what differs by layer is not asked of the config itself
+    d = c.to_dict()  # attributes that differ by layer cannot be read from the config object
     each = [d["per_layer_config"].get(index, d["per_layer_config"].get(str(index), {})) for index in range(c.num_hidden_layers)]
     kv_heads = [layer.get("num_key_value_heads", d["num_key_value_heads"]) for layer in each]
     head_dim = next(layer["head_dim"] for layer in each if "head_dim" in layer)

@@ -1,6 +1,6 @@
-"""Tiny random models of the hybrid and modern families, each variant with what makes it one. Names go to `tiny.py`.
+"""Tiny random models of the hybrid and other recent families, with their variants. `tiny.py` writes them.
 
-Sizes: value heads three times the key heads, widths that are no multiple of 16, windows that a short text leaves.
+Sizes: three value heads per key head, widths that are not a multiple of 16, windows shorter than the test texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onedraw.models.registry import FAMILIES
 from onedraw.models.spec import ModelSpec
 
 VOCAB = 512  # of tiny.py
-MTP = "_mtp"  # names with this ending have a head that guesses ahead
+MTP = "_mtp"  # suffix of models with an MTP head
 
 BASE: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
 MODEST = {**BASE, "hidden_size": 64, "max_position_embeddings": 1024}
@@ -172,7 +172,7 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         top_k_experts=2,
         moe_intermediate_size=24,
     ),
-    "gemma4_e4b": lambda: t.Gemma4TextConfig(  # may be cut into three
+    "gemma4_e4b": lambda: t.Gemma4TextConfig(  # can be split into three stages
         **{**MODEST, **GEMMA4, **SMALL, "num_kv_shared_layers": 2}, intermediate_size=104
     ),
     "gemma4_e2b": lambda: t.Gemma4TextConfig(
@@ -188,14 +188,14 @@ NAMES = tuple(CONFIGS)
 
 
 def empty(name: str) -> transformers.PreTrainedModel:
-    """The model as transformers makes it, its experts computed in any dtype."""
+    """The model as transformers builds it, with expert code that works in every dtype."""
     config = CONFIGS[name]()
     maker = t.AutoModelForImageTextToText if name.endswith("_vl") else t.AutoModelForCausalLM
     return maker.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
 
 
 def spec(name: str) -> ModelSpec:
-    """What the model's config describes, without its weights."""
+    """The spec of the model's config."""
     config = json.loads(CONFIGS[name]().to_json_string())
     family = next(family for family in FAMILIES if config["model_type"] in family.model_types)
     return family.from_config(config, "config.json")
@@ -206,7 +206,7 @@ def text_config(config: transformers.PretrainedConfig) -> transformers.Pretraine
 
 
 def spread(name: str, noise: torch.Tensor, *, config: transformers.PretrainedConfig) -> torch.Tensor | None:
-    """Values of a size that matters for what only these families have; None for what all families have."""
+    """Values of suitable magnitude for weights that only these families have; None for other weights."""
     family = text_config(config).model_type
     last = name.rpartition(".")[2]
     match last:
@@ -231,7 +231,7 @@ def spread(name: str, noise: torch.Tensor, *, config: transformers.PretrainedCon
 
 
 def mtp_tensors(config: transformers.PretrainedConfig, seed: int) -> dict[str, torch.Tensor]:
-    """mtp.*: a head that guesses ahead, as Qwen3.5 checkpoints hold it. transformers neither reads nor writes it."""
+    """The mtp.* tensors of Qwen3.5 checkpoints, which transformers neither reads nor writes."""
     generator = torch.Generator().manual_seed(seed + 1)
     hidden = config.hidden_size
     single = type(config)(**{**config.to_dict(), "num_hidden_layers": 1, "layer_types": [FULL]})

@@ -1,4 +1,4 @@
-"""One way to make a torch backend from a folder or file, and rows for it, for every test that needs them."""
+"""Makes torch backends from a checkpoint, and rows for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onedraw.types import History, Row, SamplingParams
 
 
 def slice_row(tokens: Sequence[int], start: int, stop: int, *, prompt: int, groups: int) -> Row:
-    """Positions [start, stop) of a text whose first `prompt` tokens are a prompt: nothing is chosen."""
+    """Positions [start, stop) of a text whose first `prompt` tokens are the prompt; no token is sampled."""
     return Row(
         request_id="x",
         lane=0,
@@ -55,7 +55,7 @@ def make_backend(
     overlap: bool = False,
     ahead: bool | None = None,
 ) -> TorchBackend:
-    """On the CPU, with our kernels or with plain torch, in one stage or cut before some layers, one by one or all at work."""
+    """A CPU backend: with the C kernels or plain torch; in one stage or split before the layers `cuts`, overlapped or not."""
     info = read_model_info(open_checkpoint(path))
     cpu = torch.device("cpu")
 
