@@ -9,7 +9,7 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import DeltaSpec
-from tests.models.test_modern import spec_of
+from tests.models.test_modern_families import spec_of
 from tests.support import tiny_modern
 from tests.support.released_configs import CONFIGS
 
