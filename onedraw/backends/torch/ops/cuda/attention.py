@@ -1,19 +1,19 @@
-"""Paged attention on a GPU, in one form for all rows: single tokens, drafts, nodes of trees, prompt chunks, windows.
+"""Paged attention with Triton: one kernel for decode tokens, chains of drafts, verify trees, prompt chunks and sliding windows.
 
-In: queries [T, H, D], a layer's pages, and for every token what it sees. Out: [T, H * D].
+In: queries [T, H * D], a layer's KV pages, and the range of keys of every token. Out: [T, H * D].
 
-A tile is a few neighbouring queries of one row times the G query heads that share a key head. Keys are read in blocks of
-32 or 64 absolute positions, by the size of a head alone; blocks are taken one after the other inside a split, which is a
-range of absolute positions, with a running maximum; splits are merged from front to back. One program may walk all splits of its
-tile (`ALL`), or each split has a program and a second kernel merges: the same operations in the same order. The sum of a
-row's weights is taken by the matrix unit like the values' sum, since a library sum would follow the tile's layout. What a
-query does not see adds exact zeros. Keys and values may be codes of 8 bits with scales (`codes.py`): a score is (q · code)
-times the key's scale, and the weight that meets a value's code is the weight times the value's scale. So neither batch, nor
-chunk, nor tile, nor the parallel form changes a bit of a row.
+A tile holds a few neighbouring queries of one row, times the query heads that share a KV head. Keys are read in blocks of 32 or
+64 absolute positions (`block_keys`, a function of the head size alone). A split is a range of absolute positions: inside it
+blocks are accumulated in order by online softmax, and splits are merged from front to back. Either one program processes all
+splits of its tile (`SEQUENTIAL`), or each split has its own program and `merge_splits` merges them: the same operations in the
+same order. The row sum of the softmax is computed by `tl.dot` like the weighted values, since the order of `tl.sum` depends on
+the tile's layout. Masked keys add exact zeros. Quantized keys and values (8-bit codes with a scale per head and position) enter
+as (q · code) times the key's scale, and as the softmax weight times the value's scale. So batch size, prompt chunking, tile
+height and split parallelism never change a bit of a row.
 
-Nodes of a tree have all blocks in common that end before its drafts begin: tiles of many nodes read those, and leave the
-state of the last split, maximum and sums, as it stands. A second kernel (`triton_own.py`) has a tile per node, which merges the
-splits before it, goes on from there with the blocks that hold its path, and ends.
+The nodes of a verify tree share all key blocks that end before the drafts begin (TREE_PREFIX): tiles of many nodes read these and
+store the state of every split. Then `attend_tree_paths` has one tile per node (TREE_PATH): it merges the stored splits, and
+continues the last of them with the blocks that hold the node's path.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -44,44 +44,45 @@ from onedraw.backends.torch.ops.cuda.tree_attention import attend_tree_paths
 from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, wait_for_inputs
 
 Ints = npt.NDArray[np.int64]
-FIRST_SPLIT = 128  # keys of the first splits
+FIRST_SPLIT = 128  # keys in each of the first splits
 LOG2_E = math.log2(math.e)
 TILE_WORDS = 8
-TREE_COLUMNS = 64  # of the values, that a program has of a tree's node
-# A tile reads everything by position; of a tree the blocks that all its nodes have in common, or a node's own blocks.
+TREE_COLUMNS = 64  # value columns per program of `attend_tree_paths`
+# Kinds of tiles: all keys of a token; the key blocks that all nodes of a tree share; the remaining key blocks of one node.
 FULL, TREE_PREFIX, TREE_PATH = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What the tokens of a turn see, for layers of one kind. All int32, on the device."""
+    """Key ranges of a step's tokens, for layers of one attention shape. All int32, on the device."""
 
     rows: Tensor  # [T] row of each token
-    first_keys: Tensor  # [T] first position each token sees
-    last_keys: Tensor  # [T] last position each token sees
-    merge_rows: Tensor  # [T] place of each token among those whose splits are merged, in order of the sets
+    first_keys: Tensor  # [T] first position each token attends to
+    last_keys: Tensor  # [T] last position each token attends to
+    merge_rows: Tensor  # [T] row of each token in the split buffers
     page_table: Tensor  # [R, W] pages
-    paths: Tensor | None  # [T, depth] slots of a node's path, counted from its tail; None where no row branches
+    paths: Tensor | None  # [T, depth] slots of the drafts on a node's path, relative to the first draft; None without trees
     page_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class TileSet:
-    """Tiles of one height, launched together."""
+    """Tiles of one height and kind, launched together."""
 
-    height: int  # queries times query heads per key head
-    tiles: Tensor  # [N, 8] int32: first token, tokens, the split that is carried on, row, positions to read from and to, tail,
-    # first split
-    merge_tokens: Tensor  # [t] int32: the tokens whose parts are kept until they are merged; empty where `together`
-    splits: int  # behind the last split that any token sees
-    grid_splits: int  # the largest number of splits that a tile reads
-    sequential: bool  # one program walks all splits of a tile
+    height: int  # queries times query heads per KV head
+    # [N, TILE_WORDS] int32: first token, token count, split that a TREE_PATH tile continues (-1: none), row, first and last
+    # position to read, position of the first draft, first split
+    tiles: Tensor
+    merge_tokens: Tensor  # [t] int32: tokens whose splits are stored to be merged; empty where `sequential`
+    splits: int  # one more than the last split of any token
+    grid_splits: int  # the largest number of splits of a tile
+    sequential: bool  # one program processes all splits of a tile
     kind: int = FULL
 
 
 def split_indices(position: Ints) -> Ints:
-    """Which split a position lies in: 128 keys each up to position 1,024, 256 up to 2,048, 512 up to 8,192, and 1,024 from there
-    on. So short contexts have enough of them to keep a device busy, and long ones not more than it takes time to merge."""
+    """The split of a position. Splits have 128 keys up to position 1,024, 256 up to 2,048, 512 up to 8,192, and 1,024 beyond:
+    short contexts have enough splits to fill the device, and long ones few enough to merge quickly."""
     index = position // FIRST_SPLIT
     for doublings, offset in ((1, 4), (2, 8), (3, 16)):
         index = np.minimum(index, position // (FIRST_SPLIT << doublings) + offset)
@@ -122,7 +123,7 @@ def _attend(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # What a turn is told, no kernel of the turn writes: it is read before waiting.
+    # Index tensors are written only by the host, so loading them before the PDL wait is safe.
     tile = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(tiles + tile * 8)
@@ -133,16 +134,16 @@ def _attend(
     if SEQUENTIAL:
         begin_split = split_index(low, FIRST_SPLIT)
         end_split = split_index(high, FIRST_SPLIT) + 1
-    else:  # the last ones, which are the longest, begin first
+    else:  # the last splits are the longest: they start first
         begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
         if (split_start(begin_split, FIRST_SPLIT) > high) | (split_start(end_split, FIRST_SPLIT) <= low):
-            wait_for_inputs(PDL)  # who waits for this kernel waits for those before it
+            wait_for_inputs(PDL)  # a kernel that waits for this one relies on all kernels before it, too
             return
     HEADS_PER_KV: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, BLOCK_M)
     live = m // HEADS_PER_KV < count
-    token = first + tl.maximum(tl.minimum(m // HEADS_PER_KV, count - 1), 0)  # an empty tile has none
+    token = first + tl.maximum(tl.minimum(m // HEADS_PER_KV, count - 1), 0)  # a padding tile has none
     first_key = tl.where(live, tl.load(first_keys + token), 2147483647)
     last_key = tl.where(live, tl.load(last_keys + token), -1)
     d = tl.arange(0, BLOCK_D)
@@ -154,7 +155,7 @@ def _attend(
     next_slots = key_slots(start_key, row_pages, head, table_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
     wait_for_inputs(PDL)
     dtype = q.dtype.element_ty
-    if KV_QUANT:  # even and odd dimensions by themselves, see `code_scores`
+    if KV_QUANT:  # even and odd dimensions apart, see `quantized_scores`
         pair = tl.arange(0, BLOCK_D // 2)
         pair_mask = live[:, None] & (pair < D // 2)[None, :]
         even_query = tl.load(q_ptrs + 2 * pair[None, :], mask=pair_mask, other=0.0)
@@ -173,8 +174,7 @@ def _attend(
             even, odd = tl.split(tl.reshape(acc_s, (BLOCK_M, BLOCK_D // 2, 2)))
         start_key = tl.maximum(split_start(split, FIRST_SPLIT), low // BLOCK_KEYS * BLOCK_KEYS)
         stop_key = tl.minimum(split_start(split + 1, FIRST_SPLIT), high + 1)
-        # Blocks that every query sees, then the others. The next block is looked up while one is computed with, so that no
-        # fetching waits for where to fetch.
+        # First the blocks that no query masks, then the others. The slots of the next block are loaded while one is computed.
         masked_start = start_key
         if not KV_QUANT:
             common_stop = tl.minimum(stop_key, tl.min(tl.where(live, last_key, 2147483646), 0) + 1)
@@ -216,7 +216,7 @@ def _attend(
             row_max, row_sum, acc = merge_split(row_max, row_sum, acc, row_max_s, row_sum_s, acc_s)
         else:
             row_max, row_sum, acc = row_max_s, row_sum_s, acc_s
-    launch_dependents(PDL)  # not before the wait above: `attend_own` reads queries and keys without waiting again
+    launch_dependents(PDL)  # not before the wait above: `attend_tree_paths` reads queries and keys before its own wait
     if SEQUENTIAL:
         result = tl.div_rn(acc, tl.broadcast_to(row_sum[:, None], (BLOCK_M, BLOCK_D))).to(out.dtype.element_ty)
         out_ptrs = out + (token.to(tl.int64) * HEADS + query_head)[:, None] * D + d[None, :]
@@ -244,7 +244,7 @@ def attend(
     stages: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """q [T, H * D] (rows of stride 1) over page stores [P * K, S * D]. `scales` of codes: [P * K, S]."""
+    """q [T, H * D] (rows of stride 1) over KV pages [P * K, S * D]; `scales` of quantized pages: [P * K, S]."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
     block_d = triton.next_power_of_2(dim) if scales is None else max(triton.next_power_of_2(dim), 32)
     splits = max((tile_set.splits for tile_set in tile_sets if not tile_set.sequential), default=0)
@@ -269,11 +269,11 @@ def attend(
         "KV_QUANT": kv_quant,
     }
     options["IEEE"] = q.dtype == torch.float32
-    splits_per_load = 8 if block_d < 256 else 16  # splits that are merged
-    assert not tile_sets or tile_sets[0].kind != TREE_PATH, "what is a node's own is read behind what nodes share"
+    splits_per_load = 8 if block_d < 256 else 16  # splits that one iteration of the merge loads
+    assert not tile_sets or tile_sets[0].kind != TREE_PATH, "TREE_PATH tiles continue the splits of TREE_PREFIX tiles"
     for tile_set in tile_sets:
         if tile_set.kind == TREE_PATH:
-            assert metadata.paths is not None, "a node has a path"
+            assert metadata.paths is not None, "TREE_PATH tiles need paths"
             columns = min(block_d, TREE_COLUMNS)
             attend_tree_paths[(len(tile_set.tiles), kv_heads, block_d // columns)](
                 *(*tensors, tile_set.tiles, *key_ranges, metadata.paths, merge_count, *strides, metadata.paths.shape[1], scale),
@@ -316,19 +316,19 @@ def attend(
 
 
 def block_keys(dim: int) -> int:
-    """Keys per block. Small ones leave room for several on their way, on a small card too."""
+    """Keys per block: few enough that several blocks fit in shared memory at once, on small cards too."""
     return 64 if dim <= 128 else 32
 
 
 def _warps(height: int, block_d: int, sequential: bool) -> int:
-    """Registers for the sums: those of a split, and where one program walks all of them those of the splits before it."""
+    """Enough registers for the accumulator of a split and, where `sequential`, for that of the splits before it."""
     sums = height * block_d * (2 if sequential else 1)
     return 16 if sums > 32768 else 8 if sums > 16384 or height >= 128 or block_d >= 512 else 4
 
 
 def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:
-    """Blocks of keys and values in shared memory at once, up to three: one is computed with, the others are on their way. Where
-    the matrix unit cannot read it there, the one that is computed with takes no room. Two tiles of 64 rows shall fit beside each
+    """Pipeline stages: blocks of keys and values in shared memory at once, at most three. Where the MMA instructions cannot read
+    operands from shared memory, the current block is in registers and takes no space. Two tiles of 64 rows fit beside each
     other."""
     keys, block = block_keys(block_d), 2 * block_keys(block_d) * block_d * itemsize
     from_shared = height >= 64 and shared > SMALL_SHARED

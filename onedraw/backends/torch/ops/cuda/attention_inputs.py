@@ -1,7 +1,7 @@
-"""What the attention kernels read of a turn, as one array of 32-bit integers: one copy to the device per kind of layer.
+"""Inputs of the attention kernels for one step, packed into one int32 array: one host-to-device copy per attention shape.
 
-In: Inputs, and the sizes of a kind of attention. Out: HostView, and from it the kernels' View and TileSets. Turns of equal
-layouts may share recorded kernels, so those that were padded to one bucket have one layout.
+In: Inputs and an AttentionShape. Out: HostAttentionInputs, and on the device the kernels' AttentionMetadata and TileSets. Steps
+with equal layouts can share captured CUDA graphs, so all steps padded to one bucket have one layout.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from onedraw.backends.torch.ops.cuda.attention import (
 from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Ints
 
 Words = npt.NDArray[np.int32]
-Tile = tuple[int, int, int, int]  # first token, tokens, kind, tail
+Tile = tuple[int, int, int, int]  # first token, token count, kind, position of the first draft
 TileLists = dict[tuple[int, int], list[Tile]]  # by kind and height
-SPLIT_BUFFER_BYTES = 256 * 2**20  # of splits that wait to be merged
-LONG_PROMPT = 128  # queries
+SPLIT_BUFFER_BYTES = 256 * 2**20  # of stored splits, at most
+LONG_PROMPT = 128  # queries of a row, from which on tall tiles are used
 NO_TREE = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes of a kind of attention, and how many programs keep the device busy."""
+    """Sizes of an attention layer, and how many programs fill the device."""
 
     heads: int
     kv_heads: int
     dim: int
     window: int | None
     full_grid: int
-    small_shared_memory: bool = False  # a card with little shared memory per block
+    small_shared_memory: bool = False  # at most SMALL_SHARED bytes per block
 
     @property
     def group_size(self) -> int:
@@ -53,7 +53,7 @@ class AttentionShape:
 
     @property
     def tile_heights(self) -> tuple[int, ...]:
-        """Tile heights, lowest first. Wide heads leave no room for high tiles."""
+        """Tile heights, lowest first. Large heads leave no shared memory for tall tiles."""
         least = max(16, 1 << (self.group_size - 1).bit_length())
         most = 128 if self.dim <= (128 if self.small_shared_memory else 256) else 64 if self.dim <= 256 else 16
         return tuple(h for h in (16, 32, 64, 128) if least <= h <= max(most, least))
@@ -61,7 +61,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class TileSetLayout:
-    """Tiles of one height: where they lie in the words, and how they are launched."""
+    """Sizes of a TileSet in the packed array, and how it is launched."""
 
     height: int
     tiles: int
@@ -74,12 +74,12 @@ class TileSetLayout:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """Where everything lies in the words. Equal layouts may share captured kernels."""
+    """Sizes of the packed arrays. Equal layouts can share captured kernels."""
 
     tokens: int
     rows: int
     width: int
-    depth: int | None  # of the paths; None where no row branches
+    depth: int | None  # of the paths; None without trees
     page_size: int
     tile_sets: tuple[TileSetLayout, ...]
 
@@ -92,7 +92,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTemplate:
-    """A layout, words that hold what all its turns have in common, and where the other parts begin."""
+    """A layout, the words that all its steps have in common, and the start of each other array."""
 
     layout: AttentionLayout
     starts: tuple[int, ...]
@@ -107,7 +107,7 @@ class HostAttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAttentionInputs:
-    """The words on the device, and what they mean."""
+    """The packed words on the device, and views of them."""
 
     words: Tensor
     positions: Tensor  # [T]
@@ -145,7 +145,7 @@ def _attention_layout(inputs: Inputs, shape: AttentionShape, tile_sets: tuple[Ti
 
 
 def _template(layout: AttentionLayout, tokens: list[Ints]) -> LayoutTemplate:
-    """`tokens`: of each cut, those that are kept until the merge."""
+    """`tokens`: for each tile set, the tokens whose splits are merged."""
     starts = [0, *accumulate(map(_aligned, layout.sizes))]
     words = np.zeros(starts.pop(), dtype=np.int32)
     kept, behind = np.concatenate(tokens), 7 + (layout.depth is not None)
@@ -156,12 +156,12 @@ def _template(layout: AttentionLayout, tokens: list[Ints]) -> LayoutTemplate:
 
 
 def _aligned(size: int) -> int:
-    """Every part begins at 16 bytes: kernels compiled for aligned addresses then serve every turn."""
+    """Arrays start at multiples of 16 bytes, so that kernels specialized for aligned pointers fit every step."""
     return -(-size // 4) * 4
 
 
 def device_attention_inputs(words: Tensor, layout: AttentionLayout) -> DeviceAttentionInputs:
-    """`words` [layout's sizes] int32 on the device; nothing is copied."""
+    """Views of `words` (int32, on the device) by the layout; nothing is copied."""
     sizes = layout.sizes
     arrays = [array[:size] for array, size in zip(torch.split(words, list(map(_aligned, sizes))), sizes, strict=True)]
     positions, slots, rows, first_keys, last_keys, merge_rows, page_table = arrays[:7]
@@ -194,26 +194,26 @@ def stage_attention_inputs(inputs: Inputs, shape: AttentionShape) -> DeviceAtten
 
 
 def _tile_sets(inputs: Inputs, shape: AttentionShape) -> list[tuple[TileSetLayout, Ints, Ints]]:
-    """Tiles by height. A row takes the lowest height that holds its queries, else the highest."""
+    """Tile sets of an eager step. A row uses the lowest tile height that holds its queries, else the tallest."""
     splits = int(split_indices(inputs.host_ends.max())) + 1
     tile_lists: TileLists = {}
     for span in inputs.spans:
         known = span.count - len(span.drafts) if span.branches else span.count
         if span.branches:
-            # What the tokens have in common is read once for all of them, the rest by each for itself.
+            # The nodes' shared key blocks are read by tiles of many nodes, the rest by one tile per node.
             known = max(known - 1, 0)
             _add_tiles(tile_lists, shape, splits, span.first + known, span.count - known, TREE_PREFIX, span.stop)
             for token in range(span.first + known, span.first + span.count):
                 _add_tiles(tile_lists, shape, splits, token, 1, TREE_PATH, span.stop)
         _add_tiles(tile_lists, shape, splits, span.first, known, FULL, NO_TREE)
-    # In order of their kinds: what nodes share before what is their own.
+    # Sorted by kind: TREE_PREFIX before TREE_PATH.
     return [_tile_set(inputs, shape, height, tiles, splits) for (_, height), tiles in sorted(tile_lists.items())]
 
 
-@lru_cache(maxsize=128)  # of long contexts and many rows, megabytes each
+@lru_cache(maxsize=128)  # megabytes each, for long contexts and many rows
 def _bucket_template(bucket: Bucket, shape: AttentionShape, page_size: int) -> LayoutTemplate:
-    """The same tiles for every turn of a bucket: a row has as many as the longest could need, those it does not need are
-    empty. Every row is a chain, or every row is a tree of one known token and its drafts."""
+    """The same tiles for every step of a bucket: each row has as many as the longest row could need, unused ones are empty.
+    Either every row is a chain, or every row is a tree of one known token and its drafts."""
     splits = int(split_indices(np.asarray(bucket.reach - 1))) + 1
     if bucket.depth is None:
         tile_sets = [_bucket_tile_set(bucket, shape, FULL, bucket.longest, splits)]
@@ -226,14 +226,13 @@ def _bucket_template(bucket: Bucket, shape: AttentionShape, page_size: int) -> L
     template = _template(layout, [np.arange(tile_set.merge_tokens, dtype=np.int64) for tile_set in tile_sets])
     for tile_set, start in zip(tile_sets, template.starts[-len(tile_sets) :], strict=True):
         size = tile_set.tiles * TILE_WORDS
-        template.words[start : start + size] = np.tile(
-            [0, 0, -1, bucket.rows, FIRST_SPLIT, 0, 0, 1], tile_set.tiles
-        )  # sees nothing
+        empty = [0, 0, -1, bucket.rows, FIRST_SPLIT, 0, 0, 1]  # no token, and no key
+        template.words[start : start + size] = np.tile(empty, tile_set.tiles)
     return template
 
 
 def _bucket_tile_set(bucket: Bucket, shape: AttentionShape, kind: int, count: int, splits: int) -> TileSetLayout:
-    """For so many tokens of a row; what is a node's own, for every one of them."""
+    """Tiles for up to `count` tokens of each row; TREE_PATH: a tile for every token."""
     height = _tile_height(shape, count, kind, splits)
     tile_count = bucket.tokens if kind == TREE_PATH else bucket.rows * -(-count // (height // shape.group_size))
     tokens = 0 if kind == TREE_PATH else bucket.tokens
@@ -246,7 +245,7 @@ def _bucket_tile_set(bucket: Bucket, shape: AttentionShape, kind: int, count: in
 def _bucket_tiles(
     inputs: Inputs, bucket: Bucket, shape: AttentionShape, tile_sets: tuple[TileSetLayout, ...]
 ) -> list[list[Tile]]:
-    """The tiles that a turn of a bucket needs, per cut."""
+    """The tiles that a step of a bucket uses, per tile set."""
     rows = [span for span in inputs.spans if span.lane is not None]
     tile_lists: list[list[Tile]] = [[] for _ in tile_sets]
     for tile_set, tiles in zip(tile_sets, tile_lists, strict=True):
@@ -261,14 +260,13 @@ def _add_tiles(
     tile_lists: TileLists, shape: AttentionShape, splits: int, first: int, count: int, kind: int, tree_start: int
 ) -> None:
     if count:
-        # What nodes share, and what is their own, is launched apart: one is always split, and the other short.
         height = _tile_height(shape, count, kind, splits)
         _append_tiles(tile_lists.setdefault((kind, height), []), height // shape.group_size, first, count, kind, tree_start)
 
 
 def _tile_height(shape: AttentionShape, count: int, kind: int, splits: int) -> int:
-    # High tiles pay for long prompts of narrow heads, and where one of them holds all queries of a row, which then read their
-    # keys once, if there are enough of them all the same. Nodes of a tree would fill little of their last one.
+    # Tiles over 64 are faster for long prompts with small heads, and where one tile holds all queries of a row, which then reads
+    # its keys once, if its splits fill the device. The nodes of a tree would leave the last such tile nearly empty.
     long_prompt = count >= LONG_PROMPT and shape.dim <= 128
     enough_splits = splits * shape.kv_heads >= shape.full_grid // 4 and kind == FULL
     heights = [h for h in shape.tile_heights if h <= 64 or long_prompt or (enough_splits and count * shape.group_size <= h)]
@@ -280,19 +278,17 @@ def _append_tiles(tiles: list[Tile], per: int, first: int, count: int, kind: int
 
 
 def _tile_table(inputs: Inputs, shape: AttentionShape, tiles: list[Tile]) -> Ints:
-    """[N, 8]: tiles of one kind."""
+    """[N, TILE_WORDS] for tiles of one kind."""
     if not tiles:
         return np.zeros((0, TILE_WORDS), dtype=np.int64)
     kind = tiles[0][2]
     first, count, _, tree_start = np.asarray(tiles, dtype=np.int64).T
     table = np.empty((len(tiles), TILE_WORDS), dtype=np.int64)
     firsts = inputs.host_firsts(shape.window)
-    low, high = firsts[first], inputs.host_ends[first + count - 1]  # known tokens see more and more
+    low, high = firsts[first], inputs.host_ends[first + count - 1]  # key ranges of known tokens grow
     carried_split: Ints | int = -1
     if kind != FULL:
-        prefix_stop = (
-            tree_start // block_keys(shape.dim) * block_keys(shape.dim)
-        )  # where the blocks end that all nodes read alike
+        prefix_stop = tree_start // block_keys(shape.dim) * block_keys(shape.dim)  # end of the key blocks that all nodes share
         if kind == TREE_PATH:
             carried_split = np.where(low < prefix_stop, split_indices(prefix_stop - 1), -1)
             low = np.maximum(low, prefix_stop)
@@ -309,8 +305,8 @@ def _tile_set(
     inputs: Inputs, shape: AttentionShape, height: int, tiles: list[Tile], splits: int
 ) -> tuple[TileSetLayout, Ints, Ints]:
     table = _tile_table(inputs, shape, tiles)
-    grid_splits = max(int((split_indices(table[:, 5]) + 1 - table[:, 7]).max()), 1)  # the most splits that a tile reads
-    # A node's shared and own parts may lie in tiles of two heights; what it shares is kept for its own tile.
+    grid_splits = max(int((split_indices(table[:, 5]) + 1 - table[:, 7]).max()), 1)
+    # A TREE_PATH tile reads the splits that the TREE_PREFIX tile of its node stored.
     token_ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != TREE_PATH]
     tokens = np.concatenate(token_ranges) if token_ranges else np.zeros(0, dtype=np.int64)
     kind = tiles[0][2]
@@ -320,8 +316,8 @@ def _tile_set(
 
 
 def _is_sequential(shape: AttentionShape, kind: int, height: int, tiles: int, tokens: int, splits: int) -> bool:
-    """One split, or enough programs without splitting whose registers hold two sums, or too much to keep until the merge. What
-    is a node's own always, what nodes share never."""
+    """One program per tile: where there is one split, where the tiles fill the device and the registers hold two accumulators, or
+    where the stored splits would exceed SPLIT_BUFFER_BYTES. TREE_PATH tiles always, TREE_PREFIX tiles never."""
     enough_programs = tiles * shape.kv_heads >= shape.full_grid and height * shape.dim <= 128 * 128
     large_buffers = splits * tokens * shape.heads * shape.dim * 4 > SPLIT_BUFFER_BYTES
     return kind == TREE_PATH or (kind == FULL and (splits == 1 or enough_programs or large_buffers))

@@ -1,10 +1,12 @@
-"""Splits of attention merged from front to back: what every split of a row left, its maximum, its sums and its mixture.
+"""Online softmax of the attention kernels: key blocks accumulated into a split, and splits merged into a row.
 
-In: parts of splits in memory. Out: one state for all of them, in registers, or the rows' attention itself. A group of splits is
-asked for at once, so that a wait is one for all of them; the order of the merging, and so its bits, is that of the splits for
-any size of a group.
+The state of a split or row is (maximum, sum, accumulator): the largest score, the sum of exp2(score - maximum), and the values
+weighted likewise. Blocks inside a split and splits inside a row are processed from front to back, so the rounding is the same
+whether splits run in one program or in many.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+# ruff: noqa: RUF005 - Triton concatenates tuples with +, unpacking is not supported
 from __future__ import annotations
 
 import triton
@@ -13,16 +15,13 @@ import triton.language as tl
 from onedraw.backends.torch.ops.cuda.kv_quant import unpack_pairs
 from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, load_int32, wait_for_inputs
 
-# -------------------- Blocks of keys in a tile of attention: where they lie, and how one more is mixed in.
-
-
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# ------------------------------------------------------------------ key blocks
 
 
 @triton.jit
 def key_slots(start, row_pages, head, table_width, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Where the keys of a block lie, counted in slots of one head; anywhere in the row's pages for what is not read."""
-    # Blocks begin at multiples of their length: the compiler sees it, and what is left of a division is a shift.
+    """Slots of a block's keys in the page store of one head; any slot of the row's pages for positions that are not read."""
+    # Blocks start at multiples of their length; written so that the compiler knows, and divisions become shifts.
     position = (start // BLOCK_KEYS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)).to(tl.uint32)
     page = load_int32(row_pages + tl.minimum((position // PAGE_SIZE).to(tl.int32), table_width - 1))
     return (page * KV_HEADS + head) * PAGE_SIZE + (position % PAGE_SIZE).to(tl.int32)
@@ -42,7 +41,7 @@ def path_key_slots(
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """The same on the path of a tree's node, whose steps lie behind the tail wherever they were written."""
+    """`key_slots` of a tree node: from `tree_start` on, positions map to the slots of the drafts on the node's path."""
     position = start + tl.arange(0, BLOCK_KEYS)
     in_range = (position >= low) & (position <= high)
     depth = tl.minimum(tl.maximum(position - tree_start, 0), path_width - 1)
@@ -53,7 +52,7 @@ def path_key_slots(
 
 @triton.jit
 def accumulate(scores, value, ones, row_max, sums, acc, IEEE: tl.constexpr):
-    """One more block of a split: its scores, and the values they weigh."""
+    """Add a key block to the state of a split."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(row_max - safe_max)
@@ -66,7 +65,8 @@ def accumulate(scores, value, ones, row_max, sums, acc, IEEE: tl.constexpr):
 @triton.jit
 def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D: tl.constexpr,
                      KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    """Scores of a block of codes. Of two neighbouring dimensions, which lie in 16 bits, each has a product of its own."""
+    """Scores of a block of quantized keys. Two neighbouring dimensions share 16 bits, so even and odd dimensions are multiplied
+    separately."""
     mask = in_range[:, None] & (pair < D // 2)[None, :]
     pair_offsets = (slots.to(tl.int64) * (D // 2))[:, None] + pair[None, :]
     lower, upper = unpack_pairs(tl.load(keys + pair_offsets, mask=mask, other=0), even_query.dtype, KV_QUANT == 2)
@@ -78,7 +78,7 @@ def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, p
 @triton.jit
 def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D: tl.constexpr,
                          KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    """`mix` for a block of codes, of the columns that lie in `pair`: even and odd ones have a mixture of their own."""
+    """`accumulate` for a block of quantized values: even and odd columns of `pair` have separate accumulators."""
     dtype = ones.dtype
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -95,29 +95,26 @@ def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, on
     return new_max, sums, even, odd
 
 
-# -------------------- Splits of attention merged from front to back: what every split of a row left, its maximum
-
-
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
+# ------------------------------------------------------------------ splits
 
 
 @triton.jit
 def split_index(position, FIRST_SPLIT: tl.constexpr):
-    """Which split a position lies in: see `split_of`."""
+    """The split of a position; `split_indices` on the host."""
     low = tl.minimum(position // FIRST_SPLIT, position // (2 * FIRST_SPLIT) + 4)
     return tl.minimum(low, tl.minimum(position // (4 * FIRST_SPLIT) + 8, position // (8 * FIRST_SPLIT) + 16))
 
 
 @triton.jit
 def split_start(split, FIRST_SPLIT: tl.constexpr):
+    """The first position of a split."""
     low = tl.maximum(split * FIRST_SPLIT, (split - 4) * (2 * FIRST_SPLIT))
     return tl.maximum(low, tl.maximum((split - 8) * (4 * FIRST_SPLIT), (split - 16) * (8 * FIRST_SPLIT)))
 
 
 @triton.jit
 def merge_split(row_max, row_sum, acc, row_max_s, row_sum_s, acc_s):
-    """One more split behind those so far; a split in which a row sees nothing leaves it as it is."""
+    """Append a split to the state of the splits before it; a split without visible keys leaves the state unchanged."""
     new_max = tl.maximum(row_max, row_max_s)
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     scale_before, scale_now = tl.exp2(row_max - safe_max), tl.exp2(row_max_s - safe_max)
@@ -143,7 +140,7 @@ def _load_splits(
     D: tl.constexpr,
     SPLITS_PER_LOAD: tl.constexpr,
 ):
-    """The next splits' parts; behind the last there is none, which nobody sees."""
+    """Load the states of the next SPLITS_PER_LOAD splits; empty states from `stop` on."""
     maxima, sums, accs = (), (), ()
     for offset in tl.static_range(SPLITS_PER_LOAD):
         mask = live & (split + offset < stop)
@@ -171,7 +168,8 @@ def merge_split_range(
     D: tl.constexpr,
     SPLITS_PER_LOAD: tl.constexpr,
 ):
-    """Splits [begin, stop) of one token's `heads` [ROWS] and values' columns [C]: maximum and sum [ROWS], mixture [ROWS, C]."""
+    """Merge splits [begin, stop) of one token, for `heads` [ROWS] and value columns [C]: maximum and sum [ROWS], accumulator
+    [ROWS, C]. Several splits are loaded at once, which hides latency and does not change the order of merging."""
     row_max = tl.full((heads.shape[0],), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((heads.shape[0],), dtype=tl.float32)
     acc = tl.zeros((heads.shape[0], column.shape[0]), dtype=tl.float32)
@@ -202,7 +200,7 @@ def merge_splits(
     SPLITS_PER_LOAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token and head."""
+    """Attention of one token and head from its stored splits."""
     token = tl.load(tokens + tl.program_id(0))
     merge_row = tl.load(merge_rows + token)
     head = tl.program_id(1)
