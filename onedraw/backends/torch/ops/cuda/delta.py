@@ -1,9 +1,10 @@
-"""Gated DeltaNet on a GPU: what goes before the state, and what comes after it.
+"""Gated DeltaNet with Triton: the operations before and after the recurrent state.
 
-In: projections of the turn's tokens, and convolution windows of the lanes. Out: queries, keys, values and gates of every token
-(`gate`); from what the state gave, the layer's rows, and windows that have moved on (`close`). The state itself moves in
-`triton_delta_steps.py` and `triton_delta_chunks.py`: chunks of 64 absolute positions for a prompt, single steps for what was
-generated or drafted. The formulas stand in `layers/delta.py`. Everything between the projections and the last product is float32.
+In: projections of a step's tokens, and the lanes' convolution windows. Out: queries, keys, values and gates of every token
+(`conv_and_gates`); the layer's output from the state's output, and updated windows (`gated_norm`). The state itself is updated in
+`delta_chunked.py` (chunked form, 64 absolute positions each, for prompts) and in `delta_recurrent.py` and `delta_tree.py`
+(recurrent form, for generated and drafted tokens). The formulas are in `ops/plain/delta.py`. Everything between the projections
+and the last product is float32.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -28,14 +29,14 @@ from onedraw.backends.torch.ops.cuda.triton_math import (
 )
 from onedraw.models.spec import DeltaSpec
 
-WINDOW_BLOCK = 256  # channels of a window that a program of `close` moves on
-SHIFT_BLOCK = 512  # and one of `shift_windows`
+WINDOW_BLOCK = 256  # channels of a window per program of `gated_norm`
+SHIFT_BLOCK = 512  # and of `shift_conv_windows`
 L2_EPS = 1e-6
 
 
 def unsupported_reason(spec: DeltaSpec) -> str:
-    """Why these kernels cannot compute a layer; nothing where they can. A column's eight sums over every eighth row are made
-    by parts of four rows or of eight, in pairs: a head that is no whole number of eights would leave one without its other."""
+    """Why these kernels cannot compute a layer, empty where they can. The recurrent form sums a column over every eighth row in
+    eight partial sums, in parts of four or eight rows that are added in pairs: head sizes must be multiples of 8."""
     heads = {"key heads": spec.key_dim, "value heads": spec.value_dim}
     for name, size in heads.items():
         if size % 8 or size < 16:
@@ -49,7 +50,7 @@ def unsupported_reason(spec: DeltaSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeltaQkv:
-    """Every token's queries, keys, values and gates; float32."""
+    """Queries, keys, values and gates of every token; float32."""
 
     q: Tensor  # [T, Hk, Dk]
     k: Tensor  # [T, Hk, Dk]
@@ -59,17 +60,17 @@ class DeltaQkv:
 
 @dataclass(frozen=True, slots=True)
 class DraftIncrements:
-    """Where drafted tokens leave what a commit reads."""
+    """The rollback buffer: state increments of drafted tokens, which a commit applies to their lanes."""
 
-    slots: Tensor  # [T] int32, -1 for tokens that are no drafts
-    decays: Tensor  # [places, Hv]
-    keys: Tensor  # [places, Hk, Dk]
-    changes: Tensor  # [places, Hv, Dv]
-    conv_inputs: Tensor  # [places, C], what the convolution was fed
+    slots: Tensor  # [T] int32: slot of each token's increment, -1 for tokens that are not drafts
+    decays: Tensor  # [slots, Hv]
+    keys: Tensor  # [slots, Hk, Dk]
+    changes: Tensor  # [slots, Hv, Dv]
+    conv_inputs: Tensor  # [slots, C]
 
 
 def state_sizes(states: Tensor, *, key_heads: int) -> dict[str, int]:
-    """Heads and their widths, as kernels that move states [lanes, Hv, Dk, Dv] are told."""
+    """Constexpr sizes of kernels that update states [lanes, Hv, Dk, Dv]."""
     value_heads, key_dim, value_dim = states.shape[-3:]
     return {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
 
@@ -79,7 +80,7 @@ def state_sizes(states: Tensor, *, key_heads: int) -> dict[str, int]:
 
 @triton.jit
 def _conv_input(projected, windows, source, tokens, stride, start, offsets, mask, CHANNELS: tl.constexpr):
-    """What one tap of the convolution takes: channels of a row of the turn, from `tokens` on of a window; zeros for -1."""
+    """Input of one convolution tap: channels of a row of the step, of a window from index `tokens` on; zeros for -1."""
     current = projected + source * stride + start + offsets
     past = windows + (source - tokens) * CHANNELS + start + offsets
     value = tl.load(current, mask=mask & (source >= 0) & (source < tokens), other=0.0).to(tl.float32)
@@ -90,7 +91,7 @@ def _conv_input(projected, windows, source, tokens, stride, start, offsets, mask
 @triton.jit
 def _token_gates(projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START: tl.constexpr,
                  HEADS: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
-    """Of all heads of a token: log of the decay, the decay itself, beta. START: of a and b among the projections."""
+    """Log decay, decay and beta of all heads of a token. START: first column of a and b in the projections."""
     head = tl.arange(0, BLOCK)
     mask = head < HEADS
     base = projected + token * stride + START + head
@@ -134,8 +135,8 @@ def _conv_and_gates(
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token: convolution, silu, and for queries and keys the length of one. The last program: the gates. A
-    draft's last tap is the token itself."""
+    """One head of one token: convolution, silu, and L2 normalization of queries and keys. The last program of a token: its gates.
+    The last tap is the token itself, so it is what a draft stores as its convolution input."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -174,7 +175,7 @@ def _conv_and_gates(
         _token_gates(
             projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START, VALUE_HEADS, BLOCK_HEADS, DRAFTS
         )
-    launch_dependents(PDL)  # at the end: steps that start among these programs are not spread evenly over the device
+    launch_dependents(PDL)  # at the end: programs that start earlier are spread unevenly over the multiprocessors
 
 
 def conv_and_gates(
@@ -192,8 +193,8 @@ def conv_and_gates(
     drafts: DraftIncrements | None = None,
     pdl: bool = False,
 ) -> DeltaQkv:
-    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b). taps [T, K] int32: rows of the turn, then of windows [lanes * (K - 1),
-    C], oldest first; -1 for zeros. Drafts leave decay, key and what they feed behind."""
+    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b). taps [T, K] int32, oldest first: rows of the step, from T on rows of
+    windows [lanes * (K - 1), C], -1 for zeros. Drafts store decay, key and convolution input in the rollback buffer."""
     count, device = len(projected), projected.device
     q, k = (torch.empty(count, key_heads, key_dim, device=device) for _ in range(2))
     v = torch.empty(count, value_heads, value_dim, device=device)
@@ -247,7 +248,7 @@ def _shift_window(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All rows of one window are read before any is written, so a window may be made of itself."""
+    """Write one window. All sources are read before anything is written, since a window may be its own source."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < CHANNELS
     tap = tl.arange(0, TAPS)
@@ -276,7 +277,7 @@ def _shift_windows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """per_…: numbers of one layer."""
+    """The strides step from layer to layer."""
     begin_kernel(PDL)
     layer = tl.program_id(2).to(tl.int64)
     inputs += layer * rows * stride
@@ -286,10 +287,10 @@ def _shift_windows(
 
 
 def shift_conv_windows(inputs: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
-    """target[place] ← K - 1 rows of `fed` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
+    """target[slot] ← K - 1 rows of `inputs` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
 
-    sources [m, 1 + K] int32: the place (-1: nowhere), the K - 1 rows oldest first (-1 for zeros), and one column of padding.
-    K is a power of two. `target` may be `windows` itself. All are one layer's, or contiguous with the layers in front.
+    sources [m, 1 + K] int32: the target slot (-1: none), the K - 1 source rows, oldest first (-1: zeros), one column of padding.
+    K is a power of two. `target` may be `windows`. Tensors are of one layer, or contiguous with the layers as leading dimension.
     """
     layers = windows.shape[0] if windows.dim() == 4 else 1
     taps, channels = windows.shape[-2] + 1, windows.shape[-1]
@@ -332,7 +333,7 @@ def _gated_norm(
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token; programs behind those of all tokens move windows on."""
+    """One head of one token; the programs after those of all tokens shift windows."""
     begin_kernel(PDL)
     program = tl.program_id(0)
     window_program = program - tokens * HEADS
@@ -363,8 +364,8 @@ def gated_norm(
     sources: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """rms(out) · weight · silu(z), z behind the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype. Windows
-    move on in the same launch, as in `shift_windows`: nothing reads them any more."""
+    """rms(out) · weight · silu(z), with z after the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype. The same
+    launch shifts the windows, as `shift_conv_windows` does: the step does not read them any more."""
     count, heads, dim = out.shape
     y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
     window_count = 0 if sources is None else len(sources)

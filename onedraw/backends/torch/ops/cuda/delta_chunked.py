@@ -1,7 +1,7 @@
-"""Gated DeltaNet on a GPU: the state in chunks of 64 absolute positions, for prompts.
+"""Gated DeltaNet in chunked form: the state updated by chunks of 64 absolute positions, for prompts.
 
-In: every token's queries, keys, values and gates, the lanes' states, and which tokens make which chunks. Out: what the state gave
-at every token; states move on in place, and are saved where checkpoints want them.
+In: queries, keys, values and gates of every token, the lanes' states, and the tokens of each chunk. Out: the state's output at
+every token; states are updated in place and saved to checkpoint slots.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -16,7 +16,7 @@ from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, state_sizes
 from onedraw.backends.torch.ops.cuda.triton_math import exp
 
 CHUNK = 64
-CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # of the state that one program takes through chunks
+CHUNK_COLUMNS, CHUNK_WARPS = 32, 4  # state columns and warps per program
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -34,7 +34,7 @@ def _invert_chunks(
     BLOCK_K: tl.constexpr,
     CHUNK_LENGTH: tl.constexpr,
 ):
-    """(I + tril₋₁(β K Kᵀ D))⁻¹ of one chunk and head, row by row; and tril(Q Kᵀ D)."""
+    """(I + tril₋₁(β K Kᵀ D))⁻¹ of one chunk and head, by forward substitution; and tril(Q Kᵀ D)."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -93,7 +93,7 @@ def _scan_chunks(
     BLOCK_V: tl.constexpr,
     CHUNK_LENGTH: tl.constexpr,
 ):
-    """The chunks of one run, one after the other, for one head and some columns of its state."""
+    """The chunks of one span in sequence, for one head and some columns of its state."""
     span = tl.program_id(0) * 4
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -131,7 +131,7 @@ def _scan_chunks(
         output = cum_decay[:, None] * tl.dot(tl.load(q + key_offsets, mask=key_mask, other=0.0), state, input_precision="tf32x3")
         output = output + tl.dot(tl.load(scores + square_offsets), change, input_precision="tf32x3")
         tl.store(out + value_offsets, output, mask=live[:, None] & column_mask[None, :])
-        # Keys once more, lying: each fades by what comes behind it in the chunk.
+        # Keys, transposed, each decayed by the rest of the chunk.
         transposed_offsets = ((first + i)[None, :] * KEY_HEADS + key_head) * KEY_DIM + d[:, None]
         decayed_keys = (
             tl.load(k + transposed_offsets, mask=live[None, :] & key_dim_mask[:, None], other=0.0)
@@ -149,9 +149,10 @@ def _scan_chunks(
 def chunked_delta(
     qkv: DeltaQkv, states: Tensor, saved_states: Tensor, out: Tensor, *, chunks: Tensor, spans: Tensor, save_slots: Tensor
 ) -> None:
-    """Prompt positions. chunks [n, 2] int32: first token and tokens (64, at a prompt's end perhaps fewer), a run's chunks one
-    behind the other. runs [R, 4] int32: lane, first chunk, chunk behind the last, fresh. slots [n] int32: the checkpoint that
-    takes the state behind a chunk, or -1. Lanes move on in place; out [T, Hv, Dv] is written for the chunks' tokens."""
+    """Process prompt positions. chunks [n, 2] int32: first token and token count (64, or fewer at a prompt's end), in order of
+    spans. spans [R, 4] int32: lane, first chunk, end of its chunks, whether the state starts at zero. save_slots [n] int32: the
+    checkpoint slot that gets the state after a chunk, or -1. States are updated in place; out [T, Hv, Dv] is written for the
+    chunks' tokens."""
     _, value_heads, key_dim, value_dim = states.shape
     if not len(chunks):
         return

@@ -1,15 +1,17 @@
-"""Gated DeltaNet on a GPU: the state step by step, for what was generated or drafted, and kept drafts brought to their lanes.
+"""Gated DeltaNet in recurrent form: the state updated token by token, for generated tokens and chains of drafts; and the commit.
 
-In: every token's queries, keys, values and gates, the lanes' states, and paths. Out: what the state gave at every token; states
-move on in place. A path is what one program steps through: the known tokens of a row, and behind them a chain of drafts; trees
-are for `triton_strands.py`. Drafts never touch a lane: they leave decay, key and change behind, from which `commit` repeats the
-step. One program is one warp that has some columns of the state in registers, by parts
-of so many rows that a column's sums never leave the warp; what the next step reads is on its way while one works. Sums have
-one order for any number of columns: eight of them over every eighth row, which are then added by halves.
+In: queries, keys, values and gates of every token, the lanes' states, and paths. Out: the state's output at every token; states
+are updated in place. A path is the work of one program: the known tokens of a row, then a chain of drafts (trees:
+`delta_tree.py`). Drafts never change a lane's state: they store decay, key and change in the rollback buffer, from which
+`commit_states` repeats the update of the drafts that are kept.
+
+A program is one warp that holds some columns of the state in registers, in parts of so many rows that the sum of a column stays
+in the warp; the inputs of later tokens are prefetched. The order of a sum is the same for any number of columns: eight partial
+sums over every eighth row, which are then added pairwise.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
+# ruff: noqa: RUF005 - Triton concatenates tuples with +, unpacking is not supported
 from __future__ import annotations
 
 import triton
@@ -20,20 +22,20 @@ from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, DraftIncrements, sta
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED, begin_kernel
 
-COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # of the state that one warp steps; many where many paths have no drafts
+COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # state columns per warp; more from MANY_PATHS paths without drafts on
 COMMIT_COLUMNS = 32
-PATH_WORDS = 5  # lane, first of its entries in the order, entries, known, fresh
+PATH_WORDS = 5  # lane, index of the first entry, entries, entries of known tokens, whether the state starts at zero
 
 
 @triton.jit
 def _rank_one_update(key, change, state):
-    """state + key ⊗ change, each rounded once."""
+    """state + key ⊗ change, by fused multiply-add."""
     return tl.fma(tl.broadcast_to(key[:, None], state.shape), tl.broadcast_to(change[None, :], state.shape), state)
 
 
 @triton.jit
 def _load_parts(vector, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """A key or a query, by parts. A part has fewer numbers than a warp has threads, so each thread reads its own from memory."""
+    """A key or a query, by parts. A part has fewer numbers than a warp has threads, so each thread loads its own."""
     values = ()
     for part in tl.static_range(PARTS):
         if PARTS * ROWS == KEY_DIM:
@@ -46,7 +48,7 @@ def _load_parts(vector, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: t
 @triton.jit
 def _load_token(head_ptrs, token, row, column_mask, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
           VALUE_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """What a step takes of its token: key, query, value, decay, beta. `lines`: where those of this head begin."""
+    """Key, query, value, decay and beta of a token. `head_ptrs`: pointers to those of this head at token 0."""
     key = _load_parts(head_ptrs[0] + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
     query = _load_parts(head_ptrs[1] + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
     value = tl.load(head_ptrs[2] + token * VALUE_HEADS * VALUE_DIM, mask=column_mask, other=0.0)
@@ -55,7 +57,7 @@ def _load_token(head_ptrs, token, row, column_mask, KEY_HEADS: tl.constexpr, VAL
 
 @triton.jit
 def _state_dot(state, vector, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """Eight sums over every eighth row, one after the other, the fifth added to the first and so on down to ROWS sums."""
+    """State columns times a key or query: eight partial sums over every eighth row, added pairwise down to ROWS sums."""
     total = state[0] * vector[0][:, None]
     if ROWS == 8:
         for part in tl.static_range(1, PARTS):
@@ -79,7 +81,7 @@ def _updated_state(state, key, change, PARTS: tl.constexpr):
 
 @triton.jit
 def _store_columns(target, values, index, head, row, column, column_mask, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """Columns of a head, where there is a place for them. Of the threads that have them those of the first row write them."""
+    """Store columns of a head at `index`, if it is not negative. The threads of the first row store them."""
     ptrs = target + (index * VALUE_HEADS + head) * VALUE_DIM + row[:, None] * 0 + column[None, :]
     tl.store(ptrs, values[None, :], mask=(row == 0)[:, None] & column_mask[None, :] & (index >= 0))
 
@@ -142,11 +144,11 @@ def _recurrent_delta(
                 head_ptrs, next_token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS
             )
             slot, slot_ahead = tl.load(draft_slots + token).to(tl.int64), tl.load(draft_slots + next_token).to(tl.int64)
-        # What a step read is added up and written while the next one works.
+        # The output of a token is reduced and stored during the update for the next token.
         output = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
         output_token = tl.full((), -1, dtype=tl.int64)
         for index in range(count):
-            if DRAFTS:  # a step is shorter than the way to what it reads, so that is asked for two steps before
+            if DRAFTS:  # an update is shorter than the latency of its loads, so they are issued two tokens ahead
                 token_far = _load_token(
                     head_ptrs, far_token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS
                 )
@@ -188,12 +190,12 @@ def recurrent_delta(
     drafts: DraftIncrements | None = None,
     pdl: bool = False,
 ) -> None:
-    """Step through paths [P, 5] int32, each in a lane of its own. An entry of `order` [n] int32 is a token times four. The
-    lane's state is taken before, and written after the path's known tokens; a path without known tokens leaves the lane alone.
-    Drafts leave their changes behind. out [T, Hv, Dv] float32. Branches are for `strands` (`triton_strands.py`)."""
+    """Process paths [P, PATH_WORDS] int32, each of a different lane. Entries [n] int32 are 4 * token. A lane's state is read
+    before its path and written after the known tokens; a path without known tokens does not write it. Drafts store their changes
+    in the rollback buffer. out [T, Hv, Dv] float32."""
     _, value_heads, key_dim, value_dim = states.shape
     columns = MANY_COLUMNS if drafts is None and len(paths) >= MANY_PATHS and not INTERPRETED else COLUMNS
-    rows = 128 // columns  # a warp has four columns of one row in each thread
+    rows = 128 // columns  # each thread of a warp holds four columns of one row
     if len(paths):
         _recurrent_delta[(triton.cdiv(value_dim, columns), value_heads, len(paths))](
             qkv.q,
@@ -238,8 +240,8 @@ def _commit_states(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The step's own products and sums, from what the step left behind. per_states: numbers of one layer's states; per_held:
-    places that one layer holds."""
+    """Repeat the updates of kept drafts with the same products and sums. states_stride: elements of one layer's states;
+    slots_stride: rollback slots of one layer."""
     begin_kernel(PDL)
     COLUMN_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     layer = (tl.program_id(2) // COLUMN_BLOCKS).to(tl.int64)
@@ -271,8 +273,9 @@ def _commit_states(
 def commit_states(
     states: Tensor, *, increments: tuple[Tensor, Tensor, Tensor], lanes: Tensor, kept_slots: Tensor, pdl: bool = False
 ) -> None:
-    """Bring kept drafts to their lanes [n]: places [n, longest] int32 in order of position, -1 behind the last. States and
-    what is held are one layer's, or those of many with the layers in front; all contiguous."""
+    """Apply the increments (decays, keys, changes) of kept drafts to the states of their lanes [n]. kept_slots [n, longest]
+    int32: in order of position, -1 after the last. Tensors are of one layer, or contiguous with the layers as leading
+    dimension."""
     layers = states.shape[0] if states.dim() == 5 else 1
     value_heads, key_dim, value_dim = states.shape[-3:]
     decays, keys, changes = increments

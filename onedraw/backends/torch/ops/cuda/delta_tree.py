@@ -1,13 +1,13 @@
-"""Delta steps of a tree's branches side by side: a program has several strands, each a warp that walks some of the branches.
+"""Gated DeltaNet in recurrent form for verify trees: branches processed in parallel, one warp each.
 
-In: what `steps` takes (`triton_delta_steps.py`), with an order that has as many columns as strands. Out: the same bits. A
-strand steps through the known tokens and then through drafts, of which it repeats those on the way to a branch where another
-strand, or it itself, has been before: a repeated step computes what it computed then, so nothing is read back. One strand alone
-would be stepping through the tree branch by branch, each step waiting for the last; side by side they wait together.
+In: the inputs of `recurrent_delta`, with as many entries per time step as there are parallel branches. Out: the same bits. Each
+warp processes the known tokens and then some branches of the tree. Where it moves to another branch, it restarts from the state
+after the known tokens and repeats the drafts on the way; a repeated update gives the same bits, so no state is read back. One
+warp alone would process the branches one after the other, with the latency of every update; in parallel the latencies overlap.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
+# ruff: noqa: RUF005 - Triton concatenates tuples with +, unpacking is not supported
 from __future__ import annotations
 
 import triton
@@ -19,12 +19,12 @@ from onedraw.backends.torch.ops.cuda.delta_recurrent import COLUMNS
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 
-RESTART, REPEAT = 1, 2  # of an entry: from the state behind the known tokens; a step that was taken before, and leaves nothing
+RESTART, REPEAT = 1, 2  # flags of an entry: start from the state after the known tokens; repeat an update, store nothing
 
 
 @triton.jit
 def _load_parts(vectors, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr):
-    """Keys or queries of all strands, by parts: [strands * 8] each."""
+    """Keys or queries of all branches, by parts of [BRANCHES * 8]."""
     values = ()
     for part in tl.static_range(PARTS):
         if PARTS * 8 == KEY_DIM:
@@ -36,7 +36,8 @@ def _load_parts(vectors, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _state_dot(state, vectors, PARTS: tl.constexpr, BRANCHES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Eight sums over every eighth row, one after the other, which are then added by halves: for every row of its strand."""
+    """State columns times keys or queries: eight partial sums over every eighth row, added pairwise, for every row of a
+    branch."""
     total = state[0] * vectors[0][:, None]
     for part in tl.static_range(1, PARTS):
         total = tl.fma(state[part], tl.broadcast_to(vectors[part][:, None], total.shape), total)
@@ -66,8 +67,8 @@ def _tree_delta(
     BRANCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Eight rows of every strand's state lie one below the other in a tile, four columns of a row in each thread: so a strand is
-    a warp, and no sum leaves it."""
+    """A tile has eight rows of each branch's state, and a thread four columns of a row: so a branch is a warp, and no sum crosses
+    warps."""
     begin_kernel(PDL)
     path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)
@@ -118,7 +119,7 @@ def _tree_delta(
             for part in tl.static_range(PARTS):
                 state = state + (tl.fma(tl.broadcast_to(key[part][:, None], change.shape), change, decayed[part]),)
             output = _state_dot(state, query, PARTS, BRANCHES, COLUMNS)
-            # A step that is repeated leaves nothing; what is known, the first strand leaves.
+            # Repeated updates store nothing; outputs of known tokens are stored by the first branch.
             stores = ((entry & 2) == 0) & ((index >= known) | (branch == 0)) & (row == 0)
             tl.store(
                 out + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :],
@@ -128,7 +129,7 @@ def _tree_delta(
             change_ptrs = changes + (slot[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
             tl.store(change_ptrs, change, mask=(stores & (slot >= 0))[:, None] & column_mask)
             if index == known - 1:
-                tl.debug_barrier()  # all strands have read the lane
+                tl.debug_barrier()  # all branches have read the lane's state
                 known_state = state
                 for part in tl.static_range(PARTS):
                     state_mask = ((row + part * 8 < KEY_DIM) & (branch == 0))[:, None] & column_mask
@@ -148,9 +149,7 @@ def tree_delta(
     branches: int,
     pdl: bool = False,
 ) -> None:
-    """As `triton_delta_steps.steps`. A path has `count` entries for each of its steps, one per strand: a token times four, and
-    FROM_KNOWN or AGAIN or both. Where a strand goes to another branch, it starts behind the known tokens and takes the drafts
-    before the branch once more."""
+    """As `recurrent_delta`. Each time step of a path has one entry per parallel branch: 4 * token, plus RESTART and REPEAT."""
     _, value_heads, key_dim, value_dim = states.shape
     if len(paths):
         _tree_delta[(triton.cdiv(value_dim, COLUMNS), value_heads, len(paths))](

@@ -1,7 +1,7 @@
-"""Codes of 8 bits in kernels: numbers to codes when a token's keys and values are written, codes to numbers when they are read.
+"""8-bit KV cache: quantization when keys and values are written, dequantization when they are read.
 
-In: heads, or loaded codes. Out: codes and scales as `codes.py` makes them, or numbers of the product's dtype, exactly. Codes are
-widened by moving bits, two at a time: the instructions that convert are slower.
+In: heads, or loaded codes. Out: codes and scales as in `state/kv_pages.py`, or exact values in the dtype of the product. Codes
+are widened two at a time by bit operations, which are faster than conversion instructions.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -12,9 +12,10 @@ import triton.language as tl
 
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED
 
-# Two codes, each in one byte of a half of `a` → two numbers. int8 in the lower byte: seven bits over 128, less 128 or (with the
-# eighth) 256; as f16 all eight over 1024. fp8 in the upper byte: exponent and fraction move under the sign to where the wider
-# number has them, and a product with 2^120 or 2^8 puts the exponent's offset right.
+# Two codes, one in a byte of each 16-bit half of `a` → two 16-bit floats. int8 in the lower byte: as bf16, the lower seven bits
+# become the mantissa of a number from 128 on, minus 128 or, with the sign bit set, 256; as f16, all eight bits become a mantissa
+# from 1024 on. fp8 in the upper byte: exponent and mantissa are shifted to their place in the wider format below the sign, and a
+# product with 2^120 or 2^8 corrects the exponent bias.
 _WIDEN_ASM = {
     ("int8", "bf16"): """lop3.b32 b, a, 0x00800080, 0xC300C300, 0xEA; lop3.b32 a, a, 0x007f007f, 0x43004300, 0xEA;
         mov.b32 by, 0x3f803f80; fma.rn.bf16x2 {out}, a, by, b;""",
@@ -24,7 +25,7 @@ _WIDEN_ASM = {
     ("fp8", "f16"): """shr.u32 b, a, 1; and.b32 b, b, 0x3f803f80; lop3.b32 a, a, 0x80008000, b, 0xEA;
         mov.b32 by, 0x5C005C00; mul.rn.f16x2 {out}, a, by;""",
 }
-# The lower or upper codes of two pairs to their bytes.
+# Moves the lower or upper codes of two pairs to the byte that _WIDEN_ASM expects.
 _SELECT_ASM = {"int8": ("mov.b32 a, $1;", "shr.u32 a, $1, 8;"), "fp8": ("shl.b32 a, $1, 8;", "mov.b32 a, $1;")}
 
 
@@ -42,7 +43,7 @@ UPPER_INT8_BF16, UPPER_INT8_F16, UPPER_FP8_BF16, UPPER_FP8_F16 = (_unpack_asm(*n
 
 @triton.jit
 def _dequantize(codes, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Codes (as integers of any width) as numbers, without the instructions above."""
+    """Codes (integers of any width) as values of `dtype`, without inline assembly."""
     if FP8:
         bits = codes.to(tl.int16)
         values = (((bits & 127) << 7) | ((bits & 128) << 8)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -53,9 +54,9 @@ def _dequantize(codes, dtype: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def unpack_pairs(pairs, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Two codes in each 16 bits (int16) → the numbers of the lower ones and of the upper ones. The matrix unit wants values of
-    two neighbouring keys side by side, and only 16 bits at a time can be turned to stand so; and in 16 bits the compiler leaves
-    the order of a sum as it is, whatever the tile."""
+    """Pairs of codes (int16) → the values of the lower codes and of the upper codes. Codes are loaded as 16-bit pairs since the
+    transposing loads for MMA operands move 16 bits at a time, and since for 16-bit operands the compiler keeps the order of the
+    sum for every tile shape."""
     BF16: tl.constexpr = dtype == tl.bfloat16
     if INTERPRETED or dtype == tl.float32:
         return _dequantize((pairs << 8) >> 8, dtype, FP8), _dequantize(pairs >> 8, dtype, FP8)
@@ -73,8 +74,8 @@ def unpack_pairs(pairs, dtype: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def quantize_heads(x, dtype: tl.constexpr, QUANT_MAX: tl.constexpr):
-    """x [heads, D] float32, finite → codes and scales [heads]. Adding 1.5 * 2^23 leaves no room for a fraction, so the sum
-    is rounded to a whole number, ties to the even one."""
+    """x [heads, D] float32, finite → codes and scales [heads]. Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to
+    even."""
     largest = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(largest, tl.full(largest.shape, QUANT_MAX, tl.float32))
     divisor = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape)

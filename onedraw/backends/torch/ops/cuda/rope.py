@@ -1,10 +1,10 @@
-"""Before attention: heads are normed, turned, and keys and values go to their pages. One kernel for all of it.
+"""Norms of query, key and value heads, rotary embedding, and the write to the KV pages, in one kernel.
 
-In: the projections of a turn [T, ≥ (H + 2K) * D], positions, where each token's key goes. Out: queries [T, H * D]; the
-page stores are written. Roundings stand where separate operations would round.
+In: the projections of a step [T, ≥ (H + 2K) * D], positions, and the slot of each token's key. Out: queries [T, H * D]; keys and
+values are written to their pages. Results are rounded where separate operations would round.
 
-A value that is not finite lies in the pages as a key of NaN and a value of zero, as `PageStore.write` has it. Pages of 8 bits
-get codes and scales, as `codes.py` has them.
+A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. 8-bit pages store
+codes and scales, as in `state/kv_pages.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -25,7 +25,7 @@ HEADS_PER_PROGRAM = 4
 
 @triton.jit
 def _scale_to_rms(x, mean, weight, at, inside, eps, dtype: tl.constexpr, HAS_WEIGHT: tl.constexpr, FP32_WEIGHT: tl.constexpr):
-    """x [heads, D] float32 times rsqrt(mean of squares); rounded as RMSNorm rounds."""
+    """x [heads, D] float32 times rsqrt(mean of squares), and times the weight; rounded as RMSNorm rounds."""
     scaled = x * tl.rsqrt(mean + eps)[:, None]
     if HAS_WEIGHT:
         factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -35,14 +35,14 @@ def _scale_to_rms(x, mean, weight, at, inside, eps, dtype: tl.constexpr, HAS_WEI
 
 @triton.jit
 def _all_finite(x):
-    """Which heads of x [heads, D] have finite numbers alone."""
+    """Whether all values of each head of x [heads, D] are finite."""
     return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 1) == 0
 
 
 @triton.jit
 def _write_kv(keys, values, key_scales, value_scales, key, value, offsets, head_slot, mask, head_mask, dtype: tl.constexpr,
            QUANT_MAX: tl.constexpr):  # fmt: skip
-    """A token's keys and values to their pages, as numbers or as codes and scales; what is not finite as NaN and zero."""
+    """Store a token's keys and values, quantized where QUANT_MAX > 0; heads that are not finite as NaN keys and zero values."""
     finite = _all_finite(value)
     if QUANT_MAX > 0:
         key = key.to(tl.float32)
@@ -94,13 +94,13 @@ def _norm_rope_and_cache(
     QUANT_MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS query heads, then KV key heads, then KV value heads; any of the first two counts may be 0."""
+    """Columns of x: HEADS query heads, then KV_HEADS key heads, then KV_HEADS value heads. HEADS may be 0."""
     token = tl.program_id(0).to(tl.int64)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     block = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
-    # The other number of each pair that turns; past the turning dimensions the number itself.
+    # The other dimension of each rotated pair; past the rotary dimensions the dimension itself.
     partner = tl.where(d < ROTARY_HALF, d + ROTARY_HALF, tl.where(d < 2 * ROTARY_HALF, d - ROTARY_HALF, d))
     is_rotary = d < 2 * ROTARY_HALF
     angle = tl.where(d < ROTARY_HALF, d, d - ROTARY_HALF)
@@ -116,7 +116,7 @@ def _norm_rope_and_cache(
     column = tl.where(is_query, head, HEADS + head)
     mask = (head < limit)[:, None] & inside[None, :]
     base = x + token * x_stride + column[:, None] * D
-    begin_kernel(PDL)  # positions and their turns no kernel of the turn writes
+    begin_kernel(PDL)  # positions, cos and sin are written by no kernel of the step: they are loaded before the wait
     current = tl.load(base + d[None, :], mask=mask, other=0.0).to(tl.float32)
     paired = tl.load(base + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     raw = current
@@ -172,7 +172,7 @@ def norm_rope_and_cache(
     writes: bool = True,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, …] with q, k, v side by side → turned queries [T, H * D]. `writes`: keys and values go to their pages."""
+    """x [T, …] with q, k, v side by side → rotated queries [T, H * D]. `writes`: store keys and values, too."""
     count = len(x)
     queries = torch.empty(count, heads * dim, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(heads, HEADS_PER_PROGRAM) + (triton.cdiv(kv_heads, HEADS_PER_PROGRAM) if writes else 0)
