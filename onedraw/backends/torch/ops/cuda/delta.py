@@ -40,11 +40,11 @@ def unsupported_reason(spec: DeltaSpec) -> str:
     heads = {"key heads": spec.key_dim, "value heads": spec.value_dim}
     for name, size in heads.items():
         if size % 8 or size < 16:
-            return f"{name} {size} wide, where kernels take multiples of 8 from 16 on"
+            return f"{name} of size {size} (the GPU kernels need multiples of 8 from 16 on)"
     if spec.value_heads % spec.key_heads:
-        return f"{spec.value_heads} value heads to {spec.key_heads} key heads, which is no whole number for each"
+        return f"{spec.value_heads} value heads for {spec.key_heads} key heads (the GPU kernels need a multiple)"
     if spec.conv < 2 or spec.conv & (spec.conv - 1):
-        return f"a convolution over {spec.conv} positions, where kernels take 2, 4, 8 …"
+        return f"a convolution over {spec.conv} positions (the GPU kernels need 2, 4, 8 …)"
     return ""
 
 

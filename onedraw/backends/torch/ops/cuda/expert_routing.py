@@ -1,8 +1,8 @@
-"""Which experts a token goes to, on a GPU, in three launches: the choice of each row, the tables of the products, the end.
+"""Expert routing with Triton: experts of each row, pairs grouped by expert, and the shared expert's output added.
 
-In: a router's logits [T, ≥ experts]; chosen experts; what the experts and the one that always answers gave. Out: experts and
-weights [T, used]; rows brought together by expert and cut into tiles; their sum with the residual. A row's choice reads its
-row alone, and its sums have one order. Tables of many pairs are made in `triton_moe.py`; these are for turns that decode.
+In: a router's logits [T, ≥ experts]; selected experts; outputs of the routed and the shared experts. Out: experts and weights [T,
+used]; (row, expert) pairs grouped by expert and cut into tiles; the sum with the residual. The selection reads its row alone, and
+sums have a fixed order. `group_by_expert` is for the few pairs of decode steps; `experts.route` sorts larger numbers.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -17,8 +17,8 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, exp, sigmoid, tanh
 from onedraw.models.spec import MoeSpec
 
-MAX_PAIRS = 512  # rows times experts of each that one program brings together
-PAIR_BLOCK = 16
+MAX_PAIRS = 512  # (row, expert) pairs that `group_by_expert` takes
+PAIR_BLOCK = 16  # pairs that its inner loop compares at once
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _choose_experts(
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best of one row, the lowest number among equals; their weights are added in this order."""
+    """The top experts of one row, the lowest index among equals; their weights are added in this order."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def _choose_experts(
     rank = scores
     if BIAS:
         rank = scores + tl.load(bias + expert, mask=mask, other=0.0)
-    # What is no number comes first, as in a sort, and makes the row's sum no number: it is noticed, and no expert is taken twice.
+    # NaN ranks first, as in a sort, and makes the row's weights NaN: the row is reported, and no expert is selected twice.
     rank = tl.where(rank == rank, rank, float("inf"))
     remaining = mask
     slot = tl.arange(0, SLOTS)
@@ -116,14 +116,14 @@ def _group_by_expert(
     PAIR_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Pairs by expert. A pair's place is how many stand before it, which is counted."""
+    """One program for all pairs: the position of a pair is the number of pairs before it, found by counting."""
     begin_kernel(PDL)
     expert = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, BLOCK)
     pair_expert = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
-    rank_in_expert = tl.zeros((BLOCK,), dtype=tl.int32)  # of its own expert
-    rank_in_row = tl.zeros((BLOCK,), dtype=tl.int32)  # of its own row
+    rank_in_expert = tl.zeros((BLOCK,), dtype=tl.int32)
+    rank_in_row = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, pairs, PAIR_BLOCK):
         other = start + tl.arange(0, PAIR_BLOCK)
         other_expert = tl.load(ids + other, mask=other < pairs, other=-2).to(tl.int32)
@@ -157,7 +157,7 @@ def _group_by_expert(
 def group_by_expert(
     ids: Tensor, weights: Tensor, *, count: int, height: int, max_tiles: int, pdl: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Order, tiles and weights of `Routes`, for at most MOST_PAIRS pairs."""
+    """Order, tiles and weights of `Routes`, for at most MAX_PAIRS pairs."""
     (rows, used), device = ids.shape, ids.device
     order = torch.empty(rows * used, dtype=torch.int32, device=device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=device)
@@ -200,7 +200,8 @@ def _add_shared_expert(
 
 
 def add_shared_expert(out: Tensor, shared: Tensor, gate: Tensor | None, residual: Tensor | None, *, pdl: bool = False) -> Tensor:
-    """residual + (always · sigmoid(gate) + out), rounded where the parts would be; gate [T, …] by its first column."""
+    """residual + (shared · sigmoid(gate) + out), rounded where separate operations would round; the gate is column 0 of [T,
+    …]."""
     rows, width = out.shape
     y = torch.empty_like(out if residual is None else residual)
     if rows:

@@ -1,9 +1,9 @@
-"""A mixture of experts on a GPU: products of each expert's own rows, and their sum in expert order.
+"""Mixture of experts with Triton: grouped matrix products, and the weighted sum in expert order.
 
-In: rows x [T, E], the experts each row goes to with their weights, and the experts' matrices. Out: [T, E].
+In: rows x [T, E], the experts of each row with their weights, and the experts' matrices. Out: [T, E].
 
-Rows are brought together by expert and cut into tiles; a tile walks K from front to back like any other product, so a row's
-bits do not depend on who shares its expert. A row's answers are added one after the other, the lowest expert first.
+(row, expert) pairs are grouped by expert and cut into tiles; a tile processes K from front to back like any other product, so the
+bits of a row do not depend on the other rows of its expert. The outputs of a row are added in expert order.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -25,12 +25,12 @@ from onedraw.models.spec import Activation
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Which rows go to which expert, on the device; made without a look at the host."""
+    """(row, expert) pairs grouped by expert, on the device; computed without a host synchronization."""
 
-    order: Tensor  # [T * used] int32: (row, choice) pairs by expert, those of one expert in order of rows
-    tiles: Tensor  # [N, 3] int32: expert, first pair, pairs; 0 pairs for a tile that nobody needs
+    order: Tensor  # [T * used] int32: pairs by expert, those of one expert in order of rows
+    tiles: Tensor  # [N, 3] int32: expert, first pair, pairs; 0 pairs for an unused tile
     weights: Tensor  # [T, used] float32, lowest expert first
-    height: int
+    height: int  # pairs of a tile, at most
 
     @property
     def used(self) -> int:
@@ -53,8 +53,8 @@ def _grouped_gemm(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile; with a GATE the second half of the weight's rows
-    is opened by the first, each rounded as a product of its own would be."""
+    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile. With GATE: activation(first half of the weight's
+    rows) times the second half, each rounded as a separate product would be."""
     begin_kernel(PDL)
     tile = tl.program_id(0) * 3
     expert = tl.load(tiles + tile).to(tl.int64)
@@ -89,7 +89,7 @@ def _grouped_gemm(
 
 @triton.jit
 def _combine(outputs, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Answers of one row, each times its weight, added in order."""
+    """Outputs of one row, each times its weight, added in order."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -102,12 +102,12 @@ def _combine(outputs, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.co
 
 
 def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = None, pdl: bool = False) -> Routes:
-    """experts [T, used] int64 and their weights [T, used] float32, in any order; `count` experts in all. `height`: pairs of a
-    tile, at most."""
+    """Group experts [T, used] int64 and their weights [T, used] float32, in any order; `count` experts in total. `height`: pairs
+    of a tile, at most."""
     rows, used = experts.shape
     pairs = rows * used
     height = height or (16 if pairs <= 32 * count else 64)
-    max_tiles = min(pairs, count + pairs // height)  # tiles there can be, whatever the routes
+    max_tiles = min(pairs, count + pairs // height)  # for any routing
     if 0 < pairs <= MAX_PAIRS:
         tables = group_by_expert(
             experts.contiguous(), weights.contiguous(), count=count, height=height, max_tiles=max_tiles, pdl=pdl
@@ -130,7 +130,7 @@ def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = 
 
 
 def route_borders(count: int, used: int) -> tuple[int, ...]:
-    """Rows from which on tables are made by sorting, and from which on tiles are higher."""
+    """Row counts from which on pairs are grouped by sorting, and from which on tiles are taller."""
     return MAX_PAIRS // used + 1, 32 * count // used + 1
 
 
@@ -151,7 +151,7 @@ def run_experts(
 
 
 def combine(outputs: Tensor, routes: Routes, *, width: int, scale: float, pdl: bool = False) -> Tensor:
-    """Answers [T * used, width] of pairs → [T, width], lowest expert first."""
+    """Outputs of pairs [T * used, width] → [T, width], lowest expert first."""
     rows = len(routes.weights)
     y = torch.empty(rows, width, dtype=outputs.dtype, device=outputs.device)
     if rows:
@@ -164,6 +164,7 @@ def combine(outputs: Tensor, routes: Routes, *, width: int, scale: float, pdl: b
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, gate: int = 0, pdl: bool) -> Tensor:
+    """Each pair's row of x (pair // divide) times the weight of its expert: [T * used, N], or N / 2 with a gate."""
     _, n, k = weight.shape
     n = n // 2 if gate else n
     y = torch.empty(len(routes.order), n, dtype=x.dtype, device=x.device)

@@ -1,10 +1,10 @@
-"""Matrix products on a GPU: y = x Wᵀ, with a bias and a residual on the way out.
+"""Matrix products with Triton: y = x Wᵀ, with optional bias, residual and gated activation.
 
-In: rows x [T, K] and a weight [N, K]. Out: [T, N]. One kernel for one row and for thousands: a tile
-walks K from front to back and K is never split, so the height of a tile, its width and its depth do not show in the bits.
+In: rows x [T, K] and a weight [N, K]. Out: [T, N]. One kernel for any number of rows: a program processes K from front to back
+and K is never split, so the shape of a tile does not change a bit of the result.
 
-What follows the product is rounded where separate operations would round: the product, then the bias, then the residual.
-So a caller may join them or not, and the bits are the same.
+The epilogue rounds where separate operations would round: after the product, after the bias, after the residual. So fusing them
+changes no bit.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -22,21 +22,21 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, launch_dependents, wait_for_inputs
 
-MAX_TILED_ROWS = 512  # rows; all that are more have one tile
-SMALL_SHARED = 99 * 1024  # bytes of shared memory that a block gets on sm86 and sm89
+MAX_TILED_ROWS = 512  # larger row counts all use one tile
+SMALL_SHARED = 99 * 1024  # bytes of shared memory per block on sm86 and sm89
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one program cuts its work. No number here can change a bit of the result."""
+    """Tile and pipeline sizes of a product. None of them changes a bit of the result."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
-    group: int = 1  # neighbouring programs share so many blocks of rows
-    swapped: bool = False  # the weight is the matrix unit's left side, which is the high one, and the rows its right side
+    group: int = 1  # blocks of rows that neighbouring programs share, for L2 reuse
+    swapped: bool = False  # the weight is the left MMA operand, which has the larger minimum height
 
     def shared(self, itemsize: int) -> int:
         """Bytes of shared memory, as an upper bound."""
@@ -141,9 +141,9 @@ def linear(
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, K], rows of stride 1 → [T, N], into `out` where it is given, which may be columns of a wider tensor. With a `gate`
-    (an activation's number) the weight's rows are pairs of a gate and what it opens, and out comes activation(gate) times the
-    other: [T, N / 2], rounded as `gated` rounds."""
+    """x [T, K], rows of stride 1 → [T, N], written to `out` if given (it may be columns of a wider tensor). With `gate` (a number
+    of ACTIVATIONS), the weight's rows alternate between gate and up projection, and the result is activation(gate) * up: [T, N /
+    2], rounded as `gated_activation` rounds."""
     (rows, depth), n = x.shape, weight.shape[0]
     y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
@@ -182,21 +182,21 @@ def linear(
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
-    """Programmatic launch: the next kernel's start overlaps this one's end. Every kernel waits before it reads
-    what another of the turn writes."""
+    """Options of programmatic dependent launch: the start of a kernel overlaps the end of the kernel before it. Every kernel
+    waits before it loads what another kernel of the step writes."""
     return {"launch_pdl": True} if pdl else {}
 
 
 @lru_cache(maxsize=8)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block may have; under the interpreter, those of a small card."""
+    """Bytes of shared memory that a block may use; under the interpreter, those of a small card."""
     if device.type != "cuda":
         return SMALL_SHARED
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED))
 
 
-# ------------------------------------------------------------------ which tile
+# ------------------------------------------------------------------ tile choice
 
 
 def _plain(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -> Tile:
@@ -208,7 +208,7 @@ def _swapped(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -
 
 
 SkinnyTiles = tuple[Tile, Tile, Tile]  # for up to 16, 32 and 64 rows
-# Measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products), by (N, K).
+# By (N, K); measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products).
 SKINNY_TILES: dict[tuple[int, int], SkinnyTiles] = {
     (6144, 4096): (_plain(16, 64, 256, 4), _swapped(32, 64, 128, 7), _plain(64, 64, 128, 5)),
     (4096, 4096): (_plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 128, 5)),
@@ -226,8 +226,8 @@ SKINNY_TILES: dict[tuple[int, int], SkinnyTiles] = {
 
 @lru_cache(maxsize=4096)
 def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> Tile:
-    """The tile for so many rows of a product, small enough for the device's shared memory."""
-    if dtype == torch.float32:  # no matrix unit: small tiles, which still walk K in the same order
+    """The tile for a product of `rows` rows that fits in `shared` bytes of shared memory."""
+    if dtype == torch.float32:  # no tensor cores: small tiles, with the same order along K
         return Tile(16 if rows <= 16 else 32, 32, 32, 4, 2, group=8 if rows > 32 else 1)
     if rows <= 64:
         low, middle, high = SKINNY_TILES.get((n, k)) or _default_skinny_tiles(n)
@@ -242,13 +242,13 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
 
 
 def tile_borders(n: int, k: int, dtype: torch.dtype, shared: int) -> tuple[int, ...]:
-    """Row counts from which on another tile serves."""
+    """Row counts at which the tile changes."""
     tiles = [choose_tile.__wrapped__(rows, n, k, dtype, shared) for rows in range(1, MAX_TILED_ROWS + 1)]
     return tuple(rows for rows, (before, here) in enumerate(pairwise(tiles), start=2) if before != here)
 
 
 def _default_skinny_tiles(n: int) -> SkinnyTiles:
-    """Few columns: narrow, deep tiles, so that a lone program per multiprocessor has enough on its way."""
+    """For few columns narrow, deep tiles, so that a single program per multiprocessor has enough loads in flight."""
     if n <= 4608:
         return _plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 128, 5)
     if n <= 12288:
@@ -257,7 +257,7 @@ def _default_skinny_tiles(n: int) -> SkinnyTiles:
 
 
 def fit_tile(tile: Tile, itemsize: int, shared: int) -> Tile:
-    """Fewer stages, then less depth, until the tile fits. What comes out is the same sum in the same order."""
+    """Reduce stages, then depth, until the tile fits; the order of the sum stays the same."""
     while tile.shared(itemsize) > shared:
         if tile.stages > 3 or (tile.stages > 2 and tile.depth <= 64):
             tile = replace(tile, stages=tile.stages - 1)

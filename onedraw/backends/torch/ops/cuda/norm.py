@@ -1,7 +1,8 @@
-"""Norms and gated activations on a GPU.
+"""RMSNorm, gated activations and gates with Triton.
 
-In: rows [T, W]. Out: rows. One program has one row, or a segment of one and takes the whole row's sum for it, in a layout that
-follows the width alone: the order of the sum is the same whatever rows come along.
+In: rows [T, W]. Out: rows. A program has one row, or a piece of one and computes the whole row's sum for it, in a layout that
+depends on the width alone: the order of the sum does not depend on the other rows. Norms and gated activations can write their
+rows in the format of packed products as well.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -18,8 +19,8 @@ from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, scaled_
 from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, begin_kernel, sigmoid, softplus
 from onedraw.models.spec import Activation, Gate
 
-# So many warps, at most, find room beside the blocks of a packed product (shares.py, INSIDE_REGISTERS). Programs of more would
-# have multiprocessors for themselves, and the product's blocks come late there.
+# Programs with at most this many warps fit on a multiprocessor beside a block of a packed product (packed/work_split.py); larger
+# ones would delay the start of the product's blocks.
 MAX_WARPS = 8
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
 
@@ -42,10 +43,10 @@ def _rms_norm(
     PACKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Every program of a row takes the same sum, and has PIECE of its numbers.
+    # Every program of a row computes the sum of the whole row, and normalizes PIECE columns.
     columns = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     mask = columns < W
-    if HAS_WEIGHT:  # no kernel writes it
+    if HAS_WEIGHT:  # no kernel writes it, so it is loaded before the PDL wait
         factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     begin_kernel(PDL, PACKED)
     row = tl.program_id(0).to(tl.int64)
@@ -65,8 +66,8 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, packed: Prepared | None = None, pdl: bool = False) -> Tensor:
-    """x [..., W], rows of stride 1. A weight in float32 meets the normed numbers before they are rounded. `ready`: where the
-    rows are made ready for packed products on the way, as `prepare_rows` would."""
+    """x [..., W], rows of stride 1. A float32 weight is applied before the normalized values are rounded. `packed`: also store
+    the rows as activations of packed products, as `prepare_rows` would."""
     width = x.shape[-1]
     flat = x.reshape(-1, width) if x.dim() != 2 else x
     if flat.stride(-1) != 1:
@@ -134,12 +135,14 @@ def _gated_activation(
 def gated_activation(
     gate_up: Tensor, activation: Activation, *, paired: bool = False, packed: Prepared | None = None, pdl: bool = False
 ) -> Tensor:
-    """activation(gate) * up for [T, 2F] with the gate in the first half, or in pairs with what it opens: [T, F]. `ready`: where
-    the rows are made ready for packed products on the way."""
+    """activation(gate) * up: [T, 2F] → [T, F], with the gate in the first half, or `paired` with up column by column. `packed`:
+    also store the rows as activations of packed products."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        max_block, min_block = (2048, 1) if packed is None else (SEGMENT * SPAN, SPAN)  # a segment has one power of two
+        max_block, min_block = (
+            (2048, 1) if packed is None else (SEGMENT * SPAN, SPAN)
+        )  # a segment of packed activations has one scale
         block = max(min(max_block, triton.next_power_of_2(width)), min_block)
         _gated_activation[(rows, triton.cdiv(width, block))](
             gate_up,
@@ -183,7 +186,7 @@ def _apply_gate(
 
 
 def apply_gate(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
-    """x [T, W] times sigmoid or softplus of a gate [T, W], or [T, W / n] with one number for n neighbours."""
+    """x [T, W] times sigmoid or softplus of a gate [T, W], or [T, W / n] with one value for n neighbouring columns."""
     rows, width = x.shape
     y = torch.empty_like(x)
     if rows:
@@ -210,8 +213,8 @@ def _packed_pointers(packed: Prepared | None) -> tuple[Tensor | None, ...]:
 
 
 def _splits_rows(x: Tensor) -> bool:
-    """Whether several programs share a row. Numbers are read eight by eight in either form where rows lie at whole sixteens;
-    elsewhere the compiler would choose by what else a program reads, and with it the order of the sum."""
+    """Whether several programs share a row. With aligned rows the compiler vectorizes loads by eight in both cases; otherwise the
+    layout, and with it the order of the sum, would depend on what else a program loads."""
     aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     return aligned and len(x) <= FEW_ROWS
 

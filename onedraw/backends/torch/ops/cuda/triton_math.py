@@ -1,8 +1,8 @@
-"""Small pieces that the Triton kernels share: accurate functions, activations, waiting for the kernel before.
+"""Functions that the Triton kernels share: accurate math, activations, programmatic dependent launch (PDL).
 
-In: float32 tiles. Out: float32 tiles. Kernels are compiled without contraction of products and sums, so what is written
-is what is computed, whatever stands around it. Under Triton's interpreter, which knows no device library, the functions
-are numpy's.
+In and out: float32 tiles. Kernels are compiled without contraction of products and sums into fused multiply-adds
+(`enable_fp_fusion=False`), so each operation rounds as written. Triton's interpreter has no libdevice; there numpy's functions
+are used.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -20,15 +20,16 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait until everything before this kernel is written. Nothing is written before, and nothing read that the turn writes."""
+    """PDL: wait for the preceding kernels to finish writing. Before this call a kernel must not store anything, nor load anything
+    that a kernel of the same step writes."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def load_int32(pointers):
-    """32-bit integers, loaded as they are asked for. A load that the compiler knows would wait in a queue with the large ones
-    that hang on it, and they with it."""
+    """Load int32 indices by inline assembly: the compiler would pipeline an ordinary load together with the large loads that
+    depend on it, and delay both."""
     if INTERPRETED:
         return tl.load(pointers)
     else:
@@ -39,9 +40,10 @@ def load_int32(pointers):
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """The next kernel's programs may take the places that become free. Small kernels say so once they have waited, those that
-    fill the device when their work is all but done: programs that only wait would stand in its way. Hardly anybody says
-    so before waiting (see `begin_kernel`): the kernel before may hold some multiprocessors, and the next crowds on the others."""
+    """PDL: allow the next kernel's programs to start on free multiprocessors. Small kernels call this right after their wait,
+    kernels that fill the device near their end, since waiting programs would occupy it. Calling it before the wait (see
+    `begin_kernel`) is rarely good: while the previous kernel holds some multiprocessors, the next one would crowd on the
+    others."""
     if PDL:
         gdc_launch_dependents()
 
@@ -106,8 +108,8 @@ def apply_activation(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def begin_kernel(PDL: tl.constexpr, LAUNCH_FIRST: tl.constexpr = False):
-    """A small kernel's beginning. Before PACKED products the next may start before this one waits: a product has a program or
-    less for each multiprocessor, which does not crowd, and its first weights are on their way while it waits."""
+    """PDL calls at the start of a small kernel. LAUNCH_FIRST: the next kernel is a packed product, which has at most one program
+    per multiprocessor and can load its first weights before its own wait, so it may start before this kernel waits."""
     if LAUNCH_FIRST:
         launch_dependents(PDL)
         wait_for_inputs(PDL)
