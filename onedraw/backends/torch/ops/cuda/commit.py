@@ -1,10 +1,12 @@
-"""After the choosing, still on the device: which drafts are kept, and kept drafts brought home.
+"""After sampling, on the device: which drafts are kept, kept keys and values moved, and the last token of each lane.
 
-In: what was chosen at every token of a turn, and the rows' drafts. Out: the kept drafts' places, and keys and values moved to
-the slots of their positions. The walk is that of `sampling/verify.py`: parents stand before their children, so one pass finds
-the whole path. The host walks by itself when the tokens arrive; this one only spares the device the waiting.
+In: the token sampled at every position of a step, and the rows' drafts. Out: the kept drafts and their rollback slots; keys and
+values moved to the slots of their positions; tokens for the next step. The rule is that of `sampling/verify.py`: parents come
+before their children, so one pass finds the whole path. The host verifies by itself when the tokens arrive; these kernels spare
+the device the round trip.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,62 +19,18 @@ from torch import Tensor
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 
-# -------------------- Tokens that never leave the device: what a turn chose is what the turn behind it begins wi
-
-
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-
-
-BLOCK = 256
-
-
-def resolve_pending_tokens(tokens: Tensor, last: Tensor) -> Tensor:
-    """given [n] tokens, last [lanes + 1] → [n]. Where a lane's law left no token, anything: nobody hears of that row."""
-    resolved = torch.empty_like(tokens)
-    _resolve_pending_tokens[(triton.cdiv(len(tokens), BLOCK),)](tokens, last, resolved, len(tokens), BLOCK=BLOCK)
-    return resolved
-
-
-def store_last_tokens(samples: Tensor, lanes: Tensor, last: Tensor) -> None:
-    """last[lanes] = answers[:, 0]; answers [T, columns], lanes [T]. Padding has the lane behind the last."""
-    _store_last_tokens[(triton.cdiv(len(lanes), BLOCK),)](samples, lanes, last, len(lanes), samples.stride(0), BLOCK=BLOCK)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _resolve_pending_tokens(tokens, last, resolved, count, BLOCK: tl.constexpr):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < count
-    token = tl.load(tokens + index, mask=mask, other=0)
-    pending = token < 0
-    last_token = tl.load(last + (-1 - token), mask=mask & pending, other=0)
-    tl.store(resolved + index, tl.where(pending, tl.maximum(last_token, 0).to(token.dtype), token), mask=mask)
-
-
-@triton.jit(do_not_specialize=["count", "stride"])
-def _store_last_tokens(samples, lanes, last, count, stride, BLOCK: tl.constexpr):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < count
-    lane = tl.load(lanes + index, mask=mask, other=0)
-    tl.store(last + lane, tl.load(samples + index * stride, mask=mask, other=0), mask=mask)
-
-
-# -------------------- After the choosing, still on the device: which drafts are kept, and kept drafts brought ho
-
-
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-
-
-ROW_WORDS = 5  # first token, tokens, lane, first place in the rollback buffer, slot of the first draft
+ROW_WORDS = 5  # first token, tokens, lane, first slot in the rollback buffer, KV slot of the first draft
+BLOCK = 256  # tokens per program of the last two kernels
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedDrafts:
-    """The kept drafts of each row, in order, -1 behind the last."""
+    """The kept drafts of each row, in order, -1 after the last."""
 
-    kept: Tensor  # [R, W] int32: by index in the row
-    slots: Tensor  # [R, W] int32: in the rollback buffer
+    kept: Tensor  # [R, W] int32: index among the row's drafts
+    slots: Tensor  # [R, W] int32: slot in the rollback buffer
     lanes: Tensor  # [R] int32
-    window_sources: Tensor  # [R, 1 + K] int32: what the windows of the convolution become; see `shift_windows`
+    window_sources: Tensor  # [R, 1 + K] int32: sources of `shift_conv_windows`
 
 
 @triton.jit(do_not_specialize=["width", "slot_count"])
@@ -106,7 +64,7 @@ def _verify_drafts(
     depth = 0
     sampled = tl.load(samples + first)
     next_draft = tl.min(tl.where((parent == -1) & (token == sampled), draft, BLOCK), 0)
-    while next_draft < BLOCK:  # a draft is kept: its children stand behind it
+    while next_draft < BLOCK:  # this draft is kept: continue with its children, which come after it
         path = tl.where(draft == depth, next_draft, path)
         sampled = tl.sum(tl.where(draft == next_draft, sampled_after, 0), 0)
         depth += 1
@@ -134,9 +92,10 @@ def verify_drafts(
     slot_count: int = 0,
     pdl: bool = False,
 ) -> VerifiedDrafts:
-    """chosen and tokens [T] int64, parents [T] int32 (of drafts), rows [R, ROW_WORDS] int32; `longest`: tokens of a row.
+    """samples and tokens [T] int64, parents [T] int32 (of drafts), rows [R, ROW_WORDS] int32; `longest`: tokens of a row, at
+    most.
 
-    `taps` of the convolution and `held`, the places that the rollback buffer has, are for the windows.
+    `taps` of the convolution and `slot_count` of the rollback buffer are for the window sources.
     """
     count, width, device = len(rows), max(longest - 1, 1), samples.device
     kept, slots = (torch.empty(count, width, dtype=torch.int32, device=device) for _ in range(2))
@@ -164,7 +123,7 @@ def _move_kept_kv(
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, head and layer: all are read before any is written."""
+    """One row, head and layer; all positions are read before any is written."""
     begin_kernel(PDL)
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = tl.program_id(0) % KV_HEADS
@@ -199,8 +158,9 @@ def move_kept_kv(
     page_size: int,
     pdl: bool = False,
 ) -> None:
-    """Nodes of trees to the slots of their positions, in the pages [R, W] of their rows. `stores` [L, 2] int64: where keys and
-    values of the layers, or their scales, lie; `head_bytes`, a multiple of 4: what one position of one head takes."""
+    """Move the KV entries of kept tree nodes to the slots of their positions, in the rows' pages [R, W]. `stores` [L, 2] int64:
+    addresses of each layer's keys and values, or of their scales; `head_bytes`: size of one position of one head, a multiple of
+    4."""
     width, words = verified.kept.shape[1], head_bytes // 4
     block = min(64, triton.next_power_of_2(words))
     _move_kept_kv[(len(rows) * kv_heads, len(stores), triton.cdiv(words, block))](
@@ -208,3 +168,37 @@ def move_kept_kv(
         KV_HEADS=kv_heads, WORDS=words, BLOCK=block, MAX_DEPTH=triton.next_power_of_2(width), PAGE_SIZE=page_size, PDL=pdl,
         num_warps=4, **launch_options(pdl),
     )  # fmt: skip
+
+
+# ------------------------------------------------------------------ tokens of the next step
+
+
+def resolve_pending_tokens(tokens: Tensor, last: Tensor) -> Tensor:
+    """tokens [n] and last [lanes + 1] → [n]: a token of -1 - lane is replaced by the lane's last token. If sampling left that
+    lane without a token, the replacement is arbitrary: the row's results are discarded."""
+    resolved = torch.empty_like(tokens)
+    _resolve_pending_tokens[(triton.cdiv(len(tokens), BLOCK),)](tokens, last, resolved, len(tokens), BLOCK=BLOCK)
+    return resolved
+
+
+def store_last_tokens(samples: Tensor, lanes: Tensor, last: Tensor) -> None:
+    """last[lanes] = samples[:, 0]; samples [T, columns], lanes [T]. Padding uses the extra lane."""
+    _store_last_tokens[(triton.cdiv(len(lanes), BLOCK),)](samples, lanes, last, len(lanes), samples.stride(0), BLOCK=BLOCK)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _resolve_pending_tokens(tokens, last, resolved, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
+    token = tl.load(tokens + index, mask=mask, other=0)
+    pending = token < 0
+    last_token = tl.load(last + (-1 - token), mask=mask & pending, other=0)
+    tl.store(resolved + index, tl.where(pending, tl.maximum(last_token, 0).to(token.dtype), token), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "stride"])
+def _store_last_tokens(samples, lanes, last, count, stride, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
+    lane = tl.load(lanes + index, mask=mask, other=0)
+    tl.store(last + lane, tl.load(samples + index * stride, mask=mask, other=0), mask=mask)

@@ -1,15 +1,15 @@
-"""Sampling on a GPU by the rule of `sampling/law.py`: the same tokens and checksums as `backends/torch/sampling/sampler.py`.
+"""Sampling with Triton by the rule of `sampling/law.py`: the same tokens and checksums as `backends/torch/sampling/sampler.py`.
 
-In: logits [C, V'] and a table of what each row wishes. Out: tokens [C], and the deficits and limits they came from.
+In: logits [C, V'] and a table of sampling parameters. Out: tokens [C], and the deficits and limits they were sampled from.
 
-    scores    block by block: bias, penalties by counts, DRY, bans; the largest of each block
+    scores    block by block: bias, penalties by counts, DRY, bans; the maximum of each block
     deficits  (best - score) / temperature
-    search    top-k and top-p as one limit (`triton_search.py`)
-    pick      noise by integer hash less deficit; the largest, the lowest id among equals
-    checksum  whole numbers, where a row asks for it
+    limits    top-k and top-p as the largest deficit that is kept (`top_k_top_p.py`)
+    argmax    of Gumbel noise (an integer hash) minus deficit; the lowest id among equals
+    checksum  integer sums, where a row requests it
 
-Blocks of one row meet only in maxima and in sums of whole numbers, so their number and order do not show. Nothing here
-reads the host or waits for it: a turn that was captured may hold all of it.
+Blocks of a row are combined only by maxima and integer sums, so their number and order do not change the result. The host neither
+reads nor waits for anything here, so that all of it can be captured in a CUDA graph.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -28,9 +28,9 @@ from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, log, log1p
 
 BLOCK = 2048
 
-# Columns of the table [C, COLUMNS] int64; the first six are float64 by their bits.
+# Columns of the table [C, COLUMNS] int64; the first six hold the bits of a float64.
 DIVISOR, LIMIT, REPETITION, FREQUENCY, PRESENCE, TOP_P, TOP_K, KEY_0, KEY_1, GREEDY, LANE = range(11)
-BIAS, DRY, BANS, DRAFTS, ENTRIES_END = range(11, 16)  # where a row's entries of each kind begin
+BIAS, DRY, BANS, DRAFTS, ENTRIES_END = range(11, 16)  # start of a row's entries of each kind, and the end of the last
 COLUMNS = 16
 
 
@@ -51,14 +51,14 @@ class SamplingTable:
 
 @dataclass(frozen=True, slots=True)
 class SamplingResult:
-    tokens: Tensor  # [C] int64, -1 where the law leaves none
+    tokens: Tensor  # [C] int64, -1 where the rule leaves no token
     deficits: Tensor  # [C, W] float32, infinite past the vocabulary
     limits: Tensor  # [C] float32
 
 
 @triton.jit
 def _apply_entries(scores, ids, tokens, values, begin, stop, KIND: tl.constexpr):
-    """Bias (0) adds, DRY (1) takes away, bans (2) leave nothing."""
+    """KIND 0 adds logit bias, 1 subtracts DRY penalties, 2 bans tokens."""
     for entry in range(begin, stop):
         is_token = ids == tl.load(tokens + entry)
         if KIND == 0:
@@ -72,7 +72,8 @@ def _apply_entries(scores, ids, tokens, values, begin, stop, KIND: tl.constexpr)
 
 @triton.jit
 def _apply_penalties(scores, ids, mask, table, row, tokens, output, prompt, stride):
-    """Repetition, frequency, presence, in this order, where the row counts its history; drafts before it count too."""
+    """Repetition, frequency and presence penalties, in this order, for rows that have a lane of counts; drafts before the
+    position count, too."""
     row_ptr = table + row * 16
     lane = tl.load(row_ptr + 10)
     if lane >= 0:
@@ -107,7 +108,7 @@ def _scores(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Steps 1 to 3, and the largest score and logit of each block; NaN where there is one."""
+    """Bias, penalties and bans of one block, and its largest score and logit; NaN where there is one."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -145,7 +146,7 @@ def _mix32(word):
 
 @triton.jit
 def _gumbel(ids, key_0, key_1):
-    """-log(-log u) of the hash of (key, id): the logarithm of u itself in the lower half, of 1 - (1 - u) in the upper."""
+    """-log(-log u) for u from the hash of (key, id): log(u) for the lower half, log1p(u - 1) for the upper half."""
     word = _mix32(_mix32(ids.to(tl.uint32) ^ key_0) + key_1) >> 8
     odd = (word.to(tl.int32) * 2 + 1).to(tl.int32)  # u * 2^25
     rest = tl.where(odd > 16777216, odd - 33554432, 0)
@@ -174,12 +175,12 @@ def _block_argmax(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each block's best value under noise, and the lowest id that has it."""
+    """The largest noise minus deficit of each block, and the lowest id that has it."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     limit = limit_so_far(table, search_limits, row, HAS_TOP_K)
-    if HAS_TOP_P:  # noqa: SIM102 - known when compiled, and the other is not
+    if HAS_TOP_P:  # noqa: SIM102 - constexpr condition, and a runtime one
         if table_float(table, row, 5) < 1.0:
             limit = tl.minimum(limit, tl.load(search_limits + tl.num_programs(0) + row))
     if block == 0:
@@ -190,7 +191,7 @@ def _block_argmax(
     kept = mask & (deficit <= limit)
     best = tl.full((), float("-inf"), dtype=tl.float32)
     best_id = tl.full((), 2147483647, dtype=tl.int32)
-    if tl.max(kept.to(tl.int32), 0) > 0:  # most blocks have nothing that may be chosen
+    if tl.max(kept.to(tl.int32), 0) > 0:  # most blocks have no token within the limit
         value = 0.0 - deficit
         if tl.load(table + row * 16 + 9) == 0:
             key_0 = tl.load(table + row * 16 + 7).to(tl.uint32)
@@ -212,7 +213,7 @@ def _block_argmax(
 
 @triton.jit
 def _row_argmax(tokens, block_maxima, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """The best of the blocks' best; -1 where the logits are no distribution or nothing is left."""
+    """The best token of all blocks; -1 where the logits are no distribution or no token is left."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
@@ -228,13 +229,14 @@ def _row_argmax(tokens, block_maxima, best_values, best_ids, blocks, BLOCKS: tl.
 def sample_tokens(
     logits: Tensor, table: SamplingTable, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
 ) -> tuple[SamplingResult, Tensor | None]:
-    """logits [C, ≥ V] in any dtype, rows of stride 1. With `weights` [2, V] int64 also the checksums [C]."""
+    """Sample one token per row of logits [C, ≥ V] (any dtype, rows of stride 1). With `weights` [2, V] int64 also checksums
+    [C]."""
     rows, device = len(logits), logits.device
     blocks = triton.cdiv(width, BLOCK)
     grid, padded_blocks = (rows, blocks), triton.next_power_of_2(blocks)
     deficits = torch.empty(rows, width, dtype=torch.float32, device=device)
     block_maxima = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
-    # What is cleared is cleared first: the kernels then follow each other without a gap.
+    # Buffers are zeroed first, so that the kernels are launched back to back.
     histograms = torch.zeros(2, rows, 2, HISTOGRAM_WORDS, dtype=torch.int64, device=device)
     checksums = None if weights is None else torch.zeros(rows, dtype=torch.int64, device=device)
     _scores[grid](

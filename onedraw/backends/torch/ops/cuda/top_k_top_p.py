@@ -1,13 +1,16 @@
-"""Top-k and top-p on a GPU: each row's limit, the largest deficit that is kept.
+"""Top-k and top-p with Triton: the limit of each row, which is the largest deficit that is kept.
 
-In: scores of rows and what the rows wish (the table of `triton_sample.py`). Out: deficits, (best - score) / temperature, and
-limits [2, C].
+In: scores of rows and their sampling parameters (the table of `sampling.py`). Out: deficits, (best - score) / temperature, and
+limits [2, C] of top-k and top-p.
 
-Weights, which are whole numbers (one for top-k, the mass for top-p), are added into sixteen bins by deficit. What is in the
-bin that holds the limit is written down, and once more for sixteen bins of that; what is left is halved until the limit is
-found. A list that is too short is not used: what it was made of is read again. Sums of whole numbers have no order that shows.
+Token weights, which are integers (1 for top-k, the probability mass for top-p), are added into a histogram of sixteen bins by
+deficit. The tokens of the bin that contains the limit are collected in a list, and binned once more into sixteen finer bins; the
+tokens of the fine bin that contains the limit are collected in a shorter list, in which the limit is found by bisection. Where a
+list overflows, its source is read again instead. Integer sums are exact in any order, so the limit does not depend on scheduling.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+# ruff: noqa: RUF005 - Triton concatenates tuples with +, unpacking is not supported
 from __future__ import annotations
 
 import torch
@@ -20,23 +23,29 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED, begin_kernel, exp
 from onedraw.sampling.law import MASS_BITS
 
-# -------------------- Deficits in sixteen bins, and their weights added up exactly: what the search for top-k an
+# Programs are one warp each; few rows use smaller blocks, since large ones would leave the device idle.
+FEW_ROWS, FEW_BLOCK, SEARCH_BLOCK = 4, 256, 1024
+HISTOGRAM_WORDS = 32  # of one row and level: sixteen bins, the number of collected tokens, padding
+# The first list has space for half of the vocabulary, the second for SHORT_LIST tokens. One program holds the second list in
+# registers, in REGISTER_LIST of them where it is that short, which is the usual case.
+SHORT_LIST = 16384
+REGISTER_LIST = 2048
 
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-# ruff: noqa: RUF005 - kernels know tuples of tiles by their sums, not by unpacking
+# ------------------------------------------------------------------ histogram
 
 
 @triton.jit
 def _bin_indices(deficit):
-    """Which of all bins; they grow with the deficit, a quarter wide at first. Larger deficits are in no smaller bin."""
+    """Coarse and fine bin of a deficit, from the bits of deficit + 1: bins widen with the deficit, from a quarter on, and are
+    monotonic in it."""
     bits = (deficit + 1.0).to(tl.int32, bitcast=True)
     return tl.maximum((bits >> 21) - 508, 0), (bits >> 17) & 15
 
 
 @triton.jit
 def bin_index(deficit, LEVEL: tl.constexpr):
-    """Of sixteen; the last one of the first level has no end."""
+    """The bin among the sixteen of a level; the last bin of level 0 is unbounded, and level 1 divides it by coarse bins."""
     coarse, fine = _bin_indices(deficit)
     if LEVEL == 0:
         return tl.minimum(coarse, 15)
@@ -46,7 +55,7 @@ def bin_index(deficit, LEVEL: tl.constexpr):
 
 @triton.jit
 def token_weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
-    """Of what may still be kept: its mass, or one."""
+    """Weight of a token: its mass, 0 past the limit; or 1."""
     if BY_MASS:
         return tl.where(deficit <= limit, exp(0.0 - deficit) * SCALE, 0.0).to(tl.int64)
     else:
@@ -55,7 +64,7 @@ def token_weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _floor(x):
-    """Of 0 to 2^22."""
+    """Floor, for 0 ≤ x ≤ 2^22."""
     if INTERPRETED:
         return tl.floor(x)
     else:
@@ -64,7 +73,7 @@ def _floor(x):
 
 @triton.jit
 def _at_least(bin, EDGE: tl.constexpr):
-    """1 where a whole number is EDGE or more, else 0: one sum that stops at 0 and at 1."""
+    """1.0 where the integer `bin` ≥ EDGE, else 0.0: one saturating addition."""
     if INTERPRETED:
         return tl.where(bin >= EDGE, 1.0, 0.0)
     else:
@@ -83,8 +92,8 @@ def zero_sums(SUMS: tl.constexpr):
 
 @triton.jit
 def accumulate_weights(sums, deficit, mask, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LEVEL: tl.constexpr):
-    """Sixteen sums of the weights of one deficit per thread: of all, of those not in the first bin, and so on. Masses have 41
-    bits; they are added in three pieces of at most 14, whole numbers that float32 adds exactly."""
+    """Add the weights of one deficit per thread to sixteen sums: sum e has the bins from e on. Masses have 41 bits; they are
+    added in three parts of at most 14 bits, integers that float32 adds exactly."""
     bin = bin_index(deficit, LEVEL).to(tl.float32)
     new_sums = ()
     if BY_MASS:
@@ -107,7 +116,7 @@ def accumulate_weights(sums, deficit, mask, limit, SCALE: tl.constexpr, BY_MASS:
 
 @triton.jit
 def add_to_histogram(histogram, sums, BY_MASS: tl.constexpr):
-    """Add a program's sums to the row's bins."""
+    """Add a program's sums to the histogram of its row."""
     bin = tl.arange(0, 16)
     counts = tl.zeros((16,), dtype=tl.int64)
     for edge in tl.static_range(16):
@@ -121,32 +130,72 @@ def add_to_histogram(histogram, sums, BY_MASS: tl.constexpr):
     tl.atomic_add(histogram + bin, counts, mask=counts > 0, sem="relaxed")
 
 
-# -------------------- Top-k and top-p on a GPU: each row's limit, the largest deficit that is kept.
-
-
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
-
-
-# Of the search, one warp each: few rows leave the device idle in large blocks.
-FEW_ROWS, FEW_BLOCK, SEARCH_BLOCK = 4, 256, 1024
-HISTOGRAM_WORDS = 32  # words of one row and level: sixteen bins, how many are written down, padding
-# The first list has room for half of the vocabulary, the second for this many, which one program has in registers.
-SHORT_LIST = 16384
-REGISTER_LIST = 2048  # of them, mostly
+# ------------------------------------------------------------------ parameters of a row
 
 
 @triton.jit
 def table_float(table, row, COLUMN: tl.constexpr):
+    """A float64 column of the table."""
     return tl.load(table + row * 16 + COLUMN).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def row_max(block_maxima, blocks, BLOCKS: tl.constexpr):
-    """The largest of a row; NaN where there is one."""
+    """The maximum of a row from the maxima of its blocks; NaN where there is one."""
     block = tl.arange(0, BLOCKS)
     x = tl.load(block_maxima + block, mask=block < blocks, other=float("-inf"))
     has_nan = tl.max((x != x).to(tl.int32), 0)
     return tl.where(has_nan != 0, float("nan"), tl.max(x, 0))
+
+
+@triton.jit
+def _row_uses_filter(table, row, BY_MASS: tl.constexpr):
+    if BY_MASS:
+        return table_float(table, row, 5) < 1.0
+    else:
+        return tl.load(table + row * 16 + 6) > 0
+
+
+@triton.jit
+def _target_weight(table, histogram, row, BY_MASS: tl.constexpr):
+    """The number of tokens top-k keeps, or the mass top-p keeps: its share of the histogram's total."""
+    if BY_MASS:
+        total = tl.sum(tl.load(histogram + tl.arange(0, 16)), 0)
+        mass = tl.ceil(table_float(table, row, 5) * total.to(tl.float64)).to(tl.int64)
+        return tl.minimum(tl.maximum(mass, 1), total)
+    else:
+        return tl.load(table + row * 16 + 6)
+
+
+@triton.jit
+def _target_bin(histogram, target):
+    """The bin in which the cumulated weight reaches the target, and the weight left to reach inside it."""
+    bins = tl.arange(0, 16)
+    counts = tl.load(histogram + bins)
+    bin = tl.minimum(tl.sum((tl.cumsum(counts, 0) < target).to(tl.int32), 0), 15)
+    return bin, target - tl.sum(tl.where(bins < bin, counts, 0), 0)
+
+
+@triton.jit
+def limit_so_far(table, limits, row, HAS_TOP_K: tl.constexpr):
+    """The limit of min-p, and of top-k where the row has it."""
+    limit = table_float(table, row, 1).to(tl.float32)
+    if HAS_TOP_K:  # noqa: SIM102 - constexpr condition, and a runtime one
+        if _row_uses_filter(table, row, False):
+            limit = tl.minimum(limit, tl.load(limits + row))
+    return limit
+
+
+# ------------------------------------------------------------------ deficits and search
+
+
+@triton.jit
+def _load_deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB: tl.constexpr, ADJUSTED: tl.constexpr):
+    if ADJUSTED:
+        scores = tl.load(deficits + row * width + ids, mask=ids < width, other=float("-inf"))
+    else:
+        scores = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(best - scores, tl.zeros_like(scores) + divisor)
 
 
 @triton.jit
@@ -168,8 +217,7 @@ def _deficits(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores, which are the logits themselves where nothing adjusts them, become deficits; they are the first level of the
-    first search, too."""
+    """Turn scores (the logits where nothing adjusts them) into deficits, and count them into level 0 of the first filter."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
@@ -194,57 +242,10 @@ def _deficits(
 
 
 @triton.jit
-def _load_deficit(logits, deficits, row, ids, best, divisor, logits_stride, width, VOCAB: tl.constexpr, ADJUSTED: tl.constexpr):
-    if ADJUSTED:
-        scores = tl.load(deficits + row * width + ids, mask=ids < width, other=float("-inf"))
-    else:
-        scores = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(best - scores, tl.zeros_like(scores) + divisor)
-
-
-@triton.jit
-def _row_uses_filter(table, row, BY_MASS: tl.constexpr):
-    if BY_MASS:
-        return table_float(table, row, 5) < 1.0
-    else:
-        return tl.load(table + row * 16 + 6) > 0
-
-
-@triton.jit
-def _target_weight(table, histogram, row, BY_MASS: tl.constexpr):
-    """How many tokens top-k asks for, or how much mass top-p: its share of all that was counted."""
-    if BY_MASS:
-        total = tl.sum(tl.load(histogram + tl.arange(0, 16)), 0)
-        mass = tl.ceil(table_float(table, row, 5) * total.to(tl.float64)).to(tl.int64)
-        return tl.minimum(tl.maximum(mass, 1), total)
-    else:
-        return tl.load(table + row * 16 + 6)
-
-
-@triton.jit
-def _target_bin(histogram, target):
-    """Which of sixteen bins reaches the target, and what is left to reach in it."""
-    bins = tl.arange(0, 16)
-    counts = tl.load(histogram + bins)
-    bin = tl.minimum(tl.sum((tl.cumsum(counts, 0) < target).to(tl.int32), 0), 15)
-    return bin, target - tl.sum(tl.where(bins < bin, counts, 0), 0)
-
-
-@triton.jit
-def limit_so_far(table, limits, row, HAS_TOP_K: tl.constexpr):
-    """min-p, then top-k where the row has it."""
-    limit = table_float(table, row, 1).to(tl.float32)
-    if HAS_TOP_K:  # noqa: SIM102 - known when compiled, and the other is not
-        if _row_uses_filter(table, row, False):
-            limit = tl.minimum(limit, tl.load(limits + row))
-    return limit
-
-
-@triton.jit
 def _candidates(
     deficits, lists, row, ids, histogram, width, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr
 ):
-    """The first list, or all of the row where the list is too short."""
+    """Deficits of the first list, or of the whole row where the list overflowed; and their mask."""
     written = tl.load(histogram + 16)
     fits = written <= LONG_LIST
     listed = tl.load(lists + row * (LONG_LIST + SHORT_LIST) + ids, mask=fits & (ids < written), other=float("inf"))
@@ -256,16 +257,16 @@ def _candidates(
 def _fine_bin_candidates(
     deficits, lists, row, ids, histogram, width, bin, fine, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr
 ):
-    """Of these, what is in the bin that holds the limit, and in the finer one."""
+    """`_candidates`, masked to the coarse and fine bin that contain the limit."""
     deficit, mask = _candidates(deficits, lists, row, ids, histogram, width, VOCAB, LONG_LIST, SHORT_LIST)
     return deficit, mask & (bin_index(deficit, 0) == bin) & (bin_index(deficit, 1) == fine)
 
 
 @triton.jit
 def _count_level(table, deficits, lists, histogram, row, start, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
-           SCALE: tl.constexpr, LONG_LIST: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr,
-           BLOCK_V: tl.constexpr):  # fmt: skip
-    """Weights into the sixteen bins of a level."""
+                 SCALE: tl.constexpr, LONG_LIST: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr,
+                 BLOCK_V: tl.constexpr):  # fmt: skip
+    """Add the weights of one block of a row to the histogram of a level."""
     bin = 0
     if LEVEL == 1:
         bin, _ = _target_bin(histogram, _target_weight(table, histogram, row, BY_MASS))
@@ -285,7 +286,7 @@ def _count_level(table, deficits, lists, histogram, row, start, width, limit, VO
 @triton.jit
 def _collect(table, deficits, lists, histogram, row, ids, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
              LONG_LIST: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr):  # fmt: skip
-    """What is in the bin that holds the limit, written down in any order; how much that is, even where it is too much."""
+    """Append the tokens of the bin that contains the limit to the level's list, in any order; count them even if it overflows."""
     bin, left = _target_bin(histogram, _target_weight(table, histogram, row, BY_MASS))
     target = lists + row * (LONG_LIST + SHORT_LIST)
     if LEVEL == 0:
@@ -324,7 +325,7 @@ def _search_level(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One level over one block of a row: what is in it is tallied, or then collected."""
+    """One level of the search over one block of a row: count into the histogram, or (COLLECT) collect the limit's bin."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
@@ -343,8 +344,8 @@ def _search_level(
 
 @triton.jit
 def _bisect_list(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LONG_LIST: tl.constexpr,
-            SHORT_LIST: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
-    """The limit in the second list, by its bits."""
+                 SHORT_LIST: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+    """The limit in the second list, by bisection of the float's bits."""
     ids = tl.arange(0, ROOM)
     mask = ids < written
     deficit = tl.load(lists + row * (LONG_LIST + SHORT_LIST) + LONG_LIST + ids, mask=mask, other=0.0)
@@ -377,7 +378,7 @@ def _find_limit(
     REGISTER_LIST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The smallest deficit whose bin, up to it, has what is left to reach: between the ends of what is written down, halved."""
+    """The limit of a row: the smallest deficit up to which the fine bin's weights reach the target, by bisection."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     histogram = histograms + row * 64
@@ -394,7 +395,7 @@ def _find_limit(
         else:
             first = tl.load(histogram + 16)
             stop = tl.where(first <= LONG_LIST, first, VOCAB).to(tl.int32)
-            low = tl.full((), 2139095040, dtype=tl.int32)  # infinity, by its bits
+            low = tl.full((), 2139095040, dtype=tl.int32)  # the bits of infinity
             ids = tl.arange(0, REGISTER_LIST)
             for start in range(0, stop, REGISTER_LIST):
                 deficit, mask = _fine_bin_candidates(
@@ -403,7 +404,7 @@ def _find_limit(
                 bits = deficit.to(tl.int32, bitcast=True)
                 high = tl.maximum(high, tl.max(tl.where(mask, bits, 0), 0))
                 low = tl.minimum(low, tl.min(tl.where(mask, bits, 2139095040), 0))
-            while low < high:  # so many that are near, and not all equal: slow, and seldom
+            while low < high:  # the second list overflowed: slow, and rare
                 middle = low + (high - low) // 2
                 total = tl.full((), 0, dtype=tl.int64)
                 for start in range(0, stop, REGISTER_LIST):
@@ -431,8 +432,10 @@ def find_limits(
     has_top_p: bool,
     pdl: bool,
 ) -> Tensor:
-    """Scores, which stand in `deficits` [C, W] where they are adjusted, become deficits; the limits of top-k and of top-p,
-    [2, C], where rows want them (`counted`, `shared`: some row does). tallies [2, C, 2, TALLY] int64 are zero."""
+    """Turn scores into deficits, and find the limits [2, C] of top-k and top-p (`has_top_k`, `has_top_p`: some row has it).
+
+    `deficits` [C, W] holds the scores on entry where they are adjusted. histograms [2, C, 2, HISTOGRAM_WORDS] int64 are zero.
+    """
     (rows, width), blocks, device = deficits.shape, block_maxima.shape[2], deficits.device
     limits = torch.empty(2, rows, dtype=torch.float32, device=device)
     block = FEW_BLOCK if rows <= FEW_ROWS else SEARCH_BLOCK
@@ -451,7 +454,7 @@ def find_limits(
         tensors = (table, deficits, lists, limits, histograms[int(by_mass)], width)
         constants = {"VOCAB": vocab, "HAS_TOP_K": has_top_k, "BY_MASS": by_mass, "SCALE": 2.0**MASS_BITS, "LONG_LIST": long_list}
         steps = [(level, collect) for level in (0, 1) for collect in (False, True)]
-        for level, collect in steps[1:] if by_mass == filters[0] else steps:  # the first is in the deficits already
+        for level, collect in steps[1:] if by_mass == filters[0] else steps:  # `_deficits` did the first count
             _search_level[(rows, triton.cdiv(vocab, block))](
                 *tensors, **constants, LEVEL=level, COLLECT=collect, SHORT_LIST=SHORT_LIST, BLOCK_V=block, num_warps=1, **options
             )
