@@ -140,8 +140,7 @@ class DrafterBuilder:
     def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
         """A function that makes the drafter once the target is loaded; UnsupportedModel if the drafter does not fit."""
         from onedraw.backends.torch.drafters.dflash import DflashDrafter
-        from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, SmallModel
-        from onedraw.backends.torch.drafters.mtp import MtpHead
+        from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, MtpHead, SmallModel
         from onedraw.backends.torch.model.transformer import Transformer
         from onedraw.backends.torch.runner.stages import StageDevice
 

@@ -131,7 +131,7 @@ def test_keys_and_values_in_pages_far_behind_are_written_read_and_moved(kind: st
 
 def test_more_slots_than_32_bits_count_are_refused() -> None:
     spec = AttentionSpec(heads=8, kv_heads=8, head_dim=64, rope=RopeSpec(1e4, 64), scale=0.125)
-    with pytest.raises(OutOfMemory, match="more than 32 bits count"):
+    with pytest.raises(OutOfMemory, match="exceed the 32-bit slot numbers"):
         PageStore(spec, pages=2**24, page_size=16, dtype=torch.int8, device=DEVICE)
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
-from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
-from onedraw.backends.torch.drafters.mtp import MtpHead
+from onedraw.backends.torch.drafters.draft_model import DraftModel, MtpHead, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.stages import StageDevice
 from onedraw.checkpoints.open import open_checkpoint

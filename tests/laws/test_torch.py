@@ -152,7 +152,7 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
                 attention, "_ordered_sum", lambda parts, group: real(parts, group) * (1 + (group.height == 16) * 2.0**-23)
             )
         case "mask by batch":  # a query loses its last key where the turn has an odd number of pairs
-            from onedraw.backends.torch.ops.plain import attention_tiles as tiles
+            from onedraw.backends.torch.ops.plain import attention as tiles
 
             mask = tiles._mask
             short = lambda highest: np.maximum(highest - len(highest) % 2, 0)  # noqa: E731

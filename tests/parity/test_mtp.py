@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onedraw.backends.torch.drafters.draft_model import DraftModel
-from onedraw.backends.torch.drafters.mtp import MtpHead
+from onedraw.backends.torch.drafters.draft_model import DraftModel, MtpHead
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import UnsupportedModel
 from onedraw.models.model_info import read_model_info

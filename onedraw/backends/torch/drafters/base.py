@@ -1,7 +1,7 @@
-"""What all drafters on the device share: what they are asked, and the way from their logits to ranked candidates.
+"""The protocol of drafters on the device, and the ranking of their candidates.
 
-In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. The sharpness s
-of `s · log q + g` follows measured acceptance: mostly the best of a few values, now and then another one.
+In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. The sharpness s of `s
+· log q + g` follows measured acceptance: mostly the best of a few values, now and then another one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onedraw.types import Draft, Plan, Row, RowOutcome
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """What a turn gave, as a drafter sees it."""
+    """A step's results, as a drafter reads them."""
 
     plan: Plan
     inputs: Inputs
@@ -32,14 +32,14 @@ class CompletedStep:
 
 
 class Drafter(Protocol):
-    """Guesses on the device, from what the target computed. It may be wrong; it cannot change a token."""
+    """Drafts on the device from what the target computed. A wrong draft costs time; it cannot change a token."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose outputs it wants."""
+        """Layers of the target whose outputs it reads."""
         ...
 
     @property
@@ -53,24 +53,24 @@ class Drafter(Protocol):
         ...
 
     def open(self, rows: Sequence[Row]) -> None:
-        """Before a turn: copy what rows want copied."""
+        """Before a step: make the page copies of its rows."""
         ...
 
     def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
-        """Take in what the turn settled and guess on: drafts per row for the row after it."""
+        """Take in the step's committed tokens and draft: per row, the drafts of the row after it."""
         ...
 
 
 CANDIDATES = 256  # of a position, that the noise ranks: at temperature 1 the tail wins often enough to count
 SHARPNESS = (1.0, 1.25, 1.5)
-EXPLORE = 8  # every so many guesses another sharpness is tried
+EXPLORE = 8  # every so many calls another sharpness is tried
 FORGET = 0.98
 
 
 def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max_context: int) -> int:
-    """How many drafts may follow a row's last chosen token; 0 for a middle chunk, at a reply's end, or without pages.
+    """How many drafts may follow a row's last sampled token; 0 for a middle chunk, at a reply's end, or without pages.
 
-    The last token of a reply is chosen, never drafted, and every draft but the last needs a slot behind the chosen token.
+    The last token of a reply is sampled, never drafted, and every draft but the last needs a slot after the sampled token.
     """
     if not outcome.sampled or outcome.no_token_left or outcome.sampled[-1].token in row.params.stop_ids:
         return 0
@@ -80,11 +80,11 @@ def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max
 
 
 class Ranker:
-    """Owner: a drafter. One tally of seen tokens and one remembered guess per lane."""
+    """Owner: a drafter. Per lane, counts of seen tokens and the drafts given last."""
 
     def __init__(self, lanes: int) -> None:
         self._tallies = [Tally() for _ in range(lanes)]
-        self._guessed: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
+        self._given: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
         self._kept = [0.0] * len(SHARPNESS)
         self._weight = [1e-9] * len(SHARPNESS)
         self._count = 0
@@ -95,9 +95,9 @@ class Ranker:
         return found.indices.cpu().numpy(), found.values.cpu().numpy()
 
     def learn(self, plan: Plan, rows: Sequence[RowOutcome]) -> None:
-        """What verification made of the guesses given last; drafts of others teach nothing."""
+        """How many of the drafts given last were kept; drafts of other proposers are ignored."""
         for row, outcome in zip(plan.rows, rows, strict=True):
-            mine, self._guessed[row.lane] = self._guessed[row.lane], None
+            mine, self._given[row.lane] = self._given[row.lane], None
             if mine is None or not row.drafts or row.params.greedy:
                 continue
             request_id, drafts, arm = mine
@@ -106,7 +106,7 @@ class Ranker:
                 self._weight[arm] = self._weight[arm] * FORGET + 1
 
     def choose_arm(self) -> int:
-        """Which sharpness the next guesses use."""
+        """The index of the sharpness that the next drafts use."""
         self._count += 1
         if self._count % EXPLORE == 0:
             return self._count // EXPLORE % len(SHARPNESS)
@@ -121,4 +121,4 @@ class Ranker:
         return rank(ids, logits, params, position=position, sharpness=SHARPNESS[arm], seen=seen)
 
     def remember(self, row: Row, drafts: tuple[Draft, ...], arm: int) -> None:
-        self._guessed[row.lane] = (row.request_id, drafts, arm)
+        self._given[row.lane] = (row.request_id, drafts, arm)

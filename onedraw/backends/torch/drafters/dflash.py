@@ -1,9 +1,9 @@
-"""A DFlash drafter on the device: features of the target's committed tokens in, guesses for the next row out.
+"""A DFlash drafter on the device: features of the target's committed tokens in, drafts for the next row out.
 
-In: after every turn, the captured residual streams and what was settled. Out: drafts per row. Context keys and values are
-written once per committed position, into pages numbered like the target's, and never again; a block of [last token, mask …]
-then drafts several positions in one pass, through the target's own embedding and head. The block's keys lie past the
-committed positions, where nobody reads them and the next commit overwrites them: rejected drafts leave no trace.
+In: after every step, the captured residual streams and the kept tokens. Out: drafts per row. Context keys and values are
+written once per committed position, into pages numbered like the target's; a block of [last token, mask …] then drafts several
+positions in one pass, through the target's own embedding and head. The block's keys are past the committed positions, where the
+next commit overwrites them before anything reads them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from onedraw.models.spec import DrafterSpec
 from onedraw.sampling.draft_ranking import Floats, Ids
 from onedraw.types import Draft, Plan, Row, RowOutcome
 
-# Candidates per depth, best first → drafts, within so many nodes.
+# Candidates per depth, best first → a tree of drafts.
 Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """One row's turn to guess: the last chosen token at `start`, and masks behind it."""
+    """One row's block: the last sampled token at `start`, and masks after it."""
 
     index: int  # of the row in the plan
     row: Row
@@ -84,7 +84,7 @@ class DflashDrafter:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Each once, in the order of the layers, as a turn gives them."""
+        """Each once, in the order of the layers, as a step gives them."""
         return tuple(sorted(set(self._spec.target_layers)))
 
     @property
@@ -99,16 +99,16 @@ class DflashDrafter:
         self._ranker.learn(plan, rows)
         self._remember(plan, step.inputs, step.features, rows)
         blocks = [block for i, row in enumerate(plan.rows) if (block := self._block(i, row, rows[i])) is not None]
-        guesses: list[tuple[Draft, ...]] = [()] * len(plan.rows)
+        found: list[tuple[Draft, ...]] = [()] * len(plan.rows)
         if blocks:
             for block, drafts in zip(blocks, self._draft(blocks), strict=True):
-                guesses[block.index] = drafts
-        return guesses
+                found[block.index] = drafts
+        return found
 
     # ------------------------------------------------------------------ context
 
     def _remember(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> None:
-        """Keys and values of every position the turn settled: known tokens, and the drafts that were kept."""
+        """Write keys and values of every committed position: known tokens, and kept drafts."""
         taken: list[int] = []
         spans: list[Span] = []
         for row, span, outcome in zip(plan.rows, inputs.spans, rows, strict=False):  # padding has spans of its own
@@ -116,7 +116,7 @@ class DflashDrafter:
             spans.append(Span(len(taken), known + len(outcome.kept), row.start))
             taken.extend(range(span.first, span.first + known))
             taken.extend(span.first + known + index for index in outcome.kept)
-        if not taken:  # every row came whole from a checkpoint
+        if not taken:  # every row was restored from a checkpoint as a whole
             return
         placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], layout=self._layout, device=self._device)
         padding = len(placed.host_tokens) - len(taken)
@@ -134,7 +134,7 @@ class DflashDrafter:
     # ------------------------------------------------------------------ block
 
     def _block(self, index: int, row: Row, outcome: RowOutcome) -> DraftBlock | None:
-        """None where the row goes on without a guess: a middle chunk, its end, or no room for a draft."""
+        """None for a middle chunk, at a reply's end, or without room for a draft."""
         limits = {"page_size": self._layout.page_size, "max_context": self._max_context}
         drafts = room_ahead(row, outcome, limit=self._spec.block - 1, **limits)
         if not drafts:

@@ -1,8 +1,8 @@
-"""A model that runs ahead of the target token by token: a smaller one, or the target's own MTP head.
+"""Drafters that run ahead of the target token by token: a smaller model (`SmallModel`), or the target's own MTP head (`MtpHead`).
 
-In: after every turn, what was settled. Out: a chain of drafts per row. Its keys and values lie in pages numbered like the
-target's, so a prefix hit or a preemption of the target is one of the draft model too. Where it runs ahead it writes past
-the committed positions; the next turn writes there again.
+In: after every step, its kept tokens. Out: a chain of drafts per row. Keys and values are in pages numbered like the target's,
+so a prefix hit or a preemption of the target is one of the draft model too. Drafting writes past the committed positions; the
+next step overwrites them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.drafters.base import CompletedStep, Ranker, room_ahead
+from onedraw.backends.torch.model.layer import load_layer, rope_tables, run_layer
 from onedraw.backends.torch.model.transformer import Transformer
+from onedraw.backends.torch.model.weight_loader import WeightLoader
+from onedraw.backends.torch.ops.base import PreparedInputs
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.backends.torch.state.model_state import ModelState, StateSizes
+from onedraw.models.mtp import MtpSpec, MtpWeights
 from onedraw.types import Draft, Row, RowOutcome
 
 
 class DraftingModel(Protocol):
-    """What runs ahead. `late`: at position t it reads token t + 1 and what the model before it gave at t."""
+    """A model that drafts. `late`: at position t it reads token t + 1 and the hidden state of the model before it at t."""
 
     @property
     def name(self) -> str: ...
@@ -32,7 +36,7 @@ class DraftingModel(Protocol):
 
     @property
     def transformer(self) -> Transformer:
-        """Whose device it runs on."""
+        """The model whose device it runs on."""
         ...
 
     @property
@@ -63,13 +67,44 @@ class SmallModel:
         return self.transformer.logits(hidden)
 
 
+class MtpHead:
+    """The MTP head of a checkpoint: one more attention layer that reads the target's hidden states (formula: `models/mtp.py`).
+    Embedding and head are the target's. Owner: a DraftModel."""
+
+    name = "mtp"
+    late = True
+
+    def __init__(self, spec: MtpSpec, weights: MtpWeights, *, target: Transformer, layout: InputLayout, max_context: int) -> None:
+        self.transformer, self._spec = target, spec
+        loader = WeightLoader(weights, ops=target.ops, dtype=target.dtype, device=target.device, norm=spec.norm)
+        self._fc = loader.linear(None, "fc")
+        self._embed_norm, self._hidden_norm = loader.norm(None, "embed_norm"), loader.norm(None, "hidden_norm")
+        self._norm = loader.norm(None, "norm")
+        self._layer = load_layer(0, spec.layer, loader, target.ops, spec.eps)
+        sizes = StateSizes(pages=layout.alone.scratch, page_size=layout.page_size)
+        self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=target.device)
+        self._ropes = rope_tables(spec.layers, max(max_context, 64) + 1, dtype=target.dtype, device=target.device)
+
+    def run(self, inputs: Inputs, before: Tensor | None) -> Tensor:
+        assert before is not None
+        ops, eps = self.transformer.ops, self._spec.eps
+        embedded = ops.rms_norm(self.transformer.embed(inputs.tokens), self._embed_norm, eps)
+        joined = torch.cat([embedded, ops.rms_norm(before, self._hidden_norm, eps)], dim=1)  # [T, 2E]
+        prepared = PreparedInputs(ops, inputs, self._ropes)
+        x = run_layer(self._fc(joined), self._layer, ops=ops, store=self.state.stores[0], prepared=prepared, eps=eps)
+        return ops.rms_norm(x, self._norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.transformer.logits(hidden)
+
+
 @dataclass(slots=True)
 class DraftingRow:
-    """One row running ahead. Owner: one call of `guess`."""
+    """One row while it drafts. Owner: one call of `draft`."""
 
     index: int
     row: Row
-    start: int  # position of the last chosen token
+    start: int  # position of the last sampled token
     room: int  # drafts it may have
     drafts: list[Draft]
 
@@ -101,7 +136,7 @@ class DraftModel:
 
     def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
         self._ranker.learn(step.plan, step.rows)
-        guesses: list[tuple[Draft, ...]] = [()] * len(step.rows)
+        found: list[tuple[Draft, ...]] = [()] * len(step.rows)
         runners, hidden, ends = self._follow(step)
         arm = self._ranker.choose_arm()
         running = runners
@@ -117,34 +152,34 @@ class DraftModel:
             if running:
                 hidden, ends = self._step(running, hidden, going)
         for runner in runners:
-            guesses[runner.index] = tuple(runner.drafts)
-            self._ranker.remember(runner.row, guesses[runner.index], arm)
-        return guesses
+            found[runner.index] = tuple(runner.drafts)
+            self._ranker.remember(runner.row, found[runner.index], arm)
+        return found
 
     def _follow(self, step: CompletedStep) -> tuple[list[DraftingRow], Tensor, list[int]]:
-        """Compute what the turn settled and, where a row goes on, its last chosen token. Ends: where those stand.
+        """Run the step's committed tokens and, where a row goes on, its last sampled token. Ends: the indices of those.
 
-        A late model computes position t from token t + 1, so its tokens are the settled ones but the first, and then the
-        one behind them, which is chosen or known.
+        A late model computes position t from token t + 1, so its tokens are the committed ones but the first, and then the
+        one after them, which is sampled or known.
         """
         late = self._model.late
         tokens: list[int] = []
-        sources: list[int] = []  # tokens of the turn, for a late model
+        sources: list[int] = []  # tokens of the step, for a late model
         spans: list[Span] = []
         runners: list[DraftingRow] = []
         ends: list[int] = []
         for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
-            settled = [*row.tokens, *(row.drafts[i].token for i in outcome.kept)]
+            committed = [*row.tokens, *(row.drafts[i].token for i in outcome.kept)]
             runner = self._runner(index, row, outcome)
-            if late and not settled:  # came whole from a checkpoint, which has no hidden state to go on from
+            if late and not committed:  # from a checkpoint as a whole, which has no hidden state to continue
                 runner = None
-            behind = [outcome.sampled[-1].token] if outcome.sampled else row.history.slice(row.stop, row.stop + 1)
+            after = [outcome.sampled[-1].token] if outcome.sampled else row.history.slice(row.stop, row.stop + 1)
             if late:
                 places = [*range(len(row.tokens)), *(len(row.tokens) + i for i in outcome.kept)]
-                part = [*settled[1:], *behind][: len(settled)]
+                part = [*committed[1:], *after][: len(committed)]
                 sources += (span.first + place for place in places[: len(part)])
             else:
-                part = [*settled, *(behind if runner is not None else ())]
+                part = [*committed, *(after if runner is not None else ())]
             if runner is not None:
                 runners.append(runner)
                 ends.append(len(tokens) + len(part) - 1)

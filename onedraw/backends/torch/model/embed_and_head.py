@@ -1,7 +1,7 @@
-"""What stands before the first layer and behind the last: the table of tokens, the layers' own inputs, the norm, the head.
+"""Before the first layer and after the last: the embedding, the layers' own inputs, the last norm, the head.
 
 In: a spec, weights, the devices of the first and the last stage. Out: EmbedAndHead. A table that is tied to the head is kept once
-wherever the operations can look up what they multiply with.
+where the operations can read rows of a product's weight.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.model.weight_loader import LANE, EmbeddingRows, WeightLoader, kept_rows, looked_up, table_rows
+from onedraw.backends.torch.model.weight_loader import LANE, EmbeddingRows, WeightLoader, head_rows, packed_rows, table_rows
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.runner.inputs import Inputs
@@ -23,8 +23,8 @@ from onedraw.models.spec import ModelSpec
 class InputTable:
     """The layers' own inputs: ((project(x₀) / sqrt(E), normed per layer) + embedding · sqrt(width)) / sqrt(2).
 
-    The embedding has a row of layers × width numbers per token, more than all layers together; it stays where the
-    checkpoint lies and the turn's rows are gathered from there.
+    The embedding has layers × width numbers per token, more than all layers together; it stays in the mapped checkpoint file,
+    from which the rows of a step are gathered.
     """
 
     def __init__(self, spec: ModelSpec, source: WeightSource, loader: WeightLoader, ops: Ops) -> None:
@@ -34,7 +34,7 @@ class InputTable:
         self._norm = loader.norm(None, "inputs_project_norm")
 
     def rows(self, inputs: Inputs) -> Tensor:
-        """Of the turn's tokens, [T, layers * width] float32."""
+        """Of the step's tokens, [T, layers * width] float32."""
         return inputs.staging.put(self._embedding.take_rows(inputs.host_tokens).float32())
 
     def __call__(self, rows: Tensor, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class InputTable:
 
 @dataclass(frozen=True, slots=True)
 class EmbedAndHead:
-    """Table and inputs on the first device, norm and head on the last."""
+    """Embedding and input table on the first device, norm and head on the last."""
 
     embedding: EmbeddingRows
     input_table: InputTable | None
@@ -69,7 +69,7 @@ def load_embed_and_head(
     loader = WeightLoader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
     norm = loader.norm(None, "norm")
     if table is not None and spec.tied:
-        head = last.ops.linear(table.to(last.device))  # a second copy only where the devices differ
+        head = last.ops.linear(table.to(last.device))  # copied only where the devices differ
     elif stored is not None and spec.tied and first.device == last.device:
         head = stored
     else:
@@ -77,7 +77,7 @@ def load_embed_and_head(
     if table is not None:
         embedding = table_rows(table)
     elif stored is not None:
-        embedding = looked_up(stored)
+        embedding = packed_rows(stored)
     else:
-        embedding = kept_rows(head, source, tied=spec.tied)
+        embedding = head_rows(head, source, tied=spec.tied)
     return EmbedAndHead(embedding, input_table, norm, head)

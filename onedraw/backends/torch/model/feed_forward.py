@@ -1,7 +1,7 @@
 """The feed-forward of a layer: one gated product, or a mixture of experts.
 
-In: normed tokens h [T, E] (and, for a router of its own, the residual). Out: [T, E]. MixtureOfExperts answer for the tokens that
-chose them and are added in expert order, so neither the batch nor the grouping changes a token's sum.
+In: normed tokens h [T, E] (and, for a router with a norm of its own, the residual). Out: [T, E]. Experts compute the tokens that
+are routed to them and are added in expert order, so neither the batch nor the grouping changes a token's sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onedraw.models.spec import Activation, MlpSpec, MoeSpec
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """down(act(gate) * up). Padding adds zero rows and columns whose products are exact zeros."""
+    """down(act(gate) * up). Padding adds zero rows and columns, whose products are exact zeros."""
 
     gate_up: Linear
     gated_product: GatedProduct | None  # the same product with the activation fused, where there is such an operation

@@ -1,6 +1,7 @@
-"""Neighbouring layers that one operation can run, where the operations have such a one.
+"""Neighbouring dense layers as one fused operation, where the device's operations have one.
 
-In: loaded layers. Out: runs of them, and a way to run one. A layer that is more than attention and a feed-forward stands alone.
+In: loaded layers. Out: runs of layers, and a function that runs a fused one. A layer that is more than attention and a
+feed-forward is not fused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
-    """A layer that is nothing but attention and a feed-forward, as the operations may fuse it."""
+    """The layer as `Ops.fuse` takes it; None where it is more than attention and a feed-forward."""
     spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
     if spec.sandwich or spec.beside is not None or spec.inputs or spec.scaled:
         return None
@@ -56,7 +57,7 @@ class LayerRun:
 
 
 def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
-    """Neighbouring layers that can be fused become one run each, the others too."""
+    """Neighbouring layers that can be fused are one run; so are neighbours that cannot."""
     runs: list[LayerRun] = []
     for fuses, group in itertools.groupby(enumerate(layers), lambda pair: pair[1].fused is not None):
         members = list(group)

@@ -1,8 +1,8 @@
-"""One layer: its weights ready for a device, and a turn's tokens through it.
+"""One layer: its weights on a device, and a step's tokens through it.
 
-In: weights by name, then x [T, E] and the layer's store. Out: x [T, E], and what the tokens leave in the store. A layer is a
-mixer and a feed-forward, each behind a norm; what some families add (norms behind, experts beside, an input of the layer's
-own, a factor) is a field that may be None.
+In: weights by name, then x [T, E] and the layer's store. Out: x [T, E], and the tokens' keys, values or state in the store. A
+layer is a mixer and a feed-forward, each behind a norm; what some families add (norms behind, experts beside, an input of the
+layer's own, a factor) is a field that may be None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """What a layer makes of its own input: x += norm(out(act(gate(x)) * input))."""
+    """A layer's own input: x += norm(out(act(gate(x)) * input))."""
 
     gate: Linear
     out: Linear
@@ -37,13 +37,13 @@ class LayerInput:
 
     def __call__(self, x: Tensor, own: Tensor, ops: Ops, eps: float) -> Tensor:
         opened = activated(self.gate(x.to(self.gate.dtype)), self.activation)
-        opened[:, : self.width] *= own  # what is padded meets zero columns of `out`
+        opened[:, : self.width] *= own  # padding is multiplied by zero columns of `out`
         return ops.rms_norm(self.out(opened).to(x.dtype), self.norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelExperts:
-    """Experts next to a feed-forward: both answers are normed, then added."""
+    """Experts next to a feed-forward: both outputs are normed, then added."""
 
     experts: MixtureOfExperts
     dense_norm: Tensor
@@ -64,7 +64,7 @@ class Layer:
     own_input: LayerInput | None
     scale: Tensor | None  # [1]
     dtype: torch.dtype  # of its products; the residual stream may have another
-    fused: FusedLayers | None = None  # all of it in one operation
+    fused: FusedLayers | None = None  # the whole layer in one operation
 
     @property
     def linears(self) -> list[Linear]:
@@ -106,7 +106,7 @@ def load_layer(index: int, spec: LayerSpec, loader: WeightLoader, ops: Ops, eps:
 def run_layer(
     x: Tensor, layer: Layer, *, ops: Ops, store: LayerStore, prepared: PreparedInputs, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
-    """One layer over the turn's tokens: x [T, E] → [T, E]. own_input [T, width] where the layer has one."""
+    """One layer over a step's tokens: x [T, E] → [T, E]. own_input [T, width] where the layer has one."""
     if layer.fused is not None:
         assert isinstance(store, PageStore)
         return layer.fused(x, [prepared.attention(layer.spec.attention)], [store])[0]

@@ -1,6 +1,6 @@
-"""The mixers of a stack: attention and delta, each with its weights ready for one device.
+"""The mixers of a layer: attention and Gated DeltaNet, each with its weights on one device.
 
-In: normed tokens h [T, E], what the turn prepared, and the layer's store. Out: [T, E], what is added to the residual, or the
+In: normed tokens h [T, E], the step's prepared inputs, and the layer's store. Out: [T, E], to be added to the residual, or the
 sum with it.
 """
 

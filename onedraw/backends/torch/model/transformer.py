@@ -1,8 +1,8 @@
 """The model as a list of layers: Inputs → hidden states → logits.
 
-In: weights read layer by layer, and the turn's Inputs. Out: hidden states [T, E], and logits of the positions asked for.
-Each layer is a function of its arguments (`layer.py`); what several layers read alike (rope turns, page rows) is made once per
-turn. Layers lie in stages (`stages.py`), one per device: embeddings with the first, last norm and head with the last (`ends.py`).
+In: weights read layer by layer, and a step's Inputs. Out: hidden states [T, E], and logits of given positions. Each layer is a
+function of its arguments (`layer.py`); what several layers read alike (rope angles, page tables) is prepared once per step.
+Layers are in stages (`runner/stages.py`), one per device: the embedding in the first, the last norm and the head in the last.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ NOTHING = LayerProbe()
 
 @dataclass(frozen=True, slots=True)
 class ResidualStream:
-    """What goes from stage to stage."""
+    """The hidden states between two stages."""
 
     x: Tensor  # the residual stream, [T, E]
-    own: Tensor | None  # [T, layers ahead, width], where layers have inputs of their own
+    own: Tensor | None  # [T, later layers, width], where layers have inputs of their own
     left: int  # layers still to run
 
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """What a pass over the layers of one stage reads beside weights and state, on its stage_boundary there."""
+    """What the layers of one stage read beside weights and state, on its device."""
 
     tokens: Tensor
     own_rows: Tensor | None  # of the layers' own inputs
@@ -64,9 +64,8 @@ class StageInputs:
 class Transformer:
     """All layers, on one device or several. Complete when constructed.
 
-    `device` and `ops` are those of the last stage, where hidden states come out and drafters live. `dtype` is that of
-    weights and products; `activation` that of the residual stream. `rows`: tokens of a turn at most, where
-    there are several stages.
+    `device` and `ops` are those of the last stage, where hidden states come out and drafters run. `dtype` is that of weights and
+    products; `activation` that of the residual stream. `rows`: tokens of a step at most, where there are several stages.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Transformer:
             self.stages.append(stage)
 
     def boundary(self, number: int, *, rows: int) -> StageBoundary:
-        """One more stage_boundary to a stage, for turns of so many rows."""
+        """Another boundary before a stage, for steps of so many rows."""
         source, stage = self.stages[number - 1].device, self.stages[number]
         return stage_boundary(source, stage.device, self.spec, stage.start, rows=rows, dtype=self.activation)
 
@@ -108,7 +107,7 @@ class Transformer:
         return [layer for stage in self.stages for layer in stage.layers]
 
     def states(self, sizes: StateSizes, pages: torch.dtype | None = None) -> list[ModelState]:
-        """Fresh states, one per stage. `pages`: the dtype of keys and values, where it is another than that of products."""
+        """Fresh states, one per stage. `pages`: the dtype of keys and values; None: that of products."""
         return [ModelState(s.specs, sizes, dtype=pages or self.dtype, device=s.device, first=s.start) for s in self.stages]
 
     def linears(self) -> list[Linear]:
@@ -116,15 +115,15 @@ class Transformer:
         return [*inner, *([] if self._input_table is None else [self._input_table.project]), self.head]
 
     def obey(self, rule: RowRule) -> None:
-        """Offer rows by another rule from now on."""
+        """Give rows to the products by another rule from now on."""
         for linear in self.linears():
             linear.rule = rule
 
-    # ------------------------------------------------------------------ one turn
+    # ------------------------------------------------------------------ one step
 
     def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
-        """Rows [T, E] where the tokens are; they are looked up on the first stage, so there is one table. `by`: by the
-        threads of these operations, since those of the head, else asked, may be at work on another turn."""
+        """[T, E] on the device of the tokens; looked up on the first stage, which has the only table. `by`: the operations whose
+        threads read the rows, since those of the head may be busy with another step."""
         with current_device(self.stages[0].device):
             x = self._embedding(tokens, by)
             return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
@@ -132,9 +131,9 @@ class Transformer:
     def hidden(
         self, inputs: Inputs, states: Sequence[ModelState], *, depth: int | None = None, probe: LayerProbe = NOTHING
     ) -> Tensor:
-        """Hidden states after the last norm: [T, E]. What the turn's tokens leave in pages and lanes is written on the way.
+        """Hidden states after the last norm: [T, E]. Keys, values and recurrent state are written on the way.
 
-        `depth` runs the first layers only: the self-check needs no more.
+        `depth` runs the first layers only, for the self-check.
         """
         stream = self.enter(inputs, depth=depth)
         for number, state in enumerate(states):
@@ -142,10 +141,10 @@ class Transformer:
         return self.leave(stream)
 
     def prepare(self, inputs: Inputs, number: int) -> StageInputs:
-        """All that the host has to say about a turn in one stage. What `pass_stage` does with it reads the device alone."""
+        """All host inputs of a step in one stage. `pass_stage` then reads device memory alone."""
         stage = self.stages[number]
         prepared = PreparedInputs(stage.ops, inputs, stage.ropes)
-        tokens = inputs.tokens  # first: see `steady.py`
+        tokens = inputs.tokens  # first in the staging buffer, so that their address does not depend on other inputs
         own_rows = None if self._input_table is None or number else self._input_table.rows(inputs)
         for mixer in stage.mixers:
             prepared.delta(mixer) if isinstance(mixer, DeltaSpec) else prepared.attention(mixer)
@@ -154,13 +153,13 @@ class Transformer:
     def pass_stage(
         self, number: int, ready: StageInputs, entered: ResidualStream | None, state: ModelState, *, probe: LayerProbe = NOTHING
     ) -> ResidualStream:
-        """A turn that was prepared through one stage. What comes into it has crossed already; None: the first embeds."""
+        """A prepared step through one stage. `entered`: the stream on this device; None: the first stage, which embeds."""
         stage = self.stages[number]
         stream = self._enter(ready.tokens, ready.own_rows, None) if entered is None else entered
         return self._passed(stage, stream, ready.prepared, state, probe)
 
     def enter(self, inputs: Inputs, *, depth: int | None = None) -> ResidualStream:
-        """On the first stage."""
+        """Embed on the first stage."""
         return self._enter(inputs.tokens, None if self._input_table is None else self._input_table.rows(inputs), depth)
 
     def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> ResidualStream:
@@ -172,7 +171,7 @@ class Transformer:
     def advance(
         self, stream: ResidualStream, number: int, inputs: Inputs, state: ModelState, *, probe: LayerProbe = NOTHING
     ) -> ResidualStream:
-        """Over the boundary to a stage, and through its layers."""
+        """Across the boundary to a stage, and through its layers."""
         stage, seen = self.stages[number], len(probe.features)
         with current_device(stage.device):
             if stage.entrance is not None:
@@ -180,7 +179,7 @@ class Transformer:
             prepared = PreparedInputs(stage.ops, inputs.on(stage.device), stage.ropes)
             stream = self._passed(stage, stream, prepared, state, probe)
             if stage.entrance is not None and stream.own is not None:
-                stream = replace(stream, own=stream.own.clone())  # the next turn may cross before this one goes on
+                stream = replace(stream, own=stream.own.clone())  # the next step may cross before this one reaches the next stage
         probe.features[seen:] = [feature.to(self.device) for feature in probe.features[seen:]]
         return stream
 
@@ -192,7 +191,7 @@ class Transformer:
         return ResidualStream(x, own, max(stream.left - len(stage.layers), 0))
 
     def leave(self, stream: ResidualStream) -> Tensor:
-        """On the last stage: hidden states after the last norm."""
+        """Hidden states after the last norm, on the last stage."""
         with current_device(self.device):
             return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
 
@@ -229,6 +228,6 @@ class Transformer:
         return self.scores(hidden).float()
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """The same numbers, in the dtype that the head gives them in."""
+        """The same in the head's dtype."""
         logits = self.head(hidden)
         return logits if self.spec.softcap is None else softcapped(logits.float(), self.spec.softcap)

@@ -1,7 +1,7 @@
-"""Weights on their way from a source to a device.
+"""Loads weights from a source onto a device.
 
-In: a source of named weights (`models/weight_names.py` and `models/spec.py` list the names). Out: tensors in the model's
-dtype, joined and padded as the products want them.
+In: a source of named weights (`models/weight_names.py` and `models/spec.py` list the names). Out: tensors in the model's dtype,
+joined and padded for the products.
 """
 
 from __future__ import annotations
@@ -20,38 +20,18 @@ from onedraw.checkpoints.random_weights import RandomTensor
 from onedraw.models.source import LazyTensor, WeightSource
 from onedraw.models.spec import Activation, Norm
 
-# -------------------- Random weights made where they are used: a model of many billions of numbers in seconds, a
-
-
-def can_make(tensor: LazyTensor, device: torch.device) -> bool:
-    return device.type == "cuda" and isinstance(tensor, RandomTensor) and tensor.on_device and tensor.order is None
-
-
-def make(tensor: LazyTensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-    assert isinstance(tensor, RandomTensor)
-    digest = hashlib.sha256(f"{tensor.seed} {tensor.name}".encode()).digest()
-    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    values = torch.randn(tensor.shape, generator=generator, device=device, dtype=dtype)
-    if tensor.negative:
-        values.abs_().neg_()
-    return values.mul_(tensor.std).add_(tensor.mean)
-
-
-# -------------------- Weights on their way from a source to a device.
-
-
 if TYPE_CHECKING:
     from onedraw.backends.torch.ops.base import Ops
     from onedraw.backends.torch.ops.plain.linear import Linear
 
-LANE = 64  # widths are padded to a multiple of it: see layers/elementwise.py
+LANE = 64  # widths are padded to a multiple of it: see `ops/plain/elementwise.py`
 
 
 class WeightLoader:
-    """Owner: the stack, while it is being made.
+    """Owner: the model, while it is being loaded.
 
-    Matrices pass through one buffer on the host. Fresh ones, freed after every layer, would leave holes between the
-    weights that stay, and the process would end an eighth larger than its weights.
+    Matrices pass through one buffer on the host. A fresh buffer per layer would fragment the heap between the weights that
+    stay, and the process would grow by an eighth.
     """
 
     def __init__(
@@ -69,22 +49,22 @@ class WeightLoader:
         return torch.from_numpy(self._source.tensor(layer, name).float32()).to(self._device)
 
     def norm(self, layer: int | None, name: str) -> Tensor:
-        """The weight of a norm: in float32 where it meets the numbers before they are rounded."""
+        """The weight of a norm: in float32 where it is applied before rounding."""
         return self.wide(layer, name) if self._norm == "wide" else self.kept(layer, name)
 
     def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
-        """The product of matrices joined by rows: as they are stored where the operations take them so."""
+        """The product of matrices joined by rows: in their quantized blocks where the operations take them so."""
         tensors = [self._source.tensor(layer, name) for name in names]
         found = self.ops.packed_linear(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
         return found or self.ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
 
     def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
-        """The same for matrices that are about to be packed. In float32 on a CPU they lie in the buffer until the next
-        call, so whoever takes them there keeps a copy, never the tensor itself."""
+        """The same for matrices that are about to be packed. In float32 on a CPU the result is a view of the buffer, valid until
+        the next call."""
         return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
 
     def bank(self, layer: int, activation: Activation) -> ExpertBank:
-        """The experts of a layer, as they are stored where the operations take them so."""
+        """The experts of a layer: in their quantized blocks where the operations take them so."""
         gate, up, down = (self._source.tensor(layer, name) for name in ("expert_gate", "expert_up", "expert_down"))
         found = self.ops.packed_expert_bank([gate, up], down, activation)
         if found is not None:
@@ -109,7 +89,7 @@ class WeightLoader:
     def _take(self, shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
         if self._buffer.numel() < count:
-            self._buffer = torch.empty(0)  # the old one goes before the new one comes
+            self._buffer = torch.empty(0)  # freed before the larger one is allocated
             self._buffer = torch.empty(count)
         return self._buffer[:count].view(shape)
 
@@ -150,7 +130,7 @@ def padded(count: int, multiple: int) -> int:
 
 
 class EmbeddingRows(Protocol):
-    """EmbeddingRows of the embedding by token, [T] → [T, E]. `by`: whose threads read them, where it matters."""
+    """Rows of the embedding by token, [T] → [T, E]. `by`: the operations whose threads read them, where there are several."""
 
     def __call__(self, tokens: Tensor, by: object = None) -> Tensor: ...
 
@@ -160,15 +140,32 @@ def table_rows(table: Tensor) -> EmbeddingRows:
     return lambda tokens, by=None: table.index_select(0, tokens.to(table.device))
 
 
-def looked_up(table: Linear) -> EmbeddingRows:
-    """Of a weight that is kept as it is stored, on its device."""
+def packed_rows(table: Linear) -> EmbeddingRows:
+    """Of a weight that is kept in its quantized blocks, on its device."""
     return lambda tokens, by=None: table.rows(tokens.to(table.device), by)
 
 
-def kept_rows(head: Linear, source: WeightSource, *, tied: bool) -> EmbeddingRows:
-    """Where weights can be looked up: a tied one is there once, in the head, and the few rows of another are read where the
-    checkpoint lies."""
+def head_rows(head: Linear, source: WeightSource, *, tied: bool) -> EmbeddingRows:
+    """Where rows of a product's weight can be read: a tied embedding is kept once, in the head; rows of another are read from
+    the mapped checkpoint file."""
     if tied:
         return lambda tokens, by=None: head.rows(tokens, by)
     stored = source.tensor(None, "embed")
     return lambda tokens, by=None: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
+
+
+# ------------------------------------------------------------------ random weights on the device
+
+
+def can_make(tensor: LazyTensor, device: torch.device) -> bool:
+    return device.type == "cuda" and isinstance(tensor, RandomTensor) and tensor.on_device and tensor.order is None
+
+
+def make(tensor: LazyTensor, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    assert isinstance(tensor, RandomTensor)
+    digest = hashlib.sha256(f"{tensor.seed} {tensor.name}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    values = torch.randn(tensor.shape, generator=generator, device=device, dtype=dtype)
+    if tensor.negative:
+        values.abs_().neg_()
+    return values.mul_(tensor.std).add_(tensor.mean)

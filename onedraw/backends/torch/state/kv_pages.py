@@ -1,8 +1,8 @@
-"""Keys and values of one layer in pages, and where a token's own go.
+"""Keys and values of one layer in pages, and the place of each token in them.
 
-In: the turn's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, one scratch page more
-than the allocator lends: padding tokens write there, and blocks past a sequence's end read it under a mask. Codes of 8 bits
-(`codes.py`) have their scales in pages of their own under the same numbers, and whatever moves a page moves both.
+In: the step's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, with one scratch page more
+than the allocator lends: padding tokens write there, and blocks past a sequence's end read it under a mask. 8-bit codes (int8,
+fp8) have their scales in pages of their own under the same numbers; whatever moves a page moves both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import AttentionSpec
 
-# -------------------- Keys and values as codes of 8 bits with one scale per token and key head.
+# ------------------------------------------------------------------ 8-bit codes with one scale per token and key head
 
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -30,7 +30,7 @@ KV_DTYPES = {
 
 
 def coded(dtype: torch.dtype) -> bool:
-    """Whether such pages have scales beside them."""
+    """Whether pages of this dtype have scales."""
     return dtype in LARGEST
 
 
@@ -43,11 +43,11 @@ def encode(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def bits(store: Tensor) -> Tensor:
-    """The same memory in a dtype that every operation moves: few know fp8."""
+    """The same memory in a dtype that every torch operation can move: few support fp8."""
     return store.view(torch.uint8) if store.dtype == torch.float8_e4m3fn else store
 
 
-# -------------------- Keys and values of one layer in pages, and where a token's own go.
+# ------------------------------------------------------------------ pages
 
 
 class PageStore:
@@ -58,15 +58,15 @@ class PageStore:
         shape = (rows, page_size * spec.head_dim)
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
-        if rows * page_size >= 2**31:  # kernels look places up before they know how wide they are
+        if rows * page_size >= 2**31:  # kernels compute slot numbers in 32 bits
             raise OutOfMemory(
-                f"{pages} pages of {page_size} positions are more than 32 bits count in one layer; lower --kv-memory"
+                f"{pages} pages of {page_size} positions exceed the 32-bit slot numbers of one layer; lower --kv-memory"
             )
         try:
             self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
             if coded(dtype):
                 self.key_scales, self.value_scales = (zeros((rows, page_size), torch.float32, device) for _ in range(2))
-        except (RuntimeError, MemoryError):  # how torch says that there is not enough
+        except (RuntimeError, MemoryError):  # torch reports missing memory like this
             raise OutOfMemory(
                 f"{pages} pages of {page_size} positions do not fit into the memory of {device}; "
                 f"lower --kv-memory, --max-context or --max-batch"
@@ -76,11 +76,11 @@ class PageStore:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of keys and of values, where they are codes."""
+        """Of keys and of values; None where they are no codes."""
         return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     def parts(self) -> dict[str, Tensor]:
-        """Everything that is in a page, by name: [P, K, S * D] or [P, K, S]."""
+        """The tensors of a page, by name: [P, K, S * D] or [P, K, S]."""
         named = {"keys": self.keys, "values": self.values, "key_scales": self.key_scales, "value_scales": self.value_scales}
         return {name: bits(x).view(-1, self._heads, x.shape[1]) for name, x in named.items() if x is not None}
 
@@ -97,7 +97,7 @@ class PageStore:
         return {name: part[list(pages)].cpu() for name, part in self.parts().items()}
 
     def fill(self, places: Mapping[int, int], given: Mapping[str, Tensor]) -> None:
-        """Stored pages → pages here. What is stored under another dtype of the same size are the same bits."""
+        """Copy stored pages to pages here. A stored dtype of the same size is reinterpreted bit by bit."""
         for name, part in self.parts().items():
             stored_part = given[name]
             if stored_part.shape[1:] != part.shape[1:] or stored_part.dtype.itemsize != part.dtype.itemsize:
@@ -107,7 +107,7 @@ class PageStore:
                 part[here : here + count].copy_(own[stored : stored + count])
 
     def move(self, table: Tensor) -> None:
-        """Slots to slots: rows of (from page, from slot, to page, to slot). All are read before any is written."""
+        """Slots to slots: table rows are (from page, from slot, to page, to slot). All are read before any is written."""
         from_page, from_slot, to_page, to_slot = table.unbind(1)
         for part in self.parts().values():
             slots = part.view(len(part), self._heads, self._page_size, -1)
@@ -116,9 +116,9 @@ class PageStore:
     def write(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
         """Keys and values [T, K, D] at places [T * K], counted in heads' slots.
 
-        A value that is not finite lies here as a key of NaN and a value of zero: whoever sees it gets NaN, and whoever
-        does not (a neighbour in a tile, the next owner of the page) is not touched, since zero times zero is zero. Codes
-        know no NaN, so there it is the key's scale, for a key that is not finite too.
+        A value that is not finite is stored as a key of NaN and a value of zero: a query that sees the key gets NaN, and one
+        that does not (a neighbour in a tile, the next owner of the page) is not affected, since zero times zero is zero. Codes
+        have no NaN, so there it is the key's scale that is NaN, for a key that is not finite too.
         """
         if self.key_scales is not None and self.value_scales is not None:
             sound = (torch.isfinite(keys) & torch.isfinite(values)).all(-1)
@@ -138,7 +138,7 @@ class PageStore:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU the system's own untouched pages, which take no time and no memory before they are written."""
+    """Zeros. On a CPU from untouched pages of the system, which take no time and no memory before they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
@@ -146,13 +146,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def write_places(pages: Tensor, slots: Tensor, *, kv_heads: int, page_size: int) -> Tensor:
-    """Where each (token, head) goes in a store seen as slots of one head's key: [T * K]."""
+    """The place of each (token, head) in a store viewed as slots of one head's key: [T * K]."""
     heads = torch.arange(kv_heads, device=pages.device)
     return ((pages[:, None] * kv_heads + heads) * page_size + slots[:, None]).reshape(-1)
 
 
 def _runs(places: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """Neighbours that stay neighbours: (first key, first value, how many)."""
+    """Consecutive keys with consecutive values: (first key, first value, count)."""
     runs: list[tuple[int, int, int]] = []
     for key, value in sorted(places.items()):
         if runs and (key, value) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):

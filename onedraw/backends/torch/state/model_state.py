@@ -1,7 +1,7 @@
-"""What a stack remembers between turns: pages per layer group, lanes of delta layers, checkpoints of prompts.
+"""The state of a model between steps: KV pages per layer group, lanes of recurrent layers, checkpoints of prompts.
 
-In: sizes, then rows and what became of them. Out: stores that the layers read and write. Everything is allocated once.
-After every turn the state behind a row's kept tokens lies in its pages and its lane, and nowhere else.
+In: sizes, then rows and their kept drafts. Out: stores that the layers read and write. Everything is allocated once. After
+every step the state after a row's kept tokens is in its pages and its lane, and nowhere else.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LayerStore = PageStore | LaneStore
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """How much of everything a state holds."""
+    """Sizes of a state."""
 
     pages: tuple[int, ...]  # per group
     page_size: int
     windows: tuple[int | None, ...] = (None,)  # of the groups
     lanes: int = 0
-    drafts: int = 0  # places of the rollback buffer
+    drafts: int = 0  # slots of the rollback buffer
     checkpoints: int = 0
 
 
@@ -46,8 +46,8 @@ class KeptPath:
 
 
 class ModelState:
-    """The stores of the layers on one device, `first` and those behind it. A layer that reuses another's keys and values has
-    that one's store. `dtype` is that of the pages."""
+    """The stores of the layers on one device, from layer `first` on. A layer that reuses another's keys and values shares its
+    store. `dtype` is that of the pages."""
 
     def __init__(
         self, layers: Sequence[LayerSpec], sizes: StateSizes, *, dtype: torch.dtype, device: torch.device, first: int = 0
@@ -63,7 +63,7 @@ class ModelState:
         self.attending: list[tuple[AttentionSpec, PageStore]] = []  # those that write
         for layer in layers:
             self.stores.append(self._make(layer.mixer, dtype))
-        # Where what pages hold of the layers of one kind lies, which is for good: one kernel can then reach all of them.
+        # Fixed addresses of the pages of all layers of one kind, so that one kernel can reach all of them.
         self.addresses = {mixer: self._addresses(mixer) for mixer in dict.fromkeys(mixer for mixer, _ in self.attending)}
 
     def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> LayerStore:
@@ -110,10 +110,10 @@ class ModelState:
     def checkpoint_bytes(self) -> int:
         return sum(store.checkpoint_bytes for store in self.lanes)
 
-    # ------------------------------------------------------------------ before a turn
+    # ------------------------------------------------------------------ before a step
 
     def open(self, rows: Sequence[Row]) -> None:
-        """Copy the pages that rows want of their own, and give lanes the states of their checkpoints."""
+        """Make the page copies of the rows, and restore lanes from their checkpoints."""
         for group, stores in enumerate(self._groups):
             copies = [copy for row in rows for copy in row.copies if copy.group == group]
             for store in stores if copies else ():
@@ -154,7 +154,7 @@ class ModelState:
     # ------------------------------------------------------------------ to and from the disk
 
     def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Copies on the host, by the layers' numbers in the model."""
+        """Copies on the host, by layer number in the model."""
         found: dict[str, Tensor] = {}
         for name, group, store in self._named():
             if isinstance(store, LaneStore):
@@ -183,7 +183,7 @@ class ModelState:
 
 
 class CheckpointLogits:
-    """The logits behind a prompt's last position, per checkpoint: float32 [slots, V']. Owner: the backend."""
+    """The logits at a prompt's last position, per checkpoint: float32 [slots, V']. Owner: the backend."""
 
     def __init__(self, checkpoints: int, width: int, device: torch.device) -> None:
         self.rows = torch.zeros(checkpoints, width, dtype=torch.float32, device=device)

@@ -1,7 +1,9 @@
-"""A turn as layers with a state see it: who starts from which lane, in which form, and where the convolution reads.
+"""A step's tokens as recurrent layers read them: the lane each row starts from, the form of each token, the taps of the
+convolution.
 
-In: Inputs. Out: RecurrentSpans, made once per step and convolution width. A span is the tokens of one row: first prompt positions
-in chunks that lie on absolute multiples, then generated positions step by step, then drafts, each from its parent's state.
+In: Inputs. Out: RecurrentSpans, made once per step and convolution width. A span is the tokens of one row: first prompt
+positions in the chunked form, in chunks on absolute multiples; then generated positions in the recurrent form; then drafts,
+each from its parent's state.
 """
 
 from __future__ import annotations
@@ -19,26 +21,26 @@ from onedraw.speculation.draft_tree import chain_length
 from onedraw.types import Draft
 
 CHUNK = 64  # positions that the chunked form takes at once
-ZERO = -1  # a tap before the sequence's beginning
+ZERO = -1  # a tap before the sequence begins
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpan:
-    """One row's tokens [first, first + known + drafts) of the turn."""
+    """One row's tokens [first, first + known + drafts) of the step."""
 
     first: int
     lane: int
-    fresh: bool  # begins at position 0: the lane's old state is nobody's
+    fresh: bool  # begins at position 0: the lane's old state is ignored
     prompt: int  # how many of the known tokens are in the chunked form
     known: int
     drafts: tuple[Draft, ...]
-    held: int  # place of the first draft in the rollback buffer
-    saves: tuple[tuple[int, int], ...]  # (known tokens behind it, slot of the checkpoint)
+    held: int  # slot of the first draft in the rollback buffer
+    saves: tuple[tuple[int, int], ...]  # (known tokens before it, slot of the checkpoint)
 
 
 @dataclass(frozen=True)
 class RecurrentSpans:
-    """Taps are rows of [the turn's tokens, then K - 1 window rows per lane]; ZERO stands for zeros."""
+    """Taps are rows of [the step's tokens, then K - 1 window rows per lane]; ZERO means zeros."""
 
     runs: tuple[RecurrentSpan, ...]
     host_taps: Ints  # [T, K] what the convolution reads at each token, oldest first
@@ -68,7 +70,7 @@ class RecurrentSpans:
 
     @cached_property
     def drafted(self) -> tuple[Tensor, Tensor]:
-        """Tokens of the turn that are drafts, and their places in the rollback buffer."""
+        """Tokens of the step that are drafts, and their slots in the rollback buffer."""
         tokens = [run.first + run.known + i for run in self.runs for i in range(len(run.drafts))]
         places = [run.held + i for run in self.runs for i in range(len(run.drafts))]
         pair = torch.tensor([tokens, places], dtype=torch.long, device=self.device)

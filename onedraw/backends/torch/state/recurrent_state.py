@@ -1,7 +1,7 @@
-"""The state of one delta layer: per lane, per checkpoint, and what the turn's drafts did to it.
+"""The state of recurrent (Gated DeltaNet) layers: per lane, per checkpoint, and the increments of a step's drafts.
 
-In: sizes. Out: tensors that the delta operations write and read. Allocated once. After every turn a lane holds the state
-after its kept tokens; drafts go to the rollback buffer and never to a lane before the commit.
+In: sizes. Out: tensors that the delta operations read and write. Allocated once. After every step a lane holds the state after
+its kept tokens; drafts are written to the rollback buffer and reach a lane by the commit alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onedraw.models.spec import DeltaSpec
 
 @dataclass(frozen=True, slots=True)
 class KeptDrafts:
-    """A commit of one lane: the places in the rollback buffer of the drafts that were kept, in order of position."""
+    """A commit of one lane: the rollback slots of its kept drafts, in order of position."""
 
     lane: int
     places: tuple[int, ...]
@@ -39,12 +39,12 @@ class LaneBlock:
             self.windows = _zeros(layers, lanes, *window, device=device)  # inputs of the convolution, oldest first
             self.saved_states = _zeros(layers, checkpoints, *head, device=device)
             self.saved_windows = _zeros(layers, checkpoints, *window, device=device)
-            # What a drafted position did: state = state * decay + key ⊗ change; and what it fed the convolution.
+            # The increment of a drafted position: state = state * decay + key ⊗ change; and its input to the convolution.
             self.decays = _zeros(layers, drafts, spec.value_heads, device=device)
             self.keys = _zeros(layers, drafts, spec.key_heads, spec.key_dim, device=device)
             self.changes = _zeros(layers, drafts, spec.value_heads, spec.value_dim, device=device)
             self.fed = _zeros(layers, drafts, spec.channels, device=device)
-        except (RuntimeError, MemoryError):  # how torch says that there is not enough
+        except (RuntimeError, MemoryError):  # torch reports missing memory like this
             raise OutOfMemory(
                 f"the states of {lanes} lanes, {checkpoints} checkpoints and {drafts} drafts do not fit into the memory of "
                 f"{device}; lower --max-batch, --checkpoint-memory or --draft-memory"
@@ -79,7 +79,7 @@ class LaneStore:
         return self.saved_states.nbytes + self.saved_windows.nbytes
 
     def restore(self, slots: Sequence[int], lanes: Sequence[int]) -> None:
-        """The states of checkpoints into lanes."""
+        """Copy the states of checkpoints to lanes."""
         for slot, lane in zip(slots, lanes, strict=True):
             self.states[lane].copy_(self.saved_states[slot])
             self.windows[lane].copy_(self.saved_windows[slot])

@@ -1,7 +1,7 @@
-"""What a checkpoint holds, to and from the disk: pages, states and last logits of every layer, and the drafter's pages.
+"""A checkpoint to and from numpy arrays: pages, states and last logits of every layer, and the drafter's pages.
 
-In: a checkpoint's slot and pages. Out: numpy arrays on the host by name, and back again, bit for bit. Stages have one name
-between them, since layers have numbers of their own: a split does not show.
+In: a checkpoint's slot and pages. Out: numpy arrays on the host by name, and back again, bit for bit. Layers are named by their
+number in the model, so the names do not depend on the split into stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 class Snapshots:
-    """Owner: the backend. `dtype`: of weights and products; where it is bf16, integers of 16 bits that come back are its bits."""
+    """Owner: the backend. `dtype`: of weights and products; where it is bf16, stored 16-bit integers are reinterpreted as it."""
 
     def __init__(
         self, states: Sequence[ModelState], drafter: ModelState | None, kept: CheckpointLogits, dtype: torch.dtype
@@ -46,7 +46,7 @@ class Snapshots:
 
 
 def as_stored(tensor: Tensor) -> npt.NDArray[Any]:
-    """numpy knows no bf16: its bits are stored as integers."""
+    """numpy has no bf16: its bits are stored as integers."""
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 

@@ -1,12 +1,12 @@
-"""DeltaGates DeltaNet in plain torch: the slow twin of the kernels, and what runs where there are none.
+"""Gated DeltaNet in plain torch: the reference of the kernels, and the implementation where there are none.
 
-In: projections of the turn's tokens, the turn's runs, a layer's states. Out: what the state gave at every token.
+In: projections of the step's tokens, the step's spans, a layer's states. Out: the state's output at every token.
 
     u = silu(conv(projected qkv)); q, k ← L2-normed per head, q / sqrt(dk);  β = sigmoid(b);  g = decay · softplus(a + bias)
-    step    S ← e^g S;  d = β (v - Sᵀk);  S ← S + k dᵀ;  o = Sᵀq
-    chunk   Γ = cumsum(g), D_ij = e^(Γi - Γj):  (I + tril₋₁(β KKᵀ D)) V' = β (V - e^Γ KS);
-            O = e^Γ QS + tril(QKᵀ D) V';  S ← e^Γn S + (K e^(Γn - Γ))ᵀ V'
-    out     rms(o) · weight · silu(z)
+    recurrent  S ← e^g S;  d = β (v - Sᵀk);  S ← S + k dᵀ;  o = Sᵀq
+    chunked    Γ = cumsum(g), D_ij = e^(Γi - Γj):  (I + tril₋₁(β KKᵀ D)) V' = β (V - e^Γ KS);
+               O = e^Γ QS + tril(QKᵀ D) V';  S ← e^Γn S + (K e^(Γn - Γ))ᵀ V'
+    output     rms(o) · weight · silu(z)
 
 Value head i reads with key head i // (value_heads // key_heads). Everything is float32.
 """
@@ -32,7 +32,7 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """What a delta layer has besides its projections; float32."""
+    """The weights of a delta layer besides its projections; float32."""
 
     conv: Tensor  # [K, C]
     decay: Tensor  # [Hv], negative
@@ -54,12 +54,12 @@ class DeltaGates:
 
 
 def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → [T, Hv * Dv]. Lanes move on, drafts go to the rollback buffer."""
+    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → [T, Hv * Dv]. Lanes advance; drafts go to the rollback buffer."""
     spec, total = store.spec, len(projected)
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
     wide = projected.float()
     fed, z, a, b = torch.split(wide, [spec.channels, inner, heads, heads], dim=1)
-    # Rows that taps name: the turn's tokens, then the windows of all lanes, then (ZERO) zeros.
+    # The rows that taps index: the step's tokens, then the windows of all lanes, then (ZERO) zeros.
     source = torch.cat([fed, store.windows.view(-1, spec.channels), fed.new_zeros(1, spec.channels)])
     gated = _gate(source, a, b, runs, weights, spec)
     out = fed.new_zeros(total, heads, spec.value_dim)
@@ -74,7 +74,7 @@ def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, sto
 
 
 def commit(store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
-    """Bring the kept drafts home: the same step arithmetic, from the increments the turn left."""
+    """Advance lanes by their kept drafts: the same arithmetic, from the increments in the rollback buffer."""
     for one in kept:
         window = store.windows[one.lane]
         for place in one.places:

@@ -1,6 +1,7 @@
-"""Functions of single numbers whose bits do not depend on where in a tensor the number stands.
+"""Elementwise functions whose bits do not depend on where in a tensor a number is.
 
-In: tensors whose size is a multiple of 64. Out: the same shape. See `exact.py` for why the library alone is not enough.
+In: tensors whose size is a multiple of 64. Out: the same shape. `sampling/exact.py` says why the library's own functions are
+not enough.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def opened(x: Tensor, gate: Gate) -> Tensor:
-    """How far a gate stands open: float32 inside, x's dtype outside."""
+    """The factor of a gate: computed in float32, in x's dtype."""
     match gate:
         case "sigmoid":
             return apply_elementwise(torch.sigmoid, x.float()).to(x.dtype)

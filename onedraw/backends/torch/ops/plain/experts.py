@@ -1,7 +1,7 @@
-"""Experts that answer for the tokens that chose them: one expert after the other, in plain products.
+"""Mixture of experts in plain products, one expert after the other.
 
-In: tokens h [T, E], the experts of each token and their weights. Out: [T, E], the answers added in expert order, so neither
-the batch nor the grouping changes a token's sum. Kernels answer the same question in fewer launches.
+In: tokens h [T, E], the experts of each token and their weights. Out: [T, E], added in expert order, so neither the batch nor
+the grouping changes a token's sum. Kernels compute the same in fewer launches.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class ExpertBank(Protocol):
 
     @property
     def kind(self) -> str:
-        """What its matrices are made of: banks of other kinds have other kernels."""
+        """The storage type of its matrices; banks of different kinds use different kernels."""
         ...
 
     @property
     def linears(self) -> list[Linear]:
-        """Products that the self-check compares and that obey its rule."""
+        """Products that the self-check compares and sets the row rule of."""
         ...
 
     def borders(self, used: int) -> tuple[int, ...]:
-        """Row counts from which on other kernels serve, where `used` experts answer for each row."""
+        """Row counts from which other kernels are used, where each row has `used` experts."""
         ...
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
@@ -64,7 +64,7 @@ class PlainExpertBank:
         for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             tokens, place = torch.nonzero(ids == number, as_tuple=True)  # in order of tokens, each at most once
             if len(tokens):
-                padding = down.rule.padded(len(tokens)) - len(tokens)  # rows are offered as the products want them
+                padding = down.rule.padded(len(tokens)) - len(tokens)  # as the row rule of the products demands
                 chosen = h.index_select(0, torch.cat([tokens, tokens[-1:].expand(padding)]) if padding else tokens)
                 answer = down(self.gated(gate_up(chosen), self.activation))[: len(tokens)].float()
                 out.index_add_(0, tokens, answer * weights[tokens, place].unsqueeze(1))
@@ -93,7 +93,7 @@ def choose_experts(logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factor
 
 
 def join_shared(out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-    """What the experts gave, plus what always answers times the sigmoid of the gate's first column; plus the residual."""
+    """The experts' output, plus the shared expert's times the sigmoid of the gate's first column; plus the residual."""
     wide = always.float()
     if gate is not None:
         wide = wide * opened(gate.float(), "sigmoid")[:, :1]

@@ -1,7 +1,7 @@
-"""Rotary positions, half-split: (x[i], x[i + d/2]) turn by position * inv_freq[i].
+"""RMSNorm, and rotary positions, half-split: (x[i], x[i + d/2]) rotates by position * inv_freq[i].
 
-In: heads x [T, N, D] and the turn's cos and sin [T, 1, d/2]. Out: the same shape. Angles are products of float32 numbers,
-as the models were trained with; only additions and multiplications happen per turn, so rows cannot touch each other.
+In: x, heads [T, N, D] for rope. Out: the same shape. Angles are products of float32 numbers, as the models were trained with; a
+step only adds and multiplies, so rows cannot affect each other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch import Tensor
 from onedraw.backends.torch.sampling.exact import ordered_sum
 from onedraw.models.spec import RopeSpec
 
-# -------------------- RMSNorm: x / sqrt(mean(x²) + eps), computed in float32, times a weight, or none.
-
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps), computed in float32, times a weight, or none."""
     wide = x.float()
     scale = ordered_sum(wide.square()).unsqueeze(-1).mul(1 / x.shape[-1]).add_(eps).rsqrt_()
     normed = wide.mul(scale)
@@ -25,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed.mul_(weight).to(x.dtype) if weight.dtype == torch.float32 else normed.to(x.dtype).mul_(weight)
 
 
-# -------------------- Rotary positions, half-split: (x[i], x[i + d/2]) turn by position * inv_freq[i].
+# ------------------------------------------------------------------ rope
 
 
 def rope_table(rope: RopeSpec, length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -37,10 +36,10 @@ def rope_table(rope: RopeSpec, length: int, *, dtype: torch.dtype, device: torch
     return torch.from_numpy(table.astype(np.float32)).to(device=device, dtype=dtype)
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """x [T, N, D] turned by `turn` [T, 2, d/2]; dimensions past d pass through."""
-    half = turn.shape[-1]
-    cos, sin = turn[:, :1], turn[:, 1:]  # [T, 1, d/2]
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """x [T, N, D] rotated by cos and sin [T, 2, d/2]; dimensions past d pass through."""
+    half = angles.shape[-1]
+    cos, sin = angles[:, :1], angles[:, 1:]  # [T, 1, d/2]
     first, second = x[..., :half], x[..., half : 2 * half]
     out = torch.empty_like(x)
     torch.sub(first * cos, second * sin, out=out[..., :half])

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.base import CaptureOps, DenseLayer, DraftCommit, FusedLayers, GatedProduct, KernelChoices
 from onedraw.backends.torch.ops.plain import delta as plain_delta
-from onedraw.backends.torch.ops.plain.attention import TileGroup, attend, store_rows
-from onedraw.backends.torch.ops.plain.attention_tiles import tile_groups
+from onedraw.backends.torch.ops.plain.attention import TileGroup, attend, store_rows, tile_groups
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.elementwise import gated, times_gate
 from onedraw.backends.torch.ops.plain.experts import ExpertBank, PlainExpertBank, choose_experts, join_shared
