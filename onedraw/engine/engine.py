@@ -23,7 +23,7 @@ from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import DraftStats, Stats
 from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, StepFailed
-from onedraw.speculation.draft_tree import chain_length, depth
+from onedraw.speculation.draft_tree import chain_length, tree_depth
 from onedraw.types import Constraint, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, SampledToken, Usage
 
 log = logging.getLogger("onedraw.engine")
@@ -238,8 +238,8 @@ class Engine:
         sequence, row = member.sequence, member.row
         if row.drafts:
             kept = len(result.kept)
-            drafted, deepest = len(row.drafts), depth(row.drafts)
-            self.scheduler.speculator.learn(row.request_id, member.source, drafted=drafted, kept=kept, depth=deepest)
+            drafted, deepest = len(row.drafts), tree_depth(row.drafts)
+            self.scheduler.speculator.record_outcome(row.request_id, member.source, drafted=drafted, kept=kept, depth=deepest)
             if self._observer is not None:
                 self._observer(row, result)
         kept_before = sequence.kept
@@ -294,7 +294,7 @@ class Engine:
         self._seconds += outcome.seconds
         if all(len(member.row.tokens) == 1 for member in members):
             tokens = sum(1 + len(member.row.drafts) for member in members)
-            self.scheduler.speculator.observe(tokens=tokens, rows=len(members), seconds=outcome.seconds)
+            self.scheduler.speculator.record_step(tokens=tokens, rows=len(members), seconds=outcome.seconds)
         for member, result in zip(members, outcome.rows, strict=True):
             row = member.row
             totals["prompt_tokens"] += max(min(row.stop, row.prompt_stop) - row.start, 0)

@@ -25,7 +25,7 @@ from onedraw.backends.base import Capacity
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.pages import longest_row
-from onedraw.speculation.speculator import NOTHING, Proposal, Speculator
+from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import History, Row
 
 Fetch = Callable[[History], None]  # loads the snapshot of a prompt, if the disk has one, into the prefix cache
@@ -74,13 +74,13 @@ class Scheduler:
             drafts_left = min(drafts_left, self.capacity.draft_positions)
         for sequence in generating:
             drafts = sequence.remaining == 1 and not sequence.saves
-            proposal = self._propose(sequence, drafts_left, len(generating)) if drafts else NOTHING
+            proposal = self._propose(sequence, drafts_left, len(generating)) if drafts else NO_PROPOSAL
             if self._add_row(sequence, sequence.remaining, proposal, members, planned):
                 drafts_left -= len(members[-1].row.drafts)
         budget = max(self.step_tokens - sum(1 + len(m.row.drafts) for m in members), self.capacity.chunk)
         for sequence in prompts:
             length = self._chunk_length(sequence, budget)
-            if length and self._add_row(sequence, length, NOTHING, members, planned):
+            if length and self._add_row(sequence, length, NO_PROPOSAL, members, planned):
                 budget -= length
         return members
 
@@ -144,7 +144,7 @@ class Scheduler:
     def _propose(self, sequence: Sequence, left: int, running: int, *, tentative: bool = False) -> Proposal:
         room = min(left, sequence.room - 1, self.capacity.max_drafts, self.capacity.max_context - sequence.known - 1)
         if room <= 0 or not self.capacity.logits_per_position:
-            return NOTHING
+            return NO_PROPOSAL
         known = (sequence.request, sequence.history, sequence.next_drafts)
         proposal = self.speculator.propose(*known, room=room, running=running, tentative=tentative)
         drafts = proposal.drafts[:room]
@@ -153,7 +153,7 @@ class Scheduler:
             if not (0 <= token < vocab and -1 <= parent < legal):
                 break
             legal += 1
-        return Proposal(drafts[:legal], proposal.source) if legal else NOTHING
+        return Proposal(drafts[:legal], proposal.source) if legal else NO_PROPOSAL
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         """How many known tokens a prompt row takes: all that remain, or up to a multiple of the chunk."""
@@ -173,7 +173,7 @@ class Scheduler:
             return False
         needed = sequence.computed + length + len(proposal.drafts)
         if proposal.drafts and not sequence.lease.reserve(needed):  # drafts are no reason to preempt a sequence
-            proposal, needed = NOTHING, sequence.computed + length
+            proposal, needed = NO_PROPOSAL, sequence.computed + length
         while not sequence.lease.reserve(needed):
             victim = next((s for s in reversed(self.running) if s not in planned and s not in self.in_flight), sequence)
             if victim is sequence and self.in_flight:  # rows in flight may release pages when collected

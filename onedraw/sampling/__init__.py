@@ -1,1 +1,1 @@
-"""The law of choosing: pure functions in numpy, the judge of every fast sampler."""
+"""The sampling rule as pure functions in numpy: the reference for every fast sampler."""

@@ -1,7 +1,7 @@
-"""What only the host knows about a choice, as sparse adjustments of single tokens.
+"""The part of sampling that only the host can compute, as sparse adjustments of single tokens.
 
-In: parameters, history and the drafts before a position. Out: an Adjustment: penalties of "don't repeat yourself",
-and banned tokens (bad words, minimum length, a constraint). The law and every fast sampler read the same one.
+In: parameters, history and the drafts before a position. Out: an Adjustment: DRY penalties and banned tokens (bad words,
+minimum length, a constraint). The reference and every fast sampler use the same one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from onedraw.types import DryParams, History, SamplingParams, TokenMask
 
-LONGEST_MATCH = 64  # a longer repetition is penalized like one of this length; bounds the work of one choice
+LONGEST_MATCH = 64  # a longer repetition is penalized like one of this length; bounds the work per token
 _LARGEST = float(np.finfo(np.float32).max)
 
 Tokens = npt.NDArray[np.int64]
@@ -22,21 +22,21 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """Tokens that lose a value, tokens that may not be chosen, and, if given, the only ones that may. Ids are distinct."""
+    """Penalties by token, banned tokens and, if given, the mask of allowed tokens. Ids are distinct."""
 
     penalized: tuple[tuple[int, float], ...] = ()
     banned: tuple[int, ...] = ()
     allowed: TokenMask | None = None
 
 
-NOTHING = Adjustment()
+NO_ADJUSTMENT = Adjustment()
 
 
-class Recall:
-    """The tokens of one history as an array that follows its growth. Owner: whoever chooses for that history.
+class HistoryTokens:
+    """The tokens of one history as an array that grows with it. Owner: the sampler of that history.
 
-    Without it every choice would copy the whole history. Settled tokens never change, so a longer history of the same
-    request only adds; a shorter one is read again.
+    Without it every sampled token would copy the whole history. Known tokens never change, so a longer history of the same
+    request only appends; a shorter one is read again.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Recall:
         self._known = 0
 
     def read(self, history: History, drafts: Sequence[int]) -> Tokens:
-        """History and drafts. The array is only good until the next read."""
+        """History and drafts. The array is valid until the next read."""
         known, stop = len(history), len(history) + len(drafts)
         if known < self._known:
             self._known = 0
@@ -58,36 +58,38 @@ class Recall:
         return self._tokens[:stop]
 
 
-def adjustment(params: SamplingParams, history: History, drafts: Sequence[int] = (), recall: Recall | None = None) -> Adjustment:
-    """What the host knows of the position after `history` and `drafts`. `recall` only saves time."""
-    chosen = len(history.output) + len(drafts)
+def adjustment(
+    params: SamplingParams, history: History, drafts: Sequence[int] = (), cached: HistoryTokens | None = None
+) -> Adjustment:
+    """The adjustment of the position after `history` and `drafts`. `cached` only saves time."""
+    sampled = len(history.output) + len(drafts)
     penalized: tuple[tuple[int, float], ...] = ()
     if params.dry is not None and params.dry.multiplier > 0:
-        penalized = dry_penalties((recall or Recall()).read(history, drafts), params.dry)
+        penalized = dry_penalties((cached or HistoryTokens()).read(history, drafts), params.dry)
     banned: set[int] = set()
     if params.bad_words:
-        banned.update(completions(params.bad_words, history.output, drafts))
-    if chosen < params.min_tokens:
+        banned.update(word_completions(params.bad_words, history.output, drafts))
+    if sampled < params.min_tokens:
         banned |= params.stop_ids
     allowed = None if history.constraint is None else history.constraint.allowed(history.output, drafts)
     if not penalized and not banned and allowed is None:
-        return NOTHING
+        return NO_ADJUSTMENT
     return Adjustment(penalized, tuple(sorted(banned)), allowed)
 
 
-def unpacked(bits: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
-    """A set of tokens as a truth value per token.   [V]"""
-    found = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), bitorder="little")[:vocab].view(np.bool_)
+def mask_to_bools(mask: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
+    """A token mask as one boolean per token.   [V]"""
+    found = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")[:vocab].view(np.bool_)
     return found if len(found) == vocab else np.pad(found, (0, vocab - len(found)))
 
 
-def inside(ids: Collection[int], vocab: int) -> Iterable[int]:
-    """The ids that the vocabulary has. An id it lacks cannot be chosen anyway."""
+def valid_ids(ids: Collection[int], vocab: int) -> Iterable[int]:
+    """The ids within the vocabulary."""
     return (token for token in ids if 0 <= token < vocab)
 
 
-def completions(words: Sequence[tuple[int, ...]], output: Sequence[int], drafts: Sequence[int]) -> set[int]:
-    """Last tokens of the words whose other tokens stand at the end of the output; of single-token words always."""
+def word_completions(words: Sequence[tuple[int, ...]], output: Sequence[int], drafts: Sequence[int]) -> set[int]:
+    """The last token of every word whose other tokens end the output; single-token words always count."""
     longest = max(map(len, words)) - 1
     tail = (*output[max(0, len(output) - longest) :], *drafts)
     return {word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]}
@@ -96,14 +98,14 @@ def completions(words: Sequence[tuple[int, ...]], output: Sequence[int], drafts:
 def dry_penalties(tokens: Tokens, dry: DryParams) -> tuple[tuple[int, float], ...]:
     """(token, penalty) for every token that would continue a repetition, by its longest match.
 
-    All earlier places of the last token are compared backwards together; most drop out at once. A breaker ends a match
-    and is never penalized itself, since continuing with it would cross it.
+    All earlier occurrences of the last token are compared backwards together; most end at once. A breaker ends a match and is
+    never penalized itself, because a match does not continue across it.
     """
     tokens = tokens[-dry.range :] if dry.range else tokens
     cap = max(LONGEST_MATCH, dry.allowed_length)
     if len(tokens) < 2 or int(tokens[-1]) in dry.breakers:
         return ()
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # where the last token stands, the last place apart
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # earlier occurrences of the last token
     lengths = np.ones(len(ends), dtype=np.int64)
     alive = np.arange(len(ends))
     for back in range(1, min(cap, len(tokens))):

@@ -1,8 +1,8 @@
-"""What a drafter proposes: its own distribution under the request's law, ranked with the noise the target will use.
+"""How a drafter ranks its candidates: its own distribution under the request's sampling rule, with the noise of the target.
 
-In: the likeliest candidates of a drafter at one position, with its logits. Out: (token, score), best first. The target
-chooses argmax(log p + g); a drafter that ranks s · log q + g with the same g guesses far better than argmax q. Anything
-here may be approximate (only the likeliest candidates are looked at): it cannot change the answer.
+In: the most likely candidates of a drafter at one position, with its logits. Out: (token, score), best first. The target samples
+argmax(log p + g); a drafter that ranks by s · log q + g with the same noise g matches it far more often than argmax q. This may
+be approximate (only the most likely candidates are considered): it cannot change the answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 
-class Tally:
-    """How often one history has seen each token, following its growth. Owner: the drafter, one per lane."""
+class HistoryCounts:
+    """How often each token occurs in one growing history. Owner: the drafter, one per lane."""
 
     def __init__(self) -> None:
         self._history: History | None = None
@@ -38,7 +38,7 @@ class Tally:
         return self._output, self._prompt
 
 
-def rank(
+def rank_candidates(
     ids: Ids,
     logits: Floats,
     params: SamplingParams,
@@ -47,7 +47,7 @@ def rank(
     sharpness: float,
     seen: tuple[Counter[int], frozenset[int]] | None,
 ) -> list[tuple[int, float]]:
-    """Candidates under the request's law and noise, best first, with log-probability-like scores."""
+    """Candidates under the request's sampling rule and noise, best first, with scores like log-probabilities."""
     scores = logits.astype(np.float32, copy=True)
     for token, bias in params.logit_bias:
         scores[ids == token] += np.float32(bias)
@@ -71,16 +71,16 @@ def rank(
 def _penalized(ids: Ids, scores: Floats, params: SamplingParams, seen: tuple[Counter[int], frozenset[int]]) -> Floats:
     output, prompt = seen
     counts = np.array([output.get(int(i), 0) for i in ids], dtype=np.float32)
-    stood = np.array([int(i) in prompt for i in ids]) | (counts > 0)
+    occurred = np.array([int(i) in prompt for i in ids]) | (counts > 0)
     penalty = np.float32(params.repetition_penalty)
-    scores = np.where(stood, np.where(scores > 0, scores / penalty, scores * penalty), scores)
+    scores = np.where(occurred, np.where(scores > 0, scores / penalty, scores * penalty), scores)
     reduced: Floats = scores - counts * np.float32(params.frequency_penalty)
     reduced -= (counts > 0) * np.float32(params.presence_penalty)
     return reduced.astype(np.float32)
 
 
 def _filtered(scores: Floats, params: SamplingParams) -> int:
-    """How many of the candidates, best first at 0, min-p, top-k and top-p leave: one at least, whatever the scores are."""
+    """How many candidates min-p, top-k and top-p leave, at least one. Scores are sorted, the best is 0."""
     kept = max(int((scores >= -np.float32(min_p_limit(params.min_p))).sum()), 1)
     if params.top_k:
         kept = min(kept, params.top_k)

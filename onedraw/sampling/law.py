@@ -1,13 +1,13 @@
-"""The law of choosing, as a definition: slow, plain, one position at a time. The judge of every fast sampler.
+"""The sampling rule ("the law") as a definition: slow, plain, one position at a time. The reference for every fast sampler.
 
 In: the logits of a position, the parameters, the history and the drafts before it. Out: scores, a token, logprobs,
 a checksum.
 
-Order of the law, all in float32:
+Order of the rule, all in float32:
     1  logit bias
     2  repetition, frequency and presence penalties, then DRY
     3  bans: bad words, minimum length, a constraint
-    4  temperature: scores become (score - best) / temperature, so the best stands at 0 and nothing overflows;
+    4  temperature: scores become (score - best) / temperature, so the best is 0 and nothing overflows;
        temperature 0 only subtracts the best, and is not filtered
     5  min-p: not below log(min_p)
     6  top-k: not below the k-th value
@@ -28,7 +28,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.sampling.adjustments import adjustment, inside, unpacked
+from onedraw.sampling.adjustments import adjustment, mask_to_bools, valid_ids
 from onedraw.sampling.noise import Floats, gumbel
 from onedraw.types import History, Logprobs, SampledToken, SamplingParams
 
@@ -41,7 +41,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Steps 4 to 7 as the numbers that fast samplers work with."""
+    """The parameters of steps 4 to 7, as fast samplers use them."""
 
     divisor: float = 1.0
     limit: float = math.inf  # the largest deficit that min-p keeps
@@ -50,11 +50,11 @@ class Filters:
 
 
 def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> Floats:
-    """The scores of all tokens, the best at 0, what may not be chosen at -inf.   [V]
+    """The scores of all tokens, the best at 0, excluded tokens at -inf.   [V]
 
-    Logits with NaN or +inf are a fault of the model, not a distribution: nothing may be chosen from them.
+    Logits with NaN or +inf are an error of the model, not a distribution: then every token is excluded.
     """
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # extreme parameters end as ±inf or NaN
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # extreme parameters give ±inf or NaN
         scores = _adjusted(logits, params, history, drafts)
         best = scores.max() + np.float32(0)  # -0.0 becomes 0.0
         if not (logits.max() < np.inf and np.isfinite(best)):
@@ -67,9 +67,10 @@ def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequen
 
 
 def sample(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> SampledToken | None:
-    """The token with whatever the parameters ask to know about it; None if the law leaves none."""
+    """The token at the position after `history` and `drafts`, with the logprobs and checksum that the parameters request. None if
+    the rule leaves no token."""
     scores = law(logits, params, history, drafts)
-    token = _pick(scores, params, len(history) + len(drafts))
+    token = _sample_id(scores, params, len(history) + len(drafts))
     if token == NO_TOKEN:
         return None
     found: Logprobs | None = None
@@ -79,9 +80,8 @@ def sample(logits: Floats, params: SamplingParams, history: History, drafts: Seq
 
 
 def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
-    """Log-softmax of `scores` (logits for raw ones, the law's for processed ones) at `token`, and the likeliest.
-
-    Best first, the lowest id first among equals; what cannot be chosen is not listed.
+    """Log-softmax of `scores` (logits for mode "raw", scores of the rule for "processed") at `token`, and the `top` most likely
+    tokens, best first, the lowest id first among equals, without excluded tokens.
     """
     deficit = (scores.max() + np.float32(0)) - scores
     values = log_shares(deficit, int(masses(deficit).sum()))
@@ -90,9 +90,9 @@ def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
 
 
 def log_shares(deficit: Floats, total: int) -> Floats:
-    """The logprobs that deficits have where all masses add up to `total`: in float64, then rounded to float32.
+    """The logprobs of deficits if all masses add up to `total`: computed in float64, rounded to float32.
 
-    Logits that are no numbers have no mass (NaN becomes the lowest integer), and give no token a share.
+    With NaN among the logits the total is not positive (NaN becomes the lowest integer), and every logprob is -inf.
     """
     if total <= 0:
         return np.full(deficit.shape, -np.inf, dtype=np.float32)
@@ -110,7 +110,7 @@ def min_p_limit(min_p: float) -> float:
 
 
 def filters(params: SamplingParams, vocab: int) -> Filters:
-    """What a request asks of them; temperature 0 takes the scores as they are and filters nothing."""
+    """The filters of a request; temperature 0 leaves the scores unscaled and filters nothing."""
     if params.temperature <= 0:
         return Filters()
     top_k = params.top_k if 0 < params.top_k < vocab else 0
@@ -118,7 +118,7 @@ def filters(params: SamplingParams, vocab: int) -> Filters:
 
 
 def checksum(logits: Floats, scores: Floats) -> int:
-    """63 bits over the exact bits of logits and scores. Order-free, and any change of one value changes it."""
+    """63 bits over the exact bits of logits and scores. Independent of summation order; any change of one value changes it."""
     first, second = checksum_weights(len(logits))
     total = int((_bits(logits) * first).sum()) + int((_bits(scores) * second).sum())  # each modulo 2^64
     return total & (2**63 - 1)
@@ -134,7 +134,7 @@ def checksum_weights(vocab: int) -> tuple[Integers, Integers]:
     return weights[:vocab], weights[vocab:]
 
 
-def _pick(scores: Floats, params: SamplingParams, position: int) -> int:
+def _sample_id(scores: Floats, params: SamplingParams, position: int) -> int:
     if scores.max() == -np.inf:
         return NO_TOKEN
     if not params.greedy:
@@ -159,14 +159,14 @@ def _adjusted(logits: Floats, params: SamplingParams, history: History, drafts: 
     host = adjustment(params, history, drafts)
     for token, value in host.penalized:
         scores[token] -= np.float32(value)
-    scores[list(inside(host.banned, len(scores)))] = -np.inf
+    scores[list(valid_ids(host.banned, len(scores)))] = -np.inf
     if host.allowed is not None:
-        scores[~unpacked(host.allowed, len(scores))] = -np.inf
+        scores[~mask_to_bools(host.allowed, len(scores))] = -np.inf
     return scores
 
 
 def _limit(deficit: Floats, params: SamplingParams) -> np.float32:
-    """Steps 5 to 7 as one number: the largest deficit that is kept."""
+    """Steps 5 to 7 as one threshold: the largest deficit that is kept."""
     limit = np.float32(min_p_limit(params.min_p))
     if 0 < params.top_k < len(deficit):
         limit = min(limit, np.sort(deficit)[params.top_k - 1])

@@ -1,4 +1,4 @@
-"""Noise that is a value: asked for by (seed, position, token id), never drawn from a generator that remembers.
+"""Noise as a pure function of (seed, position, token id); there is no generator with state.
 
 In: a seed below 2^53, an absolute position, a vocabulary size. Out: integers, and the Gumbel noise made of them.
 
@@ -24,21 +24,21 @@ from onedraw.types import SEED_LIMIT
 
 BITS = 24
 HALF = 2 ** (BITS - 1)
-BLOCK = 32  # positions whose keys are made together
+BLOCK = 32  # positions whose keys are computed together
 
-# Odd multipliers and shifts of well-known finalizers: every step is a bijection, and together they avalanche.
+# Odd multipliers and shifts of well-known hash finalizers: every step is a bijection; together they mix all bits.
 MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)
 SHIFTS_32 = (16, 15, 16)
 _MULTIPLIERS_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK_64 = 2**64 - 1
 
-# Each use of a seed hashes in its own domain: a child's seed has nothing to do with the noise of its parent.
+# Each use of a seed hashes in its own domain, so a child's seed is independent of its parent's noise.
 _NOISE_DOMAIN = 0x6F6E65647261776E
 _CHILD_DOMAIN = 0x6368696C64726E21
 _PROMPT_DOMAIN = 0x70726F6D70747321
 
 Floats = npt.NDArray[np.float32]
-Bits = npt.NDArray[np.uint32]
+Words = npt.NDArray[np.uint32]
 
 
 def key(seed: int, position: int) -> tuple[int, int]:
@@ -48,17 +48,17 @@ def key(seed: int, position: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _keys(seed: int, block: int) -> list[tuple[int, int]]:
-    """Of a block of positions: who asks for one will ask for its neighbours."""
+    """The keys of a block of positions: neighbouring positions are needed soon after."""
     words = (_hash(seed, position, _NOISE_DOMAIN) for position in range(BLOCK * block, BLOCK * (block + 1)))
     return [(word & 0xFFFFFFFF, word >> 32) for word in words]
 
 
-def uniform_bits(seed: int, position: int, vocab: int) -> Bits:
+def uniform_bits(seed: int, position: int, vocab: int) -> Words:
     """24 uniform bits for every token id.   [V]"""
     return _bits_at(seed, position, _ids(vocab))
 
 
-def _bits_at(seed: int, position: int, ids: Bits) -> Bits:
+def _bits_at(seed: int, position: int, ids: Words) -> Words:
     first, second = key(seed, position)
     words = ids ^ np.uint32(first)
     _mix32(words)
@@ -78,11 +78,11 @@ def gumbel_at(seed: int, position: int, ids: npt.NDArray[np.int64]) -> Floats:
     return gumbel_of(_bits_at(seed, position, ids.astype(np.uint32)))
 
 
-def gumbel_of(bits: Bits) -> Floats:
+def gumbel_of(bits: Words) -> Floats:
     """-log(-log u) of 24-bit integers, in float32."""
     whole = bits.astype(np.float32)
     below = (whole + np.float32(0.5)) * np.float32(2.0**-BITS)  # u, exact in the lower half
-    # 1 - u, exact in the upper half; cut to one half elsewhere, where it is not used and could round to 1.
+    # 1 - u, exact in the upper half; limited to one half elsewhere, where it is not used and could round to 1.
     above = np.minimum((np.float32(2.0**BITS) - whole - np.float32(0.5)) * np.float32(2.0**-BITS), np.float32(0.5))
     logarithm: Floats = np.where(bits < HALF, np.log(below), np.log1p(-above))
     noise: Floats = -np.log(-logarithm)
@@ -90,22 +90,22 @@ def gumbel_of(bits: Bits) -> Floats:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of n; child 0 has the request's own."""
+    """The seed of choice `index` of n; choice 0 has the request's own seed."""
     return seed if index == 0 else _hash(seed, index, _CHILD_DOMAIN) % SEED_LIMIT
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed of prompt `index` of a list; prompt 0 has the request's own."""
+    """The seed of prompt `index` of a list; prompt 0 has the request's own seed."""
     return seed if index == 0 else _hash(seed, index, _PROMPT_DOMAIN) % SEED_LIMIT
 
 
 def _hash(seed: int, number: int, domain: int) -> int:
-    return _mix64(_opening(seed, domain) + number & _MASK_64)
+    return _mix64(_seed_hash(seed, domain) + number & _MASK_64)
 
 
 @lru_cache(maxsize=4096)
-def _opening(seed: int, domain: int) -> int:
-    """The same at every position of a request."""
+def _seed_hash(seed: int, domain: int) -> int:
+    """The part of the hash that all positions of a request share."""
     return _mix64(seed ^ domain)
 
 
@@ -115,7 +115,7 @@ def _mix64(word: int) -> int:
     return word ^ word >> 31
 
 
-def _mix32(words: Bits) -> None:
+def _mix32(words: Words) -> None:
     """In place: shift, multiply, shift, multiply, shift."""
     first, second, third = SHIFTS_32
     words ^= words >> np.uint32(first)
@@ -126,7 +126,7 @@ def _mix32(words: Bits) -> None:
 
 
 @lru_cache(maxsize=8)
-def _ids(vocab: int) -> Bits:
+def _ids(vocab: int) -> Words:
     ids = np.arange(vocab, dtype=np.uint32)
     ids.flags.writeable = False
     return ids

@@ -1,7 +1,7 @@
-"""Which drafts of a verification row are kept: an equality, not a statistic.
+"""Verification of drafts: a draft is kept if it equals the token sampled at its parent.
 
-In: the row's drafts and the token chosen after every one of them. Out: the kept drafts. A chain is a tree in which
-every draft follows the one before it.
+In: the row's drafts and the token sampled after each of them. Out: the kept drafts. A chain is a tree in which every draft
+follows the one before it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from onedraw.types import Draft
 
 
-def kept_drafts(drafts: Sequence[Draft], chosen: Sequence[int]) -> tuple[int, ...]:
+def kept_drafts(drafts: Sequence[Draft], sampled: Sequence[int]) -> tuple[int, ...]:
     """Indices of the kept drafts, in order.
 
-    chosen[0] is the choice after the last known token, chosen[1 + i] the choice after draft i. A draft is kept if it
-    equals the choice at its parent and its parent is kept; the choice after the last kept one is the next token.
-    Parents stand before their children, so one pass walks the whole path.
+    sampled[0] is the token after the last known one, sampled[1 + i] the token after draft i. A draft is kept if it equals the
+    token sampled at its parent and its parent is kept; the token after the last kept draft is the next token. Parents come
+    before their children, so one pass finds the whole path.
     """
     path: list[int] = []
     last = -1
     for index, draft in enumerate(drafts):
-        if draft.parent == last and draft.token == chosen[1 + last]:
+        if draft.parent == last and draft.token == sampled[1 + last]:
             path.append(index)
             last = index
     return tuple(path)
 
 
 def draft_paths(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
-    """For each position of a row (after the last known token, then after each draft): the drafts on the way to it, by
-    index. In a tree these are the ancestors alone."""
+    """For each position of a row (after the last known token, then after each draft): indices of the drafts on the path to
+    it, which in a tree are its ancestors."""
     paths: list[tuple[int, ...]] = [()]
     for index, draft in enumerate(drafts):
         paths.append((*paths[1 + draft.parent], index))
@@ -37,7 +37,7 @@ def draft_paths(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
 
 
 def draft_prefixes(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
-    """The same as tokens: what stands between the history and each position, if the drafts on the way were right."""
+    """The same as tokens: those between the history and each position if the drafts on the path are correct."""
     if all(draft.parent == index - 1 for index, draft in enumerate(drafts)):
         tokens = tuple(draft.token for draft in drafts)
         return tuple(tokens[:count] for count in range(len(tokens) + 1))

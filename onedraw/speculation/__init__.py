@@ -1,1 +1,1 @@
-"""Who guesses, and how much."""
+"""Speculative decoding on the host: proposers of drafts, draft trees, and how many drafts a row carries."""

@@ -1,8 +1,8 @@
-"""Candidates per position → a tree of drafts, best first.
+"""Builds a tree of drafts from the candidates of each position.
 
-In: for each depth the candidates (token, score), best first; scores add up along a path like log-probabilities, so they
-should be at most 0. Out: drafts, parents before children. The chain of best candidates stands first, so every prefix of
-the list is a tree too and its first drafts are the chain a drafter without a tree would give.
+In: per depth the candidates (token, score), best first; scores add up along a path like log-probabilities, so they should be
+at most 0. Out: drafts, parents before children. The chain of best candidates comes first, so every prefix of the list is a
+tree too, and its first drafts are those of a drafter without a tree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Candidates = Sequence[tuple[int, float]]
 
 
 class Branch(NamedTuple):
-    """A node that may be added next. Fields in order of comparison: the best sum first, then the oldest."""
+    """A node that may be added next. Compared field by field: the best sum first, then the oldest."""
 
     cost: float  # minus the sum of scores on the path
     age: int
@@ -38,8 +38,8 @@ def build_tree(candidates: Sequence[Candidates], budget: int) -> tuple[Draft, ..
 
     def offer(parent: int, depth: int, rank: int) -> None:
         if depth < len(levels) and rank < len(levels[depth]):
-            above = costs[parent] if parent >= 0 else 0.0
-            heapq.heappush(branches, Branch(above - levels[depth][rank][1], len(drafts), parent, depth, rank))
+            path_cost = costs[parent] if parent >= 0 else 0.0
+            heapq.heappush(branches, Branch(path_cost - levels[depth][rank][1], len(drafts), parent, depth, rank))
 
     def add(parent: int, depth: int, rank: int) -> None:
         token, score = levels[depth][rank]
@@ -71,12 +71,12 @@ def _levels(candidates: Sequence[Candidates]) -> list[list[tuple[int, float]]]:
 
 
 def chain_length(drafts: Sequence[Draft]) -> int:
-    """How many drafts at the beginning follow one another."""
+    """How many drafts at the beginning form a chain."""
     return next((i for i, draft in enumerate(drafts) if draft.parent != i - 1), len(drafts))
 
 
-def depth(drafts: Sequence[Draft]) -> int:
-    """The most drafts that can be kept together. A draft before its parent ends the tree."""
+def tree_depth(drafts: Sequence[Draft]) -> int:
+    """The largest number of drafts that can be kept together. Drafts from the first with an invalid parent on are ignored."""
     depths: list[int] = []
     for index, draft in enumerate(drafts):
         if not -1 <= draft.parent < index:

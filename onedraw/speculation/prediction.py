@@ -1,8 +1,8 @@
-"""What the caller expects the reply to be, as a drafter.
+"""Drafts from the reply that the caller predicted.
 
-In: a request with predicted tokens, its history. Out: the prediction from the place the output has reached. While the
-output follows, a pointer moves along; where it leaves, the pointer is set anew to where the output's last tokens stand
-in the prediction, ahead of the old place first. The prediction is indexed once, so a turn costs its new tokens.
+In: a request with predicted tokens, its history. Out: the prediction from the point that the output has reached. While the
+output follows the prediction, a pointer advances; after a deviation the pointer moves to where the last tokens of the output
+occur in the prediction, preferably ahead of its old position. The prediction is indexed once, so a step costs its new tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_left
 from onedraw.speculation.proposer import chain
 from onedraw.types import Draft, History, Request
 
-ANCHORS = (3, 2)  # how many of the output's last tokens must stand in the prediction, tried in this order
+ANCHORS = (3, 2)  # how many of the output's last tokens must match the prediction, tried in this order
 
 
 class PredictionProposer:
@@ -27,7 +27,9 @@ class PredictionProposer:
         if not request.predicted or room <= 0:
             return ()
         alignment = self._alignments.get(request.id)
-        if alignment is None or alignment.seen > len(history.output):  # a shorter output is another request's
+        if alignment is None or alignment.seen > len(
+            history.output
+        ):  # a shorter output belongs to another request with the same id
             alignment = self._alignments[request.id] = Alignment(request.predicted)
         alignment.follow(history.output)
         if alignment.lost:
@@ -39,23 +41,23 @@ class PredictionProposer:
 
 
 class Alignment:
-    """How far an output has come in its prediction."""
+    """The position of an output in its prediction."""
 
     __slots__ = ("_ends", "_predicted", "lost", "pointer", "replaced", "seen")
 
     def __init__(self, predicted: tuple[int, ...]) -> None:
         self._predicted = predicted
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # where each 3-gram and 2-gram ends, in rising order
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # ends of each 3-gram and 2-gram, ascending
         for n in ANCHORS:
             for end in range(n, len(predicted) + 1):
                 self._ends.setdefault(predicted[end - n : end], []).append(end)
-        self.pointer = 0  # predicted tokens before it are behind the output
+        self.pointer = 0  # the next predicted token
         self.seen = 0  # output tokens taken into account
-        self.replaced = False  # the pointer rests on the assumption that one token was replaced
-        self.lost = False  # the output is nowhere in the prediction
+        self.replaced = False  # the pointer assumes that one token was replaced
+        self.lost = False  # the output does not match the prediction
 
     def follow(self, output: list[int]) -> None:
-        """Move along with the output tokens that are new, or find the place again."""
+        """Advance by the new output tokens, or realign."""
         fresh = output[self.seen :]
         if not fresh:
             return
@@ -70,16 +72,16 @@ class Alignment:
         self._realign(output)
 
     def _realign(self, output: list[int]) -> None:
-        place = self._find(output)
-        if place is not None:
-            self.pointer, self.lost, self.replaced = place, False, False
+        found = self._find(output)
+        if found is not None:
+            self.pointer, self.lost, self.replaced = found, False, False
         elif self.lost or self.replaced or self.pointer >= len(self._predicted):
             self.lost = True
-        else:  # the commonest edit puts one token in another's place and goes on
+        else:  # the most common edit replaces one token
             self.pointer, self.replaced = self.pointer + 1, True
 
     def _find(self, output: list[int]) -> int | None:
-        """Where the output's last tokens end: the nearest place ahead, else the latest behind."""
+        """The end of the output's last tokens in the prediction: the nearest one ahead, else the latest one behind."""
         for n in ANCHORS:
             ends = self._ends.get(tuple(output[-n:])) if len(output) >= n else None
             if ends:

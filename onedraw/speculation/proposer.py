@@ -1,7 +1,7 @@
-"""Who guesses: the protocol of every proposer on the host.
+"""The protocol of every proposer of drafts on the host.
 
-In: a request, its history, and how many drafts there is room for. Out: drafts. A proposer can be wrong, late or empty;
-it cannot change the answer, because a draft is kept only while it equals what the target chooses anyway.
+In: a request, its history, and the maximum number of drafts. Out: drafts. A proposer cannot change the answer, because a draft
+is kept only if it equals the token that the target model samples anyway.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Proposer(Protocol):
     def name(self) -> str: ...
 
     def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
-        """At most `room` drafts that may follow the history; more are cut."""
+        """At most `room` drafts that may follow the history; more are dropped."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request is over: drop what was kept for it."""
+        """The request has ended: drop its state."""
         ...
 
 
 def chain(tokens: tuple[int, ...]) -> tuple[Draft, ...]:
-    """Drafts one after the other: a tree with one child everywhere."""
+    """Tokens as a chain of drafts, each the parent of the next."""
     return tuple(map(Draft, tokens, range(-1, len(tokens))))

@@ -1,7 +1,7 @@
-"""Which guesses a row carries: proposers in order of cost, the backend's own guesses last, each as long as it pays off.
+"""Decides which drafts a row carries: from the proposers in order of cost, or the backend's own drafter, as many as pay off.
 
-In: a request, its history, the backend's guesses, the room there is, and what verification kept so far. Out: drafts and
-their source. Owner: the engine thread. Nothing here can change a token, only how soon it comes.
+In: a request, its history, the backend's drafts, the room there is, and how many earlier drafts were kept. Out: drafts and their
+source. Owner: the engine thread. The decision affects speed only, never a token.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
 
-from onedraw.speculation.draft_length import PROBE_TOKENS, Acceptance, CostMeter, Probe, expected, how_many, how_much_of_a_tree
-from onedraw.speculation.draft_tree import chain_length, depth
+from onedraw.speculation.draft_length import (
+    PROBE_TOKENS,
+    Acceptance,
+    CostMeter,
+    Probe,
+    best_chain_length,
+    best_tree_size,
+    expected_kept,
+)
+from onedraw.speculation.draft_tree import chain_length, tree_depth
 from onedraw.speculation.proposer import Proposer
 from onedraw.types import Draft, History, Request
 
-DEVICE = "device"  # source of the backend's own guesses
-POSITIONS = 16  # draft positions that are counted one by one
-LONGEST = 32  # drafts of a chain, unless a length is forced
-PREFERENCE = 0.8  # a proposer goes before the backend's own guesses unless it is expected to keep less than this share
+DEVICE = "device"  # source name of the backend's own drafter
+POSITIONS = 16  # depths with a counter of their own
+MAX_CHAIN = 32  # drafts of a chain, unless a length is forced
+PREFERENCE = 0.8  # a proposer is preferred to the backend's drafts unless it keeps less than this share of theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class Proposal:
     source: str = ""
 
 
-NOTHING = Proposal()
+NO_PROPOSAL = Proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +48,25 @@ class SpeculationStats:
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = (0,) * POSITIONS  # rows that kept a draft at depth 1, 2, …
     by_source: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)  # source → rows, drafted, kept
-    propose_seconds: float = 0.0  # spent in deciding and proposing
+    propose_seconds: float = 0.0  # spent on decisions and in proposers
 
 
 @dataclass(slots=True)
-class SourceEstimate:
-    """What is known of one source for one request."""
+class SourceEstimates:
+    """Estimates of one source for one request."""
 
     acceptance: Acceptance
     probe: Probe = field(default_factory=Probe)
 
 
 class Speculator:
-    """`draft_tokens` forces the length of every proposal; None: as long as pays off, and a small probe where nothing does."""
+    """`draft_tokens` forces the length of every proposal; None: as many drafts as pay off, and a small probe if none do."""
 
     def __init__(self, proposers: Sequence[Proposer] = (), *, draft_tokens: int | None = None) -> None:
         self._proposers = tuple(proposers)
         self._forced = draft_tokens
         self._meter = CostMeter()
-        self._records: dict[str, dict[str, SourceEstimate]] = {}  # by request, then source
+        self._estimates: dict[str, dict[str, SourceEstimates]] = {}  # by request, then source
         self._overall: dict[str, Acceptance] = {}  # by source, over all requests
         self._by_source: dict[str, tuple[int, int, int]] = {}
         self._kept_depths = [0] * (POSITIONS + 1)  # rows by how many drafts they kept
@@ -74,32 +82,32 @@ class Speculator:
         running: int,
         tentative: bool = False,
     ) -> Proposal:
-        """Drafts for the row that reaches the end of `history`. `own` are the backend's; `running` rows share the turn.
-        `tentative`: nobody will carry them; is there anything to propose?"""
+        """Drafts for the row that reaches the end of `history`. `own`: the backend's drafts. `running`: rows in the step.
+        `tentative`: only ask whether there are drafts; no row will carry them."""
         if not request.speculate or room <= 0 or self._forced == 0 or not (own or self._proposers):
-            return NOTHING
+            return NO_PROPOSAL
         begin = perf_counter()
         proposal = self._decide(request, history, own[:room], room, running, tentative)
         self._seconds += perf_counter() - begin
         return proposal
 
-    def learn(self, request_id: str, source: str, *, drafted: int, kept: int, depth: int | None = None) -> None:
-        """What verification made of a proposal: of `drafted` drafts, at most `depth` of which fit together, `kept` were kept."""
+    def record_outcome(self, request_id: str, source: str, *, drafted: int, kept: int, depth: int | None = None) -> None:
+        """`kept` of `drafted` drafts were kept; at most `depth` of them could be kept together."""
         rows, drafts, accepted = self._by_source.get(source, (0, 0, 0))
         self._by_source[source] = (rows + 1, drafts + drafted, accepted + kept)
         self._kept_depths[min(kept, POSITIONS)] += 1
         reach = drafted if depth is None else depth
-        self._overall.setdefault(source, Acceptance(memory=0.98, weight=64.0)).learn(depth=reach, kept=kept)
-        record = self._records.get(request_id, {}).get(source)
-        if record is not None:  # else the request is over
-            record.acceptance.learn(depth=reach, kept=kept)
+        self._overall.setdefault(source, Acceptance(decay=0.98, weight=64.0)).update(depth=reach, kept=kept)
+        known = self._estimates.get(request_id, {}).get(source)
+        if known is not None:  # else the request has ended
+            known.acceptance.update(depth=reach, kept=kept)
 
-    def observe(self, *, tokens: int, rows: int, seconds: float) -> None:
-        """What a turn without prompt rows cost: `tokens` computed for `rows` sequences."""
+    def record_step(self, *, tokens: int, rows: int, seconds: float) -> None:
+        """Duration of a step without prompt rows that computed `tokens` for `rows` sequences."""
         self._meter.observe(tokens=tokens, rows=rows, seconds=seconds)
 
     def forget(self, request_id: str) -> None:
-        self._records.pop(request_id, None)
+        self._estimates.pop(request_id, None)
         for proposer in self._proposers:
             proposer.forget(request_id)
 
@@ -108,62 +116,60 @@ class Speculator:
         rows, drafted, kept = (sum(column) for column in zip((0, 0, 0), *self._by_source.values(), strict=True))
         return SpeculationStats(rows, drafted, kept, tuple(kept_at_least[1:]), dict(self._by_source), self._seconds)
 
-    # ------------------------------------------------------------------ one decision
-
     def _decide(
         self, request: Request, history: History, own: tuple[Draft, ...], room: int, running: int, tentative: bool
     ) -> Proposal:
-        records = self._records.setdefault(request.id, {})
-        own_count, own_expected = self._own(records, own, running) if own else (0, 0.0)
+        estimates = self._estimates.setdefault(request.id, {})
+        own_count, own_expected = self._own(estimates, own, running) if own else (0, 0.0)
         least = PREFERENCE * own_expected
         for proposer in self._proposers:
-            record = self._record(records, proposer.name)
-            rate = record.acceptance.rate
+            known = self._estimates_of(estimates, proposer.name)
+            rate = known.acceptance.rate
             count = self._length(rate, room, running)
-            pays = count > 0 and expected(rate, count) >= least
-            if not pays and not record.probe.due():
+            pays = count > 0 and expected_kept(rate, count) >= least
+            if not pays and not known.probe.due():
                 continue
             count = count or min(PROBE_TOKENS, room)
             drafts = proposer.propose(request, history, count)[:count]
-            if not drafts or (pays and expected(rate, len(drafts)) < least):
+            if not drafts or (pays and expected_kept(rate, len(drafts)) < least):
                 continue
             if pays:
-                record.probe.rest()
-            elif not tentative:  # else it stays due
-                record.probe.spend()
+                known.probe.reset()
+            elif not tentative:  # a tentative call leaves the probe due
+                known.probe.back_off()
             return Proposal(drafts, proposer.name)
         if not own:
-            return NOTHING
-        probe = self._record(records, DEVICE).probe
+            return NO_PROPOSAL
+        probe = self._estimates_of(estimates, DEVICE).probe
         if own_count:
-            probe.rest()
+            probe.reset()
         elif probe.due():
             if not tentative:
-                probe.spend()
+                probe.back_off()
             own_count = PROBE_TOKENS
-        return Proposal(own[:own_count], DEVICE) if own_count else NOTHING
+        return Proposal(own[:own_count], DEVICE) if own_count else NO_PROPOSAL
 
-    def _own(self, records: dict[str, SourceEstimate], own: tuple[Draft, ...], running: int) -> tuple[int, float]:
-        """How many of the backend's guesses to take, from the first on, and how many are kept on average."""
-        rate = self._record(records, DEVICE).acceptance.rate
+    def _own(self, estimates: dict[str, SourceEstimates], own: tuple[Draft, ...], running: int) -> tuple[int, float]:
+        """How many of the backend's drafts to use, from the first on, and how many of them are kept on average."""
+        rate = self._estimates_of(estimates, DEVICE).acceptance.rate
         chain = chain_length(own)
         if chain == len(own):
             count = self._length(rate, chain, running)
-            return count, expected(rate, count)
-        deepest = depth(own)
+            return count, expected_kept(rate, count)
+        deepest = tree_depth(own)
         if self._forced is None:
-            return how_much_of_a_tree(rate, chain=chain, depth=deepest, nodes=len(own), cost=self._meter.cost, running=running)
+            return best_tree_size(rate, chain=chain, depth=deepest, nodes=len(own), cost=self._meter.cost, running=running)
         reach = min(self._forced, deepest)
-        return (len(own) if reach == deepest else reach), expected(rate, reach)
+        return (len(own) if reach == deepest else reach), expected_kept(rate, reach)
 
     def _length(self, rate: float, limit: int, running: int) -> int:
         if self._forced is not None:
             return min(self._forced, limit)
-        return how_many(rate, cost=self._meter.cost, running=running, limit=min(limit, LONGEST))
+        return best_chain_length(rate, cost=self._meter.cost, running=running, limit=min(limit, MAX_CHAIN))
 
-    def _record(self, records: dict[str, SourceEstimate], source: str) -> SourceEstimate:
-        record = records.get(source)
-        if record is None:
+    def _estimates_of(self, estimates: dict[str, SourceEstimates], source: str) -> SourceEstimates:
+        known = estimates.get(source)
+        if known is None:
             overall = self._overall.get(source)
-            record = records[source] = SourceEstimate(overall.successor() if overall else Acceptance())
-        return record
+            known = estimates[source] = SourceEstimates(overall.prior_for_new_request() if overall else Acceptance())
+        return known

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.sampling.adjustments import LONGEST_MATCH, NOTHING, Recall, adjustment, dry_penalties
+from onedraw.sampling.adjustments import LONGEST_MATCH, NO_ADJUSTMENT, HistoryTokens, adjustment, dry_penalties
 from onedraw.types import DryParams, History, SamplingParams
 from tests.support.count_calls import count_calls
 
@@ -55,7 +55,7 @@ def test_dry_counts_drafts_as_history() -> None:
     dry = DryParams(multiplier=1.0)
     params = SamplingParams(dry=dry)
     assert adjustment(params, History((1, 2, 3), [1]), (2,)) == adjustment(params, History((1, 2, 3), [1, 2]))
-    assert adjustment(params, History((1, 2, 3), [1])) == NOTHING
+    assert adjustment(params, History((1, 2, 3), [1])) == NO_ADJUSTMENT
 
 
 def test_a_repetition_longer_than_the_cap_is_penalized_like_one_of_its_length() -> None:
@@ -79,7 +79,7 @@ def test_dry_over_a_long_repetitive_history_stays_affordable() -> None:
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=300), st.lists(st.integers(0, 9), max_size=5)), max_size=6))
 def test_a_recall_reads_the_same_as_the_history(steps: list[tuple[list[int], list[int]]]) -> None:
-    history, recall = History((3, 1)), Recall()
+    history, recall = History((3, 1)), HistoryTokens()
     for grown, drafts in steps:
         history.output.extend(grown)
         assert recall.read(history, drafts).tolist() == [*history.prompt, *history.output, *drafts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onedraw.sampling.draft_ranking import rank
+from onedraw.sampling.draft_ranking import rank_candidates
 from onedraw.types import SamplingParams
 
 
@@ -17,6 +17,6 @@ def test_candidates_whose_scores_are_no_numbers_are_ranked_all_the_same(value: f
     for first in (value, 1.0):
         logits = np.array([first, value, value, value], dtype=np.float32)
         with np.errstate(all="ignore"):
-            found = rank(np.arange(4), logits, params, position=3, sharpness=1.0, seen=None)
+            found = rank_candidates(np.arange(4), logits, params, position=3, sharpness=1.0, seen=None)
         assert found
         assert {token for token, _ in found} <= set(range(4))

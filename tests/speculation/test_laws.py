@@ -20,14 +20,14 @@ from onedraw.speculation.speculator import DEVICE, SpeculationStats, Speculator
 from onedraw.types import Draft, History, Request, Row, RowOutcome
 from tests.laws.harness import Answer, Schedule, plain, random_requests, run
 
-VOCAB = 13  # so small that texts repeat themselves
+VOCAB = 13  # so small that texts are repetitive
 LAW = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 SEEDS = st.integers(0, 2**40)
 Numbers = dict[str, Any]
 
 
 def world(seed: int) -> tuple[list[Request], Numbers, Numbers, list[Answer]]:
-    """Requests, the backend they run on, the engine's numbers, and the answers of plain decoding."""
+    """Requests, their backend, the engine's sizes, and the answers of plain decoding."""
     rng = np.random.default_rng(seed)
     requests = random_requests(rng, count=int(rng.integers(1, 6)), vocab=VOCAB, longest=24, max_tokens=24)
     page_size = int(rng.choice([1, 2, 4]))
@@ -53,7 +53,7 @@ def world(seed: int) -> tuple[list[Request], Numbers, Numbers, list[Answer]]:
 def hold(
     backend: FakeBackend, requests: list[Request], schedule: Numbers, expected: list[Answer], speculator: Speculator
 ) -> Counter[str]:
-    """The law itself. Out: what happened."""
+    """Compare a run with drafts to plain decoding. Returns counts of what the run exercised."""
     got, stats = run(backend, requests, Schedule(**schedule, speculator=speculator))
     assert [replace(a, cached=0) for a in got] == [replace(a, cached=0) for a in expected]
     spoken: SpeculationStats = speculator.stats()
@@ -75,7 +75,7 @@ def hold(
 
 
 def exercised(law: Callable[..., Counter[str]], *needed: str) -> Counter[str]:
-    """Run a law over many worlds; one that met nothing proves nothing."""
+    """Run a law in many worlds; fail if they exercised nothing."""
     counted: Counter[str] = Counter()
 
     @LAW
@@ -142,12 +142,12 @@ def test_an_empty_prediction_drafts_nothing() -> None:
     assert counted["kept"] == counted["rejected"] == 0
 
 
-# ---------------------------------------------------------------------- an adversary
+# ---------------------------------------------------------------------- an adversarial proposer
 
 
 @dataclass
 class Adversary:
-    """Knows the answers, and does each turn one of the things a proposer can do wrong, or right."""
+    """Has the answers, and in each step either drafts correctly or makes one of the mistakes a proposer can make."""
 
     answers: dict[str, list[int]]
     name: str = "adversary"
@@ -168,7 +168,7 @@ class Adversary:
             case 5:
                 return chain((*truth[:1], VOCAB, *truth[2:room]))  # out of the vocabulary
             case 6:
-                return (*right[:2], Draft(0, parent=50), *right[2:])  # after a draft that is not there
+                return (*right[:2], Draft(0, parent=50), *right[2:])  # a parent that does not exist
             case _:
                 return (*right[:1], Draft(-1, -1), Draft(1, -2), Draft(1, parent=3))
 
@@ -179,7 +179,7 @@ def adversary_for(requests: list[Request], expected: list[Answer]) -> Adversary:
     return Adversary({r.id: a.tokens for r, a in zip(requests, expected, strict=True)})
 
 
-def test_an_adversary_never_changes_an_answer() -> None:
+def test_an_adversarial_proposer_never_changes_an_answer() -> None:
     def law(seed: int, length: int | None) -> Counter[str]:
         requests, backend, schedule, expected = world(seed)
         speculator = Speculator([adversary_for(requests, expected)], draft_tokens=length)
@@ -188,11 +188,11 @@ def test_an_adversary_never_changes_an_answer() -> None:
     exercised(law, "rejected")
 
 
-# ---------------------------------------------------------------------- all together
+# ---------------------------------------------------------------------- all sources together
 
 
 class GuessingBackend(FakeBackend):
-    """Has guesses of its own: the answer, wrong at every fifth place."""
+    """Drafts itself: the answer, wrong at every fifth position."""
 
     answers: dict[str, list[int]]
 
@@ -203,7 +203,7 @@ class GuessingBackend(FakeBackend):
         return replace(outcome, next_drafts=chain(tuple((t + ((done + i) % 5 == 0)) % VOCAB for i, t in enumerate(truth))))
 
 
-def test_proposers_in_a_row_and_the_backend_behind_them_never_change_an_answer() -> None:
+def test_several_proposers_and_the_backends_drafter_never_change_an_answer() -> None:
     def law(seed: int, length: int | None) -> Counter[str]:
         requests, numbers, schedule, expected = world(seed)
         rng = np.random.default_rng(seed + 1)
@@ -225,7 +225,7 @@ def test_proposers_in_a_row_and_the_backend_behind_them_never_change_an_answer()
 
 
 class BelievesDrafts(FakeBackend):
-    """Takes the first draft for granted."""
+    """Keeps the first draft without verification."""
 
     def sample(self, row: Row, logits: Any, drafts: tuple[int, ...]) -> Any:
         choice = super().sample(row, logits, drafts)
@@ -234,7 +234,7 @@ class BelievesDrafts(FakeBackend):
         return choice
 
 
-def test_a_backend_that_believes_its_drafts_is_caught() -> None:
+def test_a_backend_that_keeps_drafts_unverified_is_caught() -> None:
     caught = 0
     for seed in range(12):
         requests, backend, schedule, expected = world(seed)

@@ -29,7 +29,7 @@ def proposed(tokens: tuple[int, ...], room: int, **options: int) -> list[int]:
 
 
 def oracle(tokens: list[int], *, start: int, longest: int, shortest: int, room: int) -> list[int]:
-    """Look at every earlier place, the latest first, for every suffix, the longest first."""
+    """Compare every suffix, longest first, with every earlier position, latest first."""
     for n in range(longest, shortest - 1, -1):
         if len(tokens) - n < start:
             continue
@@ -49,7 +49,7 @@ def oracle(tokens: list[int], *, start: int, longest: int, shortest: int, room: 
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     reach=st.integers(5, 40),
 )
-def test_a_growing_index_finds_what_a_search_finds(
+def test_a_growing_index_finds_the_same_as_a_full_search(
     prompt: list[int], growth: list[tuple[list[int], int]], sizes: tuple[int, int], reach: int
 ) -> None:
     shortest, longest = sorted(sizes)
@@ -65,32 +65,32 @@ def test_a_growing_index_finds_what_a_search_finds(
         assert drafts == chain(tuple(oracle(tokens, start=start or 0, longest=longest, shortest=shortest, room=room)))
 
 
-def test_the_longest_suffix_wins_over_a_later_short_one() -> None:
+def test_the_longest_suffix_is_preferred_to_a_later_short_one() -> None:
     assert proposed((1, 2, 3, 4, 9, 3, 4, 8, 1, 2, 3, 4), 1) == [9]
 
 
-def test_among_equal_suffixes_the_latest_wins() -> None:
+def test_among_equal_suffixes_the_latest_is_used() -> None:
     assert proposed((5, 6, 1, 5, 6, 2, 7, 5, 6), 2) == [2, 7]
 
 
-def test_periodic_text_goes_on_periodically() -> None:
+def test_periodic_text_is_continued_periodically() -> None:
     assert proposed((9, 1, 2, 3, 1, 2, 3), 8) == [1, 2, 3, 1, 2, 3, 1, 2]
     assert proposed((4, 4, 4), 5) == [4] * 5
 
 
-def test_nothing_repeats_nothing_is_drafted() -> None:
+def test_text_without_repetition_gets_no_drafts() -> None:
     assert proposed((1, 2, 3, 4, 5), 4) == []
     assert proposed((1,), 4) == []
     assert proposed((1, 2, 1, 2), 0) == []
 
 
-def test_a_suffix_shorter_than_the_shortest_does_not_count() -> None:
+def test_a_suffix_below_the_shortest_length_is_ignored() -> None:
     assert proposed((7, 1, 8, 7), 2) == []
     assert proposed((7, 1, 8, 7), 2, shortest=1) == [1, 8]
 
 
-def test_a_history_seen_again_gives_the_same_drafts() -> None:
-    """A preempted sequence comes back with the tokens it had."""
+def test_the_same_history_again_gives_the_same_drafts() -> None:
+    """A preempted sequence resumes with the tokens it had."""
     proposer, tokens = NgramProposer(), (1, 2, 3, 1, 2)
     history = History(tokens)
     first = proposer.propose(request(tokens), history, 3)
@@ -99,7 +99,7 @@ def test_a_history_seen_again_gives_the_same_drafts() -> None:
     assert proposer.propose(request(tokens), history, 2) == chain((1, 2))
 
 
-def test_requests_do_not_read_each_other_and_a_forgotten_one_is_gone() -> None:
+def test_requests_have_separate_indexes_and_a_forgotten_one_has_none() -> None:
     proposer = NgramProposer()
     assert proposer.propose(request((1, 2, 3, 1, 2), "a"), History((1, 2, 3, 1, 2)), 1) == (Draft(3, -1),)
     assert proposer.propose(request((4, 1, 2), "b"), History((4, 1, 2)), 1) == ()
@@ -109,7 +109,7 @@ def test_requests_do_not_read_each_other_and_a_forgotten_one_is_gone() -> None:
     assert proposer.propose(request((8, 1, 2), "a"), History((8, 1, 2)), 1) == ()
 
 
-def test_sizes_that_make_no_sense_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="shortest"):
         NgramProposer(longest=2, shortest=3)
 
@@ -130,7 +130,7 @@ class CountingHistory(History):
 
 
 def steps_of_a_turn(context: int) -> tuple[int, int, int]:
-    """Lines run, tokens read and n-grams entered by the turn after `context` tokens, when 3 more have come."""
+    """Lines run, tokens read and n-grams added by the step after `context` tokens and 3 new ones."""
     history = CountingHistory((1, 2, *range(context)))
     proposer, asked = NgramProposer(reach=10**6), request(history.prompt)
     proposer.propose(asked, history, 8)
@@ -153,7 +153,7 @@ def steps_of_a_turn(context: int) -> tuple[int, int, int]:
     return lines, history.read, sum(map(len, index._ends.values())) - entered
 
 
-def test_a_turn_costs_the_same_however_long_the_context() -> None:
+def test_the_cost_of_a_step_does_not_depend_on_the_context_length() -> None:
     short, long = steps_of_a_turn(200), steps_of_a_turn(50_000)
     assert short == long
     lines, read, entered = long

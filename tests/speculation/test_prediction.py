@@ -1,4 +1,4 @@
-"""Drafts from what the caller expects the reply to be."""
+"""Drafts from the reply that the caller predicted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from onedraw.speculation.proposer import chain
 from onedraw.types import History, Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1000)
-WORDS = tuple(range(100, 140))  # a prediction in which no token stands twice
+WORDS = tuple(range(100, 140))  # a prediction without repeated tokens
 
 
 class Reply:
-    """A reply with a prediction, grown by hand."""
+    """A growing reply with a prediction."""
 
     def __init__(self, predicted: tuple[int, ...]) -> None:
         self.request = Request(id="r", prompt=(1, 2), params=PARAMS, predicted=predicted)
@@ -22,7 +22,7 @@ class Reply:
         self.proposer = PredictionProposer()
 
     def after(self, *tokens: int, room: int = 3) -> list[int]:
-        """What is drafted once `tokens` have come."""
+        """The drafts after `tokens` are added to the reply."""
         self.history.output.extend(tokens)
         drafts = self.proposer.propose(self.request, self.history, room)
         assert drafts == chain(tuple(d.token for d in drafts))
@@ -49,12 +49,12 @@ def test_one_replaced_token_does_not_stop_the_drafts() -> None:
 def test_a_removed_passage_is_skipped() -> None:
     reply = Reply(WORDS)
     reply.after(100, 101)
-    assert reply.after(110) == [103, 104, 105]  # for all one knows 110 stands for 102
+    assert reply.after(110) == [103, 104, 105]  # so far 110 may replace 102
     assert reply.after(111) == [112, 113, 114]
     assert reply.after(112) == [113, 114, 115]
 
 
-def test_an_inserted_passage_is_waited_out() -> None:
+def test_drafts_resume_after_an_inserted_passage() -> None:
     reply = Reply(WORDS)
     reply.after(100, 101)
     reply.after(7)
@@ -64,7 +64,7 @@ def test_an_inserted_passage_is_waited_out() -> None:
     assert reply.after(103) == [104, 105, 106]
 
 
-def test_the_place_ahead_goes_before_the_place_behind() -> None:
+def test_a_match_ahead_is_preferred_to_a_match_behind() -> None:
     predicted = (1, 2, 3, 50, 1, 2, 4, 51, 1, 2, 5, 52)
     reply = Reply(predicted)
     reply.after(1, 2, 3, 50)
@@ -75,28 +75,28 @@ def test_the_place_ahead_goes_before_the_place_behind() -> None:
     reply.after(61)
     assert reply.after(1, 2) == [5, 52]
     reply.after(5, 52, 60, 61)
-    assert reply.after(1, 2) == [5, 52]  # nothing ahead: the latest behind
+    assert reply.after(1, 2) == [5, 52]  # no match ahead: the latest one behind
 
 
-def test_three_tokens_in_place_say_more_than_two() -> None:
+def test_a_match_of_three_tokens_is_preferred_to_one_of_two() -> None:
     reply = Reply((1, 2, 3, 4, 9, 9, 2, 3, 7))
     reply.after(60, 61)
     assert reply.after(1, 2, 3) == [4, 9, 9]
 
 
-def test_a_wrong_prediction_falls_silent() -> None:
+def test_a_wrong_prediction_gets_no_drafts() -> None:
     reply = Reply(WORDS)
     reply.after(5)
     assert all(reply.after(token) == [] for token in (6, 7, 8, 9))
 
 
-def test_an_empty_prediction_drafts_nothing_and_keeps_nothing() -> None:
+def test_an_empty_prediction_gives_no_drafts_and_stores_no_state() -> None:
     reply = Reply(())
     assert reply.after(5) == []
     assert reply.proposer._alignments == {}
 
 
-def test_a_forgotten_request_is_gone() -> None:
+def test_a_forgotten_request_has_no_state() -> None:
     reply = Reply(WORDS)
     reply.after(100)
     reply.proposer.forget("r")
@@ -130,8 +130,8 @@ def test_drafts_are_always_a_passage_of_the_prediction(predicted: tuple[int, ...
     tail=st.lists(st.integers(10, 10_000), min_size=4, max_size=20, unique=True),
     other=st.lists(st.integers(20_000, 20_009), min_size=1, max_size=10),
 )
-def test_after_any_detour_the_common_tail_is_drafted_again(head: list[int], tail: list[int], other: list[int]) -> None:
-    """Two tokens of a tail without repetitions are enough to find it, whatever stood before."""
+def test_after_any_deviation_the_common_tail_is_drafted_again(head: list[int], tail: list[int], other: list[int]) -> None:
+    """Two tokens of a tail without repetitions are enough to find it, whatever comes before."""
     reply = Reply((*head, *tail))
     for token in other:
         reply.after(token)

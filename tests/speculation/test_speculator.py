@@ -1,4 +1,4 @@
-"""Who guesses and how much, put together."""
+"""The speculator: which source drafts, and how many drafts a row carries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from onedraw.speculation.proposer import chain
-from onedraw.speculation.speculator import DEVICE, NOTHING, Proposal, Speculator
+from onedraw.speculation.speculator import DEVICE, NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 
 REQUEST = Request(id="r", prompt=(1, 2, 3), params=SamplingParams(max_tokens=1000))
@@ -19,7 +19,7 @@ TREE = (*OWN, Draft(60, -1), Draft(61, -1), Draft(62, 0), Draft(63, 1), Draft(64
 
 @dataclass
 class Constant:
-    """Always proposes the same, and notes what it was asked."""
+    """Always proposes the same tokens, and records its calls."""
 
     tokens: tuple[int, ...] = tuple(range(10, 80))
     name: str = "constant"
@@ -34,52 +34,54 @@ class Constant:
         self.forgotten.append(request_id)
 
 
-def ask(speculator: Speculator, own: tuple[Draft, ...] = (), *, room: int = 20, running: int = 1, name: str = "r") -> Proposal:
+def propose(
+    speculator: Speculator, own: tuple[Draft, ...] = (), *, room: int = 20, running: int = 1, name: str = "r"
+) -> Proposal:
     return speculator.propose(replace(REQUEST, id=name), HISTORY, own, room=room, running=running)
 
 
-def live(
-    speculator: Speculator, turns: int, kept: dict[str, int], own: tuple[Draft, ...] = (), running: int = 1
+def run_steps(
+    speculator: Speculator, steps: int, kept: dict[str, int], own: tuple[Draft, ...] = (), running: int = 1
 ) -> list[Proposal]:
-    """Turns in which each source keeps at most so many drafts."""
-    guesses = []
-    for _ in range(turns):
-        proposal = ask(speculator, own, running=running)
-        guesses.append(proposal)
+    """Steps in which each source keeps at most the given number of drafts."""
+    proposals = []
+    for _ in range(steps):
+        proposal = propose(speculator, own, running=running)
+        proposals.append(proposal)
         if proposal.drafts:
             drafted = len(proposal.drafts)
-            speculator.learn("r", proposal.source, drafted=drafted, kept=min(kept[proposal.source], drafted))
-    return guesses
+            speculator.record_outcome("r", proposal.source, drafted=drafted, kept=min(kept[proposal.source], drafted))
+    return proposals
 
 
-def test_the_first_proposer_with_something_wins() -> None:
+def test_the_first_proposer_with_drafts_is_used() -> None:
     speculator = Speculator([Constant((), "silent"), Constant(name="a"), Constant(name="b")])
-    assert ask(speculator).source == "a"
+    assert propose(speculator).source == "a"
 
 
-def test_without_proposers_the_backend_guesses_and_without_any_nobody() -> None:
-    assert ask(Speculator(), OWN).source == DEVICE
-    assert ask(Speculator()) == NOTHING
+def test_without_proposers_the_backends_drafts_are_used() -> None:
+    assert propose(Speculator(), OWN).source == DEVICE
+    assert propose(Speculator()) == NO_PROPOSAL
 
 
-def test_a_forced_length_is_kept_to_whatever_happens() -> None:
+def test_a_forced_length_ignores_acceptance_and_batch_size() -> None:
     speculator = Speculator([Constant()], draft_tokens=9)
-    assert {len(g.drafts) for g in live(speculator, 50, {"constant": 0}, running=200)} == {9}
-    assert len(ask(speculator, room=4).drafts) == 4
-    assert len(ask(Speculator(draft_tokens=3), OWN).drafts) == 3
-    assert ask(Speculator([Constant()], draft_tokens=0), OWN) == NOTHING
+    assert {len(p.drafts) for p in run_steps(speculator, 50, {"constant": 0}, running=200)} == {9}
+    assert len(propose(speculator, room=4).drafts) == 4
+    assert len(propose(Speculator(draft_tokens=3), OWN).drafts) == 3
+    assert propose(Speculator([Constant()], draft_tokens=0), OWN) == NO_PROPOSAL
 
 
 def test_a_forced_length_counts_the_depth_of_a_tree() -> None:
-    assert ask(Speculator(draft_tokens=7), TREE).drafts == TREE
-    assert ask(Speculator(draft_tokens=4), TREE).drafts == OWN[:4]
+    assert propose(Speculator(draft_tokens=7), TREE).drafts == TREE
+    assert propose(Speculator(draft_tokens=4), TREE).drafts == OWN[:4]
 
 
 def test_drafts_never_exceed_the_room() -> None:
     for own in ((), OWN, TREE):
         for room in range(-1, 9):
             for forced in (None, 5, 64):
-                proposal = ask(Speculator([Constant()] if not own else [], draft_tokens=forced), own, room=room)
+                proposal = propose(Speculator([Constant()] if not own else [], draft_tokens=forced), own, room=room)
                 assert len(proposal.drafts) <= max(room, 0)
                 if own:
                     assert proposal.drafts == own[: len(proposal.drafts)]
@@ -88,14 +90,14 @@ def test_drafts_never_exceed_the_room() -> None:
 def test_a_request_that_wants_no_drafts_gets_none() -> None:
     proposer = Constant()
     request = replace(REQUEST, speculate=False)
-    assert Speculator([proposer]).propose(request, HISTORY, OWN, room=9, running=1) == NOTHING
+    assert Speculator([proposer]).propose(request, HISTORY, OWN, room=9, running=1) == NO_PROPOSAL
     assert proposer.rooms == []
 
 
 def test_good_drafts_grow_and_bad_ones_shrink_to_a_probe() -> None:
-    good = live(Speculator([Constant()]), 30, {"constant": 99})
+    good = run_steps(Speculator([Constant()]), 30, {"constant": 99})
     assert len(good[-1].drafts) > len(good[0].drafts) > 1
-    bad = [len(g.drafts) for g in live(Speculator([Constant()]), 400, {"constant": 0})]
+    bad = [len(p.drafts) for p in run_steps(Speculator([Constant()]), 400, {"constant": 0})]
     assert bad[0] > 1
     tail = bad[100:]
     assert max(tail) <= 2
@@ -103,89 +105,89 @@ def test_good_drafts_grow_and_bad_ones_shrink_to_a_probe() -> None:
     assert bad.index(0) < 30
 
 
-def test_a_proposer_that_becomes_right_is_found_again() -> None:
+def test_a_proposer_that_improves_is_used_again() -> None:
     speculator = Speculator([Constant()])
-    live(speculator, 200, {"constant": 0})
-    assert len(live(speculator, 150, {"constant": 99})[-1].drafts) > 8
+    run_steps(speculator, 200, {"constant": 0})
+    assert len(run_steps(speculator, 150, {"constant": 99})[-1].drafts) > 8
 
 
-def test_a_full_turn_carries_next_to_no_drafts_even_fair_ones() -> None:
+def test_a_full_batch_carries_almost_no_drafts() -> None:
     speculator, rng = Speculator([Constant()]), random.Random(1)
     drafted = 0
     for _ in range(640):
-        proposal = ask(speculator, running=256)
+        proposal = propose(speculator, running=256)
         drafted += len(proposal.drafts)
         kept = next((i for i in range(len(proposal.drafts)) if rng.random() > 0.6), len(proposal.drafts))
         if proposal.drafts:
-            speculator.learn("r", proposal.source, drafted=len(proposal.drafts), kept=kept)
+            speculator.record_outcome("r", proposal.source, drafted=len(proposal.drafts), kept=kept)
     assert 0 < drafted < 32
-    assert len(ask(speculator).drafts) > 1
+    assert len(propose(speculator).drafts) > 1
 
 
-def test_dear_tokens_shorten_drafts_and_free_ones_lengthen_them() -> None:
-    dear, free = Speculator([Constant()]), Speculator([Constant()])
-    for turn in range(60):
-        tokens = 1 + turn % 5
-        dear.observe(tokens=tokens, rows=1, seconds=0.01 + 0.01 * tokens)
-        free.observe(tokens=tokens, rows=1, seconds=0.01 + 1e-5 * tokens)
-    assert len(ask(dear).drafts) < len(ask(Speculator([Constant()])).drafts) < len(ask(free).drafts)
+def test_expensive_tokens_shorten_drafts_and_cheap_ones_lengthen_them() -> None:
+    expensive, cheap = Speculator([Constant()]), Speculator([Constant()])
+    for step in range(60):
+        tokens = 1 + step % 5
+        expensive.record_step(tokens=tokens, rows=1, seconds=0.01 + 0.01 * tokens)
+        cheap.record_step(tokens=tokens, rows=1, seconds=0.01 + 1e-5 * tokens)
+    assert len(propose(expensive).drafts) < len(propose(Speculator([Constant()])).drafts) < len(propose(cheap).drafts)
 
 
-def test_the_backend_guesses_where_a_proposer_is_clearly_worse_and_the_proposer_is_still_probed() -> None:
+def test_the_backends_drafts_replace_a_worse_proposer_which_is_still_probed() -> None:
     speculator = Speculator([Constant()])
-    live(speculator, 20, {"constant": 0, DEVICE: 5}, OWN)
-    later = [g.source for g in live(speculator, 300, {"constant": 0, DEVICE: 5}, OWN)]
+    run_steps(speculator, 20, {"constant": 0, DEVICE: 5}, OWN)
+    later = [p.source for p in run_steps(speculator, 300, {"constant": 0, DEVICE: 5}, OWN)]
     assert later.count(DEVICE) > 280
     assert later.count("constant") >= 3
 
 
-def test_a_proposer_that_is_as_good_as_the_backend_goes_first() -> None:
+def test_a_proposer_as_good_as_the_backend_is_preferred() -> None:
     speculator = Speculator([Constant()])
-    assert {g.source for g in live(speculator, 100, {"constant": 5, DEVICE: 5}, OWN)} == {"constant"}
+    assert {p.source for p in run_steps(speculator, 100, {"constant": 5, DEVICE: 5}, OWN)} == {"constant"}
 
 
-def test_a_short_guess_gives_way_to_a_long_one_of_the_backend() -> None:
+def test_a_short_proposal_is_replaced_by_a_long_one_of_the_backend() -> None:
     speculator = Speculator([Constant((7,))])
-    assert ask(speculator, OWN).source == DEVICE
-    assert ask(speculator).source == "constant"
+    assert propose(speculator, OWN).source == DEVICE
+    assert propose(speculator).source == "constant"
 
 
-def test_a_tree_is_cut_from_its_end_and_only_to_a_chain() -> None:
+def test_a_tree_is_shortened_to_a_part_of_its_chain() -> None:
     speculator = Speculator()
-    for turn in range(60):
-        speculator.observe(tokens=1 + turn % 5, rows=1, seconds=0.01 + 1e-5 * (turn % 5))
-    assert ask(speculator, TREE).drafts == TREE
-    assert ask(speculator, TREE, room=9).drafts == TREE[:9]
-    crowded = ask(speculator, TREE, running=400).drafts
+    for step in range(60):
+        speculator.record_step(tokens=1 + step % 5, rows=1, seconds=0.01 + 1e-5 * (step % 5))
+    assert propose(speculator, TREE).drafts == TREE
+    assert propose(speculator, TREE, room=9).drafts == TREE[:9]
+    crowded = propose(speculator, TREE, running=400).drafts
     assert crowded == OWN[: len(crowded)]
 
 
-def test_a_tree_kept_to_its_depth_has_not_failed() -> None:
-    told, untold = Speculator(), Speculator()
+def test_a_tree_kept_to_its_depth_counts_as_fully_accepted() -> None:
+    with_depth, without_depth = Speculator(), Speculator()
     for _ in range(30):
-        ask(told, TREE)
-        ask(untold, TREE)
-        told.learn("r", DEVICE, drafted=12, kept=7, depth=7)
-        untold.learn("r", DEVICE, drafted=12, kept=7)
-    assert told._records["r"][DEVICE].acceptance.rate > 0.99
-    assert untold._records["r"][DEVICE].acceptance.rate < 0.95
+        propose(with_depth, TREE)
+        propose(without_depth, TREE)
+        with_depth.record_outcome("r", DEVICE, drafted=12, kept=7, depth=7)
+        without_depth.record_outcome("r", DEVICE, drafted=12, kept=7)
+    assert propose(with_depth, OWN, running=64).drafts == OWN
+    assert len(propose(without_depth, OWN, running=64).drafts) < len(OWN)
 
 
-def test_a_new_request_profits_from_what_others_showed() -> None:
+def test_a_new_request_starts_from_the_acceptance_of_others() -> None:
     speculator = Speculator([Constant()])
-    first = len(ask(speculator).drafts)
-    live(speculator, 60, {"constant": 99})
-    assert len(ask(speculator, name="new").drafts) > first
+    first = len(propose(speculator).drafts)
+    run_steps(speculator, 60, {"constant": 99})
+    assert len(propose(speculator, name="new").drafts) > first
 
 
-def test_a_request_that_is_over_leaves_nothing_behind() -> None:
+def test_an_ended_request_leaves_no_state() -> None:
     proposer = Constant()
     speculator = Speculator([proposer])
-    ask(speculator)
+    propose(speculator)
     speculator.forget("r")
-    speculator.learn("r", "constant", drafted=3, kept=1)
+    speculator.record_outcome("r", "constant", drafted=3, kept=1)
     speculator.forget("r")
-    assert speculator._records == {}
+    assert speculator._estimates == {}
     assert proposer.forgotten == ["r", "r"]
 
 
@@ -193,10 +195,10 @@ def test_the_counters_add_up() -> None:
     speculator = Speculator([Constant()])
     empty = speculator.stats()
     assert (empty.drafts, empty.accepted_per_position, empty.by_source) == (0, (0,) * 16, {})
-    ask(speculator)
-    speculator.learn("r", "constant", drafted=4, kept=2)
-    speculator.learn("r", "constant", drafted=4, kept=0)
-    speculator.learn("r", DEVICE, drafted=30, kept=20, depth=25)
+    propose(speculator)
+    speculator.record_outcome("r", "constant", drafted=4, kept=2)
+    speculator.record_outcome("r", "constant", drafted=4, kept=0)
+    speculator.record_outcome("r", DEVICE, drafted=30, kept=20, depth=25)
     stats = speculator.stats()
     assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (3, 38, 22)
     assert stats.accepted_per_position == (2, 2, *(1,) * 14)

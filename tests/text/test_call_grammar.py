@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from onedraw.errors import BadParameter
-from onedraw.sampling.adjustments import unpacked
+from onedraw.sampling.adjustments import mask_to_bools
 from onedraw.text.constraints.grammar import GrammarCompiler
 from onedraw.text.constraints.response_format import LarkFormat
 from onedraw.text.reply_parser import PLAIN_TEXT
@@ -77,7 +77,7 @@ class RandomWriter:
         for _ in range(3000):
             bits = self.constraint.allowed(tokens, [])
             assert bits is not None
-            choices = np.flatnonzero(unpacked(bits, self.tokenizer.vocab_size)).tolist()
+            choices = np.flatnonzero(mask_to_bools(bits, self.tokenizer.vocab_size)).tolist()
             assert choices, self.tokenizer.decode(tokens, skip_special=False)
             if self.rng.random() < 0.2 and not phrase:
                 ends = ("\n</parameter>", "</arg_value>", '<|"|>', '"', "}", "]", "<|end|>")
@@ -129,7 +129,7 @@ def test_a_reply_that_may_call_is_free_text_until_a_call_begins(dialect: Dialect
     def fits(text: str) -> bool:
         tokens = [*tokenizer.encode(text, add_special=False)]
         bits = grammars.constraint(LarkFormat(source, "tools"), PLAIN_TEXT).allowed(tokens, [])
-        return bits is not None and bool(unpacked(bits, tokenizer.vocab_size)[EOS])
+        return bits is not None and bool(mask_to_bools(bits, tokenizer.vocab_size)[EOS])
 
     good = {
         "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
@@ -148,14 +148,14 @@ def test_a_reply_that_may_call_is_free_text_until_a_call_begins(dialect: Dialect
         once = lark(dialect, tokenizer, STOP, required=False, parallel=False)
         bits = grammars.constraint(LarkFormat(once, "tools"), PLAIN_TEXT).allowed(tokenizer.encode(good, add_special=False), [])
         assert bits is not None
-        assert np.flatnonzero(unpacked(bits, tokenizer.vocab_size)).tolist() == [EOS]
+        assert np.flatnonzero(mask_to_bools(bits, tokenizer.vocab_size)).tolist() == [EOS]
 
 
 def test_content_without_calls_may_have_its_own_schema() -> None:
     source = lark("hermes", PLAIN_BYTES, STOP, required=False, content='{"enum": [1, 2]}')
     bits = GrammarCompiler(PLAIN_BYTES, (EOS,)).constraint(LarkFormat(source, "tools"), PLAIN_TEXT).allowed([], [])
     assert bits is not None
-    allowed = {PLAIN_BYTES.decode([t]) for t in np.flatnonzero(unpacked(bits, PLAIN_BYTES.vocab_size)).tolist()}
+    allowed = {PLAIN_BYTES.decode([t]) for t in np.flatnonzero(mask_to_bools(bits, PLAIN_BYTES.vocab_size)).tolist()}
     assert allowed == {"1", "2", "<"}
 
 
@@ -329,7 +329,7 @@ def test_an_unsupported_parameter_of_a_tool_that_is_not_strict_keeps_its_type(di
     tokens = PLAIN_BYTES.encode(opens + text, add_special=False)
     bits = GrammarCompiler(PLAIN_BYTES, (EOS,)).constraint(LarkFormat(source, "tools"), PLAIN_TEXT).allowed(tokens, [])
     assert bits is not None
-    assert unpacked(bits, PLAIN_BYTES.vocab_size).any()
+    assert mask_to_bools(bits, PLAIN_BYTES.vocab_size).any()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from onedraw.errors import BadParameter, Unsupported
-from onedraw.sampling.adjustments import unpacked
+from onedraw.sampling.adjustments import mask_to_bools
 from onedraw.text.constraints.base import LONGEST_NUMBER, AllOf, BoundedNumbers, combine, intersect, token_mask
 from onedraw.text.constraints.grammar import GrammarCompiler
 from onedraw.text.constraints.response_format import (
@@ -60,7 +60,7 @@ def constraint(format: ReplyFormat, syntax: ReplySyntax = PLAIN_TEXT) -> Constra
 def allowed(constraint: Constraint, output: str, drafts: str = "") -> set[str]:
     bits = constraint.allowed(ids(output), ids(drafts))
     assert bits is not None
-    tokens = np.flatnonzero(unpacked(bits, TOKENIZER.vocab_size)).tolist()
+    tokens = np.flatnonzero(mask_to_bools(bits, TOKENIZER.vocab_size)).tolist()
     return {"END" if token == EOS else TOKENIZER.token_bytes(token).decode("latin-1") for token in tokens}
 
 
@@ -93,7 +93,7 @@ def test_text_of_a_format_that_looks_like_a_special_token_is_plain_text() -> Non
         for length in range(len(output), len(plain)):
             bits = grammar.allowed(plain[:length], ())
             assert bits is not None
-            assert np.flatnonzero(unpacked(bits, TOKENIZER.vocab_size)).tolist() == [plain[length]]
+            assert np.flatnonzero(mask_to_bools(bits, TOKENIZER.vocab_size)).tolist() == [plain[length]]
 
 
 @pytest.mark.parametrize("rule", ["a[max_tokens=30]: /[a-z ]*/", 'a[stop="e"]: /[a-z ]*/'])
@@ -183,7 +183,7 @@ def test_markers_that_are_special_tokens_are_matched_as_tokens() -> None:
     def after(text: str) -> set[int]:
         bits = grammar.allowed(tokenizer.encode(text, add_special=False), [])
         assert bits is not None
-        return set(np.flatnonzero(unpacked(bits, tokenizer.vocab_size)).tolist())
+        return set(np.flatnonzero(mask_to_bools(bits, tokenizer.vocab_size)).tolist())
 
     assert after("") == {257, *tokenizer.encode("y", add_special=False)}
     assert after("<|channel>") == set(tokenizer.encode("t", add_special=False))
@@ -221,7 +221,7 @@ def random_value(schema: Any, rng: np.random.Generator) -> Any:
     for _ in range(4000):
         bits = grammar.allowed(output, [])
         assert bits is not None
-        choices = np.flatnonzero(unpacked(bits, TOKENIZER.vocab_size))
+        choices = np.flatnonzero(mask_to_bools(bits, TOKENIZER.vocab_size))
         ascii_first = choices[(choices < 94) | (choices == EOS)]  # mostly the characters of JSON
         pick = int(rng.choice(ascii_first if len(ascii_first) and rng.random() < 0.98 else choices))
         if EOS in choices and rng.random() < 0.5:
@@ -272,7 +272,7 @@ def test_numbers_are_limited_for_any_vocabulary_size(vocab: int) -> None:
     )
     bits = grammar.allowed([1] * LONGEST_NUMBER, ())
     assert bits is not None
-    assert np.flatnonzero(unpacked(bits, vocab)).tolist() == list(range(10, vocab))
+    assert np.flatnonzero(mask_to_bools(bits, vocab)).tolist() == list(range(10, vocab))
 
 
 def test_a_grammar_that_requires_a_long_number_gets_it() -> None:
@@ -335,7 +335,7 @@ def test_combined_constraints_allow_the_tokens_that_all_allow() -> None:
     assert combine(None, grammar) is grammar
     assert combine(None) is None
     assert intersect(single_token_mask(3), single_token_mask(200)).tolist() == [0]
-    assert np.flatnonzero(unpacked(token_mask([1, 40], 64), 64)).tolist() == [1, 40]
+    assert np.flatnonzero(mask_to_bools(token_mask([1, 40], 64), 64)).tolist() == [1, 40]
 
 
 def test_equal_formats_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

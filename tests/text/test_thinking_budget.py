@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onedraw.sampling.adjustments import unpacked
+from onedraw.sampling.adjustments import mask_to_bools
 from onedraw.text.constraints.base import PrefixStates, common_prefix
 from onedraw.text.constraints.thinking_budget import ThinkingBudget, missing_bytes, single_token_mask
 from onedraw.text.fake_tokenizer import fake_tokenizer
@@ -28,7 +28,7 @@ def forced(constraint: ThinkingBudget, output: str, drafts: str = "") -> str | N
     bits = constraint.allowed(ids(output), ids(drafts))
     if bits is None:
         return None
-    (token,) = np.flatnonzero(unpacked(bits, TOKENIZER.vocab_size))
+    (token,) = np.flatnonzero(mask_to_bools(bits, TOKENIZER.vocab_size))
     return TOKENIZER.decode([int(token)])
 
 
@@ -80,7 +80,7 @@ def test_reasoning_is_not_ended_inside_a_character() -> None:
 
 def test_the_mask_of_one_token_has_one_bit() -> None:
     for token in (0, 31, 32, 258):
-        assert np.flatnonzero(unpacked(single_token_mask(token), 259)).tolist() == [token]
+        assert np.flatnonzero(mask_to_bools(single_token_mask(token), 259)).tolist() == [token]
 
 
 def test_prefix_states_equal_a_computation_from_the_start() -> None:

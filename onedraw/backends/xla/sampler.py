@@ -24,7 +24,7 @@ from onedraw.backends.sampled_rows import CountedHistory, SamplingPosition
 from onedraw.backends.xla.inputs import round_up
 from onedraw.backends.xla.layers import linear, over, rms_norm, times
 from onedraw.backends.xla.platform import Array
-from onedraw.sampling.adjustments import Recall, adjustment, inside
+from onedraw.sampling.adjustments import HistoryTokens, adjustment, valid_ids
 from onedraw.sampling.law import MASS_BITS, NO_TOKEN, filters
 from onedraw.sampling.noise import BITS, HALF, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import MAX_TOP_LOGPROBS
@@ -256,14 +256,14 @@ class DryHistories:
     """Token histories for the DRY penalty, one per lane. Owner: the backend."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[str, Recall]] = {}
+        self._known: dict[int, tuple[str, HistoryTokens]] = {}
 
-    def of(self, position: SamplingPosition) -> Recall | None:
+    def of(self, position: SamplingPosition) -> HistoryTokens | None:
         if position.params.dry is None:
             return None
         known = self._known.get(position.lane)
         if known is None or known[0] != position.request_id:
-            known = self._known[position.lane] = (position.request_id, Recall())
+            known = self._known[position.lane] = (position.request_id, HistoryTokens())
         return known[1]
 
 
@@ -275,7 +275,7 @@ def sampling_inputs(
     host = [adjustment(p.params, p.history, p.drafts, histories.of(p)) for p in positions]
     bias: Entries = [(row, t, v) for row, p in enumerate(positions) for t, v in p.params.logit_bias if 0 <= t < vocab]
     dry: Entries = [(row, token, value) for row, known in enumerate(host) for token, value in known.penalized]
-    banned: Entries = [(row, token, 0.0) for row, known in enumerate(host) for token in inside(known.banned, vocab)]
+    banned: Entries = [(row, token, 0.0) for row, known in enumerate(host) for token in valid_ids(known.banned, vocab)]
     drafted: Entries = [(row, token, 1.0) for row, p in enumerate(positions) if p.params.counts_history for token in p.drafts]
     most = max(map(len, (bias, dry, banned, drafted)))
     size = next((size for size in SPARSE if size >= most), round_up(most, SPARSE[-1]))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.state.model_state import ModelState
-from onedraw.sampling.draft_ranking import Tally, rank
+from onedraw.sampling.draft_ranking import HistoryCounts, rank_candidates
 from onedraw.types import Draft, Plan, Row, RowOutcome
 
 
@@ -83,7 +83,7 @@ class Ranker:
     """Owner: a drafter. Per lane, counts of seen tokens and the drafts given last."""
 
     def __init__(self, lanes: int) -> None:
-        self._tallies = [Tally() for _ in range(lanes)]
+        self._tallies = [HistoryCounts() for _ in range(lanes)]
         self._given: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
         self._kept = [0.0] * len(SHARPNESS)
         self._weight = [1e-9] * len(SHARPNESS)
@@ -118,7 +118,7 @@ class Ranker:
     ) -> list[tuple[int, float]]:
         params = row.params
         seen = self._tallies[row.lane].of(row.history) if params.counts_history else None
-        return rank(ids, logits, params, position=position, sharpness=SHARPNESS[arm], seen=seen)
+        return rank_candidates(ids, logits, params, position=position, sharpness=SHARPNESS[arm], seen=seen)
 
     def remember(self, row: Row, drafts: tuple[Draft, ...], arm: int) -> None:
         self._given[row.lane] = (row.request_id, drafts, arm)

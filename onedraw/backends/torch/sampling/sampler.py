@@ -32,7 +32,7 @@ from onedraw.backends.torch.sampling.exact import (
     reach,
 )
 from onedraw.backends.torch.sampling.token_counts import LaneCounts
-from onedraw.sampling.adjustments import Recall, adjustment, inside
+from onedraw.sampling.adjustments import HistoryTokens, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, checksum_weights, filters
 from onedraw.sampling.noise import BITS, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import Logprobs, SampledToken, TokenMask
@@ -149,7 +149,7 @@ class Sampler:
         self._device = device
         self._scratch = Scratch(device)
         self._counts: LaneCounts | None = None
-        self._recalls: dict[int, tuple[str, Recall]] = {}
+        self._recalls: dict[int, tuple[str, HistoryTokens]] = {}
         self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
         self._lock = threading.RLock()  # turns under way at once may be prepared and chosen for on two threads
 
@@ -261,7 +261,7 @@ class Sampler:
         biased = [(row, *pair) for row, p in enumerate(positions) for pair in p.params.logit_bias if 0 <= pair[0] < self._vocab]
         counting = [row for row, p in enumerate(positions) if p.params.counts_history]
         penalized = [(row, *pair) for row, known in enumerate(host) for pair in known.penalized]
-        banned = [(row, token) for row, known in enumerate(host) for token in inside(known.banned, self._vocab)]
+        banned = [(row, token) for row, known in enumerate(host) for token in valid_ids(known.banned, self._vocab)]
         constrained = [(row, known.allowed) for row, known in enumerate(host) if known.allowed is not None]
         if not (biased or counting or penalized or banned or constrained):
             return raw
@@ -313,12 +313,12 @@ class Sampler:
         else:
             scores[rows] = part
 
-    def _recall(self, position: SamplingPosition) -> Recall | None:
+    def _recall(self, position: SamplingPosition) -> HistoryTokens | None:
         if position.params.dry is None:
             return None
         known = self._recalls.get(position.lane)
         if known is None or known[0] != position.request_id:
-            known = self._recalls[position.lane] = (position.request_id, Recall())
+            known = self._recalls[position.lane] = (position.request_id, HistoryTokens())
         return known[1]
 
     # ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────

@@ -29,7 +29,7 @@ from onedraw.backends.torch.ops.cuda.sampling import (
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging, StagingBufferFull
 from onedraw.backends.torch.sampling.sampler import FilteredScores, Sampler, _deficits
 from onedraw.backends.torch.sampling.token_counts import LaneCounts
-from onedraw.sampling.adjustments import Adjustment, adjustment, inside
+from onedraw.sampling.adjustments import Adjustment, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
 from onedraw.sampling.noise import key
 from onedraw.types import PENDING_TOKEN, SamplingParams
@@ -255,7 +255,7 @@ class TritonSampler(Sampler):
     def _entry_kinds(self, p: SamplingPosition, host: Adjustment) -> list[list[tuple[int, float]]]:
         """Logit bias, DRY penalties, bans, and the drafts that penalties count."""
         bias = [(t, v) for t, v in p.params.logit_bias if 0 <= t < self._vocab]
-        kinds = [bias, list(host.penalized), [(t, 0.0) for t in inside(host.banned, self._vocab)]]
+        kinds = [bias, list(host.penalized), [(t, 0.0) for t in valid_ids(host.banned, self._vocab)]]
         return [*kinds, [(t, 0.0) for t in _draft_tokens(p)] if p.params.counts_history else []]
 
     def _count_increments(

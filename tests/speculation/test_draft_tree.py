@@ -1,4 +1,4 @@
-"""Trees of drafts from candidates per position."""
+"""Draft trees built from the candidates of each position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.speculation.draft_tree import build_tree, chain_length, depth
+from onedraw.speculation.draft_tree import build_tree, chain_length, tree_depth
 from onedraw.speculation.proposer import chain
 from onedraw.types import Draft
 
@@ -18,7 +18,7 @@ def path(drafts: tuple[Draft, ...], index: int) -> tuple[int, ...]:
 
 
 def oracle(levels: list[list[tuple[int, float]]], budget: int) -> set[tuple[int, ...]]:
-    """The paths of the tree: the chain, then again and again the best path one step from the tree."""
+    """The paths of the tree: the chain, then repeatedly the best path that extends the tree by one node."""
     longest = min(budget or len(levels), len(levels))
     tree = {tuple(level[0][0] for level in levels[:n]) for n in range(1, longest + 1)}
 
@@ -36,7 +36,7 @@ def oracle(levels: list[list[tuple[int, float]]], budget: int) -> set[tuple[int,
 
 @st.composite
 def candidates(draw: st.DrawFn) -> list[list[tuple[int, float]]]:
-    """Distinct tokens per depth, scores that never tie in a sum, best first."""
+    """Distinct tokens per depth, best first, with scores whose sums are all different."""
     levels = []
     for place in range(draw(st.integers(1, 5))):
         tokens = draw(st.lists(st.integers(0, 30), min_size=1, max_size=4, unique=True))
@@ -67,7 +67,7 @@ def test_a_smaller_budget_gives_the_beginning_of_the_same_tree(
     assert build_tree(levels, budget)[:cut] == build_tree(levels, cut)
 
 
-def test_a_small_tree_by_hand() -> None:
+def test_a_small_tree() -> None:
     levels = [[(1, -0.1), (2, -2.0), (3, -5.0)], [(4, -0.5), (5, -1.0)]]
     assert build_tree(levels, 6) == (
         Draft(1, -1),  # the chain
@@ -79,15 +79,15 @@ def test_a_small_tree_by_hand() -> None:
     )
 
 
-def test_one_candidate_each_is_a_chain() -> None:
+def test_one_candidate_per_depth_gives_a_chain() -> None:
     assert build_tree([[(1, -1.0)], [(2, -1.0)], [(3, -1.0)]], 24) == chain((1, 2, 3))
 
 
-def test_a_budget_of_nothing_is_the_chain_alone() -> None:
+def test_a_budget_of_zero_gives_the_chain_alone() -> None:
     assert build_tree([[(1, -1.0), (9, -1.1)], [(2, -1.0), (8, -1.1)]], 0) == chain((1, 2))
 
 
-def test_a_budget_shorter_than_the_chain_cuts_it() -> None:
+def test_a_budget_shorter_than_the_chain_shortens_it() -> None:
     assert build_tree([[(1, -1.0), (9, -1.1)], [(2, -1.0)], [(3, -1.0)]], 2) == chain((1, 2))
 
 
@@ -96,7 +96,7 @@ def test_banned_and_repeated_tokens_are_left_out() -> None:
     assert build_tree(levels, 10) == chain((1, 4))
 
 
-def test_no_candidates_no_drafts() -> None:
+def test_no_candidates_give_no_drafts() -> None:
     assert build_tree([], 8) == ()
     assert build_tree([[], [(1, -1.0)]], 8) == ()
 
@@ -106,9 +106,9 @@ def test_a_negative_budget_is_refused() -> None:
         build_tree([[(1, 0.0)]], -1)
 
 
-def test_the_shape_of_a_tree_is_measured() -> None:
+def test_chain_length_and_depth_of_trees() -> None:
     tree = (Draft(1, -1), Draft(2, 0), Draft(3, -1), Draft(4, 2), Draft(5, 3))
-    assert (chain_length(tree), depth(tree)) == (2, 3)
-    assert (chain_length(chain((1, 2, 3))), depth(chain((1, 2, 3)))) == (3, 3)
-    assert (chain_length(()), depth(())) == (0, 0)
-    assert depth((Draft(1, -1), Draft(2, 5), Draft(3, 0))) == 1
+    assert (chain_length(tree), tree_depth(tree)) == (2, 3)
+    assert (chain_length(chain((1, 2, 3))), tree_depth(chain((1, 2, 3)))) == (3, 3)
+    assert (chain_length(()), tree_depth(())) == (0, 0)
+    assert tree_depth((Draft(1, -1), Draft(2, 5), Draft(3, 0))) == 1
