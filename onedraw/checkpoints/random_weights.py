@@ -283,6 +283,10 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> ModelWeights:
     return ModelWeights(RandomCheckpoint(spec, seed), spec, PLAIN_NAMES)
 
 
+# Fields of the spec that were renamed: the fingerprint keeps the old names, so that it stays the same across versions.
+RENAMED_FIELDS = {"parallel_experts": "beside", "rotated_pairs": "turning"}
+
+
 class RandomCheckpoint:
     """A checkpoint whose tensors are generated when read: float32, or blocks of a quantization mixture."""
 
@@ -301,7 +305,10 @@ class RandomCheckpoint:
         self.path = Path(name or f"random-{spec.family}")
         self.config: dict[str, Any] = config or {}
         self.generation_config: dict[str, Any] = {}
-        self._identity = f"{seed} {spec} {mixture}"
+        described = str(spec)
+        for new, old in RENAMED_FIELDS.items():
+            described = described.replace(f"{new}=", f"{old}=")
+        self._identity = f"{seed} {described} {mixture}"
         self.tensors: dict[str, LazyTensor] = {}
         for key, shape in weight_shapes(spec).items():
             tensor = replace(

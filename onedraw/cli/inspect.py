@@ -148,8 +148,8 @@ def identity(settings: Settings, checkpoint: Checkpoint, info: ModelInfo) -> dic
 
 def in_words(layer: LayerSpec) -> str:
     parts = [mixer_in_words(layer.mixer), feed_forward_in_words(layer.feed_forward)]
-    if layer.beside is not None:
-        parts.append(f"in parallel {feed_forward_in_words(layer.beside)}")
+    if layer.parallel_experts is not None:
+        parts.append(f"in parallel {feed_forward_in_words(layer.parallel_experts)}")
     if layer.inputs:
         parts.append(f"per-layer input ({layer.inputs} wide)")
     return " + ".join(parts) + (", norms before and after" if layer.sandwich else "") + (", scaled" if layer.scaled else "")

@@ -26,7 +26,9 @@ def step_bytes(spec: ModelSpec, sizes: Mapping[WeightKey, int], *, dtype: str, r
         share = 1.0
         if weight.startswith("expert_") and layer is not None:
             experts = next(
-                part for part in (spec.layers[layer].feed_forward, spec.layers[layer].beside) if isinstance(part, MoeSpec)
+                part
+                for part in (spec.layers[layer].feed_forward, spec.layers[layer].parallel_experts)
+                if isinstance(part, MoeSpec)
             )
             share = min(1.0, rows * experts.used / experts.experts)
         weights += int(sizes[layer, weight] * share)

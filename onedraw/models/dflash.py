@@ -390,7 +390,7 @@ def _zero_based(ids: Any, name: str, *, offset: int, origin: str) -> tuple[int, 
 
 
 def _with_own_tensors(spec: DrafterSpec, source: ModelSource, *, embed: str, head: str) -> DrafterSpec:
-    """Whether the drafter has its own embedding, head and id map; only the tensors tell, the configuration does not."""
+    """Whether the drafter has its own embedding, head and id map; known from the tensors, not from the configuration."""
     tensors = source.tensors
     return replace(spec, own_embedding=embed in tensors, own_head=head in tensors, mapped="d2t" in tensors)
 

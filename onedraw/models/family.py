@@ -264,6 +264,6 @@ def check_layer_sizes(layers: tuple[LayerSpec, ...], origin: str) -> None:
                     raise CorruptFile(f"{origin}: {value_heads} value heads are not a multiple of {key_heads} key heads")
             case _:
                 assert_never(layer.mixer)
-        for experts in (layer.feed_forward, layer.beside):
+        for experts in (layer.feed_forward, layer.parallel_experts):
             if isinstance(experts, MoeSpec) and experts.used > experts.experts:
                 raise CorruptFile(f"{origin}: {experts.used} experts per token are more than the {experts.experts} experts")

@@ -54,7 +54,7 @@ class _LayerSizes:
 
 
 def _layers(
-    sizes: list[_LayerSizes], *, heads: int, window: int, shared: int, beside: MoeSpec | None, inputs: int, origin: str
+    sizes: list[_LayerSizes], *, heads: int, window: int, shared: int, parallel_experts: MoeSpec | None, inputs: int, origin: str
 ) -> tuple[LayerSpec, ...]:
     """The layers; each of the last `shared` reuses the keys and values of the last earlier layer of its type."""
     own, layers = len(sizes) - shared, []
@@ -80,7 +80,9 @@ def _layers(
             reuses=reuses,
         )
         feed_forward = MlpSpec(size.width, "gelu_tanh")
-        layers.append(LayerSpec(attention, feed_forward, sandwich=True, beside=beside, inputs=inputs, scaled=True))
+        layers.append(
+            LayerSpec(attention, feed_forward, sandwich=True, parallel_experts=parallel_experts, inputs=inputs, scaled=True)
+        )
     return tuple(layers)
 
 
@@ -108,7 +110,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     inputs = keys.integer("hidden_size_per_layer_input", 0, least=0)
     if inputs:
         keys.expect("vocab_size_per_layer_input", vocab)
-    keys.get("vocab_size_per_layer_input")  # without such inputs it says nothing
+    keys.get("vocab_size_per_layer_input")  # unused without per-layer inputs
     spec = ModelSpec(
         family="gemma4",
         layers=_layers(
@@ -116,7 +118,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
             heads=keys.integer("num_attention_heads"),
             window=keys.integer("sliding_window", WINDOW),
             shared=shared,
-            beside=_config_experts(keys),
+            parallel_experts=_config_experts(keys),
             inputs=inputs,
             origin=origin,
         ),
@@ -203,7 +205,7 @@ def _from_metadata(source: ModelSource) -> ModelSpec:
             heads=keys.integer("attention.head_count"),
             window=keys.integer("attention.sliding_window"),
             shared=shared,
-            beside=_gguf_experts(keys),
+            parallel_experts=_gguf_experts(keys),
             inputs=keys.integer("embedding_length_per_layer_input", 0, least=0),
             origin=origin,
         ),

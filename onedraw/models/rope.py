@@ -99,7 +99,7 @@ def _rope(keys: ConfigReader, kind: str, *, theta: float, head_dim: int, share: 
             return RopeSpec(theta=theta, dims=dims)
         case "proportional":
             keys.expect("factor", 1, 1.0)
-            return RopeSpec(theta=theta, dims=head_dim, kind="proportional", turning=int(share * head_dim // 2))
+            return RopeSpec(theta=theta, dims=head_dim, kind="proportional", rotated_pairs=int(share * head_dim // 2))
         case "linear":
             return RopeSpec(theta=theta, dims=dims, kind="linear", factor=keys.number("factor"))
         case "llama3":
@@ -199,7 +199,7 @@ INFINITE_DIVISOR = 1e30  # converters write it for pairs that are not rotated
 def rope_from_divisors(divisors: LazyTensor, *, theta: float, dims: int) -> RopeSpec:
     """Divisors of 1 followed by infinite ones are a proportional rope, which rotates only the first pairs."""
     values = divisors.float32().tolist()
-    turning = values.count(1.0)
-    if turning < len(values) and values[:turning] == [1.0] * turning and min(values[turning:]) >= INFINITE_DIVISOR * 0.99:
-        return RopeSpec(theta=theta, dims=dims, kind="proportional", turning=turning)
+    rotated = values.count(1.0)
+    if rotated < len(values) and values[:rotated] == [1.0] * rotated and min(values[rotated:]) >= INFINITE_DIVISOR * 0.99:
+        return RopeSpec(theta=theta, dims=dims, kind="proportional", rotated_pairs=rotated)
     return RopeSpec(theta=theta, dims=dims, kind="divisors", divisors=tuple(values))

@@ -4,7 +4,8 @@ A family (`llama.py`, `qwen3_5.py` …) builds a frozen ModelSpec from a checkpo
 modules from the spec. A model is a list of layers; a layer is a mixer (attention or Gated DeltaNet), a feed-forward and norms.
 A DrafterSpec describes a DFlash drafter in the same terms.
 
-The repr of a ModelSpec is part of the fingerprint of `random:` models: renaming a field changes those fingerprints.
+The fingerprint of `random:` models includes the repr of the spec: after renaming a field, add it to RENAMED_FIELDS in
+`checkpoints/random_weights.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RopeSpec:
     attention_factor: float | None = None  # yarn: multiplies cos and sin; None: 0.1 ln(factor) + 1
     truncate: bool = True  # yarn
     divisors: tuple[float, ...] = ()  # divisors: the rope_freqs tensor of a GGUF file
-    turning: int = 0  # proportional: the number of pairs that are rotated, from the first on
+    rotated_pairs: int = 0  # proportional: the first pairs, which are rotated; the others are not
 
     def inverse_frequencies(self) -> list[float]:
         """One frequency per pair of dimensions, in double precision."""
@@ -61,7 +62,7 @@ class RopeSpec:
             case "yarn":
                 return self._yarn(plain)
             case "proportional":
-                return [f if i < self.turning else 0.0 for i, f in enumerate(plain)]
+                return [f if i < self.rotated_pairs else 0.0 for i, f in enumerate(plain)]
 
     @property
     def scale(self) -> float:
@@ -232,16 +233,16 @@ class MoeSpec:
 class LayerSpec:
     """x += mixer(norm(x)); x += feed_forward(norm(x)); with optional parts that some families add:
 
-    sandwich  the outputs of mixer and feed-forward are normed before they are added to the residual
-    beside    experts that run in parallel with the feed-forward; both outputs are normed and added
-    inputs    width of a per-layer input embedding: x += norm(inputs_out(act(inputs_gate(x)) * input)); 0: none
-    scaled    the residual is multiplied by a learned scalar at the end of the layer
+    sandwich          the outputs of mixer and feed-forward are normed before they are added to the residual
+    parallel_experts  experts in parallel with the feed-forward; both outputs are normed and added
+    inputs            width of a per-layer input embedding: x += norm(inputs_out(act(inputs_gate(x)) * input)); 0: none
+    scaled            the residual is multiplied by a learned scalar at the end of the layer
     """
 
     mixer: AttentionSpec | DeltaSpec
     feed_forward: MlpSpec | MoeSpec
     sandwich: bool = False
-    beside: MoeSpec | None = None
+    parallel_experts: MoeSpec | None = None
     inputs: int = 0
     scaled: bool = False
 
@@ -258,8 +259,8 @@ class LayerSpec:
         shapes |= self.mixer.shapes(hidden) | self.feed_forward.shapes(hidden)
         if self.sandwich:
             shapes |= {"post_attn_norm": (hidden,), "post_mlp_norm": (hidden,)}
-        if self.beside is not None:
-            shapes |= self.beside.shapes(hidden)
+        if self.parallel_experts is not None:
+            shapes |= self.parallel_experts.shapes(hidden)
             shapes |= {"dense_norm": (hidden,), "experts_norm": (hidden,), "post_experts_norm": (hidden,)}
         if self.inputs:
             shapes |= {"inputs_gate": (self.inputs, hidden), "inputs_out": (hidden, self.inputs), "inputs_norm": (hidden,)}

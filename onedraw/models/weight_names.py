@@ -31,7 +31,7 @@ WeightTransform = Callable[["WeightLookup"], LazyTensor]  # builds a weight from
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Stored tensor names of one checkpoint format, by weight; {layer} stands for the layer index."""
+    """Stored tensor names of one checkpoint format, by weight; {layer} is replaced by the layer index."""
 
     outer: Mapping[str, str]
     layer: Mapping[str, str]

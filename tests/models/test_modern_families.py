@@ -66,10 +66,10 @@ def test_gemma4_differs_by_size() -> None:
     sliding, full = large.layers[0].attention, large.layers[5].attention
     assert (sliding.head_dim, sliding.kv_heads, sliding.window, sliding.keys_as_values) == (16, 2, 24, False)
     assert (full.head_dim, full.kv_heads, full.window, full.keys_as_values) == (32, 1, None, True)
-    assert (full.rope.kind, full.rope.dims, full.rope.turning, full.scale) == ("proportional", 32, 4, 1.0)
-    assert moe.layers[0].beside is not None
-    assert moe.layers[0].beside.own_router_norm
-    assert all(layer.beside is None for spec in (large, small) for layer in spec.layers)
+    assert (full.rope.kind, full.rope.dims, full.rope.rotated_pairs, full.scale) == ("proportional", 32, 4, 1.0)
+    assert moe.layers[0].parallel_experts is not None
+    assert moe.layers[0].parallel_experts.own_router_norm
+    assert all(layer.parallel_experts is None for spec in (large, small) for layer in spec.layers)
     assert [layer.attention.reuses for layer in small.layers] == [None, None, None, None, 3, 2]
     assert (small.inputs, large.inputs) == (16, 0)
     assert small.group(0) == 1

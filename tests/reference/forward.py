@@ -57,9 +57,9 @@ def run_layer(
         mixed = attention(h, w, layer.mixer, spec, index=index, made={} if made is None else made)
     x = x + (norm(mixed, w["post_attn_norm"], spec) if layer.sandwich else mixed)
     fed = feed(norm(x, w["mlp_norm"], spec), w, layer.feed_forward, spec, residual=x)
-    if layer.beside is not None:
-        beside = mixture(norm(x, w["experts_norm"], spec), w, layer.beside, spec, residual=x)
-        fed = norm(fed, w["dense_norm"], spec) + norm(beside, w["post_experts_norm"], spec)
+    if layer.parallel_experts is not None:
+        parallel = mixture(norm(x, w["experts_norm"], spec), w, layer.parallel_experts, spec, residual=x)
+        fed = norm(fed, w["dense_norm"], spec) + norm(parallel, w["post_experts_norm"], spec)
     x = x + (norm(fed, w["post_mlp_norm"], spec) if layer.sandwich else fed)
     if inputs is not None:
         answer = (act(x @ w["inputs_gate"].T, layer.feed_forward.activation) * inputs) @ w["inputs_out"].T

@@ -87,8 +87,8 @@ def tensors(model: transformers.PreTrainedModel, mtp: Tensors | None = None) -> 
     if arch == "gemma4":
         full = next(index for index, kind in enumerate(config.layer_types) if kind == "full_attention")
         half = state[f"model.layers.{full}.self_attn.q_norm.weight"].size // 2
-        turning = int(config.rope_parameters["full_attention"]["partial_rotary_factor"] * half)
-        yield "rope_freqs.weight", np.array([1.0] * turning + [1e30] * (half - turning), np.float32)
+        rotated = int(config.rope_parameters["full_attention"]["partial_rotary_factor"] * half)
+        yield "rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32)
     for name, value in state.items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue

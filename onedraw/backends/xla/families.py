@@ -23,7 +23,7 @@ def _plain(layer: LayerSpec) -> bool:
     """Whether a layer is a mixer and a gated feed-forward with pre-norms, without the extras of some families."""
     mixer = layer.mixer
     odd = isinstance(mixer, AttentionSpec) and (mixer.v_norm or mixer.keys_as_values or mixer.reuses is not None)
-    added = layer.sandwich or layer.beside is not None or layer.inputs or layer.scaled
+    added = layer.sandwich or layer.parallel_experts is not None or layer.inputs or layer.scaled
     return isinstance(layer.feed_forward, MlpSpec) and not odd and not added
 
 

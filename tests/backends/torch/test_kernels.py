@@ -121,7 +121,7 @@ SPECS = {
         heads=4,
         kv_heads=2,
         head_dim=16,
-        rope=RopeSpec(1e4, 16, kind="proportional", turning=3),
+        rope=RopeSpec(1e4, 16, kind="proportional", rotated_pairs=3),
         scale=1.0,
         qk_norm=True,
         v_norm=True,

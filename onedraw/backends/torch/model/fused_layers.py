@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
     """The layer as `Ops.fuse` takes it; None where it is more than attention and a feed-forward."""
     spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
-    if spec.sandwich or spec.beside is not None or spec.inputs or spec.scaled:
+    if spec.sandwich or spec.parallel_experts is not None or spec.inputs or spec.scaled:
         return None
     if not isinstance(mixer, AttentionMixer) or not isinstance(feed_forward, Mlp):
         return None

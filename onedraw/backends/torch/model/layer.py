@@ -75,9 +75,9 @@ class Layer:
 
 def load_layer(index: int, spec: LayerSpec, loader: WeightLoader, ops: Ops, eps: float) -> Layer:
     beside = own_input = None
-    if spec.beside is not None:
+    if spec.parallel_experts is not None:
         norms = [loader.norm(index, name) for name in ("dense_norm", "experts_norm", "post_experts_norm")]
-        beside = ParallelExperts(MixtureOfExperts.load(index, spec.beside, loader, eps), *norms)
+        beside = ParallelExperts(MixtureOfExperts.load(index, spec.parallel_experts, loader, eps), *norms)
     if spec.inputs:
         own_input = LayerInput(
             gate=loader.linear(index, "inputs_gate", pad=LANE),
