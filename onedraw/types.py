@@ -1,22 +1,20 @@
-"""The frozen nouns that cross package borders, and the axis glossary.
+"""The frozen types that cross package borders, and the axis letters of shape comments. No torch, no text, no web.
 
-In: nothing. Out: the types every other package speaks. No torch, no text, no web.
-
-Axes, used in shape comments everywhere
-    T  tokens of a turn, all rows one after the other      C  positions at which a token is chosen
+Axes
+    T  tokens of a step, all rows one after the other      C  positions at which a token is sampled
     V  vocabulary          H  query heads                  K  key/value heads
     G  query heads per key/value head (H // K)             D  head size
     E  hidden width        F  feed-forward width           P  pages     S  slots in a page
 
 Glossary
-    row      what one sequence does in one turn            plan     the rows of one turn
-    lane     a slot of per-sequence state                  page     a slot of S key/value positions
-    lease    what a sequence holds of lanes and pages      draft    a guessed token, not yet chosen
-    position absolute index of a token, the prompt counts  outcome  what a turn chose
-    known    tokens that are settled: prompt and chosen    computed positions whose state is settled
-    piece    what a client sees of a reply                 channel  which part of a reply a piece is
-    constraint  what a reply may go on with               call     a tool call in a reply
-    group    layers that keep the same positions in pages  checkpoint  state and last logits of a prompt, in a slot
+    row      the work of one sequence in one step          plan     the rows of one step
+    lane     a slot of per-sequence state                  page     memory for S key/value positions
+    lease    lane, pages and slots held by a sequence      draft    a proposed token, not yet verified
+    position absolute index of a token, prompt included    outcome  the result of a step
+    known    tokens of the prompt and sampled ones         computed positions whose state is committed
+    piece    a part of a reply, as a client receives it    channel  content, reasoning or tool call
+    constraint  restricts the tokens of a reply            call     a tool call in a reply
+    group    layers with the same attention window         checkpoint  state and last logits of a prompt, in a slot
 """
 
 from __future__ import annotations
@@ -33,23 +31,23 @@ from onedraw.errors import BadParameter
 
 SEED_LIMIT = 2**53  # seeds travel through JSON numbers, which are exact below this
 MAX_TOP_LOGPROBS = 128
-PENDING_TOKEN = -1  # stands for the token of a row that awaits it
+PENDING_TOKEN = -1  # placeholder for the token of a row with `awaits_token`
 
 LogprobsMode = Literal["raw", "processed"]
-Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # the last one only the text layer can tell
+Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # "tool_calls" is set by the text layer only
 Channel = Literal["content", "reasoning", "tool"]
-TokenMask = npt.NDArray[np.uint32]  # a set of tokens: token i is bit i % 32 of word i // 32; ids past the end are not in it
-EMPTY_MASK: TokenMask = np.zeros(0, dtype=np.uint32)  # the set of none
+TokenMask = npt.NDArray[np.uint32]  # token i is bit i % 32 of word i // 32; ids past the end are not allowed
+EMPTY_MASK: TokenMask = np.zeros(0, dtype=np.uint32)  # allows no token
 
 
 class Constraint(Protocol):
-    """What a reply may go on with: a pure function of what it has said so far, drafts that are only supposed included.
+    """The tokens that may follow a reply: a pure function of its output so far and the drafts after it.
 
-    It may remember its last walk to save time, so every request has one of its own. Used on one thread at a time.
+    It may cache parser state, so every request has its own. Used on one thread at a time.
     """
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
-        """The tokens that may stand behind output and drafts; None: all of them."""
+        """The tokens that may follow output and drafts; None: all tokens."""
         ...
 
 
@@ -63,8 +61,8 @@ class ConstraintSpec:
 class DryParams:
     """ "Don't repeat yourself": a penalty on the token that would extend a repetition.
 
-    If the last n tokens also stand earlier in the history and were followed there by token x, and
-    n >= allowed_length, x loses multiplier * base ** (n - allowed_length). Matches never cross a breaker.
+    If the last n tokens also occur earlier in the history, followed by token x, and n >= allowed_length, the logit of x is
+    reduced by multiplier * base ** (n - allowed_length). Matches never cross a breaker.
     """
 
     multiplier: float
@@ -80,12 +78,12 @@ class DryParams:
         _check("dry_range", self.range, low=0)
 
 
-LARGEST = 1e9  # of what is added to a logit, and of what it is multiplied with: float32 has room for both
+LARGEST = 1e9  # limit of logit bias and of repetition penalty, well within float32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Everything that shapes the choice of a token, besides the logits and the history."""
+    """Everything that affects sampling besides the logits and the history."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -97,14 +95,14 @@ class SamplingParams:
     dry: DryParams | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added), tokens distinct
     seed: int = 0
-    max_tokens: int = 16  # 0 only with prompt_logprobs: score the prompt, choose nothing
-    min_tokens: int = 0  # before these many, no stop id may be chosen
-    stop_ids: frozenset[int] = frozenset()  # a chosen one ends the reply; it belongs to the ids
+    max_tokens: int = 16  # 0 only with prompt_logprobs: score the prompt, sample nothing
+    min_tokens: int = 0  # no stop id is sampled before this many tokens
+    stop_ids: frozenset[int] = frozenset()  # sampling one ends the reply; it is part of the reply's ids
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
-    logprobs: int | None = None  # how many alternatives beside the chosen; None: no logprobs
+    logprobs: int | None = None  # number of alternatives beside the sampled token; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
-    checksums: bool = False  # a checksum of logits and scores with every chosen token
+    checksums: bool = False  # a checksum of logits and scores with every sampled token
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, low=0.0, high=100.0)
@@ -128,12 +126,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """No noise: temperature 0, or a top_k of 1, which leaves nothing to draw."""
+        """No noise: temperature 0, or top_k 1, which leaves one token."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def may_ban_all(self) -> bool:
-        """Whether bans may leave nothing to choose. Without any, filters leave the likeliest token, if there is one."""
+        """Whether bans may leave no token. Without bans, the filters always leave the most likely token."""
         return bool(self.logit_bias or self.bad_words or self.min_tokens)
 
     @property
@@ -142,7 +140,7 @@ class SamplingParams:
 
 
 def _check(name: str, value: float, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    """Refuse NaN and what lies outside [low, high] ((low, high] when open_low). Python's whole numbers may be of any size."""
+    """Refuse NaN and values outside [low, high] ((low, high] with open_low). Integers may be of any size."""
     if value != value or value > high or value < low or (open_low and value == low):
         opening = "(" if open_low else "["
         bound = (
@@ -152,7 +150,7 @@ def _check(name: str, value: float, *, low: float, high: float = math.inf, open_
 
 
 def _shown(value: float) -> str:
-    """Whole numbers in full."""
+    """Integers in full, unless they are huge."""
     if not isinstance(value, int):
         return f"{value:g}"
     return str(value) if abs(value) < 2**64 else "a number of that size"
@@ -165,16 +163,16 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    predicted: tuple[int, ...] = ()  # what the caller expects the reply to be; drafted, never trusted
+    predicted: tuple[int, ...] = ()  # the reply that the caller expects, used as drafts
     speculate: bool = True  # may carry drafts
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget
 
 
 @dataclass(slots=True)
 class History:
-    """The tokens a choice may look back on. Owner: the sequence, on the engine thread.
+    """Prompt and output tokens of a sequence. Owner: the sequence, on the engine thread.
 
-    A backend reads it between submit and collect, when it does not change. `output` and the counts grow together.
+    A backend reads it between submit and collect, when it does not change.
     """
 
     prompt: tuple[int, ...]
@@ -195,7 +193,7 @@ class History:
 
 
 class Draft(NamedTuple):
-    """A guessed token; `parent` is the index of the draft it follows, -1 for the row's last known token."""
+    """A draft token; `parent` is the index of the draft it follows, -1 for the row's last known token."""
 
     token: int
     parent: int
@@ -203,7 +201,7 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """A page whose content another sequence goes on writing to, copied to a page of one's own before the row runs."""
+    """Copy a page, which another sequence may still write to, to an own page before the row runs."""
 
     group: int
     source: int
@@ -212,9 +210,9 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSave:
-    """Keep in `slot` the state that holds after positions [0, position): a multiple of the chunk, or the prompt's end.
+    """Save in `slot` the state after positions [0, position): a multiple of the chunk, or the prompt's end.
 
-    At the prompt's end, where the row chooses, the logits of the last position are kept with it.
+    At the prompt's end, if the row samples, the logits of the last position are saved too.
     """
 
     position: int
@@ -223,29 +221,27 @@ class CheckpointSave:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one sequence does in one turn: known tokens [start, stop), then drafts.
+    """The work of one sequence in one step: known tokens [start, stop), then drafts.
 
-    Before it runs, `copies` are made and the lane takes the state of checkpoint `restore`, where given. A row without
-    tokens has the whole prompt from a checkpoint: it chooses from the logits kept there and runs nothing.
+    Before it runs, `copies` are made and the state of checkpoint slot `restore`, if given, is loaded into the lane. A row
+    without tokens has its whole prompt from a checkpoint: it runs no layer and samples from the saved logits.
     """
 
     request_id: str
     lane: int
-    pages: tuple[Sequence[int], ...]  # per group, page of position p: [p // page_size]; covers stop + drafts; -1: let go
+    pages: tuple[Sequence[int], ...]  # per group, page of position p: [p // page_size]; covers stop + drafts; -1: freed
     start: int
     tokens: tuple[int, ...]  # known tokens at [start, start + len(tokens))
     drafts: tuple[Draft, ...]
-    prompt_stop: int  # positions before it are prompt; from it on the step form holds
+    prompt_stop: int  # positions before it are prompt (chunked form), later ones are generated (recurrent form)
     samples: bool  # the row reaches the end of the known tokens
     params: SamplingParams
     history: History
-    scores_prompt: bool = False  # give the logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
-    restore: int | None = None  # a checkpoint's slot
+    scores_prompt: bool = False  # return logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
+    restore: int | None = None  # checkpoint slot to load
     copies: tuple[PageCopy, ...] = ()
     saves: tuple[CheckpointSave, ...] = ()  # in order of position, within (start, stop]
-    awaits_token: bool = (
-        False  # its one token is what the sequence's row under way chooses: PENDING_TOKEN here, and not in the history yet
-    )
+    awaits_token: bool = False  # its one token is sampled by the sequence's row in flight: PENDING_TOKEN, not in the history yet
 
     @property
     def stop(self) -> int:
@@ -259,7 +255,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The logprob of one token and of the likeliest at its position, best first."""
+    """The logprob of one token and of the most likely ones at its position, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -267,25 +263,25 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One chosen token. How it came is no part of what it is: runs that chose alike are equal, drafts or none."""
+    """One sampled token. `kept` and `rejected` do not compare: a run with drafts equals one without."""
 
     token: int
     logprobs: Logprobs | None = None
     checksum: int | None = None
-    kept: bool = field(default=False, compare=False)  # a draft had guessed it
-    rejected: int = field(default=0, compare=False)  # drafts of its row that were thrown away, on the row's last choice
+    kept: bool = field(default=False, compare=False)  # it was drafted
+    rejected: int = field(default=0, compare=False)  # rejected drafts of its row, on the row's last token
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """What a row gave: kept drafts, then one new token; nothing chosen for a middle chunk."""
+    """The result of a row: kept drafts, then one new token; no token for a middle chunk."""
 
     sampled: tuple[SampledToken, ...] = ()
     scored: tuple[Logprobs, ...] = ()  # see Row.scores_prompt
-    kept: tuple[int, ...] = ()  # which drafts they are, all but the last of `chosen`
-    next_drafts: tuple[Draft, ...] = ()  # the backend's own drafts for the row after this one
-    no_token_left: bool = False  # the law left no token at the position after `chosen`
-    fault: str = ""  # what made it barren, where it was not the law
+    kept: tuple[int, ...] = ()  # indices of the kept drafts: all but the last of `sampled`
+    next_drafts: tuple[Draft, ...] = ()  # drafts of the backend's own drafter for the next row
+    no_token_left: bool = False  # no token is allowed at the position after `sampled`
+    fault: str = ""  # the cause of `no_token_left`, if it was not the sampling rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,19 +292,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a reply cost, and where they came from."""
+    """Token counts of a reply."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0  # prompt tokens taken from the prefix cache
     kept: int = 0  # drafts kept
     rejected: int = 0  # drafts rejected
-    reasoning: int = 0  # of `completion`, tokens of reasoning, its markers included
+    reasoning: int = 0  # reasoning tokens within `completion`, markers included
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call in a reply: which one of it, and by what name its result will come back."""
+    """A tool call in a reply: its index there, the id that its result will refer to, and the tool's name."""
 
     index: int
     id: str
@@ -325,10 +321,10 @@ class ReplyToken(SampledToken):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a client sees: text that is final, and the ids, logprobs and checksums behind it.
+    """A part of a reply as a client receives it: final text, with its ids, logprobs and checksums.
 
-    Ids may run ahead of text (half a character, a possible stop string) within one piece stream, never the
-    other way round. The last piece has a finish, and only it has usage.
+    Ids may come before their text (an incomplete character, a possible stop string), never after it. Only the last piece has
+    a finish and usage.
     """
 
     index: int = 0  # which choice
@@ -338,13 +334,13 @@ class Piece:
     finish: Finish | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
     usage: Usage | None = None
-    prompt_logprobs: tuple[Logprobs, ...] | None = None  # on the first piece, when asked for
-    call: Call | None = None  # on the channel "tool": whose arguments `text` is a part of, as JSON
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # on the first piece, if requested
+    call: Call | None = None  # on channel "tool": `text` is a part of this call's JSON arguments
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a client may know of the served model."""
+    """The public properties of the served model."""
 
     name: str
     family: str

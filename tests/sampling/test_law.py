@@ -1,4 +1,4 @@
-"""The law of choosing, judged by arithmetic done by hand or in plain Python."""
+"""The sampling rule, compared with arithmetic by hand or in plain Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kept(scores: np.ndarray) -> list[int]:
 # ── what is left to choose from ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_best_score_stands_at_zero() -> None:
+def test_the_best_score_is_zero() -> None:
     assert law(floats(1, 3, 2), SamplingParams(temperature=0.5), EMPTY).tolist() == [-4, 0, -2]
     assert law(floats(1, 3, 2), SamplingParams(temperature=0), EMPTY).tolist() == [-2, 0, -1]
 
@@ -59,7 +59,7 @@ def test_top_p_keeps_ties_together() -> None:
     assert kept(law(floats(2, 2, -9), SamplingParams(top_p=1e-9), EMPTY)) == [0, 1]
 
 
-def test_top_p_is_taken_of_what_top_k_left() -> None:
+def test_top_p_applies_to_the_tokens_that_top_k_leaves() -> None:
     logits = np.log(floats(0.4, 0.3, 0.2, 0.1))
     assert kept(law(logits, SamplingParams(top_p=0.5), EMPTY)) == [0, 1]
     assert kept(law(logits, SamplingParams(top_p=0.5, top_k=2), EMPTY)) == [0]  # 0.4 of 0.7 is over a half
@@ -80,13 +80,13 @@ def test_temperature_zero_is_not_filtered() -> None:
 # ── what is done to the logits ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_repetition_divides_what_is_positive_and_multiplies_what_is_negative_in_prompt_and_output() -> None:
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_prompt_and_output() -> None:
     history = History((0,), [1])
     found = law(floats(2, -2, 2, -2, 10), SamplingParams(temperature=0, repetition_penalty=2), history, (2,))
     assert found.tolist() == [1 - 10, -4 - 10, 1 - 10, -2 - 10, 0]
 
 
-def test_frequency_and_presence_count_the_output_alone_drafts_included() -> None:
+def test_frequency_and_presence_count_output_and_drafts_only() -> None:
     history = History((0, 0, 3), [1, 1, 2])
     params = SamplingParams(temperature=0, frequency_penalty=0.5, presence_penalty=1.0)
     assert law(floats(0, 0, 0, 0, 10), params, history, (2,)).tolist() == [-10, -12, -12, -10, 0]
@@ -98,7 +98,7 @@ def test_the_order_is_bias_then_penalties_then_bans() -> None:
     assert found.tolist() == [0, -math.inf, -2]  # (1 + 3) / 2, not 1 / 2 + 3
 
 
-def test_dry_reaches_the_scores() -> None:
+def test_dry_lowers_the_scores() -> None:
     params = SamplingParams(temperature=0, dry=DryParams(multiplier=3.0, allowed_length=1))
     assert law(floats(0, 0, 5), params, History((0, 1), [0])).tolist() == [-5, -8, 0]
 
@@ -133,7 +133,7 @@ def test_the_noise_is_that_of_the_absolute_position() -> None:
     assert sampled_id(logits, SamplingParams(seed=9), history, (5, 6)) == int(gumbel(9, 6, 50).argmax())
 
 
-def test_a_draft_in_its_place_and_a_known_token_there_choose_alike() -> None:
+def test_a_draft_and_a_known_token_in_its_position_sample_the_same() -> None:
     rng = np.random.default_rng(1)
     params = SamplingParams(
         seed=3, repetition_penalty=1.3, frequency_penalty=0.4, dry=DryParams(multiplier=1.0, allowed_length=1)
@@ -145,7 +145,7 @@ def test_a_draft_in_its_place_and_a_known_token_there_choose_alike() -> None:
         assert known == sample(logits, params, History(tuple(tokens[:4]), tokens[4:7]), tokens[7:])
 
 
-def test_a_law_that_leaves_no_token_says_so() -> None:
+def test_banning_every_token_gives_no_token() -> None:
     banned = SamplingParams(bad_words=tuple((i,) for i in range(3)))
     assert sampled_id(floats(1, 2, 3), banned, EMPTY) == NO_TOKEN
     assert sample(floats(1, 2, 3), banned, EMPTY) is None
@@ -154,12 +154,12 @@ def test_a_law_that_leaves_no_token_says_so() -> None:
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0), SamplingParams(bad_words=((1,),))])
-def test_logits_that_are_no_distribution_leave_no_token(fault: float, params: SamplingParams) -> None:
+def test_non_finite_logits_give_no_token(fault: float, params: SamplingParams) -> None:
     assert sampled_id(floats(1, fault, 2), params, EMPTY) == NO_TOKEN
 
 
 def filtered_frequencies(draws: int) -> float:
-    """p-value of the choices of one filtered law over many seeds, against its own distribution."""
+    """p-value of sampled tokens over many seeds, against the distribution that the filters leave."""
     logits = floats(2, 1.5, 1.5, 1, 0.5, 0, -1, -4)
     params = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05}
     counts = np.zeros(8)
@@ -171,12 +171,12 @@ def filtered_frequencies(draws: int) -> float:
     return float(stats.chisquare(counts[left], draws * weights / weights.sum()).pvalue)
 
 
-def test_choices_under_a_filtered_law_have_its_distribution() -> None:
+def test_sampled_tokens_have_the_filtered_distribution() -> None:
     assert filtered_frequencies(5_000) > 1e-4
 
 
 @pytest.mark.long
-def test_choices_under_a_filtered_law_have_its_distribution_over_many_seeds() -> None:
+def test_sampled_tokens_have_the_filtered_distribution_over_many_seeds() -> None:
     assert filtered_frequencies(300_000) > 1e-4
 
 
@@ -191,9 +191,7 @@ def test_choices_under_a_filtered_law_have_its_distribution_over_many_seeds() ->
     st.sampled_from([0.0, 0.05, 0.4]),
     st.sampled_from([0.5, 1.0, 2.0]),
 )
-def test_filters_keep_what_a_slow_search_keeps(
-    values: list[int], top_k: int, top_p: float, min_p: float, temperature: float
-) -> None:
+def test_filters_equal_a_slow_search(values: list[int], top_k: int, top_p: float, min_p: float, temperature: float) -> None:
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     shares = {i: Fraction(math.exp((v - max(values)) / temperature)) for i, v in enumerate(values)}
     left = [i for i in shares if shares[i] >= min_p]
@@ -223,7 +221,7 @@ def test_logprobs_are_the_log_softmax() -> None:
     assert [value for _, value in found.top] == pytest.approx(exact[order].tolist(), abs=2e-6)
 
 
-def test_equal_logprobs_are_listed_by_id_and_what_cannot_be_chosen_is_not_listed() -> None:
+def test_equal_logprobs_are_listed_by_id_without_excluded_tokens() -> None:
     found = logprobs(floats(0.0, -np.inf, -0.0, 0.0, -3), 4, 5)
     assert [token for token, _ in found.top] == [0, 2, 3, 4]
 
@@ -232,7 +230,7 @@ def test_a_certain_token_has_logprob_zero() -> None:
     assert str(logprobs(floats(-np.inf, 3), 1, 0).logprob) == "0.0"
 
 
-def test_processed_logprobs_are_those_of_the_law_and_raw_ones_of_the_model() -> None:
+def test_processed_logprobs_are_those_of_the_sampling_rule_and_raw_ones_of_the_model() -> None:
     logits = np.log(floats(0.4, 0.3, 0.2, 0.1))
     for mode, top in (("raw", [0.4, 0.3, 0.2, 0.1]), ("processed", [0.4 / 0.7, 0.3 / 0.7])):
         params = SamplingParams(top_k=2, logprobs=4, logprobs_mode=mode)  # type: ignore[arg-type]
@@ -242,7 +240,7 @@ def test_processed_logprobs_are_those_of_the_law_and_raw_ones_of_the_model() -> 
         assert [math.exp(value) for _, value in found.logprobs.top] == pytest.approx(top, rel=1e-5)
 
 
-def test_a_checksum_sees_any_bit_of_logits_and_scores() -> None:
+def test_a_checksum_changes_with_any_bit_of_logits_and_scores() -> None:
     rng = np.random.default_rng(2)
     logits, scores = rng.normal(size=(2, 300)).astype(np.float32)
     whole = checksum(logits, scores)

@@ -1,4 +1,4 @@
-"""Noise is a value of (seed, position, id): uniform, independent of its neighbours, exact at both ends."""
+"""Noise as a function of (seed, position, id): uniform, independent of its neighbours, accurate at both ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS = (0, 1, 2, 12345, SEED_LIMIT - 1)
 
 
 def plain_bits(seed: int, position: int, token: int) -> int:
-    """The definition again, for one token, in Python integers."""
+    """The definition for one token, in Python integers."""
 
     def mix(word: int) -> int:
         word ^= word >> 16
@@ -32,19 +32,19 @@ def chi_squared(observed: np.ndarray) -> float:
     return float(stats.chisquare(observed.ravel()).pvalue)
 
 
-def test_the_integers_are_those_of_the_definition() -> None:
+def test_the_integers_equal_the_definition() -> None:
     for seed in SEEDS:
         for position in (0, 1, 77, 2**31):
             found = uniform_bits(seed, position, 1000)
             assert [plain_bits(seed, position, token) for token in range(1000)] == found.tolist()
 
 
-def test_the_64_bit_mixing_is_the_published_one() -> None:
+def test_the_64_bit_mixing_equals_published_values() -> None:
     assert _mix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
 
 
 def test_known_values_never_change() -> None:
-    """A change here would change every answer ever given with a seed."""
+    """A change here would change the answer of every seed."""
     assert key(0, 0) == (3852329422, 2136138994)
     assert uniform_bits(7, 3, 4).tolist() == [6357202, 9863323, 10488285, 4332496]
     assert (child_seed(7, 1), prompt_seed(7, 1)) == (4340910594384551, 4035309384849142)
@@ -66,7 +66,7 @@ def test_noise_is_finite_and_accurate_at_both_ends() -> None:
     assert np.all(np.diff(found) > 0)
 
 
-def test_noise_never_falls_where_the_bits_rise() -> None:
+def test_noise_is_monotonic_in_the_bits() -> None:
     bits = np.unique(np.concatenate([np.arange(2**12), np.arange(2**23 - 2**12, 2**23 + 2**12), np.arange(2**24 - 2**12, 2**24)]))
     assert np.all(np.diff(gumbel_of(bits.astype(np.uint32))) >= 0)
 
@@ -121,19 +121,19 @@ def test_child_and_prompt_seeds_are_distinct_and_in_range() -> None:
 
 
 def frequencies(draws: int) -> float:
-    """The p-value of choosing by the largest of logits plus noise, one draw per seed, against the softmax."""
+    """p-value of the argmax of logits plus noise, one draw per seed, against the softmax."""
     logits = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, -3.0, 1.5], dtype=np.float32)
     chosen = np.array([np.argmax(logits + gumbel(seed, 17, 8)) for seed in range(draws)])
     shares = np.exp(logits.astype(np.float64))
     return float(stats.chisquare(np.bincount(chosen, minlength=8), draws * shares / shares.sum()).pvalue)
 
 
-def test_the_largest_of_logits_plus_noise_has_the_softmax_distribution() -> None:
+def test_the_argmax_of_logits_plus_noise_has_the_softmax_distribution() -> None:
     assert frequencies(20_000) > 1e-4
 
 
 @pytest.mark.long
-def test_the_largest_of_logits_plus_noise_has_the_softmax_distribution_over_a_million_seeds() -> None:
+def test_the_argmax_of_logits_plus_noise_has_the_softmax_distribution_over_a_million_seeds() -> None:
     assert frequencies(1_000_000) > 1e-4
 
 

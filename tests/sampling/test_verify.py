@@ -1,4 +1,4 @@
-"""A draft is kept while it equals what is chosen anyway."""
+"""A draft is kept if it equals the token sampled at its parent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def chain(*tokens: int) -> list[Draft]:
     return [Draft(token, parent) for parent, token in enumerate(tokens, start=-1)]
 
 
-def test_a_chain_is_kept_up_to_the_first_unequal_choice() -> None:
+def test_a_chain_is_kept_up_to_the_first_unequal_token() -> None:
     assert kept_drafts(chain(5, 6, 7), [5, 6, 7, 8]) == (0, 1, 2)
     assert kept_drafts(chain(5, 6, 7), [5, 9, 7, 8]) == (0,)
     assert kept_drafts(chain(5, 6, 7), [4, 6, 7, 8]) == ()
     assert kept_drafts([], [4]) == ()
 
 
-def test_a_later_equal_draft_does_not_revive_a_broken_chain() -> None:
+def test_an_equal_draft_after_a_rejected_one_is_not_kept() -> None:
     assert kept_drafts(chain(5, 6, 6), [5, 1, 6, 6]) == (0,)
 
 
@@ -44,15 +44,15 @@ def trees(draw: st.DrawFn) -> tuple[list[Draft], list[int]]:
 
 
 @given(trees())
-def test_kept_drafts_are_the_walk_of_the_choices(tree: tuple[list[Draft], list[int]]) -> None:
-    drafts, chosen = tree
+def test_kept_drafts_are_the_path_of_the_sampled_tokens(tree: tuple[list[Draft], list[int]]) -> None:
+    drafts, sampled = tree
     path, at = [], -1
     while True:
-        step = [i for i, draft in enumerate(drafts) if draft.parent == at and draft.token == chosen[1 + at]]
+        step = [i for i, draft in enumerate(drafts) if draft.parent == at and draft.token == sampled[1 + at]]
         if not step:
             break
         at = step[0]
         path.append(at)
-    assert kept_drafts(drafts, chosen) == tuple(path)
+    assert kept_drafts(drafts, sampled) == tuple(path)
     if path:
         assert draft_prefixes(drafts)[1 + path[-1]] == tuple(drafts[i].token for i in path)

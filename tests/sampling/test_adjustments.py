@@ -1,4 +1,4 @@
-"""What only the host knows: repetitions, bad words, minimum length. A slow oracle judges the fast search."""
+"""Host-side adjustments: DRY, bad words, minimum length; DRY compared with a slow oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.count_calls import count_calls
 
 
 def slow_dry(tokens: list[int], dry: DryParams) -> dict[int, float]:
-    """For every earlier place: how many tokens before it equal the last ones, counted one by one."""
+    """For every earlier position, count one by one how many tokens before it equal the last ones."""
     tokens = tokens[-dry.range :] if dry.range else tokens
     longest: dict[int, int] = {}
     for place in range(len(tokens)):  # the token that followed a repetition
@@ -41,11 +41,11 @@ dry_params = st.builds(
 
 @settings(max_examples=500)
 @given(tokens_lists, dry_params)
-def test_dry_finds_what_the_slow_search_finds(tokens: list[int], dry: DryParams) -> None:
+def test_dry_equals_the_slow_search(tokens: list[int], dry: DryParams) -> None:
     assert dict(dry_penalties(np.array(tokens, dtype=np.int64), dry)) == pytest.approx(slow_dry(tokens, dry))
 
 
-def test_dry_penalizes_the_token_that_would_go_on_repeating() -> None:
+def test_dry_penalizes_the_token_that_would_continue_a_repetition() -> None:
     dry = DryParams(multiplier=2.0, base=3.0, allowed_length=2)
     history = History((1, 2, 3, 4, 9), [1, 2, 3])
     assert adjustment(SamplingParams(dry=dry), history).penalized == ((4, 6.0),)
@@ -69,8 +69,8 @@ def test_a_huge_base_gives_the_largest_penalty_not_an_error() -> None:
     assert np.isfinite(np.float32(found[0]))
 
 
-def test_dry_over_a_long_repetitive_history_stays_affordable() -> None:
-    """The worst case is one token over and over: every place matches everywhere."""
+def test_dry_is_fast_for_a_long_repetitive_history() -> None:
+    """The worst case is one repeated token: every position matches."""
     tokens = np.zeros(100_000, dtype=np.int64)
     _, calls = count_calls(lambda: dry_penalties(tokens, DryParams(multiplier=1.0)))
     assert calls < 4 * LONGEST_MATCH + 100  # walks of whole arrays, a few for each length of a match
@@ -78,13 +78,13 @@ def test_dry_over_a_long_repetitive_history_stays_affordable() -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=300), st.lists(st.integers(0, 9), max_size=5)), max_size=6))
-def test_a_recall_reads_the_same_as_the_history(steps: list[tuple[list[int], list[int]]]) -> None:
-    history, recall = History((3, 1)), HistoryTokens()
+def test_cached_tokens_equal_the_history(steps: list[tuple[list[int], list[int]]]) -> None:
+    history, cached = History((3, 1)), HistoryTokens()
     for grown, drafts in steps:
         history.output.extend(grown)
-        assert recall.read(history, drafts).tolist() == [*history.prompt, *history.output, *drafts]
+        assert cached.read(history, drafts).tolist() == [*history.prompt, *history.output, *drafts]
     shorter = History((3, 1), history.output[:1])
-    assert recall.read(shorter, ()).tolist() == [*shorter.prompt, *shorter.output]
+    assert cached.read(shorter, ()).tolist() == [*shorter.prompt, *shorter.output]
 
 
 def test_single_token_bad_words_are_always_banned() -> None:
@@ -104,7 +104,7 @@ def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
     assert adjustment(SamplingParams(bad_words=((1, 2, 3),)), History((1,), [2])).banned == ()
 
 
-def test_stop_ids_are_banned_until_enough_tokens_were_chosen() -> None:
+def test_stop_ids_are_banned_until_min_tokens_are_sampled() -> None:
     params = SamplingParams(min_tokens=2, stop_ids=frozenset({9, 4}))
     assert adjustment(params, History((1, 2, 3), [5])).banned == (4, 9)
     assert adjustment(params, History((1, 2, 3), [5]), (6,)).banned == ()
