@@ -1,4 +1,4 @@
-"""What tests of several packages share."""
+"""Fixtures shared by tests of several packages, and hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from onedraw.settings import default_cache_dir
 
-# A busy machine is no finding. What is drawn is the same every time, so that a change is judged by what it changes; `make
-# test-long` draws anew, and what it finds is written down as an example of its own.
+# No deadlines: the machine may be busy. By default examples are the same in every run, so that a failure comes from the change
+# under test; `make test-long` draws new examples, and each failure it finds is added as an explicit example.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeating", PATIENT, derandomize=True)
 settings.register_profile("searching", PATIENT, derandomize=False)
@@ -21,7 +21,7 @@ settings.load_profile("repeating")
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The default model's GGUF file, pulled into the cache when it is not there. For tests marked `weights`."""
+    """The default model's GGUF file, downloaded into the cache if missing. For tests marked `weights`."""
     from onedraw.checkpoints.download import resolve_model
 
     return Path(resolve_model("smollm2", default_cache_dir()))
@@ -35,19 +35,19 @@ def tiny_tokenizer_path() -> Path:
 
 @pytest.fixture
 def snapshot_warnings() -> Iterator[list[str]]:
-    """What is said about snapshots on disk, whatever the command line did to the loggers above."""
-    said: list[str] = []
+    """Warnings about snapshots on disk, even if the command line silenced parent loggers."""
+    messages: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     listener, logger = Listener(logging.WARNING), logging.getLogger("onedraw.snapshots")
     before = logger.level, logger.disabled
-    logger.setLevel(logging.WARNING)  # a server of another test may have made the loggers above silent
+    logger.setLevel(logging.WARNING)  # a server of another test may have silenced parent loggers
     logger.disabled = False
     logger.addHandler(listener)
-    yield said
+    yield messages
     logger.removeHandler(listener)
     logger.setLevel(before[0])
     logger.disabled = before[1]

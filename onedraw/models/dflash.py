@@ -103,6 +103,8 @@ def read_drafter_info(source: ModelSource) -> DrafterInfo:
 
 
 # ------------------------------------------------------------------ layouts and variants
+
+
 def detect_layout(source: ModelSource) -> DrafterLayout:
     name = _name(source)
     if source.format == "gguf":

@@ -36,3 +36,16 @@ def test_an_unknown_shape_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text('{"architectures": ["UnknownForCausalLM"]}')
     with pytest.raises(UnsupportedModel, match="UnknownForCausalLM"):
         open_random(f"random:{path}")
+
+
+@pytest.mark.parametrize(
+    ("model", "fingerprint"),
+    [
+        ("random:llama3-8b", "662652701aa6faae"),
+        ("random:qwen3.6-35b-a3b-q4_k_m", "3126b68511ae4fcb"),
+        ("random:gemma4-31b-q8_0", "79c6ea7f64c572fb"),
+    ],
+)
+def test_fingerprints_of_random_models_stay_the_same_across_versions(model: str, fingerprint: str) -> None:
+    """Records and snapshots name them, so renaming a field of the spec must not change them."""
+    assert open_random(model).fingerprint() == fingerprint
