@@ -1,1 +1,1 @@
-"""The turn: sequences, scheduler, engine, and the one thread border."""
+"""The engine: sequences, scheduler, the engine step, and the service that runs it on its own thread."""

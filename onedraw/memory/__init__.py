@@ -1,1 +1,1 @@
-"""Host-side accounts of pages and lanes: integers only."""
+"""KV cache memory: pages, prefix cache, checkpoint slots, disk snapshots, and the allocator that hands them out."""

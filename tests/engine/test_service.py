@@ -70,9 +70,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def ask(service: Service, wanted: Request) -> tuple[list[int], Event]:
+def complete(service: Service, request: Request) -> tuple[list[int], Event]:
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    service.submit([(wanted, inbox.put)])
+    service.submit([(request, inbox.put)])
     return read(inbox)
 
 
@@ -81,11 +81,12 @@ def test_many_threads_get_their_own_answers() -> None:
     alone = {}
     for seed in range(12):
         lonely = start()
-        alone[seed] = ask(lonely, request(f"r{seed}", seed=seed))[0]
+        alone[seed] = complete(lonely, request(f"r{seed}", seed=seed))[0]
         lonely.close()
     found: dict[int, list[int]] = {}
     threads = [
-        threading.Thread(target=lambda s=s: found.__setitem__(s, ask(service, request(f"r{s}", seed=s))[0])) for s in range(12)
+        threading.Thread(target=lambda s=s: found.__setitem__(s, complete(service, request(f"r{s}", seed=s))[0]))
+        for s in range(12)
     ]
     for thread in threads:
         thread.start()
@@ -129,9 +130,9 @@ def test_more_requests_than_the_queue_can_ever_hold_are_a_bad_request() -> None:
 def test_a_prompt_that_fills_every_page_is_scored() -> None:
     """A scored prompt has no next token, so it must not wait for a page for one: it would block the requests behind it."""
     service = start(FakeBackend(vocab=99, pages=16, page_size=4, max_context=64))
-    tokens, event = ask(service, request("full", length=60, max_tokens=4))
+    tokens, event = complete(service, request("full", length=60, max_tokens=4))
     assert (len(tokens), event.finish) == (4, "length")
-    tokens, event = ask(service, request("scored", length=64, max_tokens=0, prompt_logprobs=0))
+    tokens, event = complete(service, request("scored", length=64, max_tokens=0, prompt_logprobs=0))
     assert (tokens, event.finish) == ([], "length")
     assert event.scored is not None
     assert len(event.scored) == 63
@@ -142,13 +143,13 @@ def test_a_request_for_more_pages_than_exist_is_refused_instead_of_waiting_forev
     service = start(FakeBackend(pages=4, page_size=4, max_context=64))
     with pytest.raises(ContextOverflow, match="over the context of 16"):
         service.check(request("a", length=10, max_tokens=8))
-    assert ask(service, request("b", length=8, max_tokens=8))[1].finish == "length"
+    assert complete(service, request("b", length=8, max_tokens=8))[1].finish == "length"
     service.close()
 
 
 def test_a_sliding_group_does_not_limit_the_context_if_its_window_and_one_row_fit() -> None:
     service = start(FakeBackend(pages=(40, 5), windows=(None, 12), page_size=4, max_context=160))
-    assert ask(service, request("long", length=60, max_tokens=100))[1].finish == "length"
+    assert complete(service, request("long", length=60, max_tokens=100))[1].finish == "length"
     assert service.stats().window_pages_freed > 20
     service.close()
     service = start(FakeBackend(pages=(40, 2), windows=(None, 12), page_size=4, max_context=160))
@@ -218,7 +219,7 @@ def test_a_backend_without_logits_serves_plain_greedy_only(params: dict[str, obj
     with pytest.raises(Unsupported) as caught:
         service.check(request("a", **params))
     assert caught.value.code == "sampling_unsupported"
-    assert ask(service, request("b", temperature=0.0))[1].finish == "length"
+    assert complete(service, request("b", temperature=0.0))[1].finish == "length"
     service.close()
 
 
@@ -235,8 +236,8 @@ def test_an_engine_that_raises_between_steps_fails_its_requests_and_serves_the_n
         return real()  # type: ignore[return-value]
 
     scheduler.plan = broken  # type: ignore[method-assign,assignment]
-    assert ask(service, request("a"))[1].error is not None
-    assert ask(service, request("b"))[1].finish == "length"
+    assert complete(service, request("a"))[1].error is not None
+    assert complete(service, request("b"))[1].finish == "length"
     service.close()
 
 
@@ -260,13 +261,13 @@ def test_a_panic_ends_every_request(where: str) -> None:
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in range(2)]
     service.submit([(request(f"a{i}"), inbox.put) for i, inbox in enumerate(inboxes)])
     assert [read(inbox)[1].error is not None for inbox in inboxes] == [True, True]
-    assert ask(service, request("b"))[1].finish == "length"
+    assert complete(service, request("b"))[1].finish == "length"
     service.close()
 
 
 def test_an_engine_that_cannot_continue_ends_every_request_and_takes_no_new_one() -> None:
     service, engine = start_with_engine(FakeBackend(lanes=1))
-    heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def raises(event: Event) -> None:
         raise Panic("planted")
@@ -275,11 +276,11 @@ def test_an_engine_that_cannot_continue_ends_every_request_and_takes_no_new_one(
         raise Panic("planted")
 
     engine.stats = broken  # type: ignore[method-assign,assignment]
-    service.submit([(request("a"), raises), (request("b"), heard.put)])
-    assert read(heard)[1].error is not None
+    service.submit([(request("a"), raises), (request("b"), inbox.put)])
+    assert read(inbox)[1].error is not None
     wait_until(lambda: not service.ready)
     with pytest.raises(ShuttingDown, match="the engine failed"):
-        service.submit([(request("c"), heard.put)])
+        service.submit([(request("c"), inbox.put)])
     service.close()
 
 
@@ -293,6 +294,6 @@ def test_an_outcome_with_too_few_rows_leaves_no_sequence_in_flight() -> None:
     inboxes: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in range(2)]
     service.submit([(request(f"a{i}"), inbox.put) for i, inbox in enumerate(inboxes)])
     assert all(read(inbox)[1].error is not None for inbox in inboxes)
-    assert [ask(service, request(f"b{i}"))[1].finish for i in range(3)] == ["length"] * 3
+    assert [complete(service, request(f"b{i}"))[1].finish for i in range(3)] == ["length"] * 3
     assert not engine.scheduler.in_flight
     service.close()

@@ -123,9 +123,9 @@ def test_child_and_prompt_seeds_are_distinct_and_in_range() -> None:
 def frequencies(draws: int) -> float:
     """p-value of the argmax of logits plus noise, one draw per seed, against the softmax."""
     logits = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, -3.0, 1.5], dtype=np.float32)
-    chosen = np.array([np.argmax(logits + gumbel(seed, 17, 8)) for seed in range(draws)])
+    sampled = np.array([np.argmax(logits + gumbel(seed, 17, 8)) for seed in range(draws)])
     shares = np.exp(logits.astype(np.float64))
-    return float(stats.chisquare(np.bincount(chosen, minlength=8), draws * shares / shares.sum()).pvalue)
+    return float(stats.chisquare(np.bincount(sampled, minlength=8), draws * shares / shares.sum()).pvalue)
 
 
 def test_the_argmax_of_logits_plus_noise_has_the_softmax_distribution() -> None:

@@ -132,8 +132,8 @@ class CountingHistory(History):
 def steps_of_a_turn(context: int) -> tuple[int, int, int]:
     """Lines run, tokens read and n-grams added by the step after `context` tokens and 3 new ones."""
     history = CountingHistory((1, 2, *range(context)))
-    proposer, asked = NgramProposer(reach=10**6), request(history.prompt)
-    proposer.propose(asked, history, 8)
+    proposer, own_request = NgramProposer(reach=10**6), request(history.prompt)
+    proposer.propose(own_request, history, 8)
     index = proposer._indexes["r"]
     entered = sum(map(len, index._ends.values()))
     history.output.extend([-1, 1, 2])
@@ -147,7 +147,7 @@ def steps_of_a_turn(context: int) -> tuple[int, int, int]:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        proposer.propose(asked, history, 8)
+        proposer.propose(own_request, history, 8)
     finally:
         sys.settrace(before)
     return lines, history.read, sum(map(len, index._ends.values())) - entered
