@@ -1,4 +1,4 @@
-"""Writes the tiny checkpoints that the device tests read, into build/tiny: `python -m tests.device.make_families`."""
+"""Writes the tiny checkpoints of the device tests to build/tiny: `python -m tests.device.make_families`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract on an accelerator: a random model through the torch backend, tokens and checksums. Needs torch and numpy."""
+"""The contract on a GPU: tokens and checksums of a random model on the torch backend."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def backend_of(dtype: str, *, lanes: int = 4, pages: int = 200, ops: Ops | None 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_no_schedule_changes_a_bit_on_the_device(dtype: str) -> None:
     requests = random_requests(np.random.default_rng(5), count=6, vocab=VOCAB, longest=150, max_tokens=12)
-    lonely = backend_of(dtype, lanes=1)
-    assert lonely.report is not None
-    assert lonely.report.passed, lonely.report
-    expected = plain(lambda: lonely, requests)
+    alone = backend_of(dtype, lanes=1)
+    assert alone.report is not None
+    assert alone.report.passed, alone.report
+    expected = plain(lambda: alone, requests)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
     drafts = Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, VOCAB)
     few = -(-longest // 16) + 4
     for name, backend, schedule in (
         ("batched", backend_of(dtype), Schedule()),
-        ("small turns", backend_of(dtype), Schedule(turn_tokens=7)),
+        ("small steps", backend_of(dtype), Schedule(turn_tokens=7)),
         ("prefix hits", backend_of(dtype), Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12, 15))),
         ("few pages, drafts", backend_of(dtype, pages=few), Schedule(reuse=True, proposer=drafts)),
     ):
@@ -68,18 +68,18 @@ def test_no_schedule_changes_a_bit_on_the_device(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("cuts", [(1,), (1, 3)])
-def test_a_device_named_twice_gives_the_bits_of_one(dtype: str, cuts: tuple[int, ...]) -> None:
+def test_stages_on_one_device_give_the_bits_of_one_stage(dtype: str, cuts: tuple[int, ...]) -> None:
     requests = random_requests(np.random.default_rng(6), count=5, vocab=VOCAB, longest=150, max_tokens=12)
-    lonely = backend_of(dtype, lanes=1)
-    expected = plain(lambda: lonely, requests)
+    alone = backend_of(dtype, lanes=1)
+    expected = plain(lambda: alone, requests)
     got, _ = run(split_of(dtype, ["cuda:0"] * (len(cuts) + 1), cuts), requests, Schedule(reuse=True))
     assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("cuts", [(2,), (1, 3)])
-def test_stages_at_work_on_one_device_give_the_bits_of_one(dtype: str, cuts: tuple[int, ...]) -> None:
-    """With the operations that serve the device, as the plain run."""
+def test_steps_in_flight_on_stages_give_the_bits_of_one_stage(dtype: str, cuts: tuple[int, ...]) -> None:
+    """With the kernels of the device, like the plain run."""
     requests = random_requests(np.random.default_rng(8), count=6, vocab=VOCAB, longest=150, max_tokens=12)
     ops = lambda: pick_ops("cuda:0", dtype, cache=default_cache_dir())  # noqa: E731
     whole = backend_of(dtype, lanes=1, ops=ops())
@@ -95,26 +95,26 @@ def test_stages_at_work_on_one_device_give_the_bits_of_one(dtype: str, cuts: tup
         max_in_flight=count,
         **sizes,
     )
-    got, stats = run(split, requests, Schedule(reuse=True, turn_tokens=64))  # prompts have plans of their own
+    got, stats = run(split, requests, Schedule(reuse=True, turn_tokens=64))  # prompts get their own plans
     split.close()
     assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
     assert stats.overlapped_steps
 
 
 @pytest.mark.parametrize("cuts", [(2,), (1, 3)])
-@pytest.mark.parametrize("drafting", ["nobody", "chains", "trees"])
-def test_recorded_turns_of_a_split_have_the_bits_of_the_whole(cuts: tuple[int, ...], drafting: str) -> None:
+@pytest.mark.parametrize("drafting", ["none", "chains", "trees"])
+def test_captured_steps_on_stages_have_the_bits_of_one_stage(cuts: tuple[int, ...], drafting: str) -> None:
     prompts = np.random.default_rng(9).integers(0, VOCAB, (4, 60)).tolist()
     params = [SamplingParams(temperature=0.4 * i, seed=i, max_tokens=24, checksums=True) for i in range(4)]
-    requests = [Request(f"q{i}", tuple(prompt[i:]), own) for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
+    requests = [Request(f"q{i}", tuple(prompt[i:]), one) for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))]
     ops = lambda: pick_ops("cuda:0", "bf16", cache=default_cache_dir())  # noqa: E731
     expected = plain(lambda: backend_of("bf16", lanes=1, ops=ops()), requests)
     known = {r.id: a.tokens for r, a in zip(requests, expected, strict=True)}
-    drafts = None if drafting == "nobody" else Clairvoyant(known, VOCAB, tree=drafting == "trees")
+    drafts = None if drafting == "none" else Clairvoyant(known, VOCAB, tree=drafting == "trees")
     stage_devices = [StageDevice.named("cuda:0", ops(), stop=stop) for stop in (*cuts, None)]
     sizes: dict[str, Any] = {"rows": 4096, "lanes": 4, "pages": 200, "page_size": 16, "max_context": 512}
     split = TorchBackend(SPEC, random_weights(SPEC, seed=1), dtype="bf16", stage_devices=stage_devices, **sizes)
-    for _ in range(2):  # what the first run recorded, the second has replayed
+    for _ in range(2):  # the second run replays what the first captured
         got, stats = run(split, requests, Schedule(proposer=drafts))
         assert got == expected
         assert drafts is None or stats.accepted_tokens
@@ -125,8 +125,8 @@ def test_recorded_turns_of_a_split_have_the_bits_of_the_whole(cuts: tuple[int, .
 
 
 @pytest.mark.parametrize("names", [["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids="-".join)
-def test_a_part_on_the_cpu_gives_the_tokens_of_the_device(names: list[str]) -> None:
-    """All in float32: bits differ between the two, tokens do not."""
+def test_a_stage_on_the_cpu_gives_the_tokens_of_the_gpu(names: list[str]) -> None:
+    """In float32: bits differ between CPU and GPU, tokens do not."""
     requests = random_requests(np.random.default_rng(7), count=4, vocab=VOCAB, longest=100, max_tokens=12)
     expected = [answer.tokens for answer in plain(lambda: backend_of("f32", lanes=1), requests)]
     got, _ = run(split_of("f32", names, (2,)), requests, Schedule())

@@ -1,6 +1,6 @@
-"""The contract on an accelerator: tiny models of every kind of layer, our kernels, bf16: tokens and checksums.
+"""The contract on a GPU: tokens and checksums of tiny models with every kind of layer, in bf16.
 
-The checkpoints are those of `python -m tests.device.make_families`, made where transformers can write them.
+`python -m tests.device.make_families` writes the checkpoints; it needs transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def backend_of(
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if not (FOLDER / name).is_dir():
-        pytest.skip(f"build/tiny/{name} is not there: python -m tests.device.make_families")
+        pytest.skip(f"build/tiny/{name} is missing: run python -m tests.device.make_families")
     info = read_model_info(open_checkpoint(FOLDER / name))
     return TorchBackend(
         info.spec,
@@ -54,7 +54,7 @@ def requests() -> list[Request]:
     rng = np.random.default_rng(5)
     text = [tuple(int(t) for t in rng.integers(0, VOCAB, n)) for n in (150, 70, 90, 40)]
     prompts = [text[0], text[0], text[0] + text[1], text[0][:100] + text[2], text[3], text[0][:128], text[3]]
-    found = []
+    made = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(
             temperature=(0.0, 0.7, 1.0)[i % 3],
@@ -66,8 +66,8 @@ def requests() -> list[Request]:
             max_tokens=12,
             checksums=True,
         )
-        found.append(Request(f"q{i}", prompt, params))
-    return found
+        made.append(Request(f"q{i}", prompt, params))
+    return made
 
 
 def same(got: list[Answer], expected: list[Answer]) -> bool:
@@ -75,25 +75,25 @@ def same(got: list[Answer], expected: list[Answer]) -> bool:
 
 
 def schedules_agree(name: str, *, kv_dtype: str | None = None) -> list[Answer]:
-    """Every schedule against the plain run, whose answers are given back; each must have happened."""
-    asked = requests()
-    lonely = backend_of(name, lanes=1, kv_dtype=kv_dtype)
-    assert lonely.report is not None
-    assert lonely.report.passed, lonely.report.results
-    expected = plain(lambda: lonely, asked)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB)
+    """Compare every schedule with the plain run and return its answers; fail if some feature was not exercised."""
+    submitted = requests()
+    alone = backend_of(name, lanes=1, kv_dtype=kv_dtype)
+    assert alone.report is not None
+    assert alone.report.passed, alone.report.results
+    expected = plain(lambda: alone, submitted)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB)
     trees = dataclasses.replace(drafts, tree=True)
-    late = tuple(range(0, 16 * len(asked), 16))
+    late = tuple(range(0, 16 * len(submitted), 16))
     counted: Counter[str] = Counter()
     for label, pages, schedule in (
         ("batched", 200, Schedule()),
-        ("small turns", 200, Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        ("small steps", 200, Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
         ("checkpoints", 200, Schedule(reuse=True, arrivals=late)),
         ("drafts", 200, Schedule(proposer=drafts, reuse=True)),
         ("trees, few pages", 26, Schedule(proposer=trees, turn_tokens=80, reuse=True)),
     ):
         backend = backend_of(name, pages=pages, kv_dtype=kv_dtype)
-        got, stats = run(backend, asked, schedule)
+        got, stats = run(backend, submitted, schedule)
         assert same(got, expected), label
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
         if backend.capacity.async_scheduling:

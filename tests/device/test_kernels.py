@@ -1,4 +1,4 @@
-"""The Triton kernels on an accelerator: right numbers, and bits that belong to the row alone."""
+"""The Triton kernels on a GPU: right results, and bits that depend on the row alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (4096, 14336), (1000, 576), (192, 100), (5120, 6144)])
-def test_a_product_has_the_bits_of_its_row(n: int, k: int, dtype: torch.dtype) -> None:
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(n: int, k: int, dtype: torch.dtype) -> None:
     x, weight = normal(max(ROWS), k, dtype=dtype), normal(n, k, dtype=dtype, seed=1, spread=k**-0.5)
     full = linear(x, weight)
     assert error(full[:50], x[:50].double() @ weight.double().t()) < 4e-3
@@ -54,7 +54,7 @@ def test_a_product_has_the_bits_of_its_row(n: int, k: int, dtype: torch.dtype) -
         assert torch.equal(linear(x[7 : 7 + rows], weight), full[7 : 7 + rows]), rows
 
 
-def test_no_tile_changes_a_bit_and_small_cards_have_tiles_too() -> None:
+def test_no_tile_changes_a_bit_and_tiles_exist_for_small_cards() -> None:
     x, weight = normal(300, 4096), normal(6144, 4096, seed=1, spread=1 / 64)
     full = linear(x, weight)
     tiles = [Tile(16, 64, 64, 4, 3), Tile(32, 32, 512, 4, 2), Tile(128, 256, 64, 8, 3), Tile(64, 16, 128, 2, 2)]
@@ -66,7 +66,7 @@ def test_no_tile_changes_a_bit_and_small_cards_have_tiles_too() -> None:
             assert torch.equal(linear(x[:rows], weight, tile=tile), full[:rows]), (rows, tile)
 
 
-def test_joined_operations_round_like_separate_ones() -> None:
+def test_fused_operations_round_like_separate_ones() -> None:
     for rows in (1, 16, 70, 500):
         x, weight, bias = normal(rows, 512), normal(768, 512, seed=1, spread=0.05), normal(768, seed=2)
         residual = normal(rows, 768, seed=3)
@@ -76,19 +76,19 @@ def test_joined_operations_round_like_separate_ones() -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 14336)])
-def test_the_library_is_used_only_where_its_bits_are_equal(n: int, k: int) -> None:
+def test_cublas_is_used_only_where_its_bits_are_equal(n: int, k: int) -> None:
     weight = normal(n, k, seed=1, spread=k**-0.5)
     x, residual = normal(4500, k, seed=5), normal(4500, n, seed=6)
-    whole = TritonLinear(weight, bias=None, pdl=False)
+    product = TritonLinear(weight, bias=None, pdl=False)
     expected = linear(x, weight, residual=residual)
-    assert torch.equal(whole(x, residual), expected)
-    whole.library = False
-    assert torch.equal(whole(x, residual), expected)
+    assert torch.equal(product(x, residual), expected)
+    product.library = False
+    assert torch.equal(product(x, residual), expected)
 
 
 @pytest.mark.parametrize("width", [100, 576, 4096, 5120])
 @pytest.mark.parametrize("wide", [False, True])
-def test_norms_are_the_twins(width: int, wide: bool) -> None:
+def test_norms_match_plain_torch(width: int, wide: bool) -> None:
     x, weight = normal(70, width), normal(width, seed=1, dtype=torch.float32 if wide else torch.bfloat16)
     found = rms_norm(x, weight, 1e-6)
     wide_x = x.double()
@@ -100,13 +100,13 @@ def test_norms_are_the_twins(width: int, wide: bool) -> None:
         assert torch.equal(rms_norm(x[:rows], weight, 1e-6), found[:rows])
 
 
-def test_gated_activations_are_the_twins() -> None:
+def test_gated_activations_match_plain_torch() -> None:
     x = normal(33, 2 * 704)
     assert torch.equal(gated_activation(x, "silu"), plain_gated(x, "silu"))
     assert error(gated_activation(x, "gelu_tanh"), plain_gated(x, "gelu_tanh")) < 1e-3
 
 
-def test_gates_of_attention_are_elementwise_or_by_head() -> None:
+def test_attention_gates_are_elementwise_or_per_head() -> None:
     x, gate = normal(9, 512, seed=1), normal(9, 512, seed=2)
     assert torch.equal(apply_gate(x, gate, "sigmoid"), x * gate.sigmoid())
     heads = normal(9, 8, seed=3)
@@ -123,8 +123,8 @@ def drafts_of(tree: tuple[tuple[int, int], ...]) -> tuple[Draft, ...]:
     return tuple(Draft(token, parent) for parent, token in tree)
 
 
-def turn(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]]) -> Inputs:
-    """Spans of (start, tokens with drafts, drafts), each with its own pages."""
+def step_inputs(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]]) -> Inputs:
+    """Spans of (start, tokens including drafts, drafts), each with its own pages."""
     laid, first = [], 0
     for start, count, drafts in spans:
         laid.append(Span(first, count, start, drafts))
@@ -142,12 +142,12 @@ def specs() -> list[AttentionSpec]:
     return [of(32, 8, 128, None, False), of(24, 4, 256, None, True, 64), of(6, 2, 64, 700, False), of(8, 2, 512, 300, True)]
 
 
-class Scene:
-    """A store with a random past, and rows that continue it."""
+class AttentionCase:
+    """KV pages with random contents, and rows that continue them."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
-        self.turns = rope_table(spec.rope, 8192, dtype=dtype, device=DEVICE)
+        self.rope = rope_table(spec.rope, 8192, dtype=dtype, device=DEVICE)
         self.q_norm = normal(spec.head_dim, dtype=dtype, seed=11) if spec.qk_norm else None
         self.k_norm = normal(spec.head_dim, dtype=dtype, seed=12) if spec.qk_norm else None
         order = np.random.default_rng(3).permutation(PAGES)
@@ -161,17 +161,17 @@ class Scene:
 
     def run(self, ops: object, inputs: Inputs, qkv: Tensor, store: PageStore | None = None) -> Tensor:
         store = store or self.store()
-        prepared = ops.prepare_attention(inputs, self.spec, self.turns)  # type: ignore[attr-defined]
+        prepared = ops.prepare_attention(inputs, self.spec, self.rope)  # type: ignore[attr-defined]
         found: Tensor = prepared.attend(qkv, spec=self.spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=1e-6)
         return found
 
 
-def slow_attention(scene: Scene, inputs: Inputs, qkv: Tensor, store: PageStore) -> Tensor:
-    """Token by token in float64, from the keys and values that lie in the pages after the turn."""
-    spec, size = scene.spec, inputs.page_size
-    turn_of = scene.turns[inputs.positions]
+def slow_attention(case: AttentionCase, inputs: Inputs, qkv: Tensor, store: PageStore) -> Tensor:
+    """Token by token in float64, from the contents of the pages after the step."""
+    spec, size = case.spec, inputs.page_size
+    cos_sin = case.rope[inputs.positions]
     q = qkv[:, : spec.heads * spec.head_dim].reshape(len(qkv), spec.heads, -1)
-    q = rotate(q if scene.q_norm is None else plain_norm(q, scene.q_norm, 1e-6), turn_of).double()
+    q = rotate(q if case.q_norm is None else plain_norm(q, case.q_norm, 1e-6), cos_sin).double()
     keys, values = (x.view(-1, spec.kv_heads, size, spec.head_dim) for x in (store.keys, store.values))
     firsts, out = inputs.host_firsts(spec.window), []
     for token in range(len(qkv)):
@@ -191,40 +191,40 @@ def slow_attention(scene: Scene, inputs: Inputs, qkv: Tensor, store: PageStore) 
 
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_is_the_twins_and_no_batch_chunk_or_tile_changes_a_bit(index: int, dtype: torch.dtype) -> None:
+def test_attention_is_right_and_no_batch_chunk_or_tile_changes_a_bit(index: int, dtype: torch.dtype) -> None:
     spec = specs()[index]
-    scene = Scene(spec, dtype)
+    case = AttentionCase(spec, dtype)
     ops, plain = TritonOps(DEVICE), TorchOps(DEVICE)
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     drafts = drafts_of(TREE)
     chain = tuple(Draft(i, i - 1) for i in range(7))
     spans = [(1300, 300, ()), (4000, 1, ()), (2047, 1 + len(chain), chain), (1020, 2 + len(drafts), drafts), (3, 1, ())]
-    whole = turn(spans, scene.tables)
-    qkv = normal(len(whole.host_tokens), width, dtype=dtype, seed=5)
-    store = scene.store()
-    found = scene.run(ops, whole, qkv, store)
-    expected = slow_attention(scene, whole, qkv, store)
+    inputs = step_inputs(spans, case.tables)
+    qkv = normal(len(inputs.host_tokens), width, dtype=dtype, seed=5)
+    store = case.store()
+    found = case.run(ops, inputs, qkv, store)
+    expected = slow_attention(case, inputs, qkv, store)
     assert error(found, expected) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
-    assert error(scene.run(plain, whole, qkv), expected) < 2e-2  # the twin rounds its scores
+    assert error(case.run(plain, inputs, qkv), expected) < 2e-2  # plain torch rounds its scores
     first = 0
-    for span, table in zip(spans, scene.tables, strict=True):  # alone
+    for span, table in zip(spans, case.tables, strict=True):  # alone
         part = slice(first, first + span[1])
-        assert torch.equal(scene.run(ops, turn([span], [table]), qkv[part]), found[part]), span
+        assert torch.equal(case.run(ops, step_inputs([span], [table]), qkv[part]), found[part]), span
         first += span[1]
     for cut in (1, 37, 128, 299):  # in chunks
-        store = scene.store()
+        store = case.store()
         parts = [(1300, cut, ()), (1300 + cut, 300 - cut, ())]
         pieces = [qkv[:cut], qkv[cut:300]]
-        got = [scene.run(ops, turn([p], scene.tables[:1]), x, store) for p, x in zip(parts, pieces, strict=True)]
+        got = [case.run(ops, step_inputs([p], case.tables[:1]), x, store) for p, x in zip(parts, pieces, strict=True)]
         assert torch.equal(torch.cat(got), found[:300]), cut
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_every_height_and_both_forms_of_the_splits_give_equal_bits(index: int) -> None:
+def test_tile_heights_and_sequential_or_parallel_splits_give_equal_bits(index: int) -> None:
     spec = specs()[index]
-    scene = Scene(spec, torch.bfloat16)
-    store = scene.store()
-    inputs = turn([(4100, 16, ())], scene.tables[:1])
+    case = AttentionCase(spec, torch.bfloat16)
+    store = case.store()
+    inputs = step_inputs([(4100, 16, ())], case.tables[:1])
     q = normal(16, spec.heads * spec.head_dim, seed=5)
     found = []
     for full_grid in (1, 10**9):
@@ -242,39 +242,39 @@ def test_every_height_and_both_forms_of_the_splits_give_equal_bits(index: int) -
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_a_node_of_a_tree_has_the_bits_of_a_chain(index: int) -> None:
+def test_a_tree_node_has_the_bits_of_a_chain(index: int) -> None:
     spec = specs()[index]
-    scene = Scene(spec, torch.bfloat16)
+    case = AttentionCase(spec, torch.bfloat16)
     ops = TritonOps(DEVICE)
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     drafts = drafts_of(TREE)
     for start in (30, 505, 1015, 2500):
         qkv = normal(1 + len(drafts), width, seed=6)
-        tree = scene.run(ops, turn([(start, 1 + len(drafts), drafts)], scene.tables[:1]), qkv)
+        tree = case.run(ops, step_inputs([(start, 1 + len(drafts), drafts)], case.tables[:1]), qkv)
         for leaf, path in ((7, (0, 2, 3, 7)), (5, (1, 4, 5))):
-            chosen = [0, *(1 + node for node in path)]
+            tokens = [0, *(1 + node for node in path)]
             chain = tuple(Draft(0, i - 1) for i in range(len(path)))
-            alone = scene.run(ops, turn([(start, 1 + len(path), chain)], scene.tables[:1]), qkv[chosen])
-            assert torch.equal(alone, tree[chosen]), (start, leaf)
+            alone = case.run(ops, step_inputs([(start, 1 + len(path), chain)], case.tables[:1]), qkv[tokens])
+            assert torch.equal(alone, tree[tokens]), (start, leaf)
 
 
-def test_a_value_that_is_no_number_reaches_only_who_sees_it() -> None:
+def test_a_value_that_is_not_finite_reaches_only_tokens_that_attend_to_it() -> None:
     spec = specs()[0]
-    scene = Scene(spec, torch.bfloat16)
+    case = AttentionCase(spec, torch.bfloat16)
     ops = TritonOps(DEVICE)
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    inputs = turn([(600, 40, ()), (90, 1, ())], scene.tables[:2])
+    inputs = step_inputs([(600, 40, ()), (90, 1, ())], case.tables[:2])
     qkv = normal(41, width, seed=5)
-    sound = scene.run(ops, inputs, qkv)
+    sound = case.run(ops, inputs, qkv)
     qkv[20, -1] = torch.inf
-    found = scene.run(ops, inputs, qkv)
+    found = case.run(ops, inputs, qkv)
     assert torch.equal(found[:20], sound[:20])
     assert torch.equal(found[40], sound[40])
     assert bool(found[20:40].isnan().any(1).all())
 
 
 @pytest.mark.parametrize("rows", [1, 7, 22, 300, 2048])
-def test_a_gate_in_the_product_has_the_bits_of_the_two(rows: int) -> None:
+def test_a_fused_gated_product_has_the_bits_of_two_kernels(rows: int) -> None:
     from onedraw.backends.torch.ops.cuda.ops import TritonGated, TritonOps
 
     ops = TritonOps(DEVICE)

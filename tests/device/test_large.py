@@ -1,7 +1,7 @@
-"""Kernels far into large memory: offsets past 2^31 numbers, which a weight, a pool of pages or a block of states has on a large
-device, and which do not fit into 32 bits. Every case is compared with the same work near the beginning.
+"""Offsets past 2^31 elements, as large weights, KV page pools and recurrent states have, do not overflow 32 bits. Every case is
+compared with the same work at small offsets.
 
-Memory is asked for and hardly touched. Under the interpreter the system gives untouched pages; a device must have it.
+The buffers are allocated and hardly touched: under the interpreter the system overcommits them; a GPU must have the memory.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if torch.cuda.is_available() or INTERPRETED:
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
-FAR = 2**30  # numbers from row to row: the third begins where 32 bits end
+ROW_STRIDE = 2**30  # elements from row to row: the third row starts at 2^31
 PAGE = 16
 
 
 @pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter copies what kernels were given back to where it lies already, all of it."""
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter copies all kernel arguments back to their own memory, which would touch all of it."""
     if INTERPRETED:
         from triton.runtime.interpreter import GridExecutor
 
@@ -56,8 +56,8 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def room(count: int, dtype: torch.dtype) -> Tensor:
-    """So many numbers, not touched."""
+def untouched_memory(count: int, dtype: torch.dtype) -> Tensor:
+    """`count` elements of memory that is not touched."""
     if not INTERPRETED:
         return torch.empty(count, dtype=dtype, device=DEVICE)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -68,9 +68,9 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
 
 
-def apart(x: Tensor) -> Tensor:
-    """The same rows, 2^30 numbers apart."""
-    far = room((len(x) - 1) * FAR + x.shape[1], x.dtype).as_strided(x.shape, (FAR, 1))
+def spread_rows(x: Tensor) -> Tensor:
+    """The same rows with a stride of 2^30 elements."""
+    far = untouched_memory((len(x) - 1) * ROW_STRIDE + x.shape[1], x.dtype).as_strided(x.shape, (ROW_STRIDE, 1))
     far.copy_(x)
     return far
 
@@ -79,14 +79,14 @@ def words(rows: list[list[int]] | list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
 
 
-def test_rows_that_lie_far_apart_are_read_and_written() -> None:
+def test_rows_with_a_large_stride_are_read_and_written() -> None:
     x, weight, residual = normal(4, 64, seed=1), normal(48, 64, seed=2), normal(4, 48, seed=3)
     expected = linear(x, weight, residual=residual)
-    found = linear(apart(x), weight, residual=apart(residual), out=apart(torch.zeros_like(expected)))
+    found = linear(spread_rows(x), weight, residual=spread_rows(residual), out=spread_rows(torch.zeros_like(expected)))
     assert torch.equal(found, expected)
-    assert torch.equal(rms_norm(apart(x), None, 1e-6), rms_norm(x, None, 1e-6))
-    assert torch.equal(gated_activation(apart(x), "silu"), gated_activation(x, "silu"))
-    near, far = prepare_rows(x), prepare_rows(apart(x))
+    assert torch.equal(rms_norm(spread_rows(x), None, 1e-6), rms_norm(x, None, 1e-6))
+    assert torch.equal(gated_activation(spread_rows(x), "silu"), gated_activation(x, "silu"))
+    near, far = prepare_rows(x), prepare_rows(spread_rows(x))
     assert torch.equal(near.x, far.x)
     assert torch.equal(near.sums, far.sums)
 
@@ -95,23 +95,23 @@ def test_rows_that_lie_far_apart_are_read_and_written() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_keys_and_values_in_pages_far_behind_are_written_read_and_moved(kind: str) -> None:
+def test_pages_at_large_offsets_are_written_read_and_moved(kind: str) -> None:
     heads, dim = 2, 64
     spec = AttentionSpec(heads=4, kv_heads=heads, head_dim=dim, rope=RopeSpec(1e4, dim), scale=dim**-0.5)
     dtype = DTYPE if kind == "bf16" else KV_DTYPES[kind]
-    first = 2**33 // (heads * PAGE * dim * dtype.itemsize) + 3  # behind 2^31 words, which is how drafts are brought home
+    first = 2**33 // (heads * PAGE * dim * dtype.itemsize) + 3  # past 2^31 words, the unit in which kept drafts are moved
     length, found = 20, []
     qkv = normal(length, (4 + 2 * heads) * dim, seed=4)
-    turns, ops = rope_table(spec.rope, 64, dtype=DTYPE, device=DEVICE), TritonOps(DEVICE)
+    rope, ops = rope_table(spec.rope, 64, dtype=DTYPE, device=DEVICE), TritonOps(DEVICE)
     for pages, table in ((8, [2, 5, 1]), (first + 8, [first + 2, first + 5, first + 1])):
         try:
             store = PageStore(spec, pages=pages, page_size=PAGE, dtype=dtype, device=DEVICE)
         except OutOfMemory:
-            pytest.skip("this system lends no memory that it may not have")
+            pytest.skip("this system does not overcommit memory")
         layout = InputLayout(PAGE, (pages,), RowRule(floor=1))
         inputs = lay_out([0] * length, [Span(0, length, 0, ())], [(table,)], layout=layout, device=DEVICE)
         given = {"spec": spec, "store": store, "q_norm": None, "k_norm": None, "eps": 1e-6}
-        out = ops.prepare_attention(inputs, spec, turns).attend(qkv, **given)  # type: ignore[arg-type]
+        out = ops.prepare_attention(inputs, spec, rope).attend(qkv, **given)  # type: ignore[arg-type]
         kept = commit.VerifiedDrafts(words([[1, -1]]), words([[0, -1]]), words([0]), words([[-1] * 5]))
         stores = torch.tensor([[store.keys.data_ptr(), store.values.data_ptr()]], dtype=torch.int64, device=DEVICE)
         commit.move_kept_kv(
@@ -129,7 +129,7 @@ def test_keys_and_values_in_pages_far_behind_are_written_read_and_moved(kind: st
         assert torch.equal(near, far)
 
 
-def test_more_slots_than_32_bits_count_are_refused() -> None:
+def test_more_slots_than_32_bits_can_index_are_refused() -> None:
     spec = AttentionSpec(heads=8, kv_heads=8, head_dim=64, rope=RopeSpec(1e4, 64), scale=0.125)
     with pytest.raises(OutOfMemory, match="exceed the 32-bit slot numbers"):
         PageStore(spec, pages=2**24, page_size=16, dtype=torch.int8, device=DEVICE)
@@ -138,7 +138,7 @@ def test_more_slots_than_32_bits_count_are_refused() -> None:
 # ------------------------------------------------------------------ states and experts
 
 
-def test_states_of_lanes_far_behind_are_stepped_committed_and_saved() -> None:
+def test_states_at_large_offsets_are_updated_committed_and_saved() -> None:
     heads, dim, taps = 1, 32, 4
     channels = 2 * dim + heads * dim
     lane = 2**31 // (heads * dim * dim) + 5
@@ -152,14 +152,14 @@ def test_states_of_lanes_far_behind_are_stepped_committed_and_saved() -> None:
     begin, window = normal(heads, dim, dim, seed=5).float(), normal(taps - 1, channels, seed=6).float()
     found = []
     for here in (1, lane):
-        states = room((here + 1) * heads * dim * dim, torch.float32).view(here + 1, heads, dim, dim)
-        windows = room((here + 1) * (taps - 1) * channels, torch.float32).view(here + 1, taps - 1, channels)
+        states = untouched_memory((here + 1) * heads * dim * dim, torch.float32).view(here + 1, heads, dim, dim)
+        windows = untouched_memory((here + 1) * (taps - 1) * channels, torch.float32).view(here + 1, taps - 1, channels)
         states[here], windows[here] = begin, window
         rows = [70 + here * (taps - 1) + i for i in range(taps - 1)]
         tokens = [[*rows[min(t, 3) :], *range(max(t - 3, 0), t + 1)][-taps:] for t in range(70)]
         gates = delta.conv_and_gates(projected, windows.view(-1, channels), words(tokens), **layer, **sizes)
         out = torch.zeros(70, heads, dim, device=DEVICE)
-        saved = room(states.numel(), torch.float32).view(states.shape)
+        saved = untouched_memory(states.numel(), torch.float32).view(states.shape)
         chunks = {"chunks": words([[0, 64]]), "spans": words([[here, 0, 1, 0]]), "save_slots": words([here])}
         chunked_delta(gates, states, saved, out, **chunks)
         recurrent_delta(gates, states, out, paths=words([[here, 0, 6, 6, 0]]), entries=words([4 * t for t in range(64, 70)]))
@@ -177,11 +177,11 @@ def only(expert: int, rows: int) -> Routes:
     return Routes(words(list(range(rows))), words([[expert, 0, rows]]), weights, 16)
 
 
-def test_experts_whose_matrices_lie_far_behind_answer_the_same() -> None:
+def test_experts_at_large_offsets_give_the_same_output() -> None:
     width, hidden, x = 32, 64, normal(3, 64, seed=1)
     own, last, found = normal(2 * width, hidden, seed=2), 2**31 // (2 * width * hidden) + 1, []
     for expert in (0, last):
-        weight = room((expert + 1) * own.numel(), DTYPE).view(expert + 1, 2 * width, hidden)
+        weight = untouched_memory((expert + 1) * own.numel(), DTYPE).view(expert + 1, 2 * width, hidden)
         weight[expert] = own
         found.append(grouped_gemm(x, weight, only(expert, 3), divide=1, gate=1, pdl=False))
     assert torch.equal(*found)

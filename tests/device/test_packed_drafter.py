@@ -1,4 +1,4 @@
-"""A drafter in blocks beside a model in blocks, on an accelerator: it drafts, and changes nothing."""
+"""A packed drafter with a packed model on a GPU: it drafts, and changes no bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY |= {"num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "laye
 TINY |= {"num_target_layers": 2, "dflash_config": {"block_size": 4, "mask_token_id": 299, "target_layer_ids": [0, 1]}}
 
 
-def test_a_packed_drafter_drafts_beside_a_packed_model_and_changes_no_bit() -> None:
+def test_a_packed_drafter_drafts_for_a_packed_model_and_changes_no_bit() -> None:
     spec = tiny_spec(tied=True)
     drafter = read_drafter_info(make_random_drafter({**DRAFTER_SHAPES["qwen3.6-27b-dflash"], **TINY}, "tiny", mixture="q4_0"))
     check_drafter_fits(drafter.spec, spec)
@@ -74,4 +74,4 @@ def test_a_packed_drafter_drafts_beside_a_packed_model_and_changes_no_bit() -> N
         drafted.append(engine.stats().draft_tokens)
     assert found[0] == found[1]
     assert drafted[0] == 0 < drafted[1]
-    assert isinstance(made[0]._fc, PackedLinear)  # its weights are blocks too
+    assert isinstance(made[0]._fc, PackedLinear)  # its weights are packed, too

@@ -1,4 +1,4 @@
-"""The sampler on an accelerator: the law's choices, and bits that depend on the row alone."""
+"""The sampler on a GPU: tokens by the sampling rule, and bits that depend on the row alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if torch.cuda.is_available() or INTERPRETED:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole_numbers", [False, True])
-def test_every_row_is_chosen_by_the_law(whole_numbers: bool, kind: type[Sampler]) -> None:
+def test_every_row_is_sampled_by_the_rule(whole_numbers: bool, kind: type[Sampler]) -> None:
     for seed, vocab in enumerate((3, 64, 1000, 1000, 1000)):
         case = random_case(seed, rows=60, vocab=vocab, whole_numbers=whole_numbers, tokens=min(vocab, 6))
         assert disagreements(case, choices(make(vocab, device="cuda", kind=kind), case, "cuda")) == []
@@ -39,7 +39,7 @@ def test_every_row_is_chosen_by_the_law(whole_numbers: bool, kind: type[Sampler]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [1000, 49152, 151936])
-def test_a_rows_bits_are_its_own_whatever_rows_and_neighbours(vocab: int, kind: type[Sampler]) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_the_batch(vocab: int, kind: type[Sampler]) -> None:
     case = random_case(7, rows=60, vocab=vocab)
     alone = [choices(make(vocab, device="cuda", kind=kind), case.rows([row]), "cuda")[0] for row in range(60)]
     rng = np.random.default_rng(0)
@@ -49,8 +49,8 @@ def test_a_rows_bits_are_its_own_whatever_rows_and_neighbours(vocab: int, kind: 
 
 
 @pytest.mark.parametrize("vocab", [3, 1000, 49152, 151936, 248320])
-def test_kernels_choose_what_the_plain_sampler_chooses_bit_by_bit(vocab: int) -> None:
-    """Tokens, logprobs and checksums; logits in bf16 as a head gives them, too."""
+def test_kernels_sample_the_same_bits_as_the_plain_sampler(vocab: int) -> None:
+    """Tokens, logprobs and checksums; also for bf16 logits, as an output head gives them."""
     for seed in range(3):
         case = unconstrained(random_case(seed, rows=40, vocab=vocab, whole_numbers=seed == 1, tokens=min(vocab, 50)))
         plain, fast = make(vocab, device="cuda"), make(vocab, device="cuda", kind=KINDS[-1])
@@ -60,7 +60,7 @@ def test_kernels_choose_what_the_plain_sampler_chooses_bit_by_bit(vocab: int) ->
 
 
 def unconstrained(case: Case) -> Case:
-    """A constraint in one row leaves all rows of the call to the plain sampler."""
+    """The case without constraints: with one, the plain sampler handles all rows of the call."""
     return Case(case.logits, [p._replace(history=replace(p.history, constraint=None)) for p in case.positions])
 
 
@@ -80,8 +80,8 @@ FILTERS = [
 
 @pytest.mark.parametrize("short", [64, 4096])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0, 100.0])
-def test_a_limit_is_found_however_many_tokens_are_near_it(spread: float, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists that hold what is near the limit, and lists that are too short for it."""
+def test_limits_are_found_with_any_number_of_tokens_near_them(spread: float, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With lists that hold all tokens near the limit, and with lists that overflow."""
     monkeypatch.setattr(top_k_top_p, "SHORT_LIST", short)
     vocab = 150 if INTERPRETED else 60_000
     logits = torch.from_numpy(np.random.default_rng(1).normal(scale=spread, size=(10, vocab)).astype(np.float32))

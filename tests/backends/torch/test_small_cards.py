@@ -1,4 +1,4 @@
-"""Kernels compiled for a card with 99 KiB of shared memory per block, without such a card: what the compiler takes fits."""
+"""Kernels compiled for cards with 99 KiB of shared memory per block fit in it; no such card is needed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP": tile.group, "K": k}
     flags = {"HAS_BIAS": False, "HAS_RESIDUAL": True, "GATE": 0, "EVEN_N": True, "IEEE": False, "PDL": False}
     flags |= {"SWAPPED": tile.swapped}
-    made = compiled(linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages)
-    assert made.metadata.shared <= SMALL_SHARED
+    kernel = compiled(linear._linear, pointers, {**sizes, **flags}, capability=SM86, num_warps=tile.warps, num_stages=tile.stages)
+    assert kernel.metadata.shared <= SMALL_SHARED
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
 )
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("capability", [SM86, 90])
-def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: str, capability: int, tree: bool) -> None:
-    """Over numbers, and over codes of two kinds: the highest tile, and the lowest for a node of a tree."""
+def test_attention_fits(heads: int, kv_heads: int, dim: int, kept: str, capability: int, tree: bool) -> None:
+    """For float and quantized caches: the tallest tile, and the lowest for tree nodes."""
     small, shared = capability == SM86, SMALL_SHARED if capability == SM86 else HOPPER_SHARED
     height = AttentionShape(heads, kv_heads, dim, None, 200, small_shared_memory=small).tile_heights[0 if tree else -1]
     kv_quant = {"bf16": 0, "int8": 1, "fp8": 2}[kept]
@@ -59,27 +59,27 @@ def test_attention_fits_in_its_tiles(heads: int, kv_heads: int, dim: int, kept: 
     if tree:
         numbers |= {"COLUMNS": min(dim, attention.TREE_COLUMNS), "SPLITS_PER_LOAD": 16}
         numbers["MERGE_HEADS"] = triton.next_power_of_2(heads // kv_heads)
-        made = compiled(
+        kernel = compiled(
             tree_attention.attend_tree_paths, pointers | {"paths": "*i32"}, numbers, capability=capability, num_warps=4
         )
     else:
         numbers |= {"SEQUENTIAL": False, "STAGES": attention._stages(height, dim, 2, shared)}
         warps = attention._warps(height, dim, False)
-        made = compiled(attention._attend, pointers, numbers, capability=capability, num_warps=warps)
-    assert made.metadata.shared <= shared
+        kernel = compiled(attention._attend, pointers, numbers, capability=capability, num_warps=warps)
+    assert kernel.metadata.shared <= shared
 
 
-def test_chunks_of_a_state_and_experts_fit() -> None:
+def test_chunked_delta_and_experts_fit() -> None:
     kinds = dict.fromkeys(("q", "k", "v", "gates", "inverse", "scores", "states", "saved_states", "out"), "*fp32")
     kinds |= dict.fromkeys(("chunks", "spans", "save_slots"), "*i32")
     sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_K": 128, "CHUNK_LENGTH": 64}
     options = {"capability": SM86, "num_warps": delta_chunked.CHUNK_WARPS, "num_stages": 1}
-    made = compiled(delta_chunked._scan_chunks, kinds, {**sizes, "BLOCK_V": delta_chunked.CHUNK_COLUMNS}, **options)
-    assert made.metadata.shared <= SMALL_SHARED
+    kernel = compiled(delta_chunked._scan_chunks, kinds, {**sizes, "BLOCK_V": delta_chunked.CHUNK_COLUMNS}, **options)
+    assert kernel.metadata.shared <= SMALL_SHARED
     kinds = dict.fromkeys(("x", "weight", "y"), "*bf16") | dict.fromkeys(("order", "tiles"), "*i32")
     for height, columns, depth in ((16, 64, 128), (64, 128, 64)):
         for gate in (0, 1):
             numbers = {"DIVIDE": 8, "K": 2048, "GATE": gate, "BLOCK_M": height, "BLOCK_K": depth, "PDL": False}
             numbers["BLOCK_N"] = columns // 2 if gate else columns
-            made = compiled(experts._grouped_gemm, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
-            assert made.metadata.shared <= SMALL_SHARED
+            kernel = compiled(experts._grouped_gemm, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
+            assert kernel.metadata.shared <= SMALL_SHARED

@@ -26,7 +26,7 @@ WITH_CPP = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler
 
 
 @pytest.mark.parametrize(
-    ("name", "passed"), [("test_spans.py", 14), pytest.param("test_packed.py", len(SPAN_BYTES) + 9, marks=WITH_CPP)]
+    ("name", "passed"), [("test_packed_activations.py", 14), pytest.param("test_packed.py", len(SPAN_BYTES) + 9, marks=WITH_CPP)]
 )
 def test_what_is_written_in_triton_is_right_under_the_interpreter(name: str, passed: int) -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""

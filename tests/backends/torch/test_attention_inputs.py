@@ -1,4 +1,4 @@
-"""Tiles of recorded turns: every node of a tree is read once in what it shares and once in what is its own."""
+"""Attention tiles of captured steps: every tree node is in one TREE_PREFIX tile and in one TREE_PATH tile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUCKET = Bucket(rows=1, tokens=24, longest=24, reach=32_768, depth=32)
 
 @pytest.mark.parametrize("group", [4, 6])
 @pytest.mark.parametrize("count", [22, 4])
-def test_every_node_is_in_one_tile_of_what_is_shared(group: int, count: int) -> None:
+def test_every_tree_node_is_in_one_prefix_tile_and_one_path_tile(group: int, count: int) -> None:
     drafts = TREE[: count - 1]
     layout = InputLayout(16, (2048,), RowRule(floor=1))
     table = tuple(range(2000))
@@ -35,7 +35,7 @@ def test_every_node_is_in_one_tile_of_what_is_shared(group: int, count: int) -> 
     assert [(tile_set.kind, tile_set.height) for tile_set in host.layout.tile_sets] == [
         (TREE_PREFIX, 64),
         (TREE_PATH, 16),
-    ]  # of the bucket, which has room for 24
+    ]  # heights of the bucket, which has 24 tokens
     device = device_attention_inputs(torch.from_numpy(host.words), host.layout)
     for kind in (TREE_PREFIX, TREE_PATH):
         tiles = np.concatenate([tiles.tiles.numpy() for tiles in device.tile_sets if tiles.kind == kind])

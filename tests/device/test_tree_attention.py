@@ -1,6 +1,6 @@
-"""Attention of trees: a node has the bits of the chain that is its path, wherever blocks and splits of keys begin.
+"""Tree attention: a node gets the same bits as the last token of a chain that equals its path, at any block or split offset.
 
-On an accelerator, or under Triton's interpreter.
+On a GPU, or under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DTYPE = torch.float16
 PAGE, PAGES = 16, 200
 PARENTS = (-1, -1, 0, 2, 1, 4, 3, 3)
 PATHS = ((0, 2, 3, 7), (0, 2, 3, 6), (1, 4, 5))
-# In some of them a path reaches from one split into the next.
+# Some of these make a path cross from one split into the next.
 STARTS = (127, 254, 300, 1015)
 if not INTERPRETED:
     STARTS += (5, 128, 253, 255, 505, 510, 511, 512, 1022, 2043, 2046, 2560, 3000)
 SHAPES = [(4, 2, 16, None), (4, 2, 16, 100), (12, 2, 16, None)]
 if not INTERPRETED:
     SHAPES += [(32, 8, 128, None), (24, 4, 256, None), (24, 4, 256, 300)]
-WIDE = tuple(-1 if i < 4 else (i - 4) // 2 for i in range(21))  # more than a tile holds of six heads
+WIDE = tuple(-1 if i < 4 else (i - 4) // 2 for i in range(21))  # more nodes than one tile holds with six query heads per KV head
 WIDE_PATHS = ((0, 4, 12), (3, 11), (2, 9), (1, 7, 18), (1, 7, 19))
 
 
@@ -42,8 +42,8 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=generator).to(device=DEVICE, dtype=DTYPE)
 
 
-class Scene:
-    """One layer's pages, and rows that read them."""
+class AttentionCase:
+    """One layer's KV pages, and a row that reads them."""
 
     def __init__(self, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
         self.heads, self.kv_heads, self.dim, self.window = heads, kv_heads, dim, window
@@ -55,7 +55,7 @@ class Scene:
         layout = InputLayout(PAGE, (PAGES,), RowRule(floor=1), windows=(self.window,))
         return lay_out([0] * count, [Span(0, count, start, drafts)], [(self.table,)], layout=layout, device=DEVICE)
 
-    def attended(self, q: Tensor, inputs: Inputs, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q: Tensor, inputs: Inputs, keys: Tensor, values: Tensor) -> Tensor:
         from onedraw.backends.torch.ops.cuda.attention import attend
         from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, stage_attention_inputs
 
@@ -64,15 +64,15 @@ class Scene:
         flat = [store.view(-1, PAGE * self.dim) for store in (keys, values)]
         return attend(q, *flat, metadata=device.metadata, tile_sets=list(device.tile_sets), **sizes)  # type: ignore[arg-type]
 
-    def moved(self, store: Tensor, start: int, path: tuple[int, ...]) -> Tensor:
-        """The nodes of a path in the slots of their depths, as a chain would have written them."""
+    def as_chain(self, store: Tensor, start: int, path: tuple[int, ...]) -> Tensor:
+        """The page store with the nodes of a path in the slots of their depths, as a chain would have written them."""
         found = store.clone()
         for depth, node in enumerate(path):
             source, target = start + 1 + node, start + 1 + depth
             found[self.table[target // PAGE], :, target % PAGE] = store[self.table[source // PAGE], :, source % PAGE]
         return found
 
-    def judged(self, q: Tensor, last: int, keys: Tensor, values: Tensor) -> Tensor:
+    def reference(self, q: Tensor, last: int, keys: Tensor, values: Tensor) -> Tensor:
         """One query at position `last`, in float64."""
         first = 0 if self.window is None else max(0, last - self.window + 1)
         at = np.arange(first, last + 1)
@@ -83,19 +83,21 @@ class Scene:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), SHAPES)
-def test_a_node_reads_like_the_chain_that_is_its_path(heads: int, kv_heads: int, dim: int, window: int | None) -> None:
-    scene = Scene(heads, kv_heads, dim, window)
+def test_a_tree_node_has_the_bits_of_the_chain_that_equals_its_path(
+    heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    case = AttentionCase(heads, kv_heads, dim, window)
     parents, paths = (WIDE, WIDE_PATHS) if heads // kv_heads == 6 else (PARENTS, PATHS)
     tree = tuple(Draft(i, parent) for i, parent in enumerate(parents))
     q = normal(1 + len(tree), heads * dim, seed=7)
     for start in STARTS:
-        found = scene.attended(q, scene.inputs(start, tree), scene.keys, scene.values)
+        found = case.attend(q, case.inputs(start, tree), case.keys, case.values)
         for path in paths:
-            chosen = [0, *(1 + node for node in path)]
+            tokens = [0, *(1 + node for node in path)]
             chain = tuple(Draft(0, i - 1) for i in range(len(path)))
-            stores = [scene.moved(store, start, path) for store in (scene.keys, scene.values)]
-            alone = scene.attended(q[chosen], scene.inputs(start, chain), *stores)
-            assert torch.equal(alone, found[chosen]), (start, path)
-            expected = scene.judged(q[chosen[-1]], start + len(path), *stores)
-            error = (found[chosen[-1]].cpu().double() - expected).norm() / expected.norm()
+            stores = [case.as_chain(store, start, path) for store in (case.keys, case.values)]
+            chain_output = case.attend(q[tokens], case.inputs(start, chain), *stores)
+            assert torch.equal(chain_output, found[tokens]), (start, path)
+            expected = case.reference(q[tokens[-1]], start + len(path), *stores)
+            error = (found[tokens[-1]].cpu().double() - expected).norm() / expected.norm()
             assert error < 2e-3, (start, path, float(error))

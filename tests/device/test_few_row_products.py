@@ -1,7 +1,6 @@
-"""Products of a few rows: every tile that is chosen, whichever side the weight takes, has the numbers and on a device the bits
-of the others.
+"""Products of up to 64 rows: every tile, with plain or swapped operands, gives right results and, on a GPU, equal bits.
 
-On an accelerator, or under Triton's interpreter, whose dots follow the tile: there the numbers are judged.
+On a GPU, or under Triton's interpreter, where the rounding of `tl.dot` depends on the tile and only closeness is tested.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def shapes() -> list[tuple[int, int]]:
     return [(192, 160)] if INTERPRETED else [(1000, 576), (14000, 1000), *SKINNY_TILES]
 
 
-def test_a_row_among_others_has_the_bits_of_the_row_alone_in_every_shape() -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_for_every_shape() -> None:
     from onedraw.backends.torch.ops.cuda.linear import Tile, linear
 
     tiles = {"swapped": {"tile": Tile(32, 64, 64, 4, 3, swapped=True)}, "chosen": {}} if INTERPRETED else {"chosen": {}}

@@ -1,7 +1,7 @@
-"""Turns that are padded, recorded and replayed: the same tokens and checksums as turns that run kernel by kernel.
+"""Padded, captured and replayed steps give the same tokens and checksums as eager steps.
 
-On an accelerator with CUDA graphs. Without one under Triton's interpreter, where a recorded turn is its first work called again
-(`ReplayedWork`): what does not come through the arena is then stale, and padding that is no exact no-op shows.
+On a GPU with CUDA graphs. Without one under Triton's interpreter, where replaying a step calls the work of its first run again
+(`ReplayedWork`): inputs that are not in the staging buffers are then stale, and padding that is not an exact no-op shows.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def spec_of(*mixers: AttentionSpec | DeltaSpec) -> ModelSpec:
 
 
 SPECS = {"hybrid": spec_of(DELTA, ATTENTION), "attention": spec_of(ATTENTION), "windows": spec_of(ATTENTION, WINDOWED)}
-KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a second for every turn
+KINDS = ["hybrid"] if INTERPRETED else list(SPECS)  # the interpreter takes a second per step
 
 
 def backend_of(
     kind: str,
-    recorder: GraphCache | None,
+    graph_cache: GraphCache | None,
     *,
     lanes: int = 3,
     dtype: str = DTYPE,
@@ -82,14 +82,14 @@ def backend_of(
         drafts=64,
         ops=TritonOps(torch.device(DEVICE), pdl=pdl),
         check=False,
-        graph_cache=recorder,
+        graph_cache=graph_cache,
         capture=capture,
     )
 
 
 def requests(count: int = 3) -> list[Request]:
     rng = np.random.default_rng(3)
-    found = []
+    made = []
     for i in range(count):
         params = SamplingParams(
             temperature=(0.0, 0.8, 1.0)[i % 3],
@@ -101,31 +101,31 @@ def requests(count: int = 3) -> list[Request]:
             max_tokens=7 if INTERPRETED else 12,
             checksums=True,
         )
-        found.append(Request(f"q{i}", tuple(int(t) for t in rng.integers(0, VOCAB, 4 + 2 * i)), params))
-    return found
+        made.append(Request(f"q{i}", tuple(int(t) for t in rng.integers(0, VOCAB, 4 + 2 * i)), params))
+    return made
 
 
-def one_by_one(kind: str, asked: list[Request]) -> list[Answer]:
-    """Alone, no drafts, nothing recorded, nothing padded."""
+def run_alone(kind: str, submitted: list[Request]) -> list[Answer]:
+    """One request at a time, without drafts, capture and padding."""
     backend = backend_of(kind, None, lanes=1, capture=False)
-    return [run(backend, [request], Schedule(ahead=False))[0][0] for request in asked]
+    return [run(backend, [request], Schedule(ahead=False))[0][0] for request in submitted]
 
 
-def recorders() -> dict[str, GraphCache]:
+def graph_caches() -> dict[str, GraphCache]:
     if DEVICE == "cpu":
         return {"replays": ReplayedWork()}
     return {"straight": NoCapture(), "graphs": CudaGraphs(torch.device(DEVICE))}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
-    asked = requests()
-    expected = one_by_one(kind, asked)
+def test_captured_steps_have_the_bits_of_eager_steps(kind: str) -> None:
+    submitted = requests()
+    expected = run_alone(kind, submitted)
     assert all(answer.error is None for answer in expected)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=0)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, silent_every=0)
     trees = dataclasses.replace(drafts, tree=True)
-    for name, recorder in recorders().items():
-        backend, replayed = backend_of(kind, recorder), [0]
+    for name, graph_cache in graph_caches().items():
+        backend, replayed = backend_of(kind, graph_cache), [0]
         if DEVICE != "cpu":
             backend.warm_up(lambda line: None, drafts=7)
         for label, schedule in (
@@ -133,78 +133,78 @@ def test_a_recorded_turn_has_the_bits_of_a_plain_one(kind: str) -> None:
             ("drafts", Schedule(proposer=drafts, arrivals=(0, 0, 2))),
             ("trees", Schedule(proposer=trees)),
         ):
-            got, stats = run(backend, asked, schedule)
+            got, stats = run(backend, submitted, schedule)
             assert got == expected, (name, label)
             if label != "batched":
                 assert 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
-            if isinstance(recorder, ReplayedWork):
-                replayed.append(recorder.replayed)
-        if isinstance(recorder, ReplayedWork):
+            if isinstance(graph_cache, ReplayedWork):
+                replayed.append(graph_cache.replayed)
+        if isinstance(graph_cache, ReplayedWork):
             assert 2 < replayed[1] < replayed[-1], replayed
         assert backend.graph_runner is not None
         assert backend.graph_runner.started_ahead > 1
-        if isinstance(recorder, CudaGraphs):
-            assert len(recorder) > 2
+        if isinstance(graph_cache, CudaGraphs):
+            assert len(graph_cache) > 2
 
 
-def calm(count: int, *, max_tokens: int, length: int = 12) -> list[Request]:
-    """Sampled requests that stand before the end of a page, every other one with penalties."""
+def sampled_requests(count: int, *, max_tokens: int, length: int = 12) -> list[Request]:
+    """Sampled requests whose prompts end shortly before a page does, every other one with penalties."""
     rng = np.random.default_rng(4)
-    found = []
+    made = []
     for i in range(count):
         penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.2} if i % 2 else {}
         params = SamplingParams(temperature=0.9, max_tokens=max_tokens, checksums=True, seed=i, **penalties)
-        found.append(Request(f"c{i}", tuple(int(t) for t in rng.integers(0, VOCAB, length + i)), params))
-    return found
+        made.append(Request(f"c{i}", tuple(int(t) for t in rng.integers(0, VOCAB, length + i)), params))
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_turn_that_begins_before_its_tokens_are_known_has_the_bits_of_a_plain_one(kind: str) -> None:
-    """One request ends at a stop id that nobody foresaw while another goes on over the end of its page and a third arrives; on
-    an accelerator, one is cancelled, and pages are so few that somebody is driven out."""
-    asked = calm(3, max_tokens=7 if INTERPRETED else 40)
-    full = one_by_one(kind, asked)
+def test_steps_launched_ahead_have_the_bits_of_eager_steps(kind: str) -> None:
+    """The tokens of a step launched ahead are not yet known on the host. One request ends at a stop id, another continues past
+    the end of its page, and a third arrives; on a GPU one is cancelled, too, and pages are few enough to preempt one."""
+    submitted = sampled_requests(3, max_tokens=7 if INTERPRETED else 40)
+    full = run_alone(kind, submitted)
     stop = frozenset({full[0].tokens[3]})
-    asked[0] = dataclasses.replace(asked[0], params=dataclasses.replace(asked[0].params, stop_ids=stop))
-    expected = one_by_one(kind, asked)
+    submitted[0] = dataclasses.replace(submitted[0], params=dataclasses.replace(submitted[0].params, stop_ids=stop))
+    expected = run_alone(kind, submitted)
     assert expected[0].finish == "stop"
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=2, lie_every=3)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, silent_every=2, lie_every=3)
     schedules = {"arrivals": Schedule(arrivals=(0, 0, 5))}
     if not INTERPRETED:
-        schedules["small turns"] = Schedule(arrivals=(0, 3, 9), turn_tokens=64)
+        schedules["small steps"] = Schedule(arrivals=(0, 3, 9), turn_tokens=64)
         schedules["mixed with drafts"] = Schedule(proposer=drafts, arrivals=(0, 2, 7))
         schedules["prefixes"] = Schedule(reuse=True, arrivals=(0, 0, 30))
-    for kept, recorder in recorders().items():
-        backend = backend_of(kind, recorder)
+    for kept, graph_cache in graph_caches().items():
+        backend = backend_of(kind, graph_cache)
         for name, schedule in schedules.items():
             assert backend.graph_runner is not None
             before = backend.graph_runner.started_ahead
-            got, stats = run(backend, asked, schedule)
+            got, stats = run(backend, submitted, schedule)
             assert [dataclasses.replace(a, cached=0) for a in got] == expected, name
             assert backend.graph_runner.started_ahead > before, name
             assert stats.steps_ahead == backend.graph_runner.started_ahead - before, name
         if INTERPRETED:
             continue
-        got, _ = run(backend, asked, Schedule(cancels=((12, 1),)))
+        got, _ = run(backend, submitted, Schedule(cancels=((12, 1),)))
         assert [got[0], got[2]] == [expected[0], expected[2]]
         assert got[1].checksums == expected[1].checksums[: len(got[1].checksums)]
-        got, stats = run(backend_of(kind, recorders()[kept], pages=7), asked, Schedule())
+        got, stats = run(backend_of(kind, graph_caches()[kept], pages=7), submitted, Schedule())
         assert got == expected
         assert stats.preemptions
         assert stats.steps_ahead
 
 
-@pytest.mark.parametrize("fault", ["stale token", "stepped twice", "short history"])
-def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["stale token", "state updated twice", "short history"])
+def test_a_planted_fault_in_steps_launched_ahead_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
     from onedraw.backends.torch.runner import graph_runner
 
-    asked = calm(2, max_tokens=5, length=5)[1:]
-    expected = one_by_one("hybrid", asked)
+    submitted = sampled_requests(2, max_tokens=5, length=5)[1:]
+    expected = run_alone("hybrid", submitted)
     match fault:
         case "stale token":
             monkeypatch.setattr(TritonOps, "keep_last_tokens", lambda self, samples, lanes, last: None)
-        case "stepped twice":
+        case "state updated twice":
             real = graph_runner.GraphRunner.result
 
             def twice(self, laid, sampled):  # type: ignore[no-untyped-def]
@@ -220,53 +220,53 @@ def test_a_planted_fault_of_a_turn_ahead_is_caught(fault: str, monkeypatch: pyte
                 "sampling_positions",
                 lambda rows: [SamplingPosition(r.lane, r.params, r.history, (), r.request_id) for r in rows],
             )
-    got, stats = run(backend_of("hybrid", NoCapture()), asked, Schedule())
+    got, stats = run(backend_of("hybrid", NoCapture()), submitted, Schedule())
     assert stats.steps_ahead
     assert got != expected
 
 
-@pytest.mark.parametrize("room", [64, 800])  # for nothing; for all but what became known since the last turn
-def test_wishes_that_are_too_many_to_be_recorded_change_nothing(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers run already when the choosing is laid out: it goes on without its arena."""
+@pytest.mark.parametrize("room", [64, 800])  # bytes: for nothing; for all but the count increments
+def test_sampling_inputs_that_exceed_their_staging_buffer_change_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers already run when the sampling inputs are staged: sampling then runs eagerly."""
     from onedraw.backends.torch.runner import graph_runner
 
-    asked = calm(2, max_tokens=4, length=5)[1:]
-    expected = one_by_one("hybrid", asked)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(asked, expected, strict=True)}, VOCAB, silent_every=2)
-    monkeypatch.setattr(graph_runner, "SAMPLING_BYTES", room)
-    recorder = next(iter(recorders().values()))
-    got, stats = run(backend_of("hybrid", recorder), asked, Schedule(proposer=drafts))
+    submitted = sampled_requests(2, max_tokens=4, length=5)[1:]
+    expected = run_alone("hybrid", submitted)
+    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, silent_every=2)
+    monkeypatch.setattr(graph_runner, "SAMPLING_BYTES", size)
+    graph_cache = next(iter(graph_caches().values()))
+    got, stats = run(backend_of("hybrid", graph_cache), submitted, Schedule(proposer=drafts))
     assert got == expected
     assert stats.accepted_tokens
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="what shares memory on a device is luck")
-def test_choosing_that_reads_the_memory_of_the_layers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: what the layers left stays where other recorded works put theirs."""
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a device it is not deterministic which captures share memory")
+def test_sampling_that_reads_memory_shared_between_captures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: the hidden states stay in memory that other captured work overwrites."""
     from onedraw.backends.torch.model.transformer import ResidualStream
     from onedraw.backends.torch.runner.graph_runner import GraphRunner
 
-    asked = calm(1, max_tokens=4, length=5)
-    expected = one_by_one("hybrid", asked)
+    submitted = sampled_requests(1, max_tokens=4, length=5)
+    expected = run_alone("hybrid", submitted)
     real = GraphRunner._layers
 
-    def shares(self, stage, own, entered, probe):  # type: ignore[no-untyped-def]
+    def without_copy(self, stage, own, entered, probe):  # type: ignore[no-untyped-def]
         stream, probe = real(self, stage, own, entered, probe)
         return ResidualStream(stream.x.clone(), None, 0), probe
 
-    monkeypatch.setattr(GraphRunner, "_layers", shares)
-    assert run(backend_of("hybrid", ReplayedWork()), asked, Schedule())[0] != expected
+    monkeypatch.setattr(GraphRunner, "_layers", without_copy)
+    assert run(backend_of("hybrid", ReplayedWork()), submitted, Schedule())[0] != expected
 
 
-def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_is_behind_them() -> None:
-    asked = calm(2, max_tokens=6, length=5)
-    backend = backend_of("hybrid", next(iter(recorders().values())), dtype="f16")
+def test_overflow_ends_its_rows_and_names_the_layer_with_a_step_launched_ahead() -> None:
+    submitted = sampled_requests(2, max_tokens=6, length=5)
+    backend = backend_of("hybrid", next(iter(graph_caches().values())), dtype="f16")
     allocator = Allocator(backend.capacity, reuse=False)
     scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator(), step_tokens=64)
     engine = Engine(backend=backend, scheduler=scheduler)
-    heard: list[Event] = []
-    for request in asked:
-        engine.add(request, heard.append)
+    events: list[Event] = []
+    for request in submitted:
+        engine.add(request, events.append)
     for _ in range(3):
         engine.step()
     norm = backend.model.layers[1].attn_norm
@@ -275,73 +275,77 @@ def test_numbers_that_overflow_end_their_rows_and_name_the_layer_though_a_turn_i
     while engine.busy:
         engine.step()
     assert engine.stats().steps_ahead > 1
-    errors = {event.request_id: event.error for event in heard if event.error is not None}
+    errors = {event.request_id: event.error for event in events if event.error is not None}
     assert set(errors) == {"c0", "c1"}
     assert all(isinstance(error, NonFiniteLogits) and "layer 1 " in str(error) for error in errors.values())
     allocator.audit_all()
     norm.copy_(kept)
-    assert all(answer.error is None for answer in run(backend, asked, Schedule())[0])
+    assert all(answer.error is None for answer in run(backend, submitted, Schedule())[0])
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is recorded without a CUDA device")
-def test_what_was_rehearsed_is_not_recorded_again_and_leaves_nothing_behind() -> None:
-    """One row is rehearsed as far as the context goes."""
-    asked = [dataclasses.replace(request, id=f"far{i}") for i, request in enumerate(calm(2, max_tokens=6, length=1020))][:1]
-    plain_one = backend_of("hybrid", None, lanes=1, pages=80, max_context=4096, capture=False)
-    expected = [run(plain_one, asked, Schedule(ahead=False))[0][0]]
-    recorder = CudaGraphs(torch.device(DEVICE))
-    backend = backend_of("hybrid", recorder, pages=80, max_context=4096)
+@pytest.mark.skipif(DEVICE == "cpu", reason="capture needs a CUDA device")
+def test_warmed_up_steps_are_not_captured_again_and_change_no_state() -> None:
+    """One row is warmed up to the end of the context."""
+    submitted = [
+        dataclasses.replace(request, id=f"far{i}") for i, request in enumerate(sampled_requests(2, max_tokens=6, length=1020))
+    ][:1]
+    backend_alone = backend_of("hybrid", None, lanes=1, pages=80, max_context=4096, capture=False)
+    expected = [run(backend_alone, submitted, Schedule(ahead=False))[0][0]]
+    graph_cache = CudaGraphs(torch.device(DEVICE))
+    backend = backend_of("hybrid", graph_cache, pages=80, max_context=4096)
     backend.warm_up(lambda line: None)
-    asked_plainly = [dataclasses.replace(r, params=dataclasses.replace(r.params, checksums=False)) for r in asked]
-    before = len(recorder)
-    got, stats = run(backend, asked_plainly, Schedule())
+    without_checksums = [dataclasses.replace(r, params=dataclasses.replace(r.params, checksums=False)) for r in submitted]
+    before = len(graph_cache)
+    got, stats = run(backend, without_checksums, Schedule())
     assert stats.steps_ahead > 3
-    assert len(recorder) == before >= 12
+    assert len(graph_cache) == before >= 12
     assert got[0].tokens == expected[0].tokens
-    assert run(backend, asked, Schedule())[0] == expected
+    assert run(backend, submitted, Schedule())[0] == expected
 
 
-def test_drafts_that_were_rehearsed_are_not_recorded_again_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to seven of one row, in either reach; the interpreter has one of the ways to choose."""
+def test_warmed_up_verify_steps_are_not_captured_again_and_change_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to seven drafts of one row; under the interpreter with one kind of sampling parameters."""
     from onedraw.backends.torch.runner import graph_runner
 
     if INTERPRETED:
         monkeypatch.setattr(graph_runner, "WARM_UP_PARAMS", graph_runner.WARM_UP_PARAMS[:1])
-    asked = [dataclasses.replace(request, params=SamplingParams(temperature=0.0, max_tokens=8)) for request in requests(1)]
-    expected = one_by_one("hybrid", asked)
-    recorder: ReplayedWork | CudaGraphs = ReplayedWork() if DEVICE == "cpu" else CudaGraphs(torch.device(DEVICE))
-    backend, lines = backend_of("hybrid", recorder, lanes=1), list[str]()
+    submitted = [dataclasses.replace(request, params=SamplingParams(temperature=0.0, max_tokens=8)) for request in requests(1)]
+    expected = run_alone("hybrid", submitted)
+    graph_cache: ReplayedWork | CudaGraphs = ReplayedWork() if DEVICE == "cpu" else CudaGraphs(torch.device(DEVICE))
+    backend, lines = backend_of("hybrid", graph_cache, lanes=1), list[str]()
     backend.warm_up(lines.append, drafts=7)
     assert lines[0].startswith("capturing CUDA graphs, 1 of ")
-    before = recorded(recorder)
-    got, stats = run(backend, asked, Schedule(proposer=Clairvoyant({asked[0].id: expected[0].tokens}, VOCAB, silent_every=0)))
+    before = capture_count(graph_cache)
+    got, stats = run(
+        backend, submitted, Schedule(proposer=Clairvoyant({submitted[0].id: expected[0].tokens}, VOCAB, silent_every=0))
+    )
     assert got == expected
     assert stats.accepted_tokens > 0
-    assert recorded(recorder) == before
+    assert capture_count(graph_cache) == before
 
 
-def recorded(recorder: ReplayedWork | CudaGraphs) -> int:
-    return len(recorder._works if isinstance(recorder, ReplayedWork) else recorder)
+def capture_count(graph_cache: ReplayedWork | CudaGraphs) -> int:
+    return len(graph_cache._works if isinstance(graph_cache, ReplayedWork) else graph_cache)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second for every turn")
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a second per step")
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-def test_a_checkpoint_of_a_family_decodes_alike_with_turns_ahead_and_without(name: str) -> None:
-    """Four at once over several pages, some of them with penalties, all of them stopped by ids that nobody foresaw."""
+def test_model_families_decode_alike_with_and_without_steps_launched_ahead(name: str) -> None:
+    """Four at once over several pages, some with penalties, all ended by stop ids."""
     from tests.device.test_families import backend_of as family_of
 
-    asked = [
+    submitted = [
         dataclasses.replace(request, params=dataclasses.replace(request.params, stop_ids=frozenset(range(0, 512, 23))))
-        for request in calm(6, max_tokens=60, length=30)
+        for request in sampled_requests(6, max_tokens=60, length=30)
     ]
-    lonely = family_of(name, lanes=1)
-    expected = plain(lambda: lonely, asked)
+    alone = family_of(name, lanes=1)
+    expected = plain(lambda: alone, submitted)
     assert len({len(answer.tokens) for answer in expected}) > 2
     for label, schedule in (
         ("alone", Schedule(arrivals=tuple(range(0, 600, 100)))),
         ("batched", Schedule()),
         ("arriving", Schedule(arrivals=(0, 2, 5, 7, 11, 17), turn_tokens=64, reuse=True)),
     ):
-        got, stats = run(family_of(name), asked, schedule)
+        got, stats = run(family_of(name), submitted, schedule)
         assert [dataclasses.replace(a, cached=0) for a in got] == expected, label
         assert stats.steps_ahead > 10, label

@@ -1,6 +1,6 @@
-"""Keys and values as codes of 8 bits on an accelerator: what is written, what is read, and that no form changes a bit.
+"""8-bit KV cache: codes and scales that are written, attention over them, and equal bits for any batch, chunk or tile.
 
-Without an accelerator the kernels alone, under Triton's interpreter.
+On a GPU; without one the kernels alone, under Triton's interpreter.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -35,7 +35,7 @@ pytestmark = [
 ]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's numpy has no bf16
-KINDS = ("int8", "fp8")  # the interpreter's own rounding to fp8 loses a carry, so there its codes are not the twin's
+KINDS = ("int8", "fp8")  # the interpreter's rounding to fp8 loses a carry, so its codes differ from plain torch's
 PAGE = 16
 PAGES = 60 if INTERPRETED else 700
 LONG = 100 if INTERPRETED else 2300
@@ -59,7 +59,7 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device=DEVICE).to(DTYPE)
 
 
-def turn(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]]) -> Inputs:
+def step_inputs(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]]) -> Inputs:
     laid, first = [], 0
     for start, count, drafts in spans:
         laid.append(Span(first, count, start, drafts))
@@ -68,12 +68,12 @@ def turn(spans: list[tuple[int, int, tuple[Draft, ...]]], tables: list[list[int]
     return lay_out([0] * first, laid, [(table,) for table in tables], layout=layout, device=DEVICE)
 
 
-class Scene:
-    """A store with a random past, and rows that continue it."""
+class AttentionCase:
+    """KV pages with random contents, and rows that continue them."""
 
     def __init__(self, spec: AttentionSpec, kind: str) -> None:
         self.spec, self.kind = spec, KV_DTYPES[kind]
-        self.turns = rope_table(spec.rope, 8192, dtype=DTYPE, device=DEVICE)
+        self.rope = rope_table(spec.rope, 8192, dtype=DTYPE, device=DEVICE)
         self.norm = normal(spec.head_dim, seed=11) if spec.qk_norm else None
         self.width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         order, per = np.random.default_rng(3).permutation(PAGES), PAGES // 4
@@ -90,7 +90,7 @@ class Scene:
         return store
 
     def run(self, ops: TritonOps | TorchOps, inputs: Inputs, qkv: Tensor, store: PageStore | None = None) -> Tensor:
-        prepared = ops.prepare_attention(inputs, self.spec, self.turns)
+        prepared = ops.prepare_attention(inputs, self.spec, self.rope)
         given = {"spec": self.spec, "store": store or self.store(), "q_norm": self.norm, "k_norm": self.norm, "eps": 1e-6}
         return prepared.attend(qkv, **given)  # type: ignore[arg-type]
 
@@ -99,11 +99,11 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def slow_attention(scene: Scene, inputs: Inputs, qkv: Tensor, store: PageStore) -> Tensor:
-    """Token by token in float64, from what lies in the pages after the turn."""
-    spec = scene.spec
+def slow_attention(case: AttentionCase, inputs: Inputs, qkv: Tensor, store: PageStore) -> Tensor:
+    """Token by token in float64, from the contents of the pages after the step."""
+    spec = case.spec
     q = qkv[:, : spec.heads * spec.head_dim].reshape(len(qkv), spec.heads, -1)
-    q = rotate(q if scene.norm is None else rms_norm(q, scene.norm, 1e-6), scene.turns[inputs.positions]).double()
+    q = rotate(q if case.norm is None else rms_norm(q, case.norm, 1e-6), case.rope[inputs.positions]).double()
     assert store.key_scales is not None
     assert store.value_scales is not None
     pairs = ((store.keys, store.key_scales), (store.values, store.value_scales))
@@ -126,7 +126,7 @@ def slow_attention(scene: Scene, inputs: Inputs, qkv: Tensor, store: PageStore) 
 
 
 @triton.jit
-def _widened(pairs, lower, upper, kind: tl.constexpr, FP8: tl.constexpr, N: tl.constexpr):
+def _unpack(pairs, lower, upper, kind: tl.constexpr, FP8: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, N)
     low, up = unpack_pairs(tl.load(pairs + at), kind, FP8)
     tl.store(lower + at, low)
@@ -135,47 +135,47 @@ def _widened(pairs, lower, upper, kind: tl.constexpr, FP8: tl.constexpr, N: tl.c
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
-def test_every_code_is_read_as_the_number_it_is(kind: str, dtype: torch.dtype) -> None:
+def test_every_code_is_unpacked_to_its_value(kind: str, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
     pairs = torch.stack([codes, codes.flip(0)], 1).view(torch.int16).view(-1).to(DEVICE)
     found = [torch.empty(256, dtype=dtype, device=DEVICE) for _ in range(2)]
-    _widened[(1,)](pairs, *found, kind=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, FP8=kind == "fp8", N=256)
+    _unpack[(1,)](pairs, *found, kind=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, FP8=kind == "fp8", N=256)
     for got, given in zip(found, (codes, codes.flip(0)), strict=True):
         expected = given.view(KV_DTYPES[kind]).float()
-        sound = torch.isfinite(expected)  # fp8 has two codes for NaN, which nobody writes
+        sound = torch.isfinite(expected)  # fp8 has two NaN codes, which are never written
         assert torch.equal(got.cpu().float()[sound], expected[sound])
 
 
 @pytest.mark.parametrize("kind", KINDS[:1] if INTERPRETED else KINDS)
 @pytest.mark.parametrize("index", range(len(SPECS)))
-def test_codes_and_scales_are_written_as_the_twin_writes_them(index: int, kind: str) -> None:
-    scene = Scene(SPECS[index], kind)
-    inputs = turn([(LONG, 5, ()), (3, 4, ())], scene.tables)
-    qkv = normal(9, scene.width, seed=5)
-    qkv[1] = 0.0  # the largest of such a head is zero
+def test_codes_and_scales_are_written_as_in_plain_torch(index: int, kind: str) -> None:
+    case = AttentionCase(SPECS[index], kind)
+    inputs = step_inputs([(LONG, 5, ()), (3, 4, ())], case.tables)
+    qkv = normal(9, case.width, seed=5)
+    qkv[1] = 0.0  # heads of zeros have scale 0
     stores = []
     for ops in (TritonOps(DEVICE), TorchOps(DEVICE)):
-        stores.append(scene.store())
-        scene.run(ops, inputs, qkv, stores[-1])
+        stores.append(case.store())
+        case.run(ops, inputs, qkv, stores[-1])
     for name, found in stores[0].parts().items():
-        twin = stores[1].parts()[name]
+        plain = stores[1].parts()[name]
         if "scales" in name:
-            assert error(found, twin) < 1e-6, name
-        else:  # a rounding of a norm's sum may move a number over an edge
-            assert (found != twin).float().mean() < 1e-4, name
+            assert error(found, plain) < 1e-6, name
+        else:  # rounding of the norm may move a value across a code boundary
+            assert (found != plain).float().mean() < 1e-4, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_value_that_is_not_finite_is_seen_by_its_own_row_alone(kind: str) -> None:
-    scene = Scene(SPECS[0], kind)
+def test_a_value_that_is_not_finite_affects_only_its_row(kind: str) -> None:
+    case = AttentionCase(SPECS[0], kind)
     spans = [(20, 3, ()), (40, 3, ())]
-    qkv = normal(6, scene.width, seed=5)
-    store = scene.store()
-    clean = scene.run(TritonOps(DEVICE), turn(spans, scene.tables), qkv, store)
-    for column in (-1, (scene.spec.heads + 1) * scene.spec.head_dim - 1):  # a value, a key
+    qkv = normal(6, case.width, seed=5)
+    store = case.store()
+    clean = case.run(TritonOps(DEVICE), step_inputs(spans, case.tables), qkv, store)
+    for column in (-1, (case.spec.heads + 1) * case.spec.head_dim - 1):  # a value, a key
         broken = qkv.clone()
         broken[1, column] = float("inf")
-        found = scene.run(TritonOps(DEVICE), turn(spans, scene.tables), broken, scene.store())
+        found = case.run(TritonOps(DEVICE), step_inputs(spans, case.tables), broken, case.store())
         assert torch.equal(found[3:], clean[3:])
         assert torch.equal(found[0], clean[0])
         assert not torch.isfinite(found[1]).all()
@@ -184,38 +184,38 @@ def test_a_value_that_is_not_finite_is_seen_by_its_own_row_alone(kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", range(len(SPECS)))
-def test_attention_over_codes_is_right_and_no_batch_chunk_or_tile_changes_a_bit(index: int, kind: str) -> None:
-    scene = Scene(SPECS[index], kind)
+def test_quantized_attention_is_right_and_no_batch_chunk_or_tile_changes_a_bit(index: int, kind: str) -> None:
+    case = AttentionCase(SPECS[index], kind)
     ops, length = TritonOps(DEVICE), 5 if INTERPRETED else 300
     chain = tuple(Draft(i, i - 1) for i in range(2 if INTERPRETED else 7))
     spans = [(LONG // 2, length, ()), (LONG, 1 + len(chain), chain), (30, 1 + len(TREE), TREE), (3, 1, ())]
-    whole = turn(spans, scene.tables)
-    qkv = normal(len(whole.host_tokens), scene.width, seed=5)
-    store = scene.store()
-    found = scene.run(ops, whole, qkv, store)
-    expected = slow_attention(scene, whole, qkv, store)
+    whole = step_inputs(spans, case.tables)
+    qkv = normal(len(whole.host_tokens), case.width, seed=5)
+    store = case.store()
+    found = case.run(ops, whole, qkv, store)
+    expected = slow_attention(case, whole, qkv, store)
     assert error(found, expected) < (6e-3 if torch.bfloat16 == DTYPE else 2e-3)
     if not (INTERPRETED and kind == "fp8"):
-        assert error(scene.run(TorchOps(DEVICE), whole, qkv), expected) < 2e-2
+        assert error(case.run(TorchOps(DEVICE), whole, qkv), expected) < 2e-2
     first = 0
-    for span, table in zip(spans, scene.tables, strict=True):  # alone
+    for span, table in zip(spans, case.tables, strict=True):  # alone
         part = slice(first, first + span[1])
-        assert torch.equal(scene.run(ops, turn([span], [table]), qkv[part]), found[part]), span
+        assert torch.equal(case.run(ops, step_inputs([span], [table]), qkv[part]), found[part]), span
         first += span[1]
     for cut in (1, length // 2, length - 1):  # in chunks
-        store = scene.store()
+        store = case.store()
         parts = [(LONG // 2, cut, ()), (LONG // 2 + cut, length - cut, ())]
         pieces = [qkv[:cut], qkv[cut:length]]
-        got = [scene.run(ops, turn([p], scene.tables[:1]), x, store) for p, x in zip(parts, pieces, strict=True)]
+        got = [case.run(ops, step_inputs([p], case.tables[:1]), x, store) for p, x in zip(parts, pieces, strict=True)]
         assert torch.equal(torch.cat(got), found[:length]), cut
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", range(len(SPECS)))
-def test_both_forms_of_the_splits_give_equal_bits(index: int, kind: str) -> None:
-    scene = Scene(SPECS[index], kind)
-    spec, store = scene.spec, scene.store()
-    inputs = turn([(LONG, 4, ())], scene.tables[:1])
+def test_sequential_and_parallel_splits_give_equal_bits(index: int, kind: str) -> None:
+    case = AttentionCase(SPECS[index], kind)
+    spec, store = case.spec, case.store()
+    inputs = step_inputs([(LONG, 4, ())], case.tables[:1])
     q = normal(4, spec.heads * spec.head_dim, seed=5)
     found = []
     for full_grid in (1, 10**9):
@@ -234,35 +234,35 @@ def test_both_forms_of_the_splits_give_equal_bits(index: int, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kept_draft_comes_home_with_its_scales(kind: str) -> None:
-    scene = Scene(SPECS[0], kind)
-    store, twin, spec = scene.store(), scene.store(), scene.spec
+def test_a_kept_draft_is_moved_with_its_scales(kind: str) -> None:
+    case = AttentionCase(SPECS[0], kind)
+    store, plain, spec = case.store(), case.store(), case.spec
     start = 30  # the drafts cross a page
     tokens = torch.tensor([1, *(draft.token for draft in TREE)], device=DEVICE)
-    chosen = torch.tensor([6, 0, 9, 0, 0, 3, 0, 0, 0], device=DEVICE)  # 6, then 9, then 3: nodes 1, 4 and 5
+    samples = torch.tensor([6, 0, 9, 0, 0, 3, 0, 0, 0], device=DEVICE)  # 6, then 9, then 3: nodes 1, 4 and 5
     parents = torch.tensor([-2, *(draft.parent for draft in TREE)], dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([[0, 1 + len(TREE), 0, 0, start + 1]], dtype=torch.int32, device=DEVICE)
-    verified = verify_drafts(chosen, tokens=tokens, parents=parents, rows=rows, longest=1 + len(TREE))
+    verified = verify_drafts(samples, tokens=tokens, parents=parents, rows=rows, longest=1 + len(TREE))
     assert verified.kept[0, :4].tolist() == [1, 4, 5, -1]
-    table = torch.tensor([scene.tables[0]], dtype=torch.int32, device=DEVICE)
+    table = torch.tensor([case.tables[0]], dtype=torch.int32, device=DEVICE)
     for pair, head_bytes in ((("keys", "values"), spec.head_dim), (("key_scales", "value_scales"), 4)):
         stores = torch.tensor([[store.parts()[name].data_ptr() for name in pair]], device=DEVICE)
         sizes = {"kv_heads": spec.kv_heads, "head_bytes": head_bytes, "page_size": PAGE}
         move_kept_kv(stores, verified, rows=rows, page_table=table, **sizes)
     slots = [(start + 1 + index, start + 1 + depth) for depth, index in enumerate((1, 4, 5))]
-    pages = scene.tables[0]
+    pages = case.tables[0]
     moves = [(pages[a // PAGE], a % PAGE, pages[b // PAGE], b % PAGE) for a, b in slots]
-    twin.move(torch.tensor(moves, device=DEVICE))
-    assert all(torch.equal(part, twin.parts()[name]) for name, part in store.parts().items())
+    plain.move(torch.tensor(moves, device=DEVICE))
+    assert all(torch.equal(part, plain.parts()[name]) for name, part in store.parts().items())
 
 
-@pytest.mark.skipif(INTERPRETED, reason="takes a device")
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4_e4b"])
-def test_no_schedule_changes_a_bit_of_a_family(name: str, kind: str) -> None:
+def test_no_schedule_changes_a_bit_with_a_quantized_cache(name: str, kind: str) -> None:
     from tests.device.test_families import backend_of, requests, schedules_agree
     from tests.laws.harness import plain
 
     expected = schedules_agree(name, kv_dtype=kind)
     [plainly] = plain(lambda: backend_of(name, lanes=1), requests()[:1])
-    assert plainly.checksums != expected[0].checksums  # the codes are read
+    assert plainly.checksums != expected[0].checksums  # quantization has an effect
