@@ -20,7 +20,7 @@ from onedraw.checkpoints.random_weights import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Clairvoyant, Schedule, plain, random_requests, run
+from tests.laws.harness import KnownAnswerProposer, Schedule, plain, random_requests, run
 
 pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -54,11 +54,11 @@ def test_no_schedule_changes_a_bit_on_the_device(dtype: str) -> None:
     assert alone.report.passed, alone.report
     expected = plain(lambda: alone, requests)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, VOCAB)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, VOCAB)
     few = -(-longest // 16) + 4
     for name, backend, schedule in (
         ("batched", backend_of(dtype), Schedule()),
-        ("small steps", backend_of(dtype), Schedule(turn_tokens=7)),
+        ("small steps", backend_of(dtype), Schedule(step_tokens=7)),
         ("prefix hits", backend_of(dtype), Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12, 15))),
         ("few pages, drafts", backend_of(dtype, pages=few), Schedule(reuse=True, proposer=drafts)),
     ):
@@ -95,7 +95,7 @@ def test_steps_in_flight_on_stages_give_the_bits_of_one_stage(dtype: str, cuts: 
         max_in_flight=count,
         **sizes,
     )
-    got, stats = run(split, requests, Schedule(reuse=True, turn_tokens=64))  # prompts get their own plans
+    got, stats = run(split, requests, Schedule(reuse=True, step_tokens=64))  # prompts get their own plans
     split.close()
     assert [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
     assert stats.overlapped_steps
@@ -110,7 +110,7 @@ def test_captured_steps_on_stages_have_the_bits_of_one_stage(cuts: tuple[int, ..
     ops = lambda: pick_ops("cuda:0", "bf16", cache=default_cache_dir())  # noqa: E731
     expected = plain(lambda: backend_of("bf16", lanes=1, ops=ops()), requests)
     known = {r.id: a.tokens for r, a in zip(requests, expected, strict=True)}
-    drafts = None if drafting == "none" else Clairvoyant(known, VOCAB, tree=drafting == "trees")
+    drafts = None if drafting == "none" else KnownAnswerProposer(known, VOCAB, tree=drafting == "trees")
     stage_devices = [StageDevice.named("cuda:0", ops(), stop=stop) for stop in (*cuts, None)]
     sizes: dict[str, Any] = {"rows": 4096, "lanes": 4, "pages": 200, "page_size": 16, "max_context": 512}
     split = TorchBackend(SPEC, random_weights(SPEC, seed=1), dtype="bf16", stage_devices=stage_devices, **sizes)

@@ -24,7 +24,7 @@ from onedraw.memory.allocator import Allocator
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
 from tests.support.replayed_work import ReplayedWork
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -108,7 +108,7 @@ def requests(count: int = 3) -> list[Request]:
 def run_alone(kind: str, submitted: list[Request]) -> list[Answer]:
     """One request at a time, without drafts, capture and padding."""
     backend = backend_of(kind, None, lanes=1, capture=False)
-    return [run(backend, [request], Schedule(ahead=False))[0][0] for request in submitted]
+    return [run(backend, [request], Schedule(async_scheduling=False))[0][0] for request in submitted]
 
 
 def graph_caches() -> dict[str, GraphCache]:
@@ -122,7 +122,7 @@ def test_captured_steps_have_the_bits_of_eager_steps(kind: str) -> None:
     submitted = requests()
     expected = run_alone(kind, submitted)
     assert all(answer.error is None for answer in expected)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, silent_every=0)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=0)
     trees = dataclasses.replace(drafts, tree=True)
     for name, graph_cache in graph_caches().items():
         backend, replayed = backend_of(kind, graph_cache), [0]
@@ -168,10 +168,10 @@ def test_steps_launched_ahead_have_the_bits_of_eager_steps(kind: str) -> None:
     submitted[0] = dataclasses.replace(submitted[0], params=dataclasses.replace(submitted[0].params, stop_ids=stop))
     expected = run_alone(kind, submitted)
     assert expected[0].finish == "stop"
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, silent_every=2, lie_every=3)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=2, wrong_every=3)
     schedules = {"arrivals": Schedule(arrivals=(0, 0, 5))}
     if not INTERPRETED:
-        schedules["small steps"] = Schedule(arrivals=(0, 3, 9), turn_tokens=64)
+        schedules["small steps"] = Schedule(arrivals=(0, 3, 9), step_tokens=64)
         schedules["mixed with drafts"] = Schedule(proposer=drafts, arrivals=(0, 2, 7))
         schedules["prefixes"] = Schedule(reuse=True, arrivals=(0, 0, 30))
     for kept, graph_cache in graph_caches().items():
@@ -232,7 +232,7 @@ def test_sampling_inputs_that_exceed_their_staging_buffer_change_nothing(size: i
 
     submitted = sampled_requests(2, max_tokens=4, length=5)[1:]
     expected = run_alone("hybrid", submitted)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, silent_every=2)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=2)
     monkeypatch.setattr(graph_runner, "SAMPLING_BYTES", size)
     graph_cache = next(iter(graph_caches().values()))
     got, stats = run(backend_of("hybrid", graph_cache), submitted, Schedule(proposer=drafts))
@@ -290,7 +290,7 @@ def test_warmed_up_steps_are_not_captured_again_and_change_no_state() -> None:
         dataclasses.replace(request, id=f"far{i}") for i, request in enumerate(sampled_requests(2, max_tokens=6, length=1020))
     ][:1]
     backend_alone = backend_of("hybrid", None, lanes=1, pages=80, max_context=4096, capture=False)
-    expected = [run(backend_alone, submitted, Schedule(ahead=False))[0][0]]
+    expected = [run(backend_alone, submitted, Schedule(async_scheduling=False))[0][0]]
     graph_cache = CudaGraphs(torch.device(DEVICE))
     backend = backend_of("hybrid", graph_cache, pages=80, max_context=4096)
     backend.warm_up(lambda line: None)
@@ -317,7 +317,7 @@ def test_warmed_up_verify_steps_are_not_captured_again_and_change_no_state(monke
     assert lines[0].startswith("capturing CUDA graphs, 1 of ")
     before = capture_count(graph_cache)
     got, stats = run(
-        backend, submitted, Schedule(proposer=Clairvoyant({submitted[0].id: expected[0].tokens}, VOCAB, silent_every=0))
+        backend, submitted, Schedule(proposer=KnownAnswerProposer({submitted[0].id: expected[0].tokens}, VOCAB, empty_every=0))
     )
     assert got == expected
     assert stats.accepted_tokens > 0
@@ -344,7 +344,7 @@ def test_model_families_decode_alike_with_and_without_steps_launched_ahead(name:
     for label, schedule in (
         ("alone", Schedule(arrivals=tuple(range(0, 600, 100)))),
         ("batched", Schedule()),
-        ("arriving", Schedule(arrivals=(0, 2, 5, 7, 11, 17), turn_tokens=64, reuse=True)),
+        ("arriving", Schedule(arrivals=(0, 2, 5, 7, 11, 17), step_tokens=64, reuse=True)),
     ):
         got, stats = run(family_of(name), submitted, schedule)
         assert [dataclasses.replace(a, cached=0) for a in got] == expected, label

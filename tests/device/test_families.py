@@ -18,7 +18,7 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
 
 pytestmark = pytest.mark.device
 FOLDER = Path(__file__).parents[2] / "build" / "tiny"
@@ -81,16 +81,16 @@ def schedules_agree(name: str, *, kv_dtype: str | None = None) -> list[Answer]:
     assert alone.report is not None
     assert alone.report.passed, alone.report.results
     expected = plain(lambda: alone, submitted)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB)
     trees = dataclasses.replace(drafts, tree=True)
     late = tuple(range(0, 16 * len(submitted), 16))
     counted: Counter[str] = Counter()
     for label, pages, schedule in (
         ("batched", 200, Schedule()),
-        ("small steps", 200, Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        ("small steps", 200, Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
         ("checkpoints", 200, Schedule(reuse=True, arrivals=late)),
         ("drafts", 200, Schedule(proposer=drafts, reuse=True)),
-        ("trees, few pages", 26, Schedule(proposer=trees, turn_tokens=80, reuse=True)),
+        ("trees, few pages", 26, Schedule(proposer=trees, step_tokens=80, reuse=True)),
     ):
         backend = backend_of(name, pages=pages, kv_dtype=kv_dtype)
         got, stats = run(backend, submitted, schedule)

@@ -37,7 +37,7 @@ from tests.device.test_cuda_graphs import (
     sampled_requests,
     spec_of,
 )
-from tests.laws.harness import Answer, Clairvoyant, Schedule, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, run
 from tests.support.replayed_work import ReplayedWork
 
 pytestmark = [
@@ -87,7 +87,7 @@ def test_captured_stages_have_the_bits_of_one_stage(kind: str, cuts: tuple[int, 
     submitted = requests()
     expected = run_alone(kind, submitted)
     assert all(answer.error is None for answer in expected)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, silent_every=0)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=0)
     trees = dataclasses.replace(drafts, tree=True)
     schedules = {"batched": Schedule(arrivals=(0, 4, 5)), "trees": Schedule(proposer=trees)}
     if not INTERPRETED:  # trees commit all that chains do, and more
@@ -161,7 +161,7 @@ def test_captured_stages_beside_eager_stages_have_the_bits_of_eager_stages(last:
         assert got == expected
         known = {request.id: answer.tokens for request, answer in zip(submitted, expected, strict=True)}
         for tree in (True,) if INTERPRETED else (False, True):
-            drafts = Clairvoyant(known, VOCAB, silent_every=3, tree=tree)
+            drafts = KnownAnswerProposer(known, VOCAB, empty_every=3, tree=tree)
             got, stats = run(backend, submitted, Schedule(proposer=drafts))
             assert got == expected
             assert stats.accepted_tokens
@@ -181,13 +181,13 @@ def test_captured_steps_in_flight_at_once_have_the_bits_of_eager_steps(
     count = 1 if INTERPRETED else 3
     submitted = [dataclasses.replace(request, id=f"{request.id}.{n}") for n in range(count) for request in requests()]
     expected = run_alone(kind, submitted)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, silent_every=3, tree=tree)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=3, tree=tree)
     for schedule in (
-        (Schedule(proposer=drafts, turn_tokens=64),)
+        (Schedule(proposer=drafts, step_tokens=64),)
         if INTERPRETED
         else (
-            Schedule(turn_tokens=64),
-            Schedule(proposer=drafts, turn_tokens=64),
+            Schedule(step_tokens=64),
+            Schedule(proposer=drafts, step_tokens=64),
         )
     ):
         graph_cache = ReplayedWork() if DEVICE == "cpu" else CudaGraphs(torch.device(DEVICE))

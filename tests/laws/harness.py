@@ -33,7 +33,7 @@ class Answer:
     error: str | None = None
     cached: int = 0
 
-    def hear(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         for choice in event.sampled:
             self.tokens.append(choice.token)
             self.checksums.append(choice.checksum)
@@ -50,7 +50,7 @@ class Answer:
 class Schedule:
     """How requests meet the engine."""
 
-    turn_tokens: int = 4096
+    step_tokens: int = 4096
     reuse: bool = False
     proposer: Proposer | None = None  # drafts as much as there is room for
     speculator: Speculator | None = None  # instead of `proposer`: decides by itself who drafts and how much
@@ -59,7 +59,9 @@ class Schedule:
     allocator: type[Allocator] = Allocator
     snapshots: SnapshotFolder | None = None  # on disk, and closed at the end
     snapshot_tokens: int = 8  # shorter prompts get no snapshot
-    ahead: bool = True  # turns may be sent off behind others, where the backend takes them
+    async_scheduling: bool = (
+        True  # a step may be submitted before the tokens of the previous one are known, if the backend allows it
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class LiveConstraint(ConstraintSpec):
 
 def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
     """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
-    capacity = replace(backend.capacity, async_scheduling=schedule.ahead and backend.capacity.async_scheduling)
+    capacity = replace(backend.capacity, async_scheduling=schedule.async_scheduling and backend.capacity.async_scheduling)
     allocator = schedule.allocator(capacity, reuse=schedule.reuse)
     proposers = [schedule.proposer] if schedule.proposer else []
     speculator = schedule.speculator or Speculator(proposers, draft_tokens=64)
@@ -85,7 +87,7 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
         allocator=allocator,
         capacity=capacity,
         speculator=speculator,
-        step_tokens=schedule.turn_tokens,
+        step_tokens=schedule.step_tokens,
         fetch=None if offload is None else offload.fetch,
     )
     engine = Engine(backend=backend, scheduler=scheduler, offload=offload)
@@ -96,7 +98,7 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
         while pending and (pending[0] >= len(schedule.arrivals) or schedule.arrivals[pending[0]] <= turn):
             index = pending.pop(0)
             spec = requests[index].constraint
-            engine.add(requests[index], answers[index].hear, spec.constraint if isinstance(spec, LiveConstraint) else None)
+            engine.add(requests[index], answers[index].add_event, spec.constraint if isinstance(spec, LiveConstraint) else None)
         for when, index in schedule.cancels:
             if when == turn:
                 engine.cancel(requests[index].id)
@@ -113,7 +115,7 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
 
 def plain(make_backend: Callable[[], Backend], requests: Sequence[Request]) -> list[Answer]:
     """The run every variation is compared with: alone, no drafts, cold, one turn after the other."""
-    return [run(make_backend(), [request], Schedule(ahead=False))[0][0] for request in requests]
+    return [run(make_backend(), [request], Schedule(async_scheduling=False))[0][0] for request in requests]
 
 
 def random_params(rng: np.random.Generator, *, vocab: int, max_tokens: int, calm: bool = False) -> SamplingParams:
@@ -181,13 +183,13 @@ def follow_ups(
 
 
 @dataclass
-class Clairvoyant:
+class KnownAnswerProposer:
     """Knows the answers and lies at fixed places: long accepts, rejections, empty drafts, drafts past the room."""
 
     answers: dict[str, list[int]]
     vocab: int
-    lie_every: int = 4
-    silent_every: int = 5
+    wrong_every: int = 4
+    empty_every: int = 5
     tree: bool = False  # a wrong sibling before and behind every truth
 
     name = "clairvoyant"
@@ -196,11 +198,11 @@ class Clairvoyant:
 
     def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
         done = len(history.output)
-        if self.silent_every and len(history) % self.silent_every == 0:
+        if self.empty_every and len(history) % self.empty_every == 0:
             return ()
         truth = self.answers[request.id][done : done + 6]
         guess = [
-            (token + 1) % self.vocab if self.lie_every and (done + i) % self.lie_every == 0 else token
+            (token + 1) % self.vocab if self.wrong_every and (done + i) % self.wrong_every == 0 else token
             for i, token in enumerate(truth)
         ]
         if len(history) % 7 == 0:

@@ -26,7 +26,7 @@ from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Constraint, History, Request, Row, SampledToken, SamplingParams, TokenMask
 from tests.backends.torch.judge import Fixed
 from tests.laws import test_torch
-from tests.laws.harness import Answer, Clairvoyant, LiveConstraint, Schedule, plain, random_params, run
+from tests.laws.harness import Answer, KnownAnswerProposer, LiveConstraint, Schedule, plain, random_params, run
 from tests.support import tiny
 
 TOKENIZER = fake_tokenizer()
@@ -60,9 +60,9 @@ def schedules(expected: Sequence[Answer]) -> dict[str, Schedule]:
     truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
     return {
         "batched": Schedule(),
-        "chain": Schedule(proposer=Clairvoyant(truth, VOCAB, silent_every=0)),
-        "tree": Schedule(proposer=Clairvoyant(truth, VOCAB, silent_every=0, tree=True)),
-        "tree, small turns": Schedule(proposer=Clairvoyant(truth, VOCAB, tree=True), turn_tokens=7),
+        "chain": Schedule(proposer=KnownAnswerProposer(truth, VOCAB, empty_every=0)),
+        "tree": Schedule(proposer=KnownAnswerProposer(truth, VOCAB, empty_every=0, tree=True)),
+        "tree, small turns": Schedule(proposer=KnownAnswerProposer(truth, VOCAB, tree=True), step_tokens=7),
     }
 
 
@@ -132,7 +132,7 @@ def test_drafts_that_no_token_of_the_tokenizer_stands_for_change_nothing() -> No
     expected = plain(larger, wanted())
     truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
     for tree in (False, True):
-        schedule = Schedule(proposer=Clairvoyant(truth, size, silent_every=0, tree=tree))
+        schedule = Schedule(proposer=KnownAnswerProposer(truth, size, empty_every=0, tree=tree))
         answers, stats = run(larger(), wanted(), schedule)
         assert answers == expected
         assert 0 < stats.accepted_tokens < stats.draft_tokens
@@ -265,7 +265,7 @@ def test_the_same_on_real_arithmetic(ops: str, tmp_path: Path, monkeypatch: pyte
     expected = plain(lambda: test_torch.backend_of(folder), wanted())
     truth = {r.id: answer.tokens for r, answer in zip(wanted(), expected, strict=True)}
     for tree in (False, True):
-        proposer = Clairvoyant(truth, tiny.VOCAB, silent_every=0, tree=tree)
+        proposer = KnownAnswerProposer(truth, tiny.VOCAB, empty_every=0, tree=tree)
         answers, stats = run(test_torch.backend_of(folder), wanted(), Schedule(proposer=proposer))
         assert answers == expected
         assert 0 < stats.accepted_tokens < stats.draft_tokens

@@ -114,15 +114,15 @@ def same(got: list[Answer], expected: list[Answer]) -> bool:
 @pytest.mark.parametrize("name", MAKERS)
 def test_no_drafter_changes_tokens_or_scores(name: str, kind: str) -> None:
     requests = requests_of(11)
-    lonely = backend_of(None, kind=kind, lanes=1)
-    expected = plain(lambda: lonely, requests)
+    one_lane = backend_of(None, kind=kind, lanes=1)
+    expected = plain(lambda: one_lane, requests)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
     few = -(-longest // 8) + 6
     counted: Counter[str] = Counter()
     for variation, pages, schedule in (
         ("batched", 200, Schedule()),
-        ("small turns, arriving", 200, Schedule(turn_tokens=24, arrivals=(5, 0, 2, 9, 1, 3))),
-        ("few pages, prefix hits", few, Schedule(turn_tokens=60, reuse=True, arrivals=(0, 4, 8, 12, 16, 20))),
+        ("small turns, arriving", 200, Schedule(step_tokens=24, arrivals=(5, 0, 2, 9, 1, 3))),
+        ("few pages, prefix hits", few, Schedule(step_tokens=60, reuse=True, arrivals=(0, 4, 8, 12, 16, 20))),
     ):
         got, stats = run(backend_of(MAKERS[name](), kind=kind, pages=pages), requests, schedule)
         assert same(got, expected), variation
@@ -135,9 +135,9 @@ def test_no_drafter_changes_tokens_or_scores(name: str, kind: str) -> None:
 
 def test_drafting_and_plain_rows_ride_together() -> None:
     requests = [dataclasses.replace(r, speculate=i % 2 == 0) for i, r in enumerate(requests_of(12))]
-    lonely = backend_of(None, lanes=1)
+    one_lane = backend_of(None, lanes=1)
     got, stats = run(backend_of(dflash(0)), requests, Schedule())
-    assert same(got, plain(lambda: lonely, requests))
+    assert same(got, plain(lambda: one_lane, requests))
     assert stats.accepted_tokens > 0
 
 

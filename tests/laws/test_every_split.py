@@ -26,7 +26,7 @@ from onedraw.models.mtp import read_mtp_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.ngram import NgramProposer
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
 from tests.laws.test_modern import same
 from tests.laws.test_split import FAMILIES, splits_of
 from tests.support import tiny, tiny_drafters
@@ -68,8 +68,8 @@ def model(place: Path, name: str) -> Path:
 
 @lru_cache
 def alone(place: Path, name: str, temperature: float) -> tuple[Answer, ...]:
-    lonely = make_backend(model(place, name), **{**SIZES, "lanes": 1})
-    return tuple(plain(lambda: lonely, requests_at(temperature)))
+    one_lane = make_backend(model(place, name), **{**SIZES, "lanes": 1})
+    return tuple(plain(lambda: one_lane, requests_at(temperature)))
 
 
 # ---------------------------------------------------------------------- who drafts on the device
@@ -125,10 +125,14 @@ def drafters_of(place: Path, name: str) -> dict[str, Callable[[], Callable[..., 
 def compare(place: Path, name: str, cuts: tuple[int, ...], drafter: str, temperature: float) -> Stats:
     requests, expected = requests_at(temperature), list(alone(place, name, temperature))
     make = drafters_of(place, name)[drafter]
-    knowing = Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
-    proposers = {"ngram": NgramProposer(), "a chain": knowing, "a tree": Clairvoyant(knowing.answers, tiny.VOCAB, tree=True)}
+    knowing = KnownAnswerProposer({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
+    proposers = {
+        "ngram": NgramProposer(),
+        "a chain": knowing,
+        "a tree": KnownAnswerProposer(knowing.answers, tiny.VOCAB, tree=True),
+    }
     backend = make_backend(model(place, name), cuts=cuts, make_drafter=None if make is None else make(), **SIZES)
-    got, stats = run(backend, requests, Schedule(proposer=proposers.get(drafter), reuse=True, turn_tokens=64, arrivals=LATE))
+    got, stats = run(backend, requests, Schedule(proposer=proposers.get(drafter), reuse=True, step_tokens=64, arrivals=LATE))
     assert same(got, expected), (name, cuts, drafter, temperature)
     return stats
 

@@ -18,7 +18,7 @@ from onedraw.memory.allocator import Allocator, CacheSizes, Lease
 from onedraw.memory.pages import most_pages
 from onedraw.memory.prefix_cache import ReuseRules
 from onedraw.types import History, Request, Row, RowOutcome, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, follow_ups, plain, random_requests, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, follow_ups, plain, random_requests, run
 
 VOCAB = 61
 EXERCISED: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -28,7 +28,7 @@ KINDS = ("pages", "groups", "recurrent", "both")
 
 
 @dataclass
-class World:
+class Scenario:
     """Requests, what becomes of each alone, the backend they meet on, and the engine's numbers."""
 
     requests: list[Request]
@@ -40,7 +40,7 @@ class World:
         return run(make(**self.backend), self.requests, Schedule(**{**self.schedule, **changes}))
 
 
-def world(seed: int, kind: str | None = None) -> World:
+def random_scenario(seed: int, kind: str | None = None) -> Scenario:
     """All from one seed. First come some prompts, then prompts that repeat them or continue their answers, twice over."""
     rng = np.random.default_rng(seed)
     kind = kind or KINDS[seed % len(KINDS)]
@@ -55,13 +55,13 @@ def world(seed: int, kind: str | None = None) -> World:
     backend["pages"] = [_enough(rng, longest, window, backend) for window in backend["windows"]]
     first = int(rng.integers(1, 20))
     schedule = {
-        "turn_tokens": int(rng.integers(1, 40)),
+        "step_tokens": int(rng.integers(1, 40)),
         "reuse": bool(rng.random() < 0.85),
         "arrivals": tuple(
             int(t) + (0 if "." not in r.id else first) for t, r in zip(rng.integers(0, 12, len(requests)), requests)
         ),
     }
-    return World(requests, expected, backend, schedule)
+    return Scenario(requests, expected, backend, schedule)
 
 
 def random_backend(rng: np.random.Generator, *, windowed: bool, recurrent: bool) -> dict[str, Any]:
@@ -91,14 +91,14 @@ def same(got: list[Answer], expected: list[Answer]) -> bool:
     return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
-def proposer_for(seed: int, world: World) -> Clairvoyant:
+def proposer_for(seed: int, scenario: Scenario) -> KnownAnswerProposer:
     rng = np.random.default_rng(seed + 1)
-    answers = {r.id: a.tokens for r, a in zip(world.requests, world.expected, strict=True)}
-    return Clairvoyant(
+    answers = {r.id: a.tokens for r, a in zip(scenario.requests, scenario.expected, strict=True)}
+    return KnownAnswerProposer(
         answers,
         VOCAB,
-        lie_every=int(rng.choice([0, 2, 3, 4])),
-        silent_every=int(rng.choice([0, 3, 5])),
+        wrong_every=int(rng.choice([0, 2, 3, 4])),
+        empty_every=int(rng.choice([0, 3, 5])),
         tree=bool(rng.random() < 0.5),
     )
 
@@ -118,10 +118,10 @@ class Watching(FakeBackend):
 @settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40), kind=st.sampled_from(KINDS), drafting=st.booleans())
 def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bool) -> None:
-    met = world(seed, kind)
+    scenario = random_scenario(seed, kind)
     Watching.noted = Counter()
-    got, stats = met.run(Watching, proposer=proposer_for(seed, met) if drafting else None)
-    assert same(got, met.expected)
+    got, stats = scenario.run(Watching, proposer=proposer_for(seed, scenario) if drafting else None)
+    assert same(got, scenario.expected)
     EXERCISED[kind].update(Watching.noted)
     EXERCISED[kind].update(
         kept=stats.accepted_tokens,
@@ -151,7 +151,7 @@ THERE = {"pages": (), "groups": ("let_go",), "recurrent": RESUMED, "both": ("let
 
 
 def test_the_schedules_exercised_everything() -> None:
-    """Runs after the law above, in the same process: a law that met nothing proves nothing."""
+    """Runs after the law above, in the same process: a law that exercised nothing proves nothing."""
     law = test_no_schedule_changes_tokens_or_scores.hypothesis.inner_test  # type: ignore[attr-defined]
     for kind in KINDS:
         for seed in range(300):  # what the drawn worlds happened to miss, fixed ones meet
@@ -165,12 +165,12 @@ def test_the_schedules_exercised_everything() -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40))
 def test_cancelling_frees_everything_and_disturbs_nobody(seed: int) -> None:
-    met = world(seed)
+    scenario = random_scenario(seed)
     rng = np.random.default_rng(seed + 2)
-    gone = {int(i) for i in rng.integers(0, len(met.requests), 2)}
+    gone = {int(i) for i in rng.integers(0, len(scenario.requests), 2)}
     cancels = tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))
-    got, _ = met.run(cancels=cancels)  # run() fails on a leaked page, slot or lane
-    for i, (answer, whole) in enumerate(zip(got, met.expected, strict=True)):
+    got, _ = scenario.run(cancels=cancels)  # run() fails on a leaked page, slot or lane
+    for i, (answer, whole) in enumerate(zip(got, scenario.expected, strict=True)):
         if i not in gone:
             assert same([answer], [whole])
         else:
@@ -332,8 +332,8 @@ class SavesALittleLate(FakeBackend):
 )
 def test_a_planted_fault_is_caught(faulty: type[FakeBackend]) -> None:
     for seed in range(60):
-        met = world(seed)
-        if not same(met.run(faulty, proposer=proposer_for(seed, met))[0], met.expected):
+        scenario = random_scenario(seed)
+        if not same(scenario.run(faulty, proposer=proposer_for(seed, scenario))[0], scenario.expected):
             return
     pytest.fail("the fault went unnoticed in 60 schedules")
 
@@ -376,8 +376,8 @@ class LetsGoTooEarly(Allocator):
 @pytest.mark.parametrize("faulty", [CheckpointsOffTheGrid, IndexesAnswers, LetsGoTooEarly], ids=lambda c: c.__name__)
 def test_a_fault_in_the_books_is_caught(faulty: type[Allocator]) -> None:
     for seed in range(120):
-        met = world(seed)
-        if not same(met.run(allocator=faulty)[0], met.expected):
+        scenario = random_scenario(seed)
+        if not same(scenario.run(allocator=faulty)[0], scenario.expected):
             return
     pytest.fail("the fault went unnoticed in 120 schedules")
 

@@ -16,7 +16,7 @@ from onedraw.backends.torch.state import model_state as state
 from onedraw.backends.torch.state import recurrent_spans as runs
 from onedraw.backends.torch.state import recurrent_state as lanes
 from onedraw.types import DryParams, Request, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
 from tests.support import tiny
 from tests.support.torch_backend import make_backend
 
@@ -73,28 +73,28 @@ REQUESTS = conversation()
 PAGES = -(-(300 + 13) // 8)
 
 
-def variations(folder: Path, kind: str, drafts: Clairvoyant) -> dict[str, tuple[TorchBackend, Schedule]]:
+def variations(folder: Path, kind: str, drafts: KnownAnswerProposer) -> dict[str, tuple[TorchBackend, Schedule]]:
     def make(**changes: int) -> TorchBackend:
         return make_backend(folder, kernels=kind == "kernels", **changes)
 
     trees = dataclasses.replace(drafts, tree=True)
     return {
         "batched": (make(), Schedule()),
-        "small turns": (make(), Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        "small turns": (make(), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
         "checkpoints": (make(), Schedule(reuse=True, arrivals=LATE)),
-        "few pages, few slots": (make(pages=PAGES + 8, checkpoints=2), Schedule(reuse=True, turn_tokens=100)),
+        "few pages, few slots": (make(pages=PAGES + 8, checkpoints=2), Schedule(reuse=True, step_tokens=100)),
         "drafts": (make(), Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2])),
         "trees": (make(), Schedule(proposer=trees)),
-        "trees, few pages": (make(pages=PAGES + 10, drafts=12), Schedule(proposer=trees, turn_tokens=80, reuse=True)),
+        "trees, few pages": (make(pages=PAGES + 10, drafts=12), Schedule(proposer=trees, step_tokens=80, reuse=True)),
     }
 
 
 @pytest.mark.parametrize("kind", ["kernels", "torch"])
 @pytest.mark.parametrize("name", [*HYBRIDS, *SLIDING, "qwen3_moe"])
 def test_no_schedule_changes_a_bit(folders: dict[str, Path], name: str, kind: str) -> None:
-    lonely = make_backend(folders[name], kernels=kind == "kernels", lanes=1)
-    expected = plain(lambda: lonely, REQUESTS)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
+    one_lane = make_backend(folders[name], kernels=kind == "kernels", lanes=1)
+    expected = plain(lambda: one_lane, REQUESTS)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
     counted: Counter[str] = Counter()
     for label, (backend, schedule) in variations(folders[name], kind, drafts).items():
         got, stats = run(backend, REQUESTS, schedule)
@@ -183,10 +183,10 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_caught(folders: dict[str, Path], fault: object, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders["qwen3_5_odd"]
-    lonely = make_backend(folder, kernels=False, lanes=1)
-    expected = plain(lambda: lonely, REQUESTS[:4])
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=False)}, tiny.VOCAB)
+    one_lane = make_backend(folder, kernels=False, lanes=1)
+    expected = plain(lambda: one_lane, REQUESTS[:4])
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=False)}, tiny.VOCAB)
     fault(monkeypatch)  # type: ignore[operator]
     faulty = make_backend(folder, kernels=False, check=False)
-    got, _ = run(faulty, REQUESTS[:4], Schedule(proposer=drafts, reuse=True, turn_tokens=80, arrivals=LATE))
+    got, _ = run(faulty, REQUESTS[:4], Schedule(proposer=drafts, reuse=True, step_tokens=80, arrivals=LATE))
     assert not same(got, expected)

@@ -94,12 +94,12 @@ def test_no_drafter_changes_tokens_or_scores_of_a_hybrid(name: str, kernels: boo
     target = with_head if name == "mtp" else TRAINED / "trained_qwen3_5"
     make = {"dflash": lambda: dflash(target, 0), "dflash tree": lambda: dflash(target, 20), "dense model": lambda: dense(target)}
     requests = requests_of(read_model_info(open_checkpoint(target)).spec.vocab)
-    lonely = make_backend(target, kernels=kernels, lanes=1)
-    expected = plain(lambda: lonely, requests)
+    one_lane = make_backend(target, kernels=kernels, lanes=1)
+    expected = plain(lambda: one_lane, requests)
     counted: Counter[str] = Counter()
     for pages, schedule in (
         (200, Schedule(reuse=True, arrivals=(0, 0, 9, 9, 20))),
-        (30, Schedule(turn_tokens=70, reuse=True)),
+        (30, Schedule(step_tokens=70, reuse=True)),
     ):
         drafter = make.get(name, lambda: mtp(target))()
         got, stats = run(make_backend(target, kernels=kernels, pages=pages, make_drafter=drafter), requests, schedule)

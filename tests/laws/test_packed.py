@@ -20,7 +20,7 @@ from onedraw.models.spec import ModelSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Plan, Request
 from tests.backends.torch.test_kernels import _row
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, random_requests, run
 from tests.support.quantized_weights import QUANTIZED_KINDS, quantized_weights, tiny_spec
 
 LIBRARY = builder.build(default_cache_dir()).library
@@ -57,17 +57,17 @@ def same(got: list[Answer], expected: list[Answer]) -> bool:
 
 def check_schedules(name: str, ops: CpuOps, *, seed: int = 3) -> Counter[str]:
     requests = requests_of(seed)
-    lonely = backend_of(name, ops, lanes=1)
-    assert lonely.report is not None
-    assert lonely.report.passed, lonely.report.results
-    expected = plain(lambda: lonely, requests)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, 300)
+    one_lane = backend_of(name, ops, lanes=1)
+    assert one_lane.report is not None
+    assert one_lane.report.passed, one_lane.report.results
+    expected = plain(lambda: one_lane, requests)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, 300)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
     variations = {
         "batched": (ops, Schedule(), 200),
-        "small turns": (ops, Schedule(turn_tokens=7), 200),
+        "small turns": (ops, Schedule(step_tokens=7), 200),
         "prefix hits": (ops, Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12)), 200),
-        "drafts, few pages": (ops, Schedule(proposer=drafts, turn_tokens=40, reuse=True), -(-longest // 8) + 6),
+        "drafts, few pages": (ops, Schedule(proposer=drafts, step_tokens=40, reuse=True), -(-longest // 8) + 6),
         "trees": (ops, Schedule(proposer=dataclasses.replace(drafts, tree=True)), 200),
         "one thread": (ops_of(path=ops.name.removeprefix("cpu-"), threads=1), Schedule(), 200),
         "three threads, not fused": (ops_of(path=ops.name.removeprefix("cpu-"), threads=3, fuses=False), Schedule(), 200),

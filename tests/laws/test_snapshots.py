@@ -100,7 +100,7 @@ def test_many_at_once_and_few_pages_change_nothing(tmp_path: Path) -> None:
     restored = 0
     for pages, slots in ((26, 8), (40, 1), (60, 2), (30, 3)):
         backend = fake(recurrent=True, chunk=16, pages=pages, checkpoints=slots)
-        schedule = Schedule(reuse=True, turn_tokens=40, arrivals=(0, 1, 2, 0, 5, 3), snapshots=folder_of(tmp_path))
+        schedule = Schedule(reuse=True, step_tokens=40, arrivals=(0, 1, 2, 0, 5, 3), snapshots=folder_of(tmp_path))
         got, stats = run(backend, requests, schedule)
         assert same(got, expected), (pages, slots)
         restored += stats.snapshots_restored
@@ -124,8 +124,8 @@ SIZES: dict[str, Any] = {"kernels": False, "check": False, "max_context": 256, "
 def test_a_snapshot_of_one_split_restores_on_another(folders: dict[str, Path], name: str, dtype: str, tmp_path: Path) -> None:
     requests = requests_of(tiny.VOCAB)[: 7 if dtype == "f32" else 4]
     sizes = {**SIZES, "dtype": dtype}
-    lonely = make_backend(folders[name], **{**sizes, "lanes": 1})
-    expected = plain(lambda: lonely, requests)
+    one_lane = make_backend(folders[name], **{**sizes, "lanes": 1})
+    expected = plain(lambda: one_lane, requests)
     made = lambda cuts: lambda: make_backend(folders[name], cuts=cuts, **sizes)  # noqa: E731
     cut = (1,) if name.startswith("gemma") else (2,)
     for number, (before, after) in enumerate((((), cut), (cut, ()))):

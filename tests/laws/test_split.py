@@ -22,7 +22,7 @@ from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.types import DryParams, History, Request, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
 from tests.laws.test_modern import same
 from tests.laws.test_modern_drafters import TRAINED, dense, dflash, mtp
 from tests.laws.test_modern_drafters import requests_of as drafted_requests
@@ -71,11 +71,11 @@ LATE = (0, 8, 8, 0)
 SIZES = {"kernels": False, "check": False, "max_context": 160, "pages": 60, "drafts": 32, "checkpoints": 4}
 
 
-def answers_of(folder: Path) -> tuple[list[Answer], Clairvoyant]:
+def answers_of(folder: Path) -> tuple[list[Answer], KnownAnswerProposer]:
     """What one stage says to each alone, cold and without drafts, and who knows it."""
-    lonely = make_backend(folder, **{**SIZES, "lanes": 1})
-    expected = plain(lambda: lonely, REQUESTS)
-    return expected, Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
+    one_lane = make_backend(folder, **{**SIZES, "lanes": 1})
+    expected = plain(lambda: one_lane, REQUESTS)
+    return expected, KnownAnswerProposer({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
 
 
 def splits_of(folder: Path) -> list[tuple[int, ...]]:
@@ -90,7 +90,7 @@ def test_no_legal_cut_changes_a_bit(folders: dict[str, Path], name: str) -> None
     counted: Counter[str] = Counter()
     for number, cuts in enumerate(splits_of(folders[name])):
         proposer = replace(drafts, tree=bool(number % 2))
-        schedule = Schedule(proposer=proposer, reuse=True, turn_tokens=64, arrivals=LATE)
+        schedule = Schedule(proposer=proposer, reuse=True, step_tokens=64, arrivals=LATE)
         got, stats = run(make_backend(folders[name], cuts=cuts, **SIZES), REQUESTS, schedule)
         assert same(got, expected), cuts
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
@@ -100,12 +100,12 @@ def test_no_legal_cut_changes_a_bit(folders: dict[str, Path], name: str) -> None
 
 @pytest.mark.parametrize("name", ["qwen3_5_odd", "gemma4_e4b"])
 def test_kernels_and_their_self_check_hold_over_a_cut(folders: dict[str, Path], name: str) -> None:
-    lonely = make_backend(folders[name], lanes=1)
-    expected = plain(lambda: lonely, REQUESTS)
+    one_lane = make_backend(folders[name], lanes=1)
+    expected = plain(lambda: one_lane, REQUESTS)
     split = make_backend(folders[name], cuts=splits_of(folders[name])[0])
     assert split.report is not None
     assert split.report.passed
-    assert split.capacity.device == lonely.capacity.device
+    assert split.capacity.device == one_lane.capacity.device
     got, _ = run(split, REQUESTS, Schedule(reuse=True, arrivals=LATE))
     assert same(got, expected)
 
@@ -120,8 +120,8 @@ def test_every_drafter_works_on_a_split(name: str, folders: dict[str, Path]) -> 
         "mtp": lambda: mtp(target),
     }
     requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:4]
-    lonely = make_backend(target, kernels=False, lanes=1, check=False)
-    expected = plain(lambda: lonely, requests)
+    one_lane = make_backend(target, kernels=False, lanes=1, check=False)
+    expected = plain(lambda: one_lane, requests)
     counted: Counter[str] = Counter()
     for cuts in ((2,), (1, 3)):
         backend = make_backend(target, kernels=False, check=False, cuts=cuts, make_drafter=made[name]())
@@ -218,7 +218,7 @@ def test_a_planted_fault_is_caught(
     expected, drafts = answers_of(folders[name])
     fault(monkeypatch)
     split = make_backend(folders[name], cuts=splits_of(folders[name])[0], **SIZES)
-    got, _ = run(split, REQUESTS, Schedule(proposer=drafts, reuse=True, turn_tokens=64, arrivals=LATE))
+    got, _ = run(split, REQUESTS, Schedule(proposer=drafts, reuse=True, step_tokens=64, arrivals=LATE))
     assert not same(got, expected)
 
 
@@ -229,9 +229,9 @@ def test_a_stream_of_another_dtype_than_the_products_holds_the_law(folders: dict
     folder, seen = folders["gemma4_e4b"], []
     for dtype, activation in (("bf16", "f32"), ("bf16", "bf16"), ("f32", "bf16")):
         sizes = {**SIZES, "dtype": dtype, "activation": activation}
-        lonely = make_backend(folder, **{**sizes, "lanes": 1})
-        expected = plain(lambda lonely=lonely: lonely, REQUESTS[:3])
-        got, _ = run(make_backend(folder, cuts=(1,), **sizes), REQUESTS[:3], Schedule(reuse=True, turn_tokens=64))
+        one_lane = make_backend(folder, **{**sizes, "lanes": 1})
+        expected = plain(lambda one_lane=one_lane: one_lane, REQUESTS[:3])
+        got, _ = run(make_backend(folder, cuts=(1,), **sizes), REQUESTS[:3], Schedule(reuse=True, step_tokens=64))
         assert same(got, expected), (dtype, activation)
         seen.append([answer.checksums for answer in expected])
     assert seen[0] != seen[1] != seen[2] != seen[0]  # each is a precision of its own

@@ -18,7 +18,7 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import Request
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, random_requests, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, random_requests, run
 from tests.support import tiny
 
 OPS = {"kind": "kernels"}
@@ -65,32 +65,32 @@ def same(got: list[Answer], expected: list[Answer]) -> bool:
     return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
-def answers_of(requests: list[Request], expected: list[Answer]) -> Clairvoyant:
-    return Clairvoyant({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
+def answers_of(requests: list[Request], expected: list[Answer]) -> KnownAnswerProposer:
+    return KnownAnswerProposer({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
 
 
 def test_no_schedule_changes_a_bit(folder: Path, ops: str) -> None:
     requests = requests_of(3)
-    lonely = backend_of(folder, lanes=1)
-    expected = plain(lambda: lonely, requests)
+    one_lane = backend_of(folder, lanes=1)
+    expected = plain(lambda: one_lane, requests)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
     drafts = answers_of(requests, expected)
     trees = dataclasses.replace(drafts, tree=True)
     variations = {
         "batched": (backend_of(folder), Schedule()),
-        "small turns": (backend_of(folder), Schedule(turn_tokens=7)),
-        "arriving": (backend_of(folder), Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        "small turns": (backend_of(folder), Schedule(step_tokens=7)),
+        "arriving": (backend_of(folder), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
         "prefix hits": (backend_of(folder), Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12, 15))),
         "few pages": (backend_of(folder, pages=-(-longest // 8) + 6), Schedule(reuse=True)),
         "drafts": (backend_of(folder), Schedule(proposer=drafts)),
         "trees": (backend_of(folder), Schedule(proposer=trees)),
         "trees, few pages": (
             backend_of(folder, pages=-(-longest // 8) + 9),
-            Schedule(proposer=trees, turn_tokens=60, reuse=True),
+            Schedule(proposer=trees, step_tokens=60, reuse=True),
         ),
         "drafts, few pages": (
             backend_of(folder, pages=-(-longest // 8) + 6),
-            Schedule(proposer=drafts, turn_tokens=40, reuse=True),
+            Schedule(proposer=drafts, step_tokens=40, reuse=True),
         ),
     }
     counted: Counter[str] = Counter()
@@ -143,8 +143,8 @@ def test_a_product_that_follows_the_row_count_is_noticed_by_the_self_check(
 def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPS, "kind", "torch")
     requests = requests_of(3)
-    lonely = backend_of(folder, lanes=1)
-    expected = plain(lambda: lonely, requests)
+    one_lane = backend_of(folder, lanes=1)
+    expected = plain(lambda: one_lane, requests)
     match fault:
         case "blocks by tile":  # the sum over blocks follows the tile's own first block instead of absolute spans
             real = attention._ordered_sum
@@ -169,5 +169,5 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
                 return lease
 
             monkeypatch.setattr(Allocator, "allocate", stale)
-    got, _ = run(backend_of(folder), requests, Schedule(turn_tokens=33, reuse=True, arrivals=(0, 3, 6, 9, 12, 15)))
+    got, _ = run(backend_of(folder), requests, Schedule(step_tokens=33, reuse=True, arrivals=(0, 3, 6, 9, 12, 15)))
     assert not same(got, expected)

@@ -26,7 +26,7 @@ from onedraw.memory.allocator import Allocator
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
 from tests.laws.test_snapshots import requests_of as disk_requests
 from tests.laws.test_snapshots import restarted
 from tests.support import tiny
@@ -87,7 +87,7 @@ class Bench:
         self.backend = xla_backend(folder)
         self.expected = plain(lambda: self.backend, REQUESTS)
         answers = {r.id: a.tokens for r, a in zip(REQUESTS, self.expected, strict=True)}
-        self.drafts = Clairvoyant(answers, tiny.VOCAB)
+        self.drafts = KnownAnswerProposer(answers, tiny.VOCAB)
 
     def faulty(self, schedule: Schedule) -> bool:
         """Whether a fault that was planted meanwhile shows."""
@@ -106,12 +106,12 @@ def test_no_schedule_changes_a_bit(benches: dict[str, Bench], name: str) -> None
     drafts, trees = bench.drafts, dataclasses.replace(bench.drafts, tree=True)
     variations = {
         "batched": Schedule(),
-        "small turns": Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3)),
+        "small turns": Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3)),
         "checkpoints": Schedule(reuse=True, arrivals=LATE),
-        "few pages": Schedule(reuse=True, turn_tokens=100, allocator=FewPages),
+        "few pages": Schedule(reuse=True, step_tokens=100, allocator=FewPages),
         "drafts": Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2]),
         "trees": Schedule(proposer=trees),
-        "trees, few pages": Schedule(proposer=trees, turn_tokens=80, reuse=True, allocator=FewPages),
+        "trees, few pages": Schedule(proposer=trees, step_tokens=80, reuse=True, allocator=FewPages),
     }
     counted: Counter[str] = Counter()
     for label, schedule in variations.items():
@@ -138,7 +138,7 @@ def test_layers_on_several_devices_give_the_bits_of_one(benches: dict[str, Bench
     split = xla_backend(bench.folder, cuts=cuts)
     assert len({site.device for site in split._sites}) == len(cuts) + 1
     proposer = dataclasses.replace(bench.drafts, tree=True)
-    got, stats = run(split, REQUESTS, Schedule(proposer=proposer, reuse=True, turn_tokens=80, arrivals=(0, 9, 9)))
+    got, stats = run(split, REQUESTS, Schedule(proposer=proposer, reuse=True, step_tokens=80, arrivals=(0, 9, 9)))
     assert same(got, bench.expected)
     assert min(stats.restores, stats.accepted_tokens, stats.draft_trees, stats.middle_chunks, stats.mixed_steps) > 0
 
@@ -225,7 +225,7 @@ def test_a_planted_fault_is_caught(
     bench = benches[name]
     fault(monkeypatch)
     proposer = dataclasses.replace(bench.drafts, tree=tree)
-    assert bench.faulty(Schedule(proposer=proposer, reuse=True, turn_tokens=80, arrivals=(0, 0, 16, 16)))
+    assert bench.faulty(Schedule(proposer=proposer, reuse=True, step_tokens=80, arrivals=(0, 0, 16, 16)))
 
 
 def test_the_self_check_holds_on_this_machine(benches: dict[str, Bench]) -> None:

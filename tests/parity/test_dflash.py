@@ -51,7 +51,7 @@ def described_drafter(kind: str) -> DrafterInfo:
     return DrafterInfo(spec, found.weights)
 
 
-def recorded(info: DrafterInfo, *, kernels: bool, turn_tokens: int) -> list[tuple[list[int], int, np.ndarray, np.ndarray]]:
+def recorded(info: DrafterInfo, *, kernels: bool, step_tokens: int) -> list[tuple[list[int], int, np.ndarray, np.ndarray]]:
     """(tokens before the anchor, anchor, candidate ids, logits) of every block of a greedy run."""
     target = read_model_info(open_checkpoint(TRAINED / "trained_qwen3"))
     made: list[Recording] = []
@@ -85,7 +85,7 @@ def recorded(info: DrafterInfo, *, kernels: bool, turn_tokens: int) -> list[tupl
     )
     prompt = tuple(np.random.default_rng(2).integers(8, 1024, 70).tolist())
     request = Request("d", prompt, SamplingParams(temperature=0.0, max_tokens=24))
-    [answer], _ = run(backend, [request], Schedule(turn_tokens=turn_tokens))
+    [answer], _ = run(backend, [request], Schedule(step_tokens=step_tokens))
     text = [*prompt, *answer.tokens]
     return [(text[: block.start], block.token, ids, logits) for block, ids, logits in made[0].seen]
 
@@ -95,14 +95,14 @@ def recorded(info: DrafterInfo, *, kernels: bool, turn_tokens: int) -> list[tupl
 def test_logits_equal_the_reference_for_every_schedule(kind: str, kernels: bool) -> None:
     info = described_drafter(kind)
     target, drafter = Target(read_model_info(open_checkpoint(TRAINED / "trained_qwen3")).weights), Drafter(info.weights)
-    whole = recorded(info, kernels=kernels, turn_tokens=4096)
+    whole = recorded(info, kernels=kernels, step_tokens=4096)
     assert len(whole) > 3
     for context, anchor, ids, logits in whole[:6]:
         features = target.run(context, info.spec.target_layers)[1]
         expected = block_logits(drafter, features, anchor, embed=target.embed, head=target.head)[: len(ids)]
         error = np.abs(np.take_along_axis(expected, ids, axis=1) - logits).max()
         assert error < 1e-5 * max(1.0, np.abs(expected).max())
-    pieces = recorded(info, kernels=kernels, turn_tokens=9)  # context appended in other pieces, never recomputed
+    pieces = recorded(info, kernels=kernels, step_tokens=9)  # context appended in other pieces, never recomputed
     for (_, _, ids, logits), (_, _, other_ids, other) in zip(whole, pieces, strict=True):
         assert (ids == other_ids).all()
         assert (logits == other).all()

@@ -46,7 +46,7 @@ class Recording(DraftModel):
         return drafts
 
 
-def recorded(folder: Path, head: MtpInfo, *, kernels: bool, turn_tokens: int) -> list[RecordedDraft]:
+def recorded(folder: Path, head: MtpInfo, *, kernels: bool, step_tokens: int) -> list[RecordedDraft]:
     made: list[Recording] = []
 
     def make(target: Any, sampler: object, layout: Any) -> DraftModel:
@@ -58,7 +58,7 @@ def recorded(folder: Path, head: MtpInfo, *, kernels: bool, turn_tokens: int) ->
     prompt = tuple(np.random.default_rng(2).integers(0, tiny.VOCAB, 100).tolist())
     params = SamplingParams(temperature=0.0, logit_bias=tuple((t, 30.0) for t in range(40, 44)), max_tokens=12)
     backend = make_backend(folder, kernels=kernels, max_context=300, lanes=1, make_drafter=make)
-    _, stats = run(backend, [Request("m", prompt, params)], Schedule(turn_tokens=turn_tokens))
+    _, stats = run(backend, [Request("m", prompt, params)], Schedule(step_tokens=step_tokens))
     assert stats.accepted_tokens  # after accepted drafts the head continues from their hidden states
     return made[0].seen
 
@@ -70,7 +70,7 @@ def test_every_draft_equals_the_reference(name: str, kernels: bool, tmp_path: Pa
     source = open_checkpoint(folder)
     target = read_model_info(source)
     head = read_mtp_info(source, target)
-    seen = recorded(folder, head, kernels=kernels, turn_tokens=64)
+    seen = recorded(folder, head, kernels=kernels, step_tokens=64)
     assert len({len(text) for text, _ in seen}) > 8
     for drafts in by_step(seen):
         for depth, (text, got) in enumerate(drafts):

@@ -26,7 +26,7 @@ SEEDS = st.integers(0, 2**40)
 Numbers = dict[str, Any]
 
 
-def world(seed: int) -> tuple[list[Request], Numbers, Numbers, list[Answer]]:
+def random_scenario(seed: int) -> tuple[list[Request], Numbers, Numbers, list[Answer]]:
     """Requests, their backend, the engine's sizes, and the answers of plain decoding."""
     rng = np.random.default_rng(seed)
     requests = random_requests(rng, count=int(rng.integers(1, 6)), vocab=VOCAB, longest=24, max_tokens=24)
@@ -42,7 +42,7 @@ def world(seed: int) -> tuple[list[Request], Numbers, Numbers, list[Answer]]:
         "favoured": tuple(int(t) for t in rng.integers(0, VOCAB, 2)) if rng.random() < 0.6 else (),
     }
     schedule: Numbers = {
-        "turn_tokens": int(rng.integers(1, 60)),
+        "step_tokens": int(rng.integers(1, 60)),
         "reuse": bool(rng.random() < 0.7),
         "arrivals": tuple(int(t) for t in rng.integers(0, 12, len(requests))),
     }
@@ -94,7 +94,7 @@ def exercised(law: Callable[..., Counter[str]], *needed: str) -> Counter[str]:
 
 def test_ngram_drafts_never_change_an_answer() -> None:
     def law(seed: int, length: int | None) -> Counter[str]:
-        requests, backend, schedule, expected = world(seed)
+        requests, backend, schedule, expected = random_scenario(seed)
         proposer = NgramProposer(longest=3, shortest=1, reach=3 + seed % 40)
         return hold(FakeBackend(**backend), requests, schedule, expected, Speculator([proposer], draft_tokens=length))
 
@@ -122,7 +122,7 @@ def predict(kind: str, truth: list[int], rng: np.random.Generator) -> tuple[int,
 @pytest.mark.parametrize("kind", ["right", "longer", "partly", "wrong", "alien", "mixed"])
 def test_predictions_never_change_an_answer(kind: str) -> None:
     def law(seed: int, length: int | None) -> Counter[str]:
-        requests, backend, schedule, expected = world(seed)
+        requests, backend, schedule, expected = random_scenario(seed)
         rng = np.random.default_rng(seed + 1)
         kinds = ("right", "longer", "partly", "wrong", "alien", "empty")
         requests = [
@@ -137,7 +137,7 @@ def test_predictions_never_change_an_answer(kind: str) -> None:
 
 
 def test_an_empty_prediction_drafts_nothing() -> None:
-    requests, backend, schedule, expected = world(11)
+    requests, backend, schedule, expected = random_scenario(11)
     counted = hold(FakeBackend(**backend), requests, schedule, expected, Speculator([PredictionProposer()]))
     assert counted["kept"] == counted["rejected"] == 0
 
@@ -181,7 +181,7 @@ def adversary_for(requests: list[Request], expected: list[Answer]) -> Adversary:
 
 def test_an_adversarial_proposer_never_changes_an_answer() -> None:
     def law(seed: int, length: int | None) -> Counter[str]:
-        requests, backend, schedule, expected = world(seed)
+        requests, backend, schedule, expected = random_scenario(seed)
         speculator = Speculator([adversary_for(requests, expected)], draft_tokens=length)
         return hold(FakeBackend(**backend), requests, schedule, expected, speculator)
 
@@ -205,7 +205,7 @@ class GuessingBackend(FakeBackend):
 
 def test_several_proposers_and_the_backends_drafter_never_change_an_answer() -> None:
     def law(seed: int, length: int | None) -> Counter[str]:
-        requests, numbers, schedule, expected = world(seed)
+        requests, numbers, schedule, expected = random_scenario(seed)
         rng = np.random.default_rng(seed + 1)
         requests = [
             replace(
@@ -237,7 +237,7 @@ class BelievesDrafts(FakeBackend):
 def test_a_backend_that_keeps_drafts_unverified_is_caught() -> None:
     caught = 0
     for seed in range(12):
-        requests, backend, schedule, expected = world(seed)
+        requests, backend, schedule, expected = random_scenario(seed)
         try:
             hold(BelievesDrafts(**backend), requests, schedule, expected, Speculator([NgramProposer(3, 1)], draft_tokens=4))
         except AssertionError:

@@ -22,8 +22,8 @@ from onedraw.memory.allocator import Allocator, Lease
 from onedraw.speculation.proposer import chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
-from tests.laws.test_fake import KINDS, World, proposer_for, same, world
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
+from tests.laws.test_fake import KINDS, Scenario, proposer_for, random_scenario, same
 from tests.laws.test_modern import LATE, REQUESTS
 from tests.laws.test_modern import same as torch_same
 from tests.support import tiny
@@ -45,16 +45,16 @@ class Watching(FakeBackend):
         return super().run(row)
 
 
-def met_ahead(seed: int, kind: str | None = None, *, drafting: bool = False) -> tuple[World, list[Answer]]:
+def met_ahead(seed: int, kind: str | None = None, *, drafting: bool = False) -> tuple[Scenario, list[Answer]]:
     """Drawn worlds on a backend that goes ahead, with a request or two cancelled on the way. Every other one is told of a turn
     when the next is under way."""
-    met = world(seed, kind)
-    met.backend |= {"async_scheduling": True, "async_tokens": 256 * (seed // 2 % 2)}
+    scenario = random_scenario(seed, kind)
+    scenario.backend |= {"async_scheduling": True, "async_tokens": 256 * (seed // 2 % 2)}
     rng = np.random.default_rng(seed + 2)
-    gone = {int(i) for i in rng.integers(0, len(met.requests), 2)}
+    gone = {int(i) for i in rng.integers(0, len(scenario.requests), 2)}
     cancels = tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))
     Watching.noted = Counter()
-    got, stats = met.run(Watching, proposer=proposer_for(seed, met) if drafting else None, cancels=cancels)
+    got, stats = scenario.run(Watching, proposer=proposer_for(seed, scenario) if drafting else None, cancels=cancels)
     EXERCISED.update(Watching.noted)
     EXERCISED.update(turns=stats.steps_ahead, cancelled=sum(a.finish == "cancelled" for a in got if stats.steps_ahead))
     chosen = sum(len(a.tokens) for a in got)
@@ -65,17 +65,17 @@ def met_ahead(seed: int, kind: str | None = None, *, drafting: bool = False) -> 
     EXERCISED.update(restores=stats.restores * bool(stats.steps_ahead), hits=stats.prefix_hits * bool(stats.steps_ahead))
     for i in gone:
         if got[i].finish == "cancelled":
-            assert got[i].tokens == met.expected[i].tokens[: len(got[i].tokens)]
-            assert got[i].checksums == met.expected[i].checksums[: len(got[i].tokens)]
-            met.expected[i] = got[i]
-    return met, got
+            assert got[i].tokens == scenario.expected[i].tokens[: len(got[i].tokens)]
+            assert got[i].checksums == scenario.expected[i].checksums[: len(got[i].tokens)]
+            scenario.expected[i] = got[i]
+    return scenario, got
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40), kind=st.sampled_from(KINDS), drafting=st.booleans())
 def test_a_turn_sent_off_before_its_tokens_are_known_changes_nothing(seed: int, kind: str, drafting: bool) -> None:
-    met, got = met_ahead(seed, kind, drafting=drafting)
-    assert same(got, met.expected)
+    scenario, got = met_ahead(seed, kind, drafting=drafting)
+    assert same(got, scenario.expected)
 
 
 def test_the_schedules_went_ahead() -> None:
@@ -84,8 +84,8 @@ def test_the_schedules_went_ahead() -> None:
     for seed in range(300):
         if all(EXERCISED[what] > 0 for what in wanted):
             break
-        met, got = met_ahead(seed, drafting=bool(seed % 2))
-        assert same(got, met.expected)
+        scenario, got = met_ahead(seed, drafting=bool(seed % 2))
+        assert same(got, scenario.expected)
     assert all(EXERCISED[what] > 0 for what in wanted), EXERCISED
 
 
@@ -120,13 +120,13 @@ def test_plain_decoding_always_has_a_turn_behind_the_one_under_way() -> None:
     assert backend.log == ["a", "back", "a", *["+a", "back"] * 6, "back"]
 
 
-@pytest.mark.parametrize("turn_tokens", [1, 2, 4])
-def test_who_is_computed_again_a_token_at_a_time_has_nothing_sent_off_behind_a_known_token(turn_tokens: int) -> None:
+@pytest.mark.parametrize("step_tokens", [1, 2, 4])
+def test_who_is_computed_again_a_token_at_a_time_has_nothing_sent_off_behind_a_known_token(step_tokens: int) -> None:
     asked = [ask(name, max_tokens=24, temperature=1.0, seed=seed) for seed, name in enumerate("abc")]
     told = []
     for ahead in (False, True):
         backend = FakeBackend(pages=14, lanes=3, page_size=4, max_context=56, async_scheduling=ahead)
-        answers, stats = run(backend, asked, Schedule(turn_tokens=turn_tokens))
+        answers, stats = run(backend, asked, Schedule(step_tokens=step_tokens))
         assert stats.preemptions
         told.append(answers)
     assert told[0] == told[1]
@@ -152,7 +152,7 @@ def test_who_has_drafts_waits_and_who_is_silent_goes_ahead() -> None:
     expected = plain(lambda: FakeBackend(vocab=61), asked)
     backend = Noting(lanes=2)
     answers = {"a": expected[0].tokens}
-    got, stats = run(backend, asked, Schedule(proposer=Clairvoyant(answers, 61, silent_every=5)))
+    got, stats = run(backend, asked, Schedule(proposer=KnownAnswerProposer(answers, 61, empty_every=5)))
     assert same(got, expected)
     assert stats.steps_ahead
     assert stats.accepted_tokens
@@ -279,9 +279,9 @@ FAULTS = [stale_token, stepped_twice, page_given_away, history_short_by_one]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_caught(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    met = [world(seed, "both") for seed in range(12)]
+    scenarios = [random_scenario(seed, "both") for seed in range(12)]
     fault(monkeypatch)
-    for one in met:
+    for one in scenarios:
         one.backend |= {"async_scheduling": True}
         try:
             got, _ = one.run()
@@ -300,11 +300,11 @@ def test_a_real_model_says_the_same_with_turns_ahead(name: str, tmp_path: Path) 
     """States, shared keys, layers with inputs of their own: without a device that keeps tokens the host reads them."""
     folder = tiny.write_safetensors(name, tmp_path / name)
     expected = plain(lambda: make_backend(folder, lanes=1, check=False), REQUESTS)
-    drafts = Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, silent_every=2)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, empty_every=2)
     counted: Counter[str] = Counter()
     for schedule in (
         Schedule(),
-        Schedule(reuse=True, arrivals=LATE, turn_tokens=64),
+        Schedule(reuse=True, arrivals=LATE, step_tokens=64),
         Schedule(proposer=drafts, arrivals=(3, 0, 1, 9, 4), reuse=True),
     ):
         backend = make_backend(folder, ahead=True, check=False)

@@ -27,8 +27,8 @@ from onedraw.engine.scheduler import Member, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.models.model_info import read_model_info
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
-from tests.laws.test_fake import KINDS, World, proposer_for, same, world
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
+from tests.laws.test_fake import KINDS, Scenario, proposer_for, random_scenario, same
 from tests.laws.test_modern import same as torch_same
 from tests.laws.test_modern_drafters import TRAINED, dense, dflash, mtp
 from tests.laws.test_modern_drafters import requests_of as drafted_requests
@@ -39,19 +39,25 @@ from tests.support.torch_backend import make_backend
 EXERCISED: Counter[str] = Counter()
 
 
-def overlapping(seed: int, kind: str | None = None) -> World:
+def overlapping(seed: int, kind: str | None = None) -> Scenario:
     """Drawn worlds, on a backend that takes two or three plans at once."""
-    met = world(seed, kind)
-    met.backend |= {"max_in_flight": 2 + seed % 2, "min_step_rows": 1 + seed // 2 % 3, "lanes": max(met.backend["lanes"], 2)}
-    return met
+    scenario = random_scenario(seed, kind)
+    scenario.backend |= {
+        "max_in_flight": 2 + seed % 2,
+        "min_step_rows": 1 + seed // 2 % 3,
+        "lanes": max(scenario.backend["lanes"], 2),
+    }
+    return scenario
 
 
-def met_with_cancels(seed: int, kind: str | None = None) -> tuple[World, list[Answer]]:
+def met_with_cancels(seed: int, kind: str | None = None) -> tuple[Scenario, list[Answer]]:
     """Run with a request or two cancelled on the way; those answers are cut where they stopped."""
-    met = overlapping(seed, kind)
+    scenario = overlapping(seed, kind)
     rng = np.random.default_rng(seed + 2)
-    gone = {int(i) for i in rng.integers(0, len(met.requests), 2)}
-    got, stats = met.run(proposer=proposer_for(seed, met), cancels=tuple((int(rng.integers(0, 25)), i) for i in sorted(gone)))
+    gone = {int(i) for i in rng.integers(0, len(scenario.requests), 2)}
+    got, stats = scenario.run(
+        proposer=proposer_for(seed, scenario), cancels=tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))
+    )
     EXERCISED.update(cancelled=sum(answer.finish == "cancelled" for answer in got))
     EXERCISED.update(overlapped=stats.overlapped_steps, preempted=stats.preemptions * bool(stats.overlapped_steps))
     EXERCISED.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
@@ -59,19 +65,19 @@ def met_with_cancels(seed: int, kind: str | None = None) -> tuple[World, list[An
     for i in gone:
         if got[i].finish == "cancelled":
             count = len(got[i].tokens)
-            met.expected[i] = dataclasses.replace(
-                met.expected[i], tokens=met.expected[i].tokens[:count], checksums=met.expected[i].checksums[:count]
+            scenario.expected[i] = dataclasses.replace(
+                scenario.expected[i], tokens=scenario.expected[i].tokens[:count], checksums=scenario.expected[i].checksums[:count]
             )
             keep = {"finish": "cancelled", "scored": got[i].scored, "logprobs": got[i].logprobs, "error": None}
-            met.expected[i] = dataclasses.replace(met.expected[i], **keep)
-    return met, got
+            scenario.expected[i] = dataclasses.replace(scenario.expected[i], **keep)
+    return scenario, got
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40), kind=st.sampled_from(KINDS))
 def test_plans_under_way_together_change_nothing(seed: int, kind: str) -> None:
-    met, got = met_with_cancels(seed, kind)
-    assert same(got, met.expected)
+    scenario, got = met_with_cancels(seed, kind)
+    assert same(got, scenario.expected)
 
 
 def test_the_schedules_overlapped() -> None:
@@ -80,8 +86,8 @@ def test_the_schedules_overlapped() -> None:
     for seed in range(300):
         if all(EXERCISED[what] > 0 for what in wanted):
             break
-        met, got = met_with_cancels(seed)
-        assert same(got, met.expected)
+        scenario, got = met_with_cancels(seed)
+        assert same(got, scenario.expected)
     assert all(EXERCISED[what] > 0 for what in wanted), EXERCISED
 
 
@@ -120,7 +126,7 @@ def test_those_who_ride_for_nothing_ride_together(count: int, sizes: set[int]) -
 
 def test_two_long_prompts_have_a_plan_each_however_many_ride_for_nothing() -> None:
     backend = Noting(max_in_flight=2, min_step_rows=64, lanes=8)
-    _, stats = run(backend, [ask("one", 40), ask("two", 41)], Schedule(turn_tokens=16))
+    _, stats = run(backend, [ask("one", 40), ask("two", 41)], Schedule(step_tokens=16))
     assert backend.plans[:2] == [["one"], ["two"]]
     assert stats.overlapped_steps
 
@@ -183,10 +189,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny.write_safetensors(name, place / name) for name in FAMILIES}
 
 
-def answers_of(folder: Path, **changes: Any) -> tuple[list[Answer], Clairvoyant]:
-    lonely = make_backend(folder, **{**SIZES, **changes, "lanes": 1})
-    expected = plain(lambda: lonely, REQUESTS)
-    return expected, Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
+def answers_of(folder: Path, **changes: Any) -> tuple[list[Answer], KnownAnswerProposer]:
+    one_lane = make_backend(folder, **{**SIZES, **changes, "lanes": 1})
+    expected = plain(lambda: one_lane, REQUESTS)
+    return expected, KnownAnswerProposer({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
 
 
 def slowly(backend: TorchBackend) -> TorchBackend:
@@ -207,7 +213,7 @@ def test_stages_at_work_together_change_no_bit(folders: dict[str, Path], name: s
     counted: Counter[str] = Counter()
     for number, cuts in enumerate(splits_of(folders[name])[::2]):
         proposer = dataclasses.replace(drafts, tree=bool(number % 2))
-        schedule = Schedule(proposer=proposer, reuse=True, turn_tokens=64, arrivals=LATE)
+        schedule = Schedule(proposer=proposer, reuse=True, step_tokens=64, arrivals=LATE)
         backend = slowly(make_backend(folders[name], cuts=cuts, overlap=True, **SIZES))
         got, stats = run(backend, REQUESTS, schedule)
         backend.close()
@@ -221,7 +227,7 @@ def test_stages_at_work_together_change_no_bit(folders: dict[str, Path], name: s
 def test_kernels_at_work_together_change_no_bit(folders: dict[str, Path], name: str) -> None:
     expected, drafts = answers_of(folders[name], kernels=True)
     backend = slowly(make_backend(folders[name], cuts=splits_of(folders[name])[0], overlap=True, **{**SIZES, "kernels": True}))
-    got, stats = run(backend, REQUESTS, Schedule(proposer=drafts, reuse=True, turn_tokens=64, arrivals=LATE))
+    got, stats = run(backend, REQUESTS, Schedule(proposer=drafts, reuse=True, step_tokens=64, arrivals=LATE))
     backend.close()
     assert torch_same(got, expected)
     assert stats.overlapped_steps
@@ -232,8 +238,8 @@ def test_a_drafter_beside_stages_at_work_changes_no_bit(name: str, tmp_path: Pat
     target = tiny.write_safetensors("qwen3_5_mtp", tmp_path / "mtp") if name == "mtp" else TRAINED / "trained_qwen3_5"
     make = {"dflash": lambda: dflash(target, 0), "dense model": lambda: dense(target), "mtp": lambda: mtp(target)}[name]
     requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:4]
-    lonely = make_backend(target, kernels=False, lanes=1, check=False)
-    expected = plain(lambda: lonely, requests)
+    one_lane = make_backend(target, kernels=False, lanes=1, check=False)
+    expected = plain(lambda: one_lane, requests)
     backend = make_backend(target, kernels=False, check=False, cuts=(2,), overlap=True, make_drafter=make())
     got, stats = run(backend, requests, Schedule(reuse=True, arrivals=(0, 0, 9, 9)))
     backend.close()
@@ -332,9 +338,9 @@ def test_a_shared_buffer_is_noticed(
     folders: dict[str, Path], fault: Callable[[pytest.MonkeyPatch], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, drafts = answers_of(folders[name])
-    drafts = dataclasses.replace(drafts, silent_every=0)
+    drafts = dataclasses.replace(drafts, empty_every=0)
     fault(monkeypatch)
-    cuts, schedule = splits_of(folders[name])[-1], Schedule(proposer=drafts, turn_tokens=64)
+    cuts, schedule = splits_of(folders[name])[-1], Schedule(proposer=drafts, step_tokens=64)
     assert len(cuts) == 2
     assert torch_same(run(make_backend(folders[name], cuts=cuts, **SIZES), REQUESTS, schedule)[0], expected)  # one at a time
     for _ in range(10):
@@ -390,9 +396,9 @@ def test_a_planted_fault_is_caught(fault: Callable[[pytest.MonkeyPatch], None], 
     fault(monkeypatch)
     for seed in range(150):
         try:
-            met, got = met_with_cancels(seed)
+            scenario, got = met_with_cancels(seed)
         except (AssertionError, ValueError):  # the books, or the backend, noticed
             return
-        if not same(got, met.expected):
+        if not same(got, scenario.expected):
             return
     pytest.fail("the fault went unnoticed in 150 schedules")

@@ -15,7 +15,7 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.plain.ops import TorchAttentionInputs
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec
-from tests.laws.harness import Answer, Clairvoyant, Schedule, plain, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
 from tests.laws.test_modern import LATE, PAGES, same
 from tests.laws.test_modern import REQUESTS as CONVERSATION
 from tests.laws.test_snapshots import folder_of
@@ -38,12 +38,12 @@ def made(folder: Path, kind: str | None, **changes: Any) -> TorchBackend:
 
 
 def alone(folder: Path, kind: str, **changes: Any) -> list[Answer]:
-    lonely = made(folder, kind, lanes=1, **changes)
-    return plain(lambda: lonely, REQUESTS)
+    one_lane = made(folder, kind, lanes=1, **changes)
+    return plain(lambda: one_lane, REQUESTS)
 
 
-def drafts_of(expected: list[Answer], *, tree: bool = False) -> Clairvoyant:
-    return Clairvoyant({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, tree=tree)
+def drafts_of(expected: list[Answer], *, tree: bool = False) -> KnownAnswerProposer:
+    return KnownAnswerProposer({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, tree=tree)
 
 
 SHOWN = [
@@ -62,10 +62,10 @@ def test_no_schedule_changes_a_bit(folders: dict[str, Path], tmp_path: Path, nam
     run(made(folder, kind, **given), REQUESTS[:1], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
     counted: Counter[str] = Counter()
     for label, backend, schedule in (
-        ("small turns", made(folder, kind, **given), Schedule(turn_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        ("small turns", made(folder, kind, **given), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
         ("restarted", made(folder, kind, **given), Schedule(reuse=True, arrivals=LATE, snapshots=folder_of(tmp_path))),
         ("drafts, split", made(folder, kind, cuts=(1,), **given), Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2])),
-        ("trees, few pages", made(folder, kind, pages=PAGES + 10, **given), Schedule(proposer=trees, turn_tokens=80, reuse=True)),
+        ("trees, few pages", made(folder, kind, pages=PAGES + 10, **given), Schedule(proposer=trees, step_tokens=80, reuse=True)),
     ):
         got, stats = run(backend, REQUESTS, schedule)
         assert same(got, expected), label
@@ -79,7 +79,7 @@ def test_no_schedule_changes_a_bit(folders: dict[str, Path], tmp_path: Path, nam
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_narrower_numbers_keep_the_contract_too(folders: dict[str, Path], kind: str) -> None:
     expected = alone(folders["llama"], kind)
-    got, _ = run(made(folders["llama"], kind), REQUESTS, Schedule(proposer=drafts_of(expected, tree=True), turn_tokens=64))
+    got, _ = run(made(folders["llama"], kind), REQUESTS, Schedule(proposer=drafts_of(expected, tree=True), step_tokens=64))
     assert same(got, expected)
 
 
@@ -140,7 +140,7 @@ def test_a_chunk_that_reads_its_own_keys_before_they_are_codes_is_caught(
 
     monkeypatch.setattr(TorchAttentionInputs, "attend", unrounded)
     whole, _ = run(made(folder, "int8", kernels=False), REQUESTS, Schedule())
-    cut, _ = run(made(folder, "int8", kernels=False), REQUESTS, Schedule(turn_tokens=64))
+    cut, _ = run(made(folder, "int8", kernels=False), REQUESTS, Schedule(step_tokens=64))
     assert not same(whole, expected)
     assert not same(cut, whole)
 
