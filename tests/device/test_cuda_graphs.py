@@ -168,7 +168,9 @@ def test_steps_launched_ahead_have_the_bits_of_eager_steps(kind: str) -> None:
     submitted[0] = dataclasses.replace(submitted[0], params=dataclasses.replace(submitted[0].params, stop_ids=stop))
     expected = run_alone(kind, submitted)
     assert expected[0].finish == "stop"
-    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=2, wrong_every=3)
+    drafts = KnownAnswerProposer(
+        {r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=2, wrong_every=3
+    )
     schedules = {"arrivals": Schedule(arrivals=(0, 0, 5))}
     if not INTERPRETED:
         schedules["small steps"] = Schedule(arrivals=(0, 3, 9), step_tokens=64)

@@ -181,7 +181,9 @@ def test_captured_steps_in_flight_at_once_have_the_bits_of_eager_steps(
     count = 1 if INTERPRETED else 3
     submitted = [dataclasses.replace(request, id=f"{request.id}.{n}") for n in range(count) for request in requests()]
     expected = run_alone(kind, submitted)
-    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=3, tree=tree)
+    drafts = KnownAnswerProposer(
+        {r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}, VOCAB, empty_every=3, tree=tree
+    )
     for schedule in (
         (Schedule(proposer=drafts, step_tokens=64),)
         if INTERPRETED
