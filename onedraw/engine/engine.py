@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from onedraw.backends.base import Backend, StepHandle
 from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.isolated_constraint import IsolatedConstraint
-from onedraw.engine.scheduler import Member, Scheduler
+from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import DraftStats, Stats
 from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, StepFailed
@@ -79,7 +79,7 @@ class Engine:
         self.scheduler = scheduler
         self._observer, self._offload = observer, offload
         self._live: dict[str, tuple[Sequence, Sink]] = {}
-        self._in_flight: deque[tuple[StepHandle, list[Member]]] = deque()  # in order of submission
+        self._in_flight: deque[tuple[StepHandle, list[ScheduledRow]]] = deque()  # in order of submission
         self._undelivered: deque[tuple[Sink, Event]] = deque()  # in order
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._seconds = 0.0
@@ -146,7 +146,7 @@ class Engine:
         if len(self._in_flight) == 1:
             self._submit(self.scheduler.plan_ahead(self._in_flight[0][1]), "steps_ahead", True)
 
-    def _submit(self, members: list[Member], counter: str, counts: bool) -> bool:
+    def _submit(self, members: list[ScheduledRow], counter: str, counts: bool) -> bool:
         """Whether a plan was submitted. If the backend raises, the rows of the plan fail."""
         if not members:
             return False
@@ -162,12 +162,12 @@ class Engine:
         self.scheduler.mark_in_flight(members)
         return True
 
-    def _returns_at_once(self, members: list[Member]) -> bool:
+    def _returns_at_once(self, members: list[ScheduledRow]) -> bool:
         """Whether `submit` only starts this plan. Plans in flight must be of that kind too: others could occupy the device."""
         plans = [members, *(others for _, others in self._in_flight)]
         return all(self.backend.capacity.submits_async([member.row for member in plan]) for plan in plans)
 
-    def _release_ended(self, members: list[Member]) -> set[Sequence]:
+    def _release_ended(self, members: list[ScheduledRow]) -> set[Sequence]:
         """The plan of these members is collected. Returns the sequences that ended meanwhile, and releases those that have no
         other row in flight."""
         self.scheduler.mark_collected(members)
@@ -234,7 +234,7 @@ class Engine:
             except BaseException as failure:
                 log.error("a request could not be removed", exc_info=failure)
 
-    def _commit(self, member: Member, result: RowOutcome) -> None:
+    def _commit(self, member: ScheduledRow, result: RowOutcome) -> None:
         sequence, row = member.sequence, member.row
         if row.drafts:
             kept = len(result.kept)
@@ -276,7 +276,7 @@ class Engine:
         del self._live[request_id]  # last: if something above raises, the request still gets its error event
         return sequence, sink
 
-    def _fail(self, members: list[Member], error: BaseException) -> None:
+    def _fail(self, members: list[ScheduledRow], error: BaseException) -> None:
         """The step of these members raised: end their requests with an error."""
         error_id = secrets.token_hex(6)
         log.error("step failed, error id %s", error_id, exc_info=error)
@@ -287,7 +287,7 @@ class Engine:
             self._undelivered.append((sink, Event(member.row.request_id, error=failure)))
         self._deliver()
 
-    def _count(self, members: list[Member], outcome: Outcome) -> None:
+    def _count(self, members: list[ScheduledRow], outcome: Outcome) -> None:
         totals = self._totals
         totals["steps"] += 1
         totals["mixed_steps"] += len(members) > 1

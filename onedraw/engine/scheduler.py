@@ -32,7 +32,7 @@ Fetch = Callable[[History], None]  # loads the snapshot of a prompt, if the disk
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ScheduledRow:
     """A row and the sequence it belongs to."""
 
     sequence: Sequence
@@ -61,9 +61,9 @@ class Scheduler:
         self.preemptions = 0
         self._fetch = fetch
 
-    def plan(self) -> list[Member]:
+    def plan(self) -> list[ScheduledRow]:
         self._admit()
-        members: list[Member] = []
+        members: list[ScheduledRow] = []
         planned: set[Sequence] = set()
         share = max(-(-len(self.running) // self.capacity.max_in_flight), self.capacity.min_step_rows)
         free = [s for s in self.running if s not in self.in_flight]
@@ -84,7 +84,7 @@ class Scheduler:
                 budget -= length
         return members
 
-    def plan_ahead(self, members: List[Member]) -> list[Member]:
+    def plan_ahead(self, members: List[ScheduledRow]) -> list[ScheduledRow]:
         """The plan after the one in flight: one row per sequence, for the token that is being sampled. Empty if the next plan
         must wait for the collection: a sequence is not in flight, has drafts, or gets no page."""
         if not self.capacity.async_scheduling or any(member.row.drafts for member in members):
@@ -96,9 +96,9 @@ class Scheduler:
         continuing = [member for member in members if not member.sequence.ended and member.sequence.room > 1]
         if not all(self._can_run_ahead(member, len(continuing)) for member in continuing):
             return []
-        return [Member(member.sequence, member.sequence.row_ahead(member.row)) for member in continuing]
+        return [ScheduledRow(member.sequence, member.sequence.row_ahead(member.row)) for member in continuing]
 
-    def _can_run_ahead(self, member: Member, running: int) -> bool:
+    def _can_run_ahead(self, member: ScheduledRow, running: int) -> bool:
         """Whether the sequence's next row depends on this row's outcome in nothing but its token."""
         sequence, row = member.sequence, member.row
         if not row.samples or len(row.tokens) != 1 or row.start < row.prompt_stop or not _needs_no_host(row):
@@ -107,11 +107,11 @@ class Scheduler:
             return False
         return sequence.lease is not None and sequence.lease.reserve(row.stop + 1)
 
-    def mark_in_flight(self, members: Iterable[Member]) -> None:
+    def mark_in_flight(self, members: Iterable[ScheduledRow]) -> None:
         for member in members:
             self.in_flight[member.sequence] += 1
 
-    def mark_collected(self, members: Iterable[Member]) -> None:
+    def mark_collected(self, members: Iterable[ScheduledRow]) -> None:
         for member in members:
             self.in_flight[member.sequence] -= 1
             if self.in_flight[member.sequence] <= 0:
@@ -166,7 +166,7 @@ class Scheduler:
         return max(stop - sequence.computed, 0)
 
     def _add_row(
-        self, sequence: Sequence, length: int, proposal: Proposal, members: list[Member], planned: set[Sequence]
+        self, sequence: Sequence, length: int, proposal: Proposal, members: list[ScheduledRow], planned: set[Sequence]
     ) -> bool:
         """Reserve pages for the row, preempting later sequences if necessary, and add it to the plan."""
         if sequence.lease is None:  # preempted earlier in this plan
@@ -183,7 +183,7 @@ class Scheduler:
                 return False
         if self.capacity.lookahead:  # pages for the backend's own drafter, if available without preemption
             sequence.lease.reserve(min(needed + self.capacity.lookahead, self.capacity.max_context))
-        members.append(Member(sequence, sequence.row(length=length, drafts=proposal.drafts), proposal.source))
+        members.append(ScheduledRow(sequence, sequence.row(length=length, drafts=proposal.drafts), proposal.source))
         planned.add(sequence)
         return True
 

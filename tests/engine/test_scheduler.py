@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onedraw.backends.base import Capacity, PageGroup
-from onedraw.engine.scheduler import Member, Scheduler
+from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.allocator import Allocator
 from onedraw.speculation.proposer import Proposer, chain
@@ -55,7 +55,7 @@ def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50) -> S
     return sequence
 
 
-def step(scheduler: Scheduler) -> dict[str, Member]:
+def step(scheduler: Scheduler) -> dict[str, ScheduledRow]:
     """One step in which every row samples token 2."""
     members = scheduler.plan()
     for member in members:

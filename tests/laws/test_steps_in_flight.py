@@ -23,7 +23,7 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.model.transformer import ResidualStream, Transformer
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.engine.engine import Engine, Sink
-from onedraw.engine.scheduler import Member, Scheduler
+from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.models.model_info import read_model_info
 from onedraw.types import Request, SamplingParams
@@ -369,7 +369,7 @@ def gives_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         self.scheduler.speculator.forget(request_id)
         return sequence, sink
 
-    def release_ended(self: Engine, members: list[Member]) -> set[Sequence]:
+    def release_ended(self: Engine, members: list[ScheduledRow]) -> set[Sequence]:
         self.scheduler.mark_collected(members)
         return {member.sequence for member in members} - {sequence for sequence, _ in self._live.values()}
 
