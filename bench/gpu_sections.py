@@ -138,7 +138,7 @@ def _choosing_ms(bench: Bench, logits: Tensor, positions: list[SamplingPosition]
     sampler: Any = bench.backend._sampler
     if not hasattr(sampler, "prepare"):
         begin = time.perf_counter()
-        sampler.choose(logits.float(), positions)
+        sampler.sample(logits.float(), positions)
         return 1e3 * (time.perf_counter() - begin)
     ready = sampler.prepare(positions, staging=DirectStaging(bench.device), rows=len(positions))
     if bench.device.type != "cuda":

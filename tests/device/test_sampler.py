@@ -56,7 +56,7 @@ def test_kernels_sample_the_same_bits_as_the_plain_sampler(vocab: int) -> None:
         plain, fast = make(vocab, device="cuda"), make(vocab, device="cuda", kind=KINDS[-1])
         assert choices(fast, case, "cuda") == choices(plain, case, "cuda")
         rounded = case.logits.to("cuda", torch.bfloat16)
-        assert fast.choose(rounded, case.positions) == plain.choose(rounded.float(), case.positions)
+        assert fast.sample(rounded, case.positions) == plain.sample(rounded.float(), case.positions)
 
 
 def unconstrained(case: Case) -> Case:

@@ -286,7 +286,7 @@ def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None
         params = SamplingParams(temperature=1.2, top_p=0.9, seed=row, checksums=True)
         history = History((1,), constraint=Fixed(bits) if row % 3 else None)
         positions.append(SamplingPosition(row, params, history, (), f"q{row}"))
-    chosen = sampler.choose(torch.from_numpy(logits), positions)
+    chosen = sampler.sample(torch.from_numpy(logits), positions)
     for row, position in enumerate(positions):
         expected = sample(logits[row], position.params, position.history)
         assert chosen[row] == expected

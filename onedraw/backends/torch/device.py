@@ -1,6 +1,7 @@
-"""Which devices and operations to run with, where the caller leaves it open.
+"""The devices and operations to run with.
 
-In: what was asked for. Out: devices with what this machine says of them, or an error that says what is there.
+In: device names and dtypes as the user gave them. Out: devices with their architecture and free memory, and the operations that
+compute on them; or an error that lists what exists.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from onedraw.errors import BadSetting
 
 _FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 DTYPES = {**_FLOATS, **{name: _FLOATS[beside] for name, beside in PACKED.items()}}  # of activations, keys and values
-DEFAULT_THREADS = torch.get_num_threads()  # what torch found, or OMP_NUM_THREADS said
+DEFAULT_THREADS = torch.get_num_threads()  # of torch, or OMP_NUM_THREADS
 
 
 def find_devices(names: Sequence[str]) -> list[Device]:
@@ -51,7 +52,7 @@ def _find(device: Device, *, several: bool) -> Device:
 
 
 def _usable(device: Device) -> bool:
-    """Whether processors are named; those that are not there are refused."""
+    """Whether processors are named; raises BadSetting for those that do not exist."""
     if not device.cores:
         return False
     if not hasattr(os, "sched_setaffinity"):
@@ -68,7 +69,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 @contextmanager
 def on_cores(cores: Collection[int]) -> Iterator[None]:
-    """The calling thread on these processors alone, and with it the threads that it makes; none named: as it is."""
+    """Pin the calling thread, and with it the threads that it starts, to these processors; none named: unchanged."""
     if not cores:
         yield
         return
@@ -81,7 +82,7 @@ def on_cores(cores: Collection[int]) -> Iterator[None]:
 
 
 def _free_memory() -> int | None:
-    """Of the host, where it says; a part of a model must not drive the rest of the machine out."""
+    """Available host memory, where the system reports it, so that a stage on the CPU leaves room for other programs."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -105,30 +106,29 @@ def copy_bandwidth(name: str, size: int = 2**30) -> float:
 
 
 def hardware_name(device: torch.device) -> str:
-    """The kind of chip behind a device: equal names compute equal bits."""
+    """The model of a device's chip: devices with equal names compute equal bits."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def why_no_kernels(cache: Path) -> str:
-    """Why our CPU kernels cannot be built here; nothing where they can."""
+    """Why the CPU kernels cannot be built here; empty where they can."""
     return build(cache).reason
 
 
 def why_no_blocks() -> str:
-    """Why our kernels for packed weights cannot be compiled for a GPU here; nothing where they can."""
+    """Why the GPU kernels for quantized weights cannot be compiled here; empty where they can."""
     from onedraw.backends.torch.ops.cuda import nvrtc
 
     return nvrtc.why_not()
 
 
 def set_threads(count: int | None, ops: Iterable[Ops], cores: Collection[int] = ()) -> None:
-    """The calling thread's place from now on: on these processors, where some are named, with so many of torch's threads;
-    None leaves torch its own choice.
+    """Pin the calling thread to these processors, where some are named, and set the number of torch's threads; None: unchanged.
 
-    Beside kernels with a team of their own torch has little left to do, and gets one thread: the idle threads of its pool
-    would spin for a while after every operation, on the processors that the team needs.
+    Beside kernels with their own thread pool torch gets one thread: idle threads of its pool spin for a while after every
+    operation, on the processors that the kernels need.
     """
     if cores:
         os.sched_setaffinity(0, cores)
@@ -148,7 +148,7 @@ def pick_ops(
     threads: int | None = None,
     warn: Callable[[str], object] = lambda line: None,
 ) -> Ops:
-    """Our kernels where they exist for this device and these dtypes and can be built, else plain torch."""
+    """Kernels where they exist for this device and these dtypes and can be built, else plain torch."""
     packed = dtype in PACKED
     if torch.device(device).type == "cpu" and (packed or dtype == "f32") and activation in (None, "f32"):
         built = build(cache)

@@ -1,8 +1,8 @@
-"""Does a row compute from its row on this machine? Asked at start, answered in bits.
+"""The self-check at start: does batching change results on this machine?
 
-In: a model and its state before anything is served. Out: the row rule that holds, and findings that say plainly what
-does not. Libraries change with versions, processors and shapes, so this is measured, not assumed. Where our own code takes
-another kernel from some number of rows on, it says so (`borders`), and bits are compared on both sides of every such border.
+In: a model and its state before anything is served. Out: the row rule with which no row depends on another, and which
+comparisons passed. Libraries change with versions, processors and shapes, so this is measured, not assumed. Where our own code
+takes another kernel from some number of rows on (`borders`), bits are compared on both sides of every border.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from onedraw.backends.torch.state.recurrent_spans import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
 ROWS = (1, 2, 5, 16, 64)
-DEPTH = 2  # layers that the whole-turn comparison runs
-STEP_LENGTH = 270  # positions of a generated token and what it sees: more than one split of attention
-MOST_STEPS = 256  # generated tokens that ride together
+DEPTH = 2  # layers that the comparison of whole steps runs
+STEP_LENGTH = 270  # positions that a generated token sees: more than one split of attention
+MOST_STEPS = 256  # generated tokens in one step
 
 
 @dataclass(frozen=True, slots=True)
 class RowCheck(SelfCheck):
-    rule: RowRule  # the one that the findings hold with
+    rule: RowRule  # the one with which the results were found
 
 
 @torch.inference_mode()
 def self_check(model: Transformer, states: Sequence[ModelState], *, layout: InputLayout) -> RowCheck:
-    """Find the first row rule that holds, and tile heights where the operations have any; say what holds with them."""
+    """Find the first row rule with which products agree, and tile heights where the operations have any; report the checks."""
     with current_device(model.device):
         return _checked(model, states, layout)
 
@@ -54,12 +54,12 @@ def _checked(model: Transformer, states: Sequence[ModelState], layout: InputLayo
     for x, ops in _experts(model):
         findings.append(CheckResult(f"{x.spec.used} of {x.spec.experts} experts, {x.bank.kind}", _experts_agree(x, ops)))
     layout = replace(layout, rule=rule)
-    whole = _turns_agree(model, states, layout)
+    whole = _batches_agree(model, states, layout)
     tiled = [stage.ops for stage in model.stages if isinstance(stage.ops, TorchOps)]
     if not whole and tiled:
         for ops in tiled:
             ops.tile_heights = ops.tile_heights[-1:]
-        whole = _turns_agree(model, states, layout)
+        whole = _batches_agree(model, states, layout)
     findings.append(CheckResult("a row alone, in a batch, and in chunks", whole))
     counts = _step_counts(model, states, layout)
     if counts:
@@ -82,13 +82,13 @@ def _words(linear: Linear) -> str:
 
 
 def _rows_compared(borders: Iterable[int], most: int) -> list[int]:
-    """Those always compared, and on both sides of every border that can be reached."""
+    """The row counts to compare: a fixed few, and both sides of every border up to `most`."""
     return sorted({*ROWS, *(rows for border in borders if border <= most for rows in (border - 1, border))})
 
 
 def _rows_agree(linear: Linear, rule: RowRule) -> bool:
     generator = torch.Generator().manual_seed(1)
-    # No product has more rows than logits may be held of at once.
+    # No product has more rows than logits are computed for at once.
     counts = _rows_compared(linear.borders, max(LOGITS_BYTES // (4 * linear.out_features), max(ROWS)))
     whole = -(-(counts[-1] + 1) // 64) * 64
     x = torch.randn(max(whole, max(ROWS) + 64), linear.in_features, generator=generator).to(linear.dtype).to(linear.device)
@@ -102,7 +102,7 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
 
 
 def _experts(model: Transformer) -> list[tuple[MixtureOfExperts, Ops]]:
-    """One of each kind whose kernels change with the rows, and who computes it."""
+    """One of each kind whose kernels change with the number of rows, and its operations."""
     found = {}
     for stage in model.stages:
         for layer in stage.layers:
@@ -122,12 +122,12 @@ def _experts_agree(experts: MixtureOfExperts, ops: Ops) -> bool:
         return all(torch.equal(experts(x[:n], x[:n], ops), full[:n]) for n in _rows_compared(borders, len(x)))
 
 
-def _turns_agree(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> bool:
+def _batches_agree(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> bool:
     """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position.
 
-    They lie in the pages and the context there are: kernels do not look where they write. Fewer pages, fewer sequences.
+    They fit into the pages and the context that exist, since kernels do not check bounds. Fewer pages, fewer sequences.
     """
-    pages = min(layout.scratch)  # as many as are lent; the scratch page comes after them
+    pages = min(layout.scratch)  # the scratch page comes after the others
     count = min(3, pages, *([states[0].sizes.lanes] if model.spec.recurrent else []))
     per = min(-(-96 // layout.page_size), pages // count)
     longest = min(per * layout.page_size, 90, model.max_context)
@@ -143,8 +143,8 @@ def _turns_agree(model: Transformer, states: Sequence[ModelState], layout: Input
 
 
 def _step_counts(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> list[int]:
-    """How many generated tokens ride together on both sides of a border, as far as there are lanes for them. Without states
-    rows need none: they may be of one sequence."""
+    """Numbers of generated tokens in one step on both sides of a border, up to the number of lanes. Without recurrent state rows
+    need no lanes: they may be of one sequence."""
     stage, most = model.stages[0], states[0].sizes.lanes if model.spec.recurrent else MOST_STEPS
     mixers = {layer.mixer for layer in model.spec.layers[: _depth(model)]}
     borders = stage.ops.kernel_borders(mixers)
@@ -153,7 +153,7 @@ def _step_counts(model: Transformer, states: Sequence[ModelState], layout: Input
 
 
 def _steps_agree(model: Transformer, states: Sequence[ModelState], layout: InputLayout, counts: Sequence[int]) -> bool:
-    """The token behind a prompt, generated in one row and in many: all are of one text in the same pages, so all are alike."""
+    """The token after a prompt, generated in one row and in many: all rows read one text in the same pages, so all are equal."""
     per = min(-(-STEP_LENGTH // layout.page_size), min(layout.scratch))
     length = min(per * layout.page_size, STEP_LENGTH, model.max_context)
     generator = torch.Generator().manual_seed(5)
@@ -164,15 +164,15 @@ def _steps_agree(model: Transformer, states: Sequence[ModelState], layout: Input
     def steps(count: int) -> Tensor:
         for lane in range(count if model.spec.recurrent else 1):
             for part in itertools.pairwise(edges):
-                _turn(model, states, layout, [_row(text, part, lane, pages, prompt_stop=length - 1)])
+                _run_step(model, states, layout, [_row(text, part, lane, pages, prompt_stop=length - 1)])
         rows = [_row(text, (length - 1, length), lane, pages, prompt_stop=length - 1) for lane in range(count)]
-        return _turn(model, states, layout, rows)[:count]
+        return _run_step(model, states, layout, rows)[:count]
 
     alone = steps(1)
     return all(torch.equal(steps(count), alone.expand(count, -1)) for count in counts)
 
 
-def _turn(model: Transformer, states: Sequence[ModelState], layout: InputLayout, rows: list[Row]) -> Tensor:
+def _run_step(model: Transformer, states: Sequence[ModelState], layout: InputLayout, rows: list[Row]) -> Tensor:
     inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.stages[0].device)
     return model.hidden(inputs, states, depth=_depth(model)).clone()
 
@@ -185,21 +185,21 @@ def _run(
     texts: list[list[int]],
     per: int,
 ) -> list[Tensor]:
-    """Hidden states of each text, computed part by part; texts ride together, part i of all in one turn."""
+    """Hidden states of each text, computed part by part; part i of all texts is one step."""
     out: list[list[Tensor]] = [[] for _ in texts]
     for step in range(max(len(p) for p in parts)):
-        riders = [i for i, p in enumerate(parts) if step < len(p)]
+        batch = [i for i, p in enumerate(parts) if step < len(p)]
         groups = len(layout.scratch)
-        rows = [_row(texts[i], parts[i][step], i, (range(i * per, (i + 1) * per),) * groups) for i in riders]
+        rows = [_row(texts[i], parts[i][step], i, (range(i * per, (i + 1) * per),) * groups) for i in batch]
         inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.stages[0].device)
         hidden = model.hidden(inputs, states, depth=_depth(model))
-        for i, span in zip(riders, inputs.spans, strict=False):  # padding has spans of its own
+        for i, span in zip(batch, inputs.spans, strict=False):  # padding has spans of its own
             out[i].append(hidden[span.first : span.first + span.count].clone())
     return [torch.cat(parts_) for parts_ in out]
 
 
 def _depth(model: Transformer) -> int:
-    """Enough layers to meet every kind of mixer there is."""
+    """Enough layers to have every kind of mixer."""
     kinds = [type(layer.mixer) for layer in model.spec.layers]
     return max(DEPTH, *(kinds.index(kind) + 1 for kind in set(kinds)))
 

@@ -89,7 +89,7 @@ def make(vocab: int, *, lanes: int = 512, device: str = "cpu", kind: type[Sample
 
 
 def choices(sampler: Sampler, case: Case, device: str = "cpu") -> list[SampledToken | None]:
-    return sampler.choose(case.logits.to(device), case.positions)
+    return sampler.sample(case.logits.to(device), case.positions)
 
 
 def disagreements(case: Case, found: Sequence[SampledToken | None]) -> list[int]:

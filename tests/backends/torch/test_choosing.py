@@ -56,7 +56,7 @@ def test_noise_is_the_noise_of_the_definition(path: str) -> None:
         logits = torch.zeros(2, vocab)
         logits[0, other], logits[1, other] = gap * (1 - 1e-6) - 3e-6, gap * (1 + 1e-6) + 3e-6
         place = SamplingPosition(0, SamplingParams(seed=seed), History((1,)), (), "r")
-        assert [choice.token for choice in sampler.choose(logits, [place, place]) if choice] == [best, other]
+        assert [choice.token for choice in sampler.sample(logits, [place, place]) if choice] == [best, other]
 
 
 def invariant(case: Case, make: Callable[[int], CpuSampler]) -> bool:

@@ -48,14 +48,14 @@ def test_equal_values_under_noise_go_to_the_lowest_id(monkeypatch: pytest.Monkey
     monkeypatch.setattr(noise, "uniform_bits", lambda first, *_: torch.full((len(first), 128), 5_000_000, dtype=torch.int32))
     logits = torch.zeros(2, 100)
     logits[:, 0] = -1
-    found = make(100).choose(logits, [SamplingPosition(lane, SamplingParams(), History((1,)), (), "r") for lane in range(2)])
+    found = make(100).sample(logits, [SamplingPosition(lane, SamplingParams(), History((1,)), (), "r") for lane in range(2)])
     assert [choice.token for choice in found if choice] == [1, 1]
 
 
 def test_columns_past_the_vocabulary_are_never_chosen() -> None:
     case = random_case(1, rows=20, vocab=100)
     wide = torch.cat([case.logits, torch.full((20, 156), 1e9)], 1)
-    assert make(100).choose(wide, case.positions) == choices(make(100), case)
+    assert make(100).sample(wide, case.positions) == choices(make(100), case)
 
 
 def test_logits_are_left_as_they_were() -> None:
@@ -77,7 +77,7 @@ def test_a_row_without_a_token_says_so_and_harms_no_neighbour() -> None:
 
 
 def test_no_rows_choose_nothing() -> None:
-    assert make(64).choose(torch.empty(0, 64), []) == []
+    assert make(64).sample(torch.empty(0, 64), []) == []
     assert make(64).score(torch.empty(0, 64), [], 3) == []
 
 
@@ -127,7 +127,7 @@ def test_a_request_id_used_again_with_another_prompt_starts_anew() -> None:
     params = SamplingParams(temperature=0, frequency_penalty=5)
     logits = torch.tensor([[3.0, 2, 0, 0, 0, 0, 0, 0]])
     for prompt, output, expected in (((1,), [0], 1), ((2,), [1, 1], 0)):
-        (found,) = sampler.choose(logits, [SamplingPosition(0, params, History(prompt, output), (), "same")])
+        (found,) = sampler.sample(logits, [SamplingPosition(0, params, History(prompt, output), (), "same")])
         assert found == SampledToken(expected)
 
 

@@ -1,6 +1,7 @@
-"""Layers in stages, one per device: where each stage runs, what it holds, and the boundary before it.
+"""The layers of a model in stages, one per device.
 
-In: a stage_device, and the stage before it. Out: a Stage with its layers loaded. One device is one stage.
+In: a device, and the stage before it. Out: a Stage with its layers loaded, and the boundary before it. A model on one device is
+one stage.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, 
 
 @dataclass(frozen=True, slots=True)
 class StageDevice:
-    """A device, and how far the layers on it go: from where the stage_device before ends to `stop`; None: to the last."""
+    """A device, its operations, and the layer before which its stage stops; None: after the last."""
 
     device: torch.device
     ops: Ops
@@ -64,7 +65,7 @@ def load_stage(
     rows: int,
     progress: Callable[[int, int], None] | None,
 ) -> Stage:
-    """The layers behind those of `before`, up to where the stage_device ends."""
+    """The layers from the end of `before` to the stop of the device."""
     start = 0 if before is None else before.start + len(before.layers)
     stop = len(spec.layers) if stage_device.stop is None else stage_device.stop
     loader = WeightLoader(source, ops=stage_device.ops, dtype=dtype, device=stage_device.device, norm=spec.norm)
@@ -73,7 +74,7 @@ def load_stage(
         layers.append(load_layer(index, spec.layers[index], loader, stage_device.ops, spec.eps))
         if progress is not None:
             progress(index + 1, len(spec.layers))
-    positions = max(max_context, LANE)  # padding tokens stand anywhere on a page, also where the context is shorter
+    positions = max(max_context, LANE)  # padding tokens have any position of a page, also where the context is shorter
     return Stage(
         device=stage_device.device,
         ops=stage_device.ops,

@@ -1,7 +1,7 @@
-"""Which positions of a turn choose or are scored, their logits, and what the sampler says of them.
+"""The positions of a step that sample or are scored, their logits, and their samples.
 
-In: a plan, its inputs and the hidden states of its tokens. Out: choices and logprobs by row. Logits are computed a slice of
-positions at a time, or come from a checkpoint that kept those of its prompt's last position.
+In: a plan, its inputs and the hidden states of its tokens. Out: samples and logprobs by row. Logits are computed for a slice of
+positions at a time, or read from a checkpoint that has those of its prompt's last position.
 """
 
 from __future__ import annotations
@@ -27,59 +27,59 @@ SCORED = 64  # positions at a time
 
 @dataclass(frozen=True, slots=True)
 class RowPosition:
-    """A position to choose at: after a token of the turn, or after the prompt of a checkpoint."""
+    """A position to sample at: after a token of the step, or after the prompt of a checkpoint."""
 
     row: int
-    token: int | None  # of the turn; None: the logits lie in the checkpoint `restore`
+    token: int | None  # of the step; None: the logits are in the checkpoint `restore`
     position: SamplingPosition
     restore: int | None
-    keep: int | None  # the checkpoint that wants these logits
+    keep: int | None  # the checkpoint that these logits are saved to
 
 
 class PositionSampler:
-    """Owner: the backend. `rule`: how many rows the head is offered at once."""
+    """Owner: the backend. `rule`: of the rows that the head is given."""
 
     def __init__(self, model: Transformer, sampler: Sampler, kept: CheckpointLogits, rule: RowRule) -> None:
         self._model, self._sampler, self._kept, self._rule = model, sampler, kept, rule
         self._slice = max(LOGITS_BYTES // (4 * model.spec.vocab), 1)
 
     def logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
-        """Logits of these tokens of the turn: [C', V'], the first C rows wanted."""
+        """Logits of these tokens of the step: [C', V'], the first C rows wanted."""
         padding = self._rule.padded(len(tokens)) - len(tokens)
         index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._model.device)
         return self._model.logits(hidden.index_select(0, index))[: len(tokens)]
 
     def sample(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[SampledToken | None]]:
-        """Per choosing row, a choice after its last known token and after each draft."""
-        picks = [
-            pick
+        """Per row that samples, a token after its last known token and after each draft."""
+        wanted = [
+            one
             for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding has spans of its own
-            for pick in _picks(i, row, span.first)
+            for one in _row_positions(i, row, span.first)
         ]
-        chosen: dict[int, list[SampledToken | None]] = {}
-        for start in range(0, len(picks), self._slice):
-            part = picks[start : start + self._slice]
-            choices = self._sampler.choose(self._logits_at(part, hidden), [pick.position for pick in part])
-            for pick, choice in zip(part, choices, strict=True):
-                chosen.setdefault(pick.row, []).append(choice)
-        return chosen
+        sampled: dict[int, list[SampledToken | None]] = {}
+        for start in range(0, len(wanted), self._slice):
+            part = wanted[start : start + self._slice]
+            tokens = self._sampler.sample(self._logits_at(part, hidden), [one.position for one in part])
+            for one, token in zip(part, tokens, strict=True):
+                sampled.setdefault(one.row, []).append(token)
+        return sampled
 
-    def _logits_at(self, picks: Sequence[RowPosition], hidden: Tensor) -> Tensor:
-        """Logits of these picks [C, V']: computed, or from checkpoints; those that checkpoints want are kept."""
-        computed = [pick.token for pick in picks if pick.token is not None]
+    def _logits_at(self, wanted: Sequence[RowPosition], hidden: Tensor) -> Tensor:
+        """Logits of these positions [C, V']: computed, or from checkpoints; those of a checkpoint being saved are kept."""
+        computed = [one.token for one in wanted if one.token is not None]
         logits = self.logits(hidden, computed) if computed else self._kept.rows[:0]
-        if len(computed) < len(picks):
+        if len(computed) < len(wanted):
             places, found = iter(range(len(computed))), logits
             logits = torch.stack(
-                [self._kept.rows[pick.restore or 0] if pick.token is None else found[next(places)] for pick in picks]
+                [self._kept.rows[one.restore or 0] if one.token is None else found[next(places)] for one in wanted]
             )
-        for pick, row in zip(picks, logits, strict=True):
-            if pick.keep is not None:
-                self._kept.keep(pick.keep, row)
+        for one, row in zip(wanted, logits, strict=True):
+            if one.keep is not None:
+                self._kept.keep(one.keep, row)
         return logits
 
     def score(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, tuple[Logprobs, ...]]:
-        """Per scoring row, the logprobs of the prompt tokens its positions predict."""
+        """Per row that scores its prompt, the logprobs of the prompt tokens that its positions predict."""
         scored: dict[int, tuple[Logprobs, ...]] = {}
         for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):
             if not row.scores_prompt:
@@ -95,13 +95,13 @@ class PositionSampler:
         return scored
 
 
-def _picks(index: int, row: Row, first: int) -> Iterator[RowPosition]:
-    """Of one row whose tokens begin at `first`: behind its last known token, and behind each draft."""
+def _row_positions(index: int, row: Row, first: int) -> Iterator[RowPosition]:
+    """Of one row whose tokens begin at `first`: after its last known token, and after each draft."""
     if not row.samples:
         return
     kept = next((save.slot for save in row.saves if save.position == row.stop), None)
     for k, drafts in enumerate(draft_prefixes(row.drafts)):
-        drafts = (*row.tokens, *drafts) if row.awaits_token else drafts  # what it awaited is not in the history yet
+        drafts = (*row.tokens, *drafts) if row.awaits_token else drafts  # the awaited token is not in the history yet
         position = SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
         token = first + len(row.tokens) - 1 + k if row.tokens else None
         yield RowPosition(index, token, position, row.restore, kept if k == 0 else None)

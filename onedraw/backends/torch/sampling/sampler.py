@@ -1,10 +1,10 @@
-"""Choosing tokens for many positions at once, by the law of `sampling/law.py`.
+"""Samples tokens for many positions at once, by the sampling rule of `sampling/law.py`.
 
-In: logits [C, V'] and for each row its parameters, history and drafts. Out: a SampledToken per row, or None where the law
-left no token. A row's token, logprobs and checksum have the same bits whatever the other rows are (see `exact.py`).
+In: logits [C, V'] and for each row its parameters, history and drafts. Out: a SampledToken per row, or None where the rule left
+no token. A row's token, logprobs and checksum have the same bits whatever the other rows are (see `exact.py`).
 
-Work that no row asks for is skipped; work that some rows ask for is done on those rows alone. Nothing is copied to the
-host before the end, where one small integer tensor has everything.
+Work that no row needs is skipped; work that some rows need is done on those rows alone. Nothing is copied to the host before
+the end, where one small integer tensor holds all results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from onedraw.sampling.law import NO_TOKEN, checksum_weights, filters
 from onedraw.sampling.noise import BITS, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import Logprobs, SampledToken, TokenMask
 
-# -------------------- The noise of `sampling/noise.py` for many positions at once: the same integers, this backe
+# ------------------------------------------------------------------ noise, with the integers of `sampling/noise.py`
 
 
 def key_words(keys: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def _word(value: int, device: torch.device) -> Tensor:
     return torch.tensor(value - 2**32 if value >= 2**31 else value, dtype=torch.int32, device=device)
 
 
-# -------------------- Choosing tokens for many positions at once, by the law of `sampling/law.py`.
+# ------------------------------------------------------------------ sampler
 
 
 SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits worked on at a time: bounds the temporaries, fits caches
@@ -107,7 +107,7 @@ SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits worked on at a time: bou
 
 @dataclass(frozen=True, slots=True)
 class FilteredScores:
-    """The law's result for the rows of a slab: deficits, the largest one each row keeps, and whether a token is left."""
+    """The filtered distribution of each row: deficits, the largest one that the row keeps, and whether a token is left."""
 
     deficit: Tensor  # [C, V] float32
     limit: Tensor | None  # [C, 1] float32; None: everything is kept
@@ -123,10 +123,10 @@ class FilteredScores:
 
 
 class SamplingInputs(Protocol):
-    """Sampling positions on the device."""
+    """Positions to sample at, on the device."""
 
     def sample(self, logits: Callable[[slice], Tensor], last: Tensor | None) -> Tensor:
-        """[rows, columns] int64 for `read_samples`; logits are asked for slab by slab. `last`: the token each lane sampled
+        """[rows, columns] int64 for `read_samples`; `logits` is called slab by slab. `last`: the token each lane sampled
         last, where rows may await it."""
         ...
 
@@ -135,12 +135,12 @@ class CapturableSampler(Protocol):
     """A sampler that reads device memory alone once its inputs are prepared, so that CUDA graphs can capture it."""
 
     def prepare(self, positions: Sequence[SamplingPosition], *, staging: Staging, rows: int) -> SamplingInputs:
-        """`rows`: as many as the step is padded to; those behind the last position sample greedily and are not read."""
+        """`rows`: as many as the step is padded to; rows after the last position sample greedily and are not read."""
         ...
 
 
 class Sampler:
-    """Owner: the backend. Remembers nothing that could change an answer, only counts that save time."""
+    """Owner: the backend. It keeps no state that could change an answer, only counts that save time."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -151,21 +151,21 @@ class Sampler:
         self._counts: LaneCounts | None = None
         self._recalls: dict[int, tuple[str, HistoryTokens]] = {}
         self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
-        self._lock = threading.RLock()  # turns under way at once may be prepared and chosen for on two threads
+        self._lock = threading.RLock()  # steps in flight at once may be prepared and sampled on two threads
 
     @property
     def capturable(self) -> CapturableSampler | None:
         return None
 
-    def choose(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> list[SampledToken | None]:
-        """One choice per row of `logits` ([C, V'] float32; columns past the vocabulary are never chosen)."""
+    def sample(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> list[SampledToken | None]:
+        """One sample per row of `logits` ([C, V'] float32; columns past the vocabulary are never sampled)."""
         return read_samples(self.answers(logits, positions).cpu().numpy(), positions) if positions else []
 
     def answers(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
-        """The same, still on the device and not waited for: [C, columns] int64, for `read_samples`."""
-        wishes = [p.params.logprobs for p in positions if p.params.logprobs is not None]
-        columns = TOP + min(max(wishes, default=0), self._vocab)
-        if not wishes and not any(p.params.checksums for p in positions):
+        """The same on the device, not waited for: [C, columns] int64, for `read_samples`."""
+        counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
+        columns = TOP + min(max(counts, default=0), self._vocab)
+        if not counts and not any(p.params.checksums for p in positions):
             columns = 1
         with torch.inference_mode(), self._lock:
             return torch.cat([self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))])
@@ -200,7 +200,7 @@ class Sampler:
     # ── one slab ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
-        """What the host needs to know of these rows.   [C, columns] int64"""
+        """The results of these rows.   [C, columns] int64"""
         raw = self._padded(logits)
         law, tokens = self._chosen(raw, self._adjusted(raw, positions), positions)
         answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)
@@ -220,7 +220,7 @@ class Sampler:
         return answers
 
     def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[FilteredScores, Tensor]:
-        """From scores, adjusted or `raw` itself, to the law and the tokens; any token where nothing sound is left."""
+        """From scores, adjusted or `raw` itself, to the filtered scores and the tokens; any token where none is left."""
         law = self._law(raw, scores, positions)
         return law, first_best(self._values(law, positions))
 
@@ -228,7 +228,7 @@ class Sampler:
         best = scores.amax(1) + 0.0  # -0.0 becomes 0.0
         sound = (best > -torch.inf) & (best < torch.inf)
         if scores is not raw:
-            sound &= raw.amax(1) < torch.inf  # a ban may have hidden what is wrong with the logits
+            sound &= raw.amax(1) < torch.inf  # a ban may have removed an infinite logit
         deficit = self._scratch.take("deficit", scores.shape, torch.float32)
         torch.sub(best[:, None], scores, out=deficit)
         if any(p.params.temperature not in (0, 1) for p in positions):
@@ -236,7 +236,7 @@ class Sampler:
         return FilteredScores(deficit, self._limit(deficit, positions), sound)
 
     def _values(self, law: FilteredScores, positions: Sequence[SamplingPosition]) -> Tensor:
-        """What is compared: noise less deficit, or the deficit alone where the choice is greedy.   [C, V]"""
+        """What argmax compares: noise less deficit, or the deficit alone where the row is greedy.   [C, V]"""
         noisy = [row for row, p in enumerate(positions) if not p.params.greedy]
         if noisy:
             noise = gumbel(*key_words(self._keys([positions[row] for row in noisy]), self._device), self._width, self._scratch)
@@ -256,7 +256,7 @@ class Sampler:
     # ── steps 1 to 3: bias, penalties, bans ───────────────────────────────────────────────────────────────────────
 
     def _adjusted(self, raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
-        """`raw` itself where nothing is asked for."""
+        """`raw` itself where no row has adjustments."""
         host = [adjustment(p.params, p.history, p.drafts, self._recall(p)) for p in positions]
         biased = [(row, *pair) for row, p in enumerate(positions) for pair in p.params.logit_bias if 0 <= pair[0] < self._vocab]
         counting = [row for row, p in enumerate(positions) if p.params.counts_history]
@@ -282,7 +282,7 @@ class Sampler:
         return scores
 
     def _keep_only(self, scores: Tensor, constrained: Sequence[tuple[int, TokenMask]]) -> None:
-        """Nothing but the allowed tokens is left on these rows. The sets travel to the device packed, a bit per token."""
+        """Remove all but the allowed tokens on these rows. The sets are copied to the device as bits, one per token."""
         words = -(-self._width // 32)
         packed = np.zeros((len(constrained), words), dtype=np.uint32)
         for line, (_, bits) in zip(packed, constrained, strict=True):
@@ -336,19 +336,19 @@ class Sampler:
             self._lower(limit, deficit, shared, by_mass=True)
         return limit
 
-    def _lower(self, limit: Tensor, deficit: Tensor, wishes: Sequence[tuple[int, float]], *, by_mass: bool) -> None:
-        """top-k (`by_mass` false: wishes are counts) or top-p (wishes are shares of the mass within the limit so far)."""
-        rows = self._rows([row for row, _ in wishes], len(deficit))
+    def _lower(self, limit: Tensor, deficit: Tensor, wanted: Sequence[tuple[int, float]], *, by_mass: bool) -> None:
+        """top-k (`by_mass` false: values are counts) or top-p (values are shares of the mass within the limit so far)."""
+        rows = self._rows([row for row, _ in wanted], len(deficit))
         part = deficit if rows is None else deficit[rows]
-        wish = torch.tensor([value for _, value in wishes], dtype=torch.float64).to(self._device)
+        value = torch.tensor([one for _, one in wanted], dtype=torch.float64).to(self._device)
         bound = limit if rows is None else limit[rows]
         if by_mass:
             weights = masses(part, self._scratch, bound)
             total = weights.sum(1)
-            target = torch.minimum((wish * total.to(torch.float64)).ceil().to(torch.int64).clamp_(min=1), total)
+            target = torch.minimum((value * total.to(torch.float64)).ceil().to(torch.int64).clamp_(min=1), total)
         else:
             weights = torch.ones((), dtype=torch.int64, device=self._device).expand_as(part)
-            target = wish.to(torch.int64)
+            target = value.to(torch.int64)
         bound = torch.minimum(bound, reach(part, weights, target, self._scratch)[:, None])
         if rows is None:
             limit.copy_(bound)

@@ -1,7 +1,7 @@
-"""How often each lane's request has seen each token: what the penalties read.
+"""How often each lane's request has seen each token, for the penalties.
 
-In: positions with their histories. Out: counts per row. A lane's buffer follows its history by a mark, so a decode
-step adds one token; drafts are added to a copy, for their own position only.
+In: positions with their histories. Out: counts per row. A lane's buffer follows its history by a cursor, so a decode step adds
+one token; drafts are added to a copy, for their own position only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class LaneCounts:
     """Owner: the sampler. The buffers exist from the first position that has penalties."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
-        # One lane more than there are: what pads a turn is counted there, and nobody reads it.
+        # One lane more than there are: padding of a step is counted there, and never read.
         self.output = torch.zeros(lanes + 1, vocab, dtype=torch.int32, device=device)
         self.prompt = torch.zeros(lanes + 1, vocab, dtype=torch.bool, device=device)
         self._marks: list[CountedHistory | None] = [None] * lanes
         self._device = device
 
     def read(self, places: Sequence[SamplingPosition]) -> tuple[Tensor, Tensor]:
-        """Counts in the output, and whether a token stands in prompt or output, drafts included.   [C, V] each"""
+        """Counts in the output, and whether a token is in prompt or output, drafts included.   [C, V] each"""
         _add(self.output, self.grown(places))
         lanes = torch.tensor([place.lane for place in places], device=self._device)
         counts = self.output[lanes]
@@ -33,8 +33,8 @@ class LaneCounts:
         return counts, (counts > 0).logical_or_(self.prompt[lanes])
 
     def grown(self, places: Sequence[SamplingPosition]) -> list[tuple[int, int]]:
-        """What became known since these lanes were last read, as (lane, token): the caller adds it to `output`, and the
-        lanes are then as far as their histories. Lanes of other requests begin anew."""
+        """The tokens that these lanes' histories grew by since the last call, as (lane, token): the caller adds them to `output`.
+        Lanes of other requests are cleared first."""
         grown: list[tuple[int, int]] = []
         before: SamplingPosition | None = None
         for place in places:
@@ -53,7 +53,7 @@ class LaneCounts:
         return grown
 
     def forget(self, places: Sequence[SamplingPosition]) -> None:
-        """These lanes begin anew: what `grown` gave for them was not added."""
+        """Clear these lanes at their next use, since the tokens that `grown` returned for them were not added."""
         for place in places:
             self._marks[place.lane] = None
 
@@ -64,7 +64,7 @@ class LaneCounts:
 
 
 def _add(counts: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """One more for each (row, token); a pair that stands twice counts twice."""
+    """One more for each (row, token); a pair that occurs twice counts twice."""
     if pairs:
         rows, tokens = torch.tensor(pairs, device=counts.device).unbind(1)
         one = torch.ones((), dtype=counts.dtype, device=counts.device)

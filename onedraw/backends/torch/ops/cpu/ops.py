@@ -1,6 +1,6 @@
-"""The CPU kernels as operations on tensors: float32, rows of any number, bits of each row its own.
+"""The CPU kernels as a model's operations: float32, any number of rows, no row depends on another.
 
-In: the loaded library. Out: `CpuOps`, which a stack uses like `TorchOps`. Tensors are contiguous.
+In: the loaded library. Out: `CpuOps`. Tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Delta(ctypes.Structure):
 
 
 class CpuDeltaInputs:
-    """A turn's runs as the kernel reads them, and the memory its pointers name."""
+    """A step's spans as the kernel reads them, and the memory that its pointers refer to."""
 
     def __init__(self, kernels: Kernels, runs: RecurrentSpans) -> None:
         self._kernels, self._runs = kernels, runs
@@ -109,14 +109,14 @@ class CpuDeltaInputs:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How `CpuOps` takes weights: as stored, and then with activations as codes or as they are; or all as float32."""
+    """How `CpuOps` takes weights: in their quantized blocks, with activations quantized too (`coded`) or not; or as float32."""
 
     as_stored: bool = False
     coded: bool = False
 
 
 class CpuOps:
-    """What a stack asks of a CPU. `threads` divide outputs only, so their number does not show."""
+    """`threads` divide outputs only, so their number does not change bits."""
 
     rule = RowRule(floor=1)
     reads_weight_rows = True
@@ -135,7 +135,7 @@ class CpuOps:
 
     @property
     def team(self) -> int:
-        """The threads that compute, as the kernels know them."""
+        """The address of the kernels' thread pool."""
         return int(self._kernels.team)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
@@ -160,7 +160,7 @@ class CpuOps:
         return PlainExpertBank(tuple(first), tuple(second), activation, self.gated)
 
     def packed_table(self, tensor: LazyTensor) -> None:
-        """Rows are read in the head's panels, or where the file is mapped."""
+        """None: rows are read from the head's weight, or from the mapped file."""
 
     def _side_by_side(
         self, tensors: Sequence[LazyTensor], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
@@ -170,7 +170,7 @@ class CpuOps:
         return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
 
     def gated_product(self, gate_up: Linear, activation: Activation) -> None:
-        """Layers are fused as a whole instead."""
+        """None: whole layers are fused instead."""
 
     def fuse(self, layers: Sequence[DenseLayer]) -> CpuFusedLayers | None:
         plain = all(layer.activation == "silu" and layer.spec.gate is None for layer in layers)
@@ -239,7 +239,7 @@ class CpuOps:
         return ()
 
     def check_supported(self, spec: DeltaSpec) -> None:
-        """They compute every layer."""
+        """Every shape is supported, up to the limit of `_delta_arguments`."""
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> CpuDeltaInputs:
         return CpuDeltaInputs(self._kernels, recurrent_spans(inputs, conv=spec.conv))
@@ -261,7 +261,7 @@ class CpuOps:
 
 
 def _delta_arguments(store: LaneStore) -> _Delta:
-    """What a layer's calls have in common: its shape and its stores."""
+    """The arguments that all calls of a layer share: its shape and its stores."""
     spec = store.spec
     if max(spec.key_dim, spec.value_dim) > MOST_DELTA_DIMS:
         raise UnsupportedModel(
@@ -276,5 +276,5 @@ def _delta_arguments(store: LaneStore) -> _Delta:
 
 
 def _floats(rows: int, width: int) -> Tensor:
-    """What a kernel writes to. A program may have set another default dtype or device, and kernels trust the size."""
+    """A kernel's output. dtype and device are explicit, since a program may have changed torch's defaults."""
     return torch.empty(rows, width, dtype=torch.float32, device="cpu")

@@ -1,7 +1,7 @@
-"""The Triton kernels as operations of a stack, on an NVIDIA GPU.
+"""The Triton kernels as a model's operations, on an NVIDIA GPU.
 
-In: a device and a dtype the kernels serve. Out: `TritonOps`, which a stack uses like `TorchOps`. Rows may come in any
-number: no kernel's bits depend on them.
+In: a device and a dtype that the kernels support. Out: `TritonOps`. Steps may have any number of rows: no kernel's bits depend
+on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
-LIBRARY_ROWS = 2048  # the library is offered exactly so many rows, so it always picks the kernel that was checked
+LIBRARY_ROWS = 2048  # the library always gets exactly so many rows, so it always picks the kernel that was checked
 OLDEST = (8, 0)  # compute capability that Triton's bf16 products need
 
 
@@ -51,7 +51,7 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class TritonLinear(Linear):
-    """A weight [N, K] as it is. Blocks of 2,048 rows go to the library where it was found to give the same bits."""
+    """A weight [N, K]. Blocks of 2,048 rows are computed by the library where its bits were found equal."""
 
     def __init__(self, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> None:
         self.out_features, self.in_features = weight.shape
@@ -81,7 +81,7 @@ class TritonLinear(Linear):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Of tiles. Whether the library has the kernel's bits was asked when the weight was made ready."""
+        """Of tiles. The library's bits are compared when the weight is loaded."""
         if self.device.type != "cuda":  # the interpreter takes seconds for so many rows
             return ()
         return tile_borders(self.out_features, self.in_features, self.dtype, shared_memory(self.device))
@@ -96,7 +96,8 @@ class TritonLinear(Linear):
 
 
 class TritonGated(TritonLinear):
-    """Gate and up in one product, opened on its way out. The weight's rows lie in pairs; the linear it comes from is used up."""
+    """Gate and up in one product with the activation fused. Rows of the weight are in (gate, up) pairs; it replaces the linear
+    that it is made from."""
 
     def __init__(self, joined: TritonLinear, activation: Activation) -> None:
         half = joined.out_features // 2
@@ -122,7 +123,7 @@ _AGREEMENTS: dict[tuple[int, int, torch.dtype, torch.device], bool] = {}
 
 
 def _library_agrees(weight: Tensor) -> bool:
-    """Does the library's product of 2,048 rows have the kernel's bits? Asked once per shape."""
+    """Whether the library's product of 2,048 rows has the kernel's bits; compared once per shape."""
     shape = (*weight.shape, weight.dtype, weight.device)
     if weight.device.type != "cuda":
         return False
@@ -229,7 +230,9 @@ class TritonDeltaInputs:
             drafts=drafts,
             pdl=self.pdl,
         )
-        out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)  # padding: anything
+        out = torch.empty(
+            len(projected), spec.value_heads, spec.value_dim, device=projected.device
+        )  # rows of padding are not written
         chunks = {"chunks": tables.chunks, "spans": tables.chunk_spans, "save_slots": tables.chunk_slots}
         chunked_delta(gates, store.states, store.saved_states, out, **chunks)
         run_paths(gates, store.states, out, tables.paths, drafts=drafts, pdl=self.pdl)
@@ -258,7 +261,7 @@ class TritonBank:
 
     @property
     def linears(self) -> list[Linear]:
-        """None that must be offered rows by a rule."""
+        """None: the kernels need no row rule."""
         return []
 
     def borders(self, used: int) -> tuple[int, ...]:
@@ -328,8 +331,8 @@ class TritonOps(FloatOps):
         return AttentionShape(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """Where programs that walk all keys of a token are enough to fill the device; where states are stepped in other parts."""
-        if self._device.type != "cuda":  # the interpreter takes a second for every turn
+        """From so many tokens, attention takes one program per token and head; from so many rows, delta states another split."""
+        if self._device.type != "cuda":  # the interpreter takes a second for every step
             return ()
         found = {-(-_busy(self._device) // one.kv_heads) for one in mixers if isinstance(one, AttentionSpec)}
         return tuple(sorted(found | {MANY_PATHS for one in mixers if isinstance(one, DeltaSpec)}))
@@ -399,7 +402,7 @@ class TritonOps(FloatOps):
 
 @lru_cache(maxsize=8)
 def _busy(device: torch.device) -> int:
-    """Programs that fill the device twice."""
+    """The number of programs that fills the device twice."""
     if device.type != "cuda":  # the interpreter's
         return 64
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

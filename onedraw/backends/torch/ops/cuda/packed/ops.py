@@ -1,8 +1,8 @@
-"""The operations of a GPU whose weights stay in their blocks.
+"""The operations of a GPU whose weights stay in their quantized blocks.
 
-In: a device and the dtype of activations. Out: `PackedOps`: TritonOps whose products, experts and tables read weights as they
-are stored. What no kernel reads in blocks is a float tensor there as it is everywhere else. Norms and gates make their rows ready
-for the packed product that follows them.
+In: a device and the dtype of activations. Out: `PackedOps`: TritonOps whose products, experts and tables read weights in their
+blocks. A weight in a format without kernels is a float tensor. Norms and gates also quantize their rows for the packed product
+that follows them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PackedOps(TritonOps):
         return y
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """And up to how many rows several programs share a norm."""
+        """Also from how many rows one program computes a norm."""
         known = super().kernel_borders(mixers)
         return tuple(sorted({*known, FEW_ROWS + 1})) if known else ()
 
