@@ -108,7 +108,7 @@ def _shipped(model: Path) -> Path:
 
 
 def test_first_tokens_of_many_seeds_vary_as_without_drafts(plain: LLM, smollm2_path: Path) -> None:
-    prompt = plain.render([{"role": "user", "content": "Write a short story about the sea."}])
+    prompt = plain.chat_prompt([{"role": "user", "content": "Write a short story about the sea."}]).ids
     with drafting(smollm2_path, draft_tokens=4) as llm:
         openings = [
             [
@@ -191,7 +191,7 @@ def test_a_long_answer_at_temperature_one_with_penalties_equals_plain_decoding(p
         presence_penalty=0.1,
         checksums=True,
     )
-    prompt = plain.render([{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}])
+    prompt = plain.chat_prompt([{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]).ids
     [expected] = plain.run(make_generation(options, llm=plain, prompt=prompt))
     with drafting(smollm2_path, tree_budget=16, draft_tokens=7) as llm:
         [found] = llm.run(make_generation(options, llm=llm, prompt=prompt))
