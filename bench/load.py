@@ -311,7 +311,7 @@ class Overhead:
 
 def serve(clients: int) -> None:
     """Serve until told to stop, then say what was measured."""
-    from onedraw.server.options import ServerOptions
+    from onedraw.server.config import ServerOptions
     from onedraw.server.serve import Server
 
     llm = build_llm(settings(clients))

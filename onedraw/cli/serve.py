@@ -83,7 +83,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         from onedraw.server.auth import read_keys
-        from onedraw.server.options import ServerOptions
+        from onedraw.server.config import ServerOptions
         from onedraw.server.serve import bind, serve
     except ImportError as error:
         raise BadSetting(f"serve needs the web packages, and {error.name} is missing: pip install 'onedraw[serve]'") from None

@@ -1,7 +1,7 @@
-"""Letters from the engine's thread to readers on an asyncio loop: many letters, one knock.
+"""Messages from the engine's thread to asyncio tasks: many messages, one wake-up of the event loop.
 
-In: letters, put by any thread. Out: lists of letters, each reader its own, in the order they were put. A turn tells every
-request something; to wake the loop once per request would cost more than reading does.
+In: messages, put by any thread. Out: lists of messages, in the order they were put, for the one task that owns a mailbox. An
+engine step has an event for every request; a wake-up of the loop per event would cost more than handling it.
 """
 
 from __future__ import annotations
@@ -11,61 +11,62 @@ from collections import deque
 from typing import Generic, TypeVar
 
 MessageT = TypeVar("MessageT")
-MOST_LETTERS = 256  # that a reader takes at once
+MAX_MESSAGES = 256  # taken at once
 
 
 class Mailbox(Generic[MessageT]):
-    """The letters of one reader. One owner: the task that takes them; `post` delivers."""
+    """The messages for one task, which takes them."""
 
-    def __init__(self, post: LoopWakeup) -> None:
-        self._post = post
-        self._letters: deque[MessageT] = deque()
-        self._awaited: asyncio.Future[None] | None = None
+    def __init__(self, wakeup: LoopWakeup) -> None:
+        self._wakeup = wakeup
+        self._messages: deque[MessageT] = deque()
+        self._waiting: asyncio.Future[None] | None = None
 
-    def put(self, letter: MessageT) -> None:
-        """On any thread."""
-        self._letters.append(letter)
-        self._post.touch(self)
+    def put(self, message: MessageT) -> None:
+        """From any thread."""
+        self._messages.append(message)
+        self._wakeup.notify(self)
 
     async def take(self) -> list[MessageT]:
-        """All that have come, at least one; of very many the first, and others have their turn before the next."""
-        while not self._letters:
-            self._awaited = asyncio.get_running_loop().create_future()
+        """All messages so far, at least one and at most MAX_MESSAGES; with more than that, other tasks run first."""
+        while not self._messages:
+            self._waiting = asyncio.get_running_loop().create_future()
             try:
-                await self._awaited
+                await self._waiting
             finally:
-                self._awaited = None
-        if len(self._letters) > MOST_LETTERS:  # a reader that was away for long
+                self._waiting = None
+        if len(self._messages) > MAX_MESSAGES:  # the task was away for long
             await asyncio.sleep(0)
-        # The other thread may go on putting letters while these are taken out.
-        return [self._letters.popleft() for _ in range(min(len(self._letters), MOST_LETTERS))]
+        # Other threads may append while these are taken.
+        return [self._messages.popleft() for _ in range(min(len(self._messages), MAX_MESSAGES))]
 
     def wake(self) -> None:
-        if self._awaited is not None and not self._awaited.done():
-            self._awaited.set_result(None)
+        """On the loop: resume the waiting task."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class LoopWakeup:
-    """Knocks at one loop. Any thread may touch; the loop delivers."""
+    """Wakes the tasks of one event loop. Any thread may notify."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._touched: deque[Mailbox[object]] = deque()
-        self._knocked = False
+        self._notified: deque[Mailbox[object]] = deque()
+        self._scheduled = False
 
-    def touch(self, inbox: Mailbox[MessageT]) -> None:
-        self._touched.append(inbox)  # type: ignore[arg-type]  # of every kind
-        if self._knocked:
+    def notify(self, mailbox: Mailbox[MessageT]) -> None:
+        self._notified.append(mailbox)  # type: ignore[arg-type]  # mailboxes of any type
+        if self._scheduled:
             return
-        self._knocked = True
+        self._scheduled = True
         try:
-            self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # a loop that closed meanwhile has no reader left
+            self._loop.call_soon_threadsafe(self._wake_all)
+        except RuntimeError:  # a closed loop has no tasks left
             if not self._loop.is_closed():
                 raise
 
-    def _deliver(self) -> None:
-        # First, so that a letter which comes while these are handed out knocks again.
-        self._knocked = False
-        while self._touched:
-            self._touched.popleft().wake()
+    def _wake_all(self) -> None:
+        # Reset first: a message that arrives during the loop below schedules another wake-up.
+        self._scheduled = False
+        while self._notified:
+            self._notified.popleft().wake()

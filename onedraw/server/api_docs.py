@@ -131,7 +131,7 @@ def page() -> str:
         ("A tool of a response", items.ResponseTool),
         ("`POST /v1/messages`", messages.MessagesRequest),
         ("`POST /v1/messages/count_tokens`", messages.CountRequest),
-        ("A message in Anthropic's shape", messages.SpokenMessage),
+        ("A message in Anthropic's shape", messages.MessageParam),
         ("A tool in Anthropic's shape", messages.MessageTool),
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),

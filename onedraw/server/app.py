@@ -1,6 +1,7 @@
-"""The HTTP face of a door: routes, and nothing that decides anything.
+"""The HTTP application: endpoints, and the run of one reply.
 
-In: a Door and ServerOptions. Out: a FastAPI app. The walk: guards → protocol → completion → parts → reply.
+In: an LLM and ServerOptions. Out: a FastAPI app. A request passes the middleware, is parsed into a typed request
+(`parsing.py`), prepared (`prepare.py`), run, and written piece by piece in the shape of its endpoint.
 """
 
 from __future__ import annotations
@@ -24,26 +25,23 @@ from onedraw.llm.options import check_ids
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.server import page as assets
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest, MessagesWriter
-from onedraw.server.auth import ApiKeys
+from onedraw.server.auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller
+from onedraw.server.config import ServerOptions
 from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.logs import RequestLog, note
 from onedraw.server.metrics import Meters, RequestTimer
 from onedraw.server.middleware import (
-    OPEN_PATHS,
-    ApiKeyMiddleware,
     ErrorMiddleware,
     LocalAccessMiddleware,
-    caller,
+    or_disconnect,
     read_body,
     read_json,
-    until_gone,
 )
 from onedraw.server.openai.chat import Json, OpenAIWriter
 from onedraw.server.openai.response_store import ResponseStore, check_query, listing, page_of
 from onedraw.server.openai.responses import ResponsesWriter
 from onedraw.server.openai.responses_request import ResponsesRequest, numbered
 from onedraw.server.openapi import document
-from onedraw.server.options import ServerOptions
 from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
 from onedraw.server.prepare import PreparedRequest, bursts, chat_prompt, count_prompt, prepare, total_usage
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -54,7 +52,7 @@ LONG_BODY = 1 << 18  # bytes
 
 
 class Endpoints:
-    """Answers requests for one door. `draining` is set once, by `serve`, when the server is told to stop."""
+    """The endpoints of one LLM. `draining` is set by `serve` when the server begins to shut down."""
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm = llm
@@ -115,7 +113,7 @@ class Endpoints:
         return JSONResponse(body, headers=_headers(parsed.ignored))
 
     def _recall(self, asked: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
-        """What was said before, and the items of the input without references."""
+        """The earlier conversation, and the items of the input with references resolved."""
         return self._store.before(asked.previous_response_id, owner), self._store.resolved(asked.items, owner)
 
     async def message(self, request: Request) -> Response:
@@ -155,9 +153,9 @@ class Endpoints:
         prefix: str | None = None,
         names: Mapping[str, str] | None = None,
     ) -> Response:
-        """One way to answer, whatever the shape: `write` makes the scribe that knows it."""
+        """Run a request of any endpoint; `write` makes the writer of its shape."""
         self._refuse_when_closed()
-        # A long text takes long to tokenize.
+        # On a thread: a long prompt takes long to tokenize.
         prepared = await asyncio.to_thread(prepare, wanted, self.llm, prefix=prefix, names=names or {})
         note(id=prepared.id, seed=prepared.seed_of(0))
         if self.options.log_prompts:
@@ -168,10 +166,10 @@ class Endpoints:
         writer = write(prepared)
         run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, seconds=self.options.request_seconds)
         if not wanted.stream:
-            return JSONResponse(await until_gone(request.receive, run.whole()), headers=headers)
+            return JSONResponse(await or_disconnect(request.receive, run.whole()), headers=headers)
         chunks = run.chunks()
-        # What fails before the first token still gets a status of its own.
-        first = await until_gone(request.receive, anext(chunks))
+        # An error before the first token still gets its own HTTP status.
+        first = await or_disconnect(request.receive, anext(chunks))
         return EventStream(_after(first, chunks), headers, framing, writer.failed)
 
     # ------------------------------------------------------------------ tokens
@@ -196,7 +194,7 @@ class Endpoints:
     # ------------------------------------------------------------------ about the server
 
     async def models(self) -> Response:
-        """The list in the shapes of both OpenAI and Anthropic, which do not contradict each other."""
+        """One list that fits both OpenAI's and Anthropic's shape."""
         card = self._card()
         bounds = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
         return JSONResponse({"object": "list", "data": [card], **bounds})
@@ -220,11 +218,11 @@ class Endpoints:
     async def _read(self, request: Request, kind: type[RequestT]) -> Parsed[RequestT]:
         body = await read_body(request, limit=self.options.max_body)
 
-        def understood() -> Parsed[RequestT]:
+        def parsed_body() -> Parsed[RequestT]:
             return parse(kind, read_json(body), lenient=self.options.lenient)
 
-        # A long body takes long to understand: between one step of it and the next, streams go on.
-        parsed = understood() if len(body) < LONG_BODY else await asyncio.to_thread(understood)
+        # Long bodies are parsed on a thread, so that streams keep running meanwhile.
+        parsed = parsed_body() if len(body) < LONG_BODY else await asyncio.to_thread(parsed_body)
         self._check_model(getattr(parsed.request, "model", None))
         return parsed
 
@@ -338,7 +336,7 @@ async def _after(first: list[Json], chunks: AsyncGenerator[list[Json], None]) ->
 
 
 def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
-    """Names of ignored fields as the caller wrote them, kept to what a header can carry."""
+    """Names of ignored fields, as far as a header can carry them."""
     names = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in ignored)
     return {"x-onedraw-ignored": "".join(c for c in names if c.isprintable())[:2000]} if ignored else {}
 
@@ -348,7 +346,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
-    """The app; `app.state.desk` answers."""
+    """The app; `app.state.endpoints` is its Endpoints."""
     app = FastAPI(title="onedraw", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.endpoints = endpoints = Endpoints(llm, options)
     for path, get in (("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model)):
@@ -373,9 +371,9 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
-    # The last one added stands outermost: cross-origin headers go on every answer, errors included.
+    # The last one added is the outermost: CORS headers are on every response, errors included.
     if options.keys:
-        app.add_middleware(ApiKeyMiddleware, keyring=ApiKeys(options.keys), open_paths=OPEN_PATHS | page.keys())
+        app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(options.keys), open_paths=OPEN_PATHS | page.keys())
     else:
         app.add_middleware(LocalAccessMiddleware, hosts=(options.host, *options.allow_hosts), origins=options.cors_origins)
     app.add_middleware(ErrorMiddleware)

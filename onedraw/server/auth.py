@@ -1,6 +1,7 @@
-"""Who may ask: keys with names. The names go into logs, the keys nowhere.
+"""API keys: read from a file or a flag, checked on every request.
 
-In: a file of lines `NAME KEY`, or a key from a flag. Out: Keyring, which knows whose key a request brought.
+In: a file with lines `NAME KEY`, or one key from a flag. Out: a middleware that lets requests with a known key pass. The names
+of keys are logged, the keys never.
 """
 
 from __future__ import annotations
@@ -10,15 +11,23 @@ import hmac
 import logging
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from onedraw.errors import BadSetting
+from onedraw.server.errors import WrongKey, error_response
+from onedraw.server.logs import note
 
 log = logging.getLogger("onedraw.server")
 
 NAME = re.compile(r"[\w.@-]{1,64}")
+OPEN_PATHS = frozenset({"/health"})  # need no key
+CALLER = "onedraw.caller"  # key of the ASGI scope that holds the name of the request's API key
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,7 @@ class ApiKey:
 
 
 class ApiKeys:
-    """Finds whose key it is. Every key is compared, as a digest, in constant time: how long it takes tells nothing."""
+    """Finds the name of a key. All digests are compared in constant time, so that timing reveals nothing."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys = tuple((key.name, _digest(key.key.encode())) for key in keys)
@@ -50,12 +59,47 @@ class ApiKeys:
         return found
 
 
+class ApiKeyMiddleware:
+    """Lets requests with a known key pass, and logs the key's name."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str] = OPEN_PATHS) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._allows(scope):
+            await self._app(scope, receive, send)
+            return
+        wrong = WrongKey("wrong or missing API key; send the header 'Authorization: Bearer KEY'")
+        await error_response(wrong, path=scope["path"])(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not key and "x-api-key" in headers:  # as clients of /v1/messages send it
+            scheme, key = "bearer", headers["x-api-key"]
+        # The received bytes: other white space may be part of a character of the key.
+        owner = self._keys.owner(key.strip(" \t").encode("latin-1"))
+        if owner is None or scheme.lower() != "bearer":
+            return False
+        scope[CALLER] = owner
+        note(caller=owner)
+        return True
+
+
+def caller(request: Request) -> str | None:
+    """The name of the request's key; None on a server without keys."""
+    found: str | None = request.scope.get(CALLER)
+    return found
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file. Empty lines and lines that begin with # are left out. No error ever shows a key."""
+    """The keys of a file. Empty lines and comments (#) are skipped. Error messages never contain a key."""
     try:
         if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             log.warning("%s can be read by others than its owner; chmod 600 it", path)
@@ -72,10 +116,10 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         try:
             keys.append(ApiKey(name, key.strip()))
         except BadSetting:
-            raise BadSetting(f"--api-key-file: {path}:{number} is not NAME KEY, a name and a key with a space between") from None
+            raise BadSetting(f"--api-key-file: {path}:{number} must be NAME KEY, separated by a space") from None
     for what, values in (("name", [key.name for key in keys]), ("key", [key.key for key in keys])):
         if len(set(values)) < len(values):
             raise BadSetting(f"--api-key-file: {path} has the same {what} twice")
     if not keys:
-        raise BadSetting(f"--api-key-file: {path} holds no key; write lines NAME KEY")
+        raise BadSetting(f"--api-key-file: {path} contains no key; write lines NAME KEY")
     return tuple(keys)

@@ -1,6 +1,6 @@
-"""Every error in OpenAI's shape, with a status.
+"""Errors as HTTP responses in OpenAI's or Anthropic's shape.
 
-In: an exception. Out: the error object, and the response around it. What we did not foresee gets an id that the log has too.
+In: an exception. Out: the error object and its response. An unexpected error is logged under an id, and only the id is sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PATHS = (
     "/openapi.json",
     "/",
 )
-RETRY_SECONDS = 1  # a full queue moves on with every finished reply
+RETRY_SECONDS = 1  # a full queue shrinks with every finished reply
 
 
 class BodyTooLarge(BadRequest):
@@ -62,20 +62,20 @@ class ForeignPage(BadRequest):
 
 
 class ClientGone(Exception):
-    """The client hung up: nobody is left to answer."""
+    """The client disconnected."""
 
 
 def known(error: Exception) -> OnedrawError:
-    """The error as one we say on purpose; an unforeseen one is logged with an id and told by that id alone."""
+    """The error as an OnedrawError. An unexpected one is logged with an id; the client gets the id alone."""
     if isinstance(error, OnedrawError):
         return error
     if isinstance(error, HTTPException):
-        said = OnedrawError(_route_message(error), code=HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
-        said.status = error.status_code
-        return said
+        found = OnedrawError(_route_message(error), code=HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
+        found.status = error.status_code
+        return found
     identity = f"err-{secrets.token_hex(6)}"
     log.error("%s: unexpected error", identity, exc_info=error)
-    return OnedrawError(f"unexpected error {identity}; the server's log has the details under this id", code="internal_error")
+    return OnedrawError(f"unexpected error {identity}; see the server's log for this id", code="internal_error")
 
 
 def _route_message(error: HTTPException) -> str:
@@ -83,7 +83,7 @@ def _route_message(error: HTTPException) -> str:
         case 404:
             return f"no such path; the paths are {', '.join(PATHS)}"
         case 405:
-            return "this path does not take this method"
+            return "this path does not accept this method"
         case _:
             return str(error.detail)
 
@@ -107,19 +107,19 @@ def _type(status: int) -> str:
 
 
 def message_error(error: OnedrawError) -> dict[str, Any]:
-    """The error in the shape that clients of /v1/messages read."""
+    """The error in Anthropic's shape."""
     kinds = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
     kind = _type(error.status)
     return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": str(error), "param": error.param}}
 
 
 def error_response(error: Exception, *, path: str = "") -> JSONResponse:
-    """`path`: where it happened; clients of some paths read another shape."""
-    said = known(error)
+    """`path` decides the shape: /v1/messages has its own."""
+    found = known(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if said.status == 401:
+    if found.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if said.status in (429, 503):
+    if found.status in (429, 503):
         headers["retry-after"] = str(RETRY_SECONDS)
     shape = message_error if path.startswith("/v1/messages") else error_object
-    return JSONResponse(shape(said), status_code=said.status, headers=headers)
+    return JSONResponse(shape(found), status_code=found.status, headers=headers)

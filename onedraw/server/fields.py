@@ -1,7 +1,7 @@
-"""What we do with every field of a request: one table as data, the judge of incoming bodies and the source of docs/api.md.
+"""What the server does with every field of a request: the table that bodies are checked by, and the source of docs/api.md.
 
-In: a JSON object and the rules of its kind. Out: the honoured fields alone, ready for the typed models of `protocol.py`.
-The honoured rules are read off those models; the rules of all other fields stand here.
+In: a JSON object and the rules of its type. Out: the honoured fields alone, ready for the typed models of `protocol.py`. The
+rules of honoured fields are read from those models; the rules of all other fields are listed here.
 """
 
 from __future__ import annotations
@@ -10,16 +10,30 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from onedraw.errors import BadParameter, BadRequest
 
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # counts: every backend can hold these
+
+
+class StrictModel(BaseModel):
+    """Base of all request models: types are not converted, unknown fields are refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
+
+
+def field_doc(values: str, note: str, default: Any = None, **limits: Any) -> Any:
+    """A field with its entry in docs/api.md: the values it takes, and what it does."""
+    return Field(default, description=note, json_schema_extra={"values": values}, **limits)
+
 
 class Treatment(StrEnum):
-    """The four things that can happen to a field. `null` always means: not asked for."""
+    """What the server does with a field. `null` always means: not given."""
 
     HONOURED = "honoured"
     INERT = "accepted, cannot change the answer"
@@ -33,7 +47,7 @@ class Rule:
     treatment: Treatment
     note: str
     neutral: tuple[Any, ...] = ()
-    values: str = ""  # for readers: the type and range
+    values: str = ""  # type and range, for docs/api.md
 
 
 def inert(name: str, note: str, *neutral: Any) -> Rule:
@@ -49,7 +63,7 @@ def refused(name: str, note: str) -> Rule:
 
 
 def read(*names: str) -> tuple[Rule, ...]:
-    """Fields that are honoured, where no model of ours says so."""
+    """Honoured fields of objects that have no model."""
     return tuple(Rule(name, Treatment.HONOURED, "") for name in names)
 
 
@@ -113,8 +127,8 @@ MESSAGE_RULES = (
 STREAM_RULES = (neutral("include_obfuscation", "chunks are not padded", False),)
 TOKENIZE_RULES = (neutral("return_token_strs", "use /detokenize", False),)
 TOOL_RULES = (
-    neutral("defer_loading", "the model hears of every tool", False),
-    neutral("allowed_callers", "the model calls, nobody else", ["direct"]),
+    neutral("defer_loading", "every tool is listed in the prompt", False),
+    neutral("allowed_callers", "only the model calls tools", ["direct"]),
 )
 
 
@@ -138,7 +152,7 @@ def table(model: type[BaseModel], rules: tuple[Rule, ...] = ()) -> dict[str, Rul
 def sift(
     raw: Mapping[str, Any], rules: Mapping[str, Rule], *, path: str = "", ignored: list[str] | None = None
 ) -> dict[str, Any]:
-    """The honoured fields that ask for something. A field we do not know goes to `ignored`, or is an error without it."""
+    """The honoured fields that are not null. An unknown field is added to `ignored`, or is an error without such a list."""
     kept: dict[str, Any] = {}
     for name, value in raw.items():
         rule = rules.get(name)
@@ -150,15 +164,15 @@ def sift(
             ignored.append(path + name)
         elif rule.treatment is Treatment.HONOURED:
             kept[name] = value
-        elif not _asks_for_nothing(value, rule):
+        elif not _is_neutral(value, rule):
             raise BadParameter(path + name, _refusal(rule))
     return kept
 
 
-def _asks_for_nothing(value: Any, rule: Rule) -> bool:
+def _is_neutral(value: Any, rule: Rule) -> bool:
     if rule.treatment is Treatment.INERT and not rule.neutral:
         return True
-    # True equals 1 in Python, but asks for something else.
+    # True equals 1 in Python, but is another JSON value.
     return any(isinstance(value, bool) == isinstance(allowed, bool) and value == allowed for allowed in rule.neutral)
 
 

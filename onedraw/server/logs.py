@@ -1,7 +1,7 @@
-"""One line per request, with its id, for people or for programs; and an id on every line a request causes.
+"""One log line per request, as text or JSON, and the request id on every line that a request causes.
 
-In: ASGI messages, and facts that the routes note down. Out: log records, as text or as JSON, on stderr. Prompts are among
-the facts only where `--log-prompts` asked for them.
+In: ASGI messages, and fields that endpoints add with `note`. Out: log records on stderr. Prompts are logged only with
+`--log-prompts`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ log = logging.getLogger("onedraw.access")
 
 FORMATS = ("text", "json")
 HEADER = "x-request-id"
-SAFE = re.compile(r"[\w.:-]{1,128}")  # of a caller's own id: what cannot break a line
+SAFE = re.compile(r"[\w.:-]{1,128}")  # a caller's own request id that cannot break a log line
 
 Facts = dict[str, Any]
 _facts: ContextVar[Facts | None] = ContextVar("facts", default=None)
 
 
 def note(**facts: Any) -> None:
-    """Facts about the request that is being answered, for its line. Elsewhere there is nobody to note them for."""
+    """Add fields to the log line of the current request. Without a request this does nothing."""
     noted = _facts.get()
     if noted is not None:
         noted.update(facts)
 
 
 class RequestLog:
-    """Gives every request an id, which its answer carries, and writes one line when it is done."""
+    """Gives every request an id, sends it in the response, and writes one line at the end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -52,18 +52,18 @@ class RequestLog:
         if SAFE.fullmatch(theirs):
             facts["caller_id"] = theirs
 
-        async def witness(message: Message) -> None:
+        async def send_noting_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 facts["status"] = message["status"]
                 headers = MutableHeaders(scope=message)
                 identity = headers.setdefault(HEADER, facts["id"])
                 if scope["path"].startswith("/v1/messages"):
-                    headers["request-id"] = identity  # where its clients look
+                    headers["request-id"] = identity  # the header that its clients read
             await send(message)
 
         token = _facts.set(facts)
         try:
-            await self._app(scope, receive, witness)
+            await self._app(scope, receive, send_noting_status)
         finally:
             facts["seconds"] = round(time.monotonic() - begun, 4)
             facts["client"] = scope["client"][0] if scope.get("client") else None
@@ -72,7 +72,7 @@ class RequestLog:
 
 
 def line(facts: Facts) -> str:
-    """A request in one line for people. A path is spelled so that it cannot begin another."""
+    """The text form of a request's line. The path is escaped, so that it cannot contain a line break."""
     path = facts["path"].encode("unicode_escape").decode()
     head = f"{facts['method']} {path} {facts['status'] or 'no answer'} {facts['seconds']:.3f} s"
     rest = {name: value for name, value in facts.items() if name not in ("method", "path", "status", "seconds")}
@@ -95,10 +95,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object per line: time, level, logger, message, and the facts of a request."""
+    """One JSON object per line: time, level, logger, message, and the fields of a request."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: Facts = {
+        found: Facts = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -106,18 +106,18 @@ class JsonFormatter(logging.Formatter):
         own = getattr(record, "facts", None)
         around = _facts.get()
         if own is not None:
-            said |= {"message": "request", **own}
+            found |= {"message": "request", **own}
         else:
-            said["message"] = record.getMessage()
+            found["message"] = record.getMessage()
             if around is not None:
-                said["id"] = around["id"]
+                found["id"] = around["id"]
         if record.exc_info:
-            said["error"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False, default=str)
+            found["error"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False, default=str)
 
 
 def log_config(level: str, style: str) -> dict[str, Any]:
-    """Uvicorn's loggers and ours, alike, on stderr. Uvicorn's own lines per request give way to ours."""
+    """The loggers of uvicorn and onedraw on stderr, in one format. Uvicorn's access log is off: RequestLog replaces it."""
     config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
     formatter = JsonFormatter if style == "json" else TextFormatter
     config["formatters"] = {"default": {"()": formatter}}

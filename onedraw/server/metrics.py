@@ -1,6 +1,6 @@
-"""What `/metrics` shows, under the names people already scrape.
+"""Prometheus metrics of `/metrics`, under the names that vLLM uses where it has them.
 
-In: the engine's Stats, read when scraped, and the pieces of every reply as they pass. Out: Prometheus text.
+In: the engine's Stats, read at every scrape, and the pieces of all replies. Out: Prometheus text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Family = GaugeMetricFamily | CounterMetricFamily
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5)
 _SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 
-# name, what it says, how it is read from Stats
+# name, help text, value from Stats
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "Sequences in the batch.", lambda s: s.running),
     ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
@@ -48,7 +48,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
 
 
 class EngineCollector(Collector):
-    """Reads the engine's books when asked."""
+    """Reads the engine's Stats at every scrape."""
 
     def __init__(self, stats: Callable[[], Stats], model: str) -> None:
         self._stats = stats
@@ -56,27 +56,27 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         stats = self._stats()
-        for name, says, read in _GAUGES:
-            gauge = GaugeMetricFamily(name, says, labels=["model_name"])
+        for name, help_text, read in _GAUGES:
+            gauge = GaugeMetricFamily(name, help_text, labels=["model_name"])
             gauge.add_metric([self._model], read(stats))
             yield gauge
-        for name, says, read in _COUNTERS:
-            counter = CounterMetricFamily(name, says, labels=["model_name"])
+        for name, help_text, read in _COUNTERS:
+            counter = CounterMetricFamily(name, help_text, labels=["model_name"])
             counter.add_metric([self._model], read(stats))
             yield counter
         yield self._per_position(stats)
 
     def _per_position(self, stats: Stats) -> Family:
-        """Position 0 is the first draft of a row. Divided by the rows that carried drafts: how often it was right."""
-        says = "DraftStats tokens kept, by their place in the draft."
-        family = CounterMetricFamily("spec_decode_num_accepted_tokens_per_pos", says, labels=["model_name", "position"])
+        """Position 0 is the first draft of a row. Divided by the number of rows with drafts it is an acceptance rate."""
+        help_text = "DraftStats tokens kept, by their place in the draft."
+        family = CounterMetricFamily("spec_decode_num_accepted_tokens_per_pos", help_text, labels=["model_name", "position"])
         for position, kept in enumerate(stats.accepted_per_position):
             family.add_metric([self._model, str(position)], kept)
         return family
 
 
 class Meters:
-    """The meters of one app."""
+    """The metrics of one app."""
 
     def __init__(self, stats: Callable[[], Stats], model: str) -> None:
         self._registry = CollectorRegistry()
@@ -89,8 +89,8 @@ class Meters:
             "request_success", "Choices that ended, by reason.", ["model_name", "finished_reason"], registry=self._registry
         )
 
-    def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, says, ["model_name"], buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, help_text, ["model_name"], buckets=buckets, registry=self._registry)
         return family.labels(self._model)
 
     def ended(self, reason: str) -> None:
@@ -101,7 +101,7 @@ class Meters:
 
 
 class RequestTimer:
-    """Times the pieces of one request. One owner: its reply."""
+    """Times the pieces of one request."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters

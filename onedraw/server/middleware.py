@@ -1,6 +1,6 @@
-"""What stands between the wire and the routes: key or name, body limit, JSON, a client that hangs up, errors nobody foresaw.
+"""Between the socket and the endpoints: access without a key, body size and time limits, JSON, disconnects, unexpected errors.
 
-In: ASGI messages. Out: the same, or an error in OpenAI's shape.
+In: ASGI messages. Out: the same, or an error in OpenAI's shape. API keys are checked in `auth.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Coroutine, Sequence, Set
+from collections.abc import Coroutine, Sequence
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
@@ -17,15 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onedraw.errors import BadRequest
-from onedraw.server.auth import ApiKeys
-from onedraw.server.errors import BodyTooLarge, BodyTooSlow, ClientGone, ForeignPage, UnknownHost, WrongKey, error_response
+from onedraw.server.auth import OPEN_PATHS
+from onedraw.server.errors import BodyTooLarge, BodyTooSlow, ClientGone, ForeignPage, UnknownHost, error_response
 from onedraw.server.logs import note
 
-OPEN_PATHS = frozenset({"/health"})
-CALLER = "onedraw.caller"  # in the scope of a request: whose key it brought
-BODY_SECONDS = 60.0  # for the last byte of a body
-# Names that lead nowhere outside: reserved for it, or in use for it and never given to anybody.
-NEAR = (
+BODY_SECONDS = 60.0  # longest time until the last byte of a body
+# Top-level domains of local networks: reserved, or in common use and never delegated, so no stranger can own a name there.
+LOCAL_DOMAINS = (
     *(".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test", ".svc", ".localdomain", ".home", ".corp", ".intranet"),
     ".private",
 )
@@ -33,131 +31,97 @@ NEAR = (
 Result = TypeVar("Result")
 
 
-class ApiKeyMiddleware:
-    """Lets a request pass with a right key, and notes whose it was."""
-
-    def __init__(self, app: ASGIApp, keyring: ApiKeys, open_paths: Set[str] = OPEN_PATHS) -> None:
-        self._app = app
-        self._keyring = keyring
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths or self._opens(scope):
-            await self._app(scope, receive, send)
-            return
-        wrong = WrongKey("wrong or missing API key; send the header 'Authorization: Bearer KEY'")
-        await error_response(wrong, path=scope["path"])(scope, receive, send)
-
-    def _opens(self, scope: Scope) -> bool:
-        headers = Headers(scope=scope)
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if not key and "x-api-key" in headers:  # how clients of /v1/messages send it
-            scheme, key = "bearer", headers["x-api-key"]
-        # The bytes that came over the wire; other kinds of space may be parts of a key's characters.
-        owner = self._keyring.owner(key.strip(" \t").encode("latin-1"))
-        if owner is None or scheme.lower() != "bearer":
-            return False
-        scope[CALLER] = owner
-        note(caller=owner)
-        return True
-
-
 class LocalAccessMiddleware:
-    """Stands before a server without keys: it answers to names of this machine and its network, and to no foreign web page.
+    """Protects a server without API keys against web pages, which can send requests from a visitor's browser to the visitor's
+    own machine.
 
-    A page that somebody looks at may send requests from their browser to their own machine. It can let a name of its own lead
-    there, and then read the answers: so a name that anybody can own must be allowed. Without that it can only make us work: a
-    browser says so, and only what fetches, which changes nothing, may come from elsewhere.
+    DNS rebinding: a page could let its own host name resolve to this machine and then read the replies, so the Host header must
+    be an address, a local name, or an allowed host. Cross-site requests: a page cannot read the replies but could cause work,
+    so anything but GET, HEAD and OPTIONS must come from the same site, a local page or an allowed origin.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
-        self._app, self._hosts, self._origins = app, {name_of(host) for host in hosts}, set(origins)
+        self._app, self._hosts, self._origins = app, {host_name(host) for host in hosts}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wrong = self._wrong(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
-        if wrong is None:
+        refusal = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
+        if refusal is None:
             await self._app(scope, receive, send)
         else:
-            await error_response(wrong, path=scope["path"])(scope, receive, send)
+            await error_response(refusal, path=scope["path"])(scope, receive, send)
 
-    def _wrong(self, scope: Scope) -> BadRequest | None:
+    def _refusal(self, scope: Scope) -> BadRequest | None:
         headers = Headers(scope=scope)
-        name = name_of(headers.get("host", ""))
-        if not self._answers_to(name):
+        name = host_name(headers.get("host", ""))
+        if not self._allows_host(name):
             return UnknownHost(
-                f"a server without a key does not answer to the name {name!r}, which any web page could lead here; serve it with "
-                f"--allow-host {name}, or with --api-key"
+                f"Host {name!r} is not allowed without an API key (DNS-rebinding protection). Serve with --allow-host {name}, or "
+                "with --api-key."
             )
         origin = headers.get("origin", "")
-        works = scope["method"] not in ("GET", "HEAD", "OPTIONS")
-        if works and not self._origins & {origin, "*"} and self._is_foreign(origin, headers.get("sec-fetch-site"), name):
+        causes_work = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        if causes_work and not self._origins & {origin, "*"} and self._is_cross_site(origin, headers.get("sec-fetch-site"), name):
             return ForeignPage(
-                f"a server without a key takes no requests from the web page {origin}; serve it with --cors-origin {origin}, or "
+                f"requests from the web page {origin} are not allowed without an API key; serve with --cors-origin {origin}, or "
                 "with --api-key"
             )
         return None
 
-    def _answers_to(self, name: str) -> bool:
-        return bool(self._hosts & {name, "*"}) or _is_near(name)
+    def _allows_host(self, name: str) -> bool:
+        return bool(self._hosts & {name, "*"}) or _is_local(name)
 
-    def _is_foreign(self, origin: str, site: str | None, name: str) -> bool:
-        """Whether a page elsewhere asks. Browsers say so; to an address without TLS they say only where a page is from."""
-        if not origin.startswith("http") and origin != "null":  # a program's own page
+    def _is_cross_site(self, origin: str, site: str | None, name: str) -> bool:
+        """Browsers send Sec-Fetch-Site, but to an address without TLS only Origin."""
+        if not origin.startswith("http") and origin != "null":  # not a web page: a program, an extension
             return False
-        if site is not None or origin == "null":  # which any page can have
+        if site is not None or origin == "null":  # any page can make its origin null
             return site in ("cross-site", None)
-        page = name_of(origin.partition("://")[2])
-        return page != name and page not in self._hosts and not _is_near(page, public=False)
+        page = host_name(origin.partition("://")[2])
+        return page != name and page not in self._hosts and not _is_local(page, public=False)
 
 
-def name_of(host: str) -> str:
-    """What a Host header names, without the port."""
+def host_name(host: str) -> str:
+    """The host of a Host header, without the port."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
     return name.lower().rstrip(".")
 
 
-def _is_near(name: str, *, public: bool = True) -> bool:
-    """An address (`public`: any, else of a network's own), or a name that nobody can own in public: one without a dot, or under
-    a name that stays in its network."""
+def _is_local(name: str, *, public: bool = True) -> bool:
+    """Whether a name cannot be owned by a stranger: no dot, or a domain of local networks. Of addresses: any with `public`, else
+    private, loopback and link-local ones."""
     try:
         address = ip_address(name)
     except ValueError:
-        return "." not in name or name.endswith(NEAR)
+        return "." not in name or name.endswith(LOCAL_DOMAINS)
     return public or address.is_private or address.is_loopback or address.is_link_local
 
 
-def caller(request: Request) -> str | None:
-    """Whose key the request brought; None where none is asked for."""
-    found: str | None = request.scope.get(CALLER)
-    return found
-
-
 class ErrorMiddleware:
-    """Answers what nobody foresaw with 500 and an id. A client that hung up needs no answer."""
+    """Turns unexpected errors into a 500 with an error id. A client that disconnected gets no response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        started = False
 
-        async def witness(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
+        async def send_noting_start(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
             await send(message)
 
         try:
-            await self._app(scope, receive, witness)
+            await self._app(scope, receive, send_noting_start)
         except (ClientGone, ClientDisconnect):
             note(gone=True)
         except Exception as error:
             response = error_response(error, path=scope.get("path", ""))
-            if scope["type"] == "http" and not begun:
+            if scope["type"] == "http" and not started:
                 await response(scope, receive, send)
 
 
 async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECONDS) -> bytes:
-    """The body, refused as soon as it is known to be over the limit, with or without a declared length, or too slow."""
+    """The body. Refused as soon as it exceeds the limit, declared or received, or takes too long."""
     declared = request.headers.get("content-length", "")
     body = bytearray()
     if not (declared.isdecimal() and int(declared) > limit):
@@ -175,18 +139,18 @@ async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECON
 
 
 def read_json(body: bytes) -> object:
-    """The JSON value of a body. A field that is NaN or infinite passes here: it is named later. Inside of one it would be
-    handed on, to a schema or back to the caller, so there it is refused."""
-    numbers = Numbers()
+    """The JSON value of a body. A top-level field that is NaN or infinite is refused later, by name; inside a field it could
+    reach a schema or the reply, so it is refused here."""
+    numbers = NumberReader()
     try:
-        # json's own decoding would let half characters pass
+        # json.loads(bytes) would accept lone surrogates
         value: object = json.loads(body.decode("utf-8-sig"), parse_constant=numbers.read, parse_float=numbers.read)
         if isinstance(value, dict) and b"\\u" in body:
             for name, field in value.items():
-                _refuse_half_characters(name, field)
-        if isinstance(value, dict) and numbers.endless:
+                _refuse_lone_surrogates(name, field)
+        if isinstance(value, dict) and numbers.found_non_finite:
             for name, field in value.items():
-                _refuse_endless(name, field)
+                _refuse_non_finite(name, field)
     except RecursionError:
         raise BadRequest("the body is not valid JSON: nested too deeply", code="invalid_json") from None
     except ValueError as error:  # wrong JSON, wrong encoding, a number of too many digits
@@ -194,41 +158,41 @@ def read_json(body: bytes) -> object:
     return value
 
 
-class Numbers:
-    """Reads the numbers of a body, and notes whether one of them has no end. One owner: the reading of one body."""
+class NumberReader:
+    """Reads the numbers of one body, and notes whether one of them is NaN or infinite."""
 
     def __init__(self) -> None:
-        self.endless = False
+        self.found_non_finite = False
 
     def read(self, text: str) -> float:
         number = float(text)
-        self.endless = self.endless or not math.isfinite(number)
+        self.found_non_finite = self.found_non_finite or not math.isfinite(number)
         return number
 
 
-def _refuse_endless(name: str, value: object) -> None:
+def _refuse_non_finite(name: str, value: object) -> None:
     if isinstance(value, dict | list):
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
-            raise BadRequest(f"{name}: holds NaN or a number without end", param=name, code="invalid_number") from None
+            raise BadRequest(f"{name}: contains NaN or an infinite number", param=name, code="invalid_number") from None
 
 
-def _refuse_half_characters(name: str, value: object) -> None:
-    """JSON can spell half of a surrogate pair, which is no character and has no bytes."""
+def _refuse_lone_surrogates(name: str, value: object) -> None:
+    """JSON escapes can spell half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         json.dumps([name, value], ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         shown = name.encode("utf-8", "replace").decode()
         raise BadRequest(
-            f"{shown}: holds half of a surrogate pair; send valid Unicode", param=shown, code="invalid_text"
+            f"{shown}: contains half of a surrogate pair; send valid Unicode", param=shown, code="invalid_text"
         ) from None
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work, unless the client hangs up before: then the work is cancelled."""
+async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of the work. If the client disconnects first, the work is cancelled and ClientGone is raised."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(receive))
+    watch = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -240,6 +204,6 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Res
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,6 +1,6 @@
-"""From the JSON object of a body to a typed request: every field honoured, or refused by name.
+"""The JSON object of a body → a typed request; every field is honoured, or refused by name.
 
-In: a JSON value and the kind of request that it should be. Out: a frozen request model, and the names that `--lenient` ignored.
+In: a JSON value and the type of request. Out: a frozen request model, and the names of fields that `--lenient` ignored.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from onedraw.server.fields import (
     TOKENIZE_RULES,
     TOOL_RULES,
     Rule,
+    StrictModel,
     sift,
     table,
 )
@@ -40,7 +41,6 @@ from onedraw.server.protocol import (
     StructuredOutputs,
     TokenizeRequest,
 )
-from onedraw.server.strict_model import StrictModel
 from onedraw.server.tool_fields import FunctionTool, ToolSpec
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -62,10 +62,10 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     items.ResponseTool: table(items.ResponseTool, TOOL_RULES),
     messages.MessagesRequest: table(messages.MessagesRequest, messages.RULES),
     messages.CountRequest: table(messages.CountRequest, messages.RULES),
-    messages.SpokenMessage: table(messages.SpokenMessage),
+    messages.MessageParam: table(messages.MessageParam),
     messages.MessageTool: table(messages.MessageTool, TOOL_RULES),
 }
-# Objects that have no model, by the kind they stand in and their name there: their fields, and what those hold.
+# Objects without a model, by the model that contains them and their field name: their fields, nested.
 Shape = Mapping[str, "Shape | None"]
 _NAMED: Shape = {"type": None, "name": None}
 _INSIDE: Shape = {"type": None, "function": {"name": None}}
@@ -78,8 +78,8 @@ SHAPES: Mapping[tuple[type[BaseModel], str], Shape] = {
 }
 
 
-BLOCKS: Mapping[type[BaseModel], tuple[str, ...]] = {  # fields that hold blocks, which have rules of their own
-    messages.SpokenMessage: ("content",),
+BLOCKS: Mapping[type[BaseModel], tuple[str, ...]] = {  # fields that hold content blocks, which have their own rules
+    messages.MessageParam: ("content",),
     messages.MessagesRequest: ("system",),
     messages.CountRequest: ("system",),
 }
@@ -100,7 +100,7 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
 
 
 def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
-    """An object's fields that ask for something, and so in the objects inside it. What is unknown is ignored or refused."""
+    """The honoured fields of an object, and of the objects inside it. Unknown fields are ignored or refused."""
     kept = sift(raw, table_of(kind), path=path, ignored=ignored)
     for name, part in _objects_of(kind):
         _each(kept, name, partial(_sifted, part, ignored=ignored), path)
@@ -115,31 +115,31 @@ def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list
 
 
 def _trim(kept: dict[str, Any], shapes: Shape, path: str, ignored: list[str]) -> None:
-    """The objects of those names lose what their shapes do not have."""
+    """Remove unknown fields from the objects of these names."""
     for name, shape in shapes.items():
         if shape is not None:
             _each(kept, name, partial(_trimmed, shape, ignored=ignored), path)
 
 
 def _trimmed(shape: Shape, raw: dict[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
-    """An object without what its shape does not have. Without `--lenient` that is refused where the object is read."""
+    """An object without unknown fields. Without `--lenient` these are refused where the object is validated."""
     ignored += [path + name for name, value in raw.items() if value is not None and name not in shape]
     kept = {name: value for name, value in raw.items() if name in shape}
     _trim(kept, shape, path, ignored)
     return kept
 
 
-def _each(kept: dict[str, Any], name: str, judged: Callable[[dict[str, Any], str], dict[str, Any]], path: str) -> None:
-    """The object of that name, or the objects of a list, one by one. What is neither is judged with the request."""
+def _each(kept: dict[str, Any], name: str, sifted: Callable[[dict[str, Any], str], dict[str, Any]], path: str) -> None:
+    """Apply `sifted` to the object of that name, or to each object of a list. Other values are validated with the request."""
     value = kept.get(name)
     if isinstance(value, dict):
-        kept[name] = judged(value, f"{path}{name}.")
+        kept[name] = sifted(value, f"{path}{name}.")
     elif isinstance(value, list):
-        kept[name] = [judged(entry, f"{path}{name}[{i}].") if isinstance(entry, dict) else entry for i, entry in enumerate(value)]
+        kept[name] = [sifted(entry, f"{path}{name}[{i}].") if isinstance(entry, dict) else entry for i, entry in enumerate(value)]
 
 
 def kinds_in(kind: type[BaseModel]) -> tuple[type[BaseModel], ...]:
-    """The kinds of objects inside one, and inside those."""
+    """The models inside a model, at any depth."""
     inner = [part for _, part in _objects_of(kind)]
     return tuple(dict.fromkeys((*inner, *(one for part in inner for one in kinds_in(part)))))
 
@@ -151,13 +151,13 @@ def table_of(kind: type[BaseModel]) -> Mapping[str, Rule]:
 
 @cache
 def _objects_of(kind: type[BaseModel]) -> tuple[tuple[str, type[BaseModel]], ...]:
-    """Those that hold objects, or lists of them, and the kind of those objects."""
+    """Fields that hold objects or lists of objects, with their model."""
     fields = ((field.alias or name, _object_in(field.annotation)) for name, field in kind.model_fields.items())
     return tuple((name, part) for name, part in fields if part is not None)
 
 
 def _object_in(annotation: Any) -> type[BaseModel] | None:
-    """The kind of object that a field holds, alone, in a list or as one of several things."""
+    """The model in a field's annotation: alone, in a list or in a union."""
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
         return annotation
     found = [part for one in get_args(annotation) if (part := _object_in(one)) is not None]
@@ -165,7 +165,7 @@ def _object_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def as_chat(asked: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
-    """The chat request that a request of another shape means. A refusal names what the caller wrote: `names`."""
+    """The equivalent chat request of another API. `names` maps its field names to the caller's, for errors."""
     try:
         return _validated(ChatRequest, dict(asked))
     except BadParameter as error:
@@ -186,7 +186,7 @@ def _explain(detail: ErrorDetails) -> BadRequest:
     param = ""
     for step in detail["loc"]:
         if param and isinstance(step, str) and _ALTERNATIVE.fullmatch(step):
-            continue  # one of several kinds that a field may have, and no name of the caller's
+            continue  # a member of a union, not a field name
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     param += str(cast(Mapping[str, object], detail.get("ctx", {})).get("at", ""))
     if detail["type"] == "missing":

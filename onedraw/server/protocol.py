@@ -1,7 +1,7 @@
-"""The requests as typed models, strict: what arrives is honoured or refused by name.
+"""Request bodies of OpenAI's chat and completions, and of tokenize and detokenize, as typed models.
 
-In: the fields of a body that are honoured. Out: a frozen request model. `parsing.py` leads from the one to the other.
-Types are judged here; ranges of sampling values by SamplingParams, which every door shares.
+In: the honoured fields of a body (`parsing.py`). Out: a frozen request model. Types are checked here; ranges of sampling values
+in SamplingParams, for every interface alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
 from onedraw.llm.options import EFFORTS, GUIDED, Effort, RequestOptions
-from onedraw.server.strict_model import StrictModel, Whole, field_doc
+from onedraw.server.fields import StrictModel, Whole, field_doc
 from onedraw.server.tool_fields import FunctionTool, ToolCall, ToolChoice, ToolSpec, chat_choice
 from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
@@ -23,7 +23,7 @@ from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
 
 MAX_CHOICES = 128
 MAX_REPLIES = 4096  # prompts × n of one request
-COMPLETION_MAX_TOKENS = 16  # what clients of /v1/completions expect when they do not say
+COMPLETION_MAX_TOKENS = 16  # the default that clients of /v1/completions expect
 
 Prompt = str | tuple[int, ...]
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -116,9 +116,9 @@ class JsonSchema(StrictModel):
     name: str | None = field_doc("string", "the caller's name for it")
     description: str | None = field_doc("string", "the caller's own note")
     schema_: dict[str, Any] = field_doc(
-        "object", "the JSON schema; a keyword that cannot be held to is refused with its path", {}, alias="schema"
+        "object", "the JSON schema; an unsupported keyword is refused with its path", {}, alias="schema"
     )
-    strict: bool = field_doc("boolean", "a reply is held to the schema either way", True)
+    strict: bool = field_doc("boolean", "the reply follows the schema either way", True)
 
 
 class ResponseFormat(StrictModel):
@@ -128,7 +128,7 @@ class ResponseFormat(StrictModel):
     @model_validator(mode="after")
     def _schema_with_its_type(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("agree", 'goes with type "json_schema", and that with it', {"at": ".json_schema"})
+            raise PydanticCustomError("agree", 'must be given with type "json_schema" alone', {"at": ".json_schema"})
         return self
 
 
@@ -141,17 +141,17 @@ class StructuredOutputs(StrictModel):
 
 
 class Sampling(StrictModel):
-    """What both endpoints honour alike."""
+    """Fields of both chat and completions."""
 
     model: str | None = field_doc("string", "the served model; may be left out")
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
     stream_options: StreamOptions | None = field_doc("object", "see below; only with `stream`")
     max_tokens: Whole | None = field_doc("integer >= 1", "the most tokens of a reply")
     max_completion_tokens: Whole | None = field_doc("integer >= 1", "the same as `max_tokens`")
-    min_tokens: Whole | None = field_doc("integer >= 0", "no end of the reply before these many tokens")
+    min_tokens: Whole | None = field_doc("integer >= 0", "the reply does not end before this many tokens")
     temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
     top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off; 1 is greedy at any temperature")
-    top_p: float | None = field_doc("number, over 0 … 1", "nucleus over what top_k left; 1: off")
+    top_p: float | None = field_doc("number, over 0 … 1", "nucleus sampling among the tokens that top_k kept; 1: off")
     min_p: float | None = field_doc("number, 0 … 1", "relative to the likeliest token; 0: off")
     repetition_penalty: float | None = field_doc("number over 0", "over prompt and reply; 1: off")
     frequency_penalty: float | None = field_doc("number, -100 … 100", "over the reply; 0: off")
@@ -161,37 +161,33 @@ class Sampling(StrictModel):
     dry_allowed_length: Whole | None = field_doc("integer >= 1", "repetitions shorter than this are free; default 2")
     dry_range: Whole | None = field_doc("integer >= -1", "how many of the last tokens are searched; 0 and -1: all")
     dry_sequence_breakers: Annotated[tuple[str, ...], PlainValidator(_texts)] | None = field_doc(
-        "list of strings", "no repetition reaches over these; default line break, colon, quote, asterisk"
+        "list of strings", "repetitions are not matched across these; default line break, colon, quote, asterisk"
     )
     logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] | None = field_doc(
         "object: token id → -100 … 100", "added to the logits of these tokens"
     )
     seed: int | None = field_doc(
-        "integer, 0 … 2^53 - 1", "left out, the server draws one; every choice says which", ge=0, lt=SEED_LIMIT
+        "integer, 0 … 2^53 - 1", "without it the server draws one; every choice reports its seed", ge=0, lt=SEED_LIMIT
     )
     n: int = field_doc(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
     stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
-        "string or list", "ends the reply, not part of its text; looked for in the answer, not in thinking or calls", ()
+        "string or list", "ends the reply and is not part of its text; searched in the answer, not in reasoning or calls", ()
     )
     stop_token_ids: list[int] = field_doc("list of integers", "token ids that end the reply", [])
-    ignore_eos: bool = field_doc("boolean", "go on after the model's own end", False)
+    ignore_eos: bool = field_doc("boolean", "continue after the end-of-sequence token", False)
     bad_words: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
-        "list of strings", "words that are never completed", ()
+        "list of strings", "words that the reply never contains", ()
     )
     logprobs_mode: Literal["raw", "processed"] = field_doc(
-        '"raw" or "processed"', "the model's own distribution, or the one it was drawn from", "raw"
+        '"raw" or "processed"', "of the model's own distribution, or of the one that was sampled from", "raw"
     )
     skip_special_tokens: bool = field_doc("boolean", "leave special tokens out of the text", True)
     prediction: Prediction | None = field_doc(
-        "object", "see below; what the reply is expected to be: sooner where right, never other"
+        "object", "see below; the expected reply, used as drafts: faster where it is right, never a different reply"
     )
-    speculation: bool = field_doc(
-        "boolean", "false: nothing is guessed ahead for this request; guesses never change a reply", True
-    )
+    speculation: bool = field_doc("boolean", "false: no speculative decoding for this request; it never changes a reply", True)
     response_format: ResponseFormat | None = field_doc("object", "see below; the reply is JSON, of a schema if one is given")
-    guided_json: dict[str, Any] | str | None = field_doc(
-        "object or string", "a JSON schema, or its text, that the reply is held to"
-    )
+    guided_json: dict[str, Any] | str | None = field_doc("object or string", "a JSON schema, or its text, that the reply follows")
     guided_regex: str | None = field_doc("string", "a regular expression that the whole reply matches; no look-around")
     guided_choice: list[str] | None = field_doc("list of strings", "the reply is one of these")
     guided_grammar: str | None = field_doc("string", "a grammar that the reply follows: Lark (llguidance's dialect) or GBNF")
@@ -199,7 +195,7 @@ class Sampling(StrictModel):
     structured_outputs: StructuredOutputs | None = field_doc("object", "see below; another spelling of the guided fields")
     return_token_ids: bool = field_doc("boolean", "adds `token_ids` and `prompt_token_ids` to each choice", False)
     return_checksums: bool = field_doc("boolean", "adds `score_checksums` to each choice, one string per token", False)
-    return_token_details: bool = field_doc("boolean", "adds `token_details` to each choice: how each token came", False)
+    return_token_details: bool = field_doc("boolean", "adds `token_details` to each choice, see below", False)
 
     @model_validator(mode="after")
     def _agree(self) -> Sampling:
@@ -207,7 +203,7 @@ class Sampling(StrictModel):
             raise PydanticCustomError("agree", "only with stream: true", {"at": "stream_options"})
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise PydanticCustomError("agree", "is the same as max_tokens, send one of them", {"at": "max_completion_tokens"})
+            raise PydanticCustomError("agree", "is the same as max_tokens; send one of them", {"at": "max_completion_tokens"})
         return self
 
     @property
@@ -215,7 +211,7 @@ class Sampling(StrictModel):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def guided(self) -> dict[str, tuple[str, Any]]:
-        """What the reply is held to: the caller's name of it → the name and value among the wishes."""
+        """Response formats: the caller's field name → the name and value in RequestOptions."""
         found: dict[str, tuple[str, Any]] = {}
         match self.response_format:
             case ResponseFormat(type="json_object"):
@@ -227,7 +223,7 @@ class Sampling(StrictModel):
                 found[name] = (name, getattr(self, name))
         if self.grammar is not None:
             if "::=" not in self.grammar:
-                raise BadParameter("grammar", "is no GBNF: a rule is written with ::=; a Lark grammar goes to guided_grammar")
+                raise BadParameter("grammar", "is not GBNF, which writes rules with ::=; send a Lark grammar as guided_grammar")
             found["grammar"] = ("guided_grammar", self.grammar)
         if (outputs := self.structured_outputs) is not None:
             if outputs.json_object:
@@ -238,7 +234,7 @@ class Sampling(StrictModel):
         return found
 
     def options(self, **changes: Any) -> RequestOptions:
-        """The fields that have the same name there, and the endpoint's changes."""
+        """RequestOptions from the fields of the same name, and the endpoint's `changes`."""
         named = {f.name: getattr(self, f.name) for f in fields(RequestOptions) if f.name in type(self).model_fields}
         spelled = {
             "max_tokens": self.token_limit,
@@ -248,7 +244,7 @@ class Sampling(StrictModel):
         guided = self.guided()
         if len(guided) > 1:
             first, second, *_ = guided
-            raise BadParameter(second, f"a reply is held to one form; {first} is given too")
+            raise BadParameter(second, f"only one response format is allowed; {first} is given too")
         spelled |= dict.fromkeys(GUIDED) | dict(guided.values())
         return RequestOptions.of(**named | spelled | changes)
 
@@ -257,14 +253,14 @@ class CompletionRequest(Sampling):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)] = field_doc(
         "string, list of strings, list of token ids, list of such lists", "what to continue; required", ...
     )
-    echo: bool = field_doc("boolean", "the prompt stands before the reply; with `max_tokens: 0` it is the whole reply", False)
+    echo: bool = field_doc("boolean", "repeat the prompt before the reply; with `max_tokens: 0` return the prompt alone", False)
     logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}",
         "logprobs of the tokens and of that many alternatives; with `echo` also of the prompt",
         ge=0,
         le=MAX_TOP_LOGPROBS,
     )
-    add_special_tokens: bool = field_doc("boolean", "a text prompt begins as the tokenizer begins a text", True)
+    add_special_tokens: bool = field_doc("boolean", "add the tokenizer's special tokens to a text prompt", True)
 
 
 class Message(StrictModel):
@@ -272,29 +268,29 @@ class Message(StrictModel):
         '"system", "developer", "user", "assistant" or "tool"', "required", ...
     )
     content: Annotated[str, PlainValidator(_content)] | None = field_doc(
-        "string or list of text parts", "text parts are joined by line breaks; only a message with `tool_calls` may do without"
+        "string or list of text parts", "text parts are joined by line breaks; optional only with `tool_calls`"
     )
-    name: str | None = field_doc("string", "handed to the chat template")
-    reasoning_content: str | None = field_doc("string", "handed to the chat template")
+    name: str | None = field_doc("string", "passed to the chat template")
+    reasoning_content: str | None = field_doc("string", "passed to the chat template")
     tool_calls: list[ToolCall] | None = field_doc("list of objects", "the assistant's calls: `id`, `type`, `function`")
-    tool_call_id: str | None = field_doc("string", 'with role "tool": whose result this is')
+    tool_call_id: str | None = field_doc("string", 'with role "tool": the call that this is the result of')
 
     @model_validator(mode="after")
     def _complete(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise PydanticCustomError("missing", "this field is required", {"at": ".content"})
         if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("agree", "only the assistant calls tools", {"at": ".tool_calls"})
+            raise PydanticCustomError("agree", "only an assistant message can have tool calls", {"at": ".tool_calls"})
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise PydanticCustomError("agree", 'goes with role "tool", and that with it', {"at": ".tool_call_id"})
+            raise PydanticCustomError("agree", 'is required with role "tool", and only allowed there', {"at": ".tool_call_id"})
         return self
 
     def plain(self) -> dict[str, Any]:
         """As chat templates expect it; `developer` is the newer name of `system`."""
-        said = self.model_dump(exclude_none=True) | {"content": self.content or ""}
+        message = self.model_dump(exclude_none=True) | {"content": self.content or ""}
         if not self.tool_calls:
-            said.pop("tool_calls", None)
-        return said | {"role": "system"} if self.role == "developer" else said
+            message.pop("tool_calls", None)
+        return message | {"role": "system"} if self.role == "developer" else message
 
 
 class ChatRequest(Sampling):
@@ -303,23 +299,24 @@ class ChatRequest(Sampling):
     top_logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}", "and of that many alternatives; only with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
     )
-    add_generation_prompt: bool = field_doc("boolean", "the prompt ends where the assistant begins to speak", True)
+    add_generation_prompt: bool = field_doc("boolean", "end the prompt with the beginning of an assistant message", True)
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
     reasoning_effort: Effort | None = field_doc(
         ", ".join(f'"{effort}"' for effort in EFFORTS),
-        "told to the chat template where it knows of it; else thinking is off for `none`, and has a budget of "
+        "passed to the chat template if it has such a variable; else `none` turns reasoning off, and the budget is "
         + ", ".join(f"{tokens} tokens for `{effort}`" for effort, tokens in EFFORTS.items() if tokens),
     )
     thinking_budget: Whole | None = field_doc(
-        "integer >= 0", "tokens of thinking, after which it is closed with the model's own words; above the effort's"
+        "integer >= 0",
+        "tokens of reasoning, after which it is closed with the template's own text; overrides the effort",
     )
 
     tools: list[ToolSpec] = field_doc("list of objects", "see below; functions that the model may call", [])
     tool_choice: Annotated[ToolChoice, PlainValidator(chat_choice)] | None = field_doc(
         '"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
         '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
-        "`required` and a name hold the reply to calls; `none` hides the tools; of `allowed_tools` the model hears of all "
-        "and may call these; default `auto`",
+        "`required` or a name forces a call; `none` hides the tools; with `allowed_tools` the prompt lists all tools and these "
+        "may be called; default `auto`",
     )
     parallel_tool_calls: bool = field_doc("boolean", "false: at most one call in a reply", True)
 
@@ -331,17 +328,17 @@ class ChatRequest(Sampling):
         for number, name in enumerate(names):
             if name in names[:number]:
                 twice = {"at": f"tools[{number}].function.name"}
-                raise PydanticCustomError("agree", "there is a tool of that name already", twice)
+                raise PydanticCustomError("agree", "another tool has the same name", twice)
         wanted = self.tool_choice
         if wanted is not None and wanted.mode == "required" and not self.tools:
             raise PydanticCustomError("agree", "only with tools", {"at": "tool_choice"})
         for name, at in (wanted and wanted.names) or ():
             if name not in names:
-                raise PydanticCustomError("agree", "is no tool of this request", {"at": f"tool_choice{at}"})
+                raise PydanticCustomError("agree", "is not a tool of this request", {"at": f"tool_choice{at}"})
         return self
 
     def tool_use(self) -> ToolUse | None:
-        """What the request says of tools; None: the model hears of none."""
+        """The tools of the request; None: the prompt lists none."""
         wanted = self.tool_choice or ToolChoice("auto")
         if not self.tools or wanted.mode == "none":
             return None
@@ -359,9 +356,9 @@ def _tool(number: int, function: FunctionTool) -> Tool:
 class TokenizeRequest(StrictModel):
     model: str | None = field_doc("string", "the served model; may be left out")
     prompt: str | None = field_doc("string", "a text; this or `messages`")
-    add_special_tokens: bool = field_doc("boolean", "begin as the tokenizer begins a text", True)
+    add_special_tokens: bool = field_doc("boolean", "add the tokenizer's special tokens", True)
     messages: list[Message] | None = field_doc("list of objects", "a chat, through the chat template", min_length=1)
-    add_generation_prompt: bool = field_doc("boolean", "the prompt ends where the assistant begins to speak", True)
+    add_generation_prompt: bool = field_doc("boolean", "end the prompt with the beginning of an assistant message", True)
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""Runs the app: binds the port, says how to ask, and stops in good order.
+"""Run the app with uvicorn: bind the port, print an example request, shut down gracefully.
 
-In: a Door and ServerOptions. Out: nothing; returns when a signal asked for it and what ran has finished.
-First SIGTERM or SIGINT: new requests get 503, running ones may finish within `drain_seconds`. Second: exit at once.
+In: an LLM and ServerOptions. Out: returns after shutdown. On the first SIGTERM or SIGINT new requests get 503 and running
+ones may finish within `drain_seconds`; the second exits at once.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import uvicorn
 from onedraw.errors import BadSetting
 from onedraw.llm.llm import LLM
 from onedraw.server.app import Endpoints, create_app
+from onedraw.server.config import ServerOptions
 from onedraw.server.logs import log_config
-from onedraw.server.options import ServerOptions
 
-# The loop gives the interpreter up with every write to a socket, and gets it back when the engine's thread has had its turn:
-# Python's own 5 ms, many times per turn, are what the slowest tokens of a crowd would wait for.
+# Every socket write releases the GIL, and the event loop waits for it again while the engine's thread runs. With Python's
+# default of 5 ms per switch, many times per step, that wait dominates the latency of large batches.
 SWITCH_SECONDS = 0.001
 FLUSH_SECONDS = 5  # for the last bytes of finished replies, after the engine has stopped
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with our way of stopping. Closes the door when told to stop."""
+    """Uvicorn with a graceful shutdown of the LLM."""
 
     def __init__(self, llm: LLM, options: ServerOptions, listener: socket.socket | None = None) -> None:
         app = create_app(llm, options)
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
         self._listener = listener or bind(options.host, options.port)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
-        self._told = False
+        self._signalled = False
 
     @property
     def url(self) -> str:
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
             self._listener.close()
 
     def _listen(self) -> None:
-        """Two servers that were loading at once may both have the port until one listens."""
+        """Two servers that load at the same time may both bind the port; only one can listen."""
         host, port = self._listener.getsockname()[:2]
         try:
             self._listener.listen()
@@ -81,17 +81,17 @@ class Server(uvicorn.Server):
         print(greeting(self.url, self._desk.llm, self._options), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Uvicorn's own way would end the process by the signal; ours ends it with status 0."""
-        if self._told:
+        """Exit with status 0 after draining; uvicorn would end the process by the signal."""
+        if self._signalled:
             os._exit(128 + sig)
-        self._told = True
+        self._signalled = True
         if self._loop is None:
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Begin to stop; call it on the server's loop. New requests get 503 from here on."""
+        """Begin the shutdown; call it on the server's loop. New requests get 503 from here on."""
         self._desk.draining = True
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._finish())
@@ -104,17 +104,17 @@ class Server(uvicorn.Server):
 
 
 def serve(llm: LLM, options: ServerOptions, listener: socket.socket | None = None) -> None:
-    """Serve until a signal says stop. BadSetting when the port cannot be had. `listener`: it is had already (`bind`)."""
+    """Serve until a signal. BadSetting if the port is not available. `listener`: a socket that `bind` returned earlier."""
     Server(llm, options, listener).run()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on this address, or an error that says what to do."""
+    """A socket bound to this address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError) as error:  # the latter for a name that cannot be written as one
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         reason = error.strerror if isinstance(error, OSError) else error
-        raise BadSetting(f"--host: {host!r} is no address of this machine ({reason})") from None
+        raise BadSetting(f"--host: {host!r} is not an address of this machine ({reason})") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,24 +122,25 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if isinstance(error, PermissionError):
-            raise BadSetting(f"--port: {port} needs more rights; choose one above 1023") from None
+            raise BadSetting(f"--port: {port} needs more privileges; choose a port above 1023") from None
         if error.errno == errno.EADDRNOTAVAIL:
-            raise BadSetting(f"--host: {host!r} is no address of this machine ({error.strerror})") from None
+            raise BadSetting(f"--host: {host!r} is not an address of this machine ({error.strerror})") from None
         raise _no_port(host, port, error) from None
     listener.set_inheritable(True)
     return listener
 
 
 def _no_port(host: str, port: int, error: OSError) -> BadSetting:
-    reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+    reason = "is in use" if error.errno == errno.EADDRINUSE else f"is not available ({error.strerror})"
     return BadSetting(f"--port: {port} on {host} {reason}; stop the other program or choose another port with --port")
 
 
 def greeting(url: str, llm: LLM, options: ServerOptions) -> str:
-    """One line that works when pasted into a shell. The key itself is never printed."""
+    """A curl command to try the server with. API keys are never printed."""
     chat = llm.template is not None
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]} if chat else {"prompt": "Once upon a time"}
-    body = json.dumps(asked | {"max_tokens": 32})
+    chat_fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]}
+    fields = chat_fields if chat else {"prompt": "Once upon a time"}
+    body = json.dumps(fields | {"max_tokens": 32})
     path = "/v1/chat/completions" if chat else "/v1/completions"
     key = ' -H "Authorization: Bearer $ONEDRAW_API_KEY"' if options.keys else ""
     return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

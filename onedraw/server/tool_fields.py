@@ -1,7 +1,7 @@
-"""Tools as requests tell of them: what may be called, what must be, and what was called before.
+"""Tools in request bodies: `tools`, `tool_choice`, and earlier calls.
 
-In: the JSON of `tools`, `tool_choice` and past calls. Out: frozen models. `tool_choice` has two spellings, one of
-/v1/chat/completions and one of /v1/responses; both are read to the same ToolChoice.
+In: their JSON. Out: frozen models. `tool_choice` has one shape in /v1/chat/completions and another in /v1/responses; both are
+parsed to the same ToolChoice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic_core import PydanticCustomError
 
-from onedraw.server.strict_model import TOOL_NAME, StrictModel, Whole, field_doc
+from onedraw.server.fields import TOOL_NAME, StrictModel, Whole, field_doc
 
 Mode = Literal["none", "auto", "required"]
 
@@ -23,17 +23,17 @@ class CalledFunction(StrictModel):
 
 
 class ToolCall(StrictModel):
-    id: str = field_doc("string", "as it came with the reply; required", ...)
+    id: str = field_doc("string", "as in the reply; required", ...)
     type: Literal["function"] = field_doc('"function"', "", "function")
-    function: CalledFunction = field_doc("object", "`name` and `arguments`, as they came", ...)
-    index: Whole | None = field_doc("integer", "accepted, as it came in a stream", exclude=True)
+    function: CalledFunction = field_doc("object", "`name` and `arguments`, as in the reply", ...)
+    index: Whole | None = field_doc("integer", "accepted, as in a stream", exclude=True)
 
 
 class FunctionTool(StrictModel):
     name: str = field_doc("string", "letters, digits, `_ . : / -`; required", ..., pattern=TOOL_NAME)
-    description: str | None = field_doc("string", "told to the model")
+    description: str | None = field_doc("string", "shown to the model")
     parameters: dict[str, Any] | None = field_doc("object", "a JSON schema of the arguments; none: no arguments")
-    strict: bool = field_doc("boolean", "calls of this tool are held to its schema, at any temperature", False)
+    strict: bool = field_doc("boolean", "arguments of this tool always follow its schema", False)
 
 
 class ToolSpec(StrictModel):
@@ -54,8 +54,8 @@ class ToolChoice:
 
 
 def chat_choice(value: object) -> ToolChoice:
-    """As /v1/chat/completions spells it: names stand in `function`, allowed tools in `allowed_tools`."""
-    if isinstance(value, ToolChoice):  # of a request in another shape
+    """The shape of /v1/chat/completions: names inside `function`, allowed tools inside `allowed_tools`."""
+    if isinstance(value, ToolChoice):  # from a request of another API
         return value
     given = _object_or_mode(value)
     if isinstance(given, ToolChoice):
@@ -68,7 +68,7 @@ def chat_choice(value: object) -> ToolChoice:
 
 
 def response_choice(value: object) -> ToolChoice:
-    """As /v1/responses spells it: everything stands in one object."""
+    """The shape of /v1/responses: everything in one object."""
     given = _object_or_mode(value)
     if isinstance(given, ToolChoice):
         return given
@@ -85,13 +85,13 @@ def _object_or_mode(value: Any) -> ToolChoice | Mapping[str, Any]:
             given: Mapping[str, Any] = value
             return given
         case {"type": str(kind)}:
-            raise PydanticCustomError("choice", "there are no tools of type {kind} here", {"kind": kind, "at": ".type"})
+            raise PydanticCustomError("choice", "tools of type {kind} are not supported", {"kind": kind, "at": ".type"})
         case _:
             raise PydanticCustomError("choice", 'must be "none", "auto", "required", or an object that names tools')
 
 
 def _allowed(value: object, at: str, inside: str | None) -> ToolChoice:
-    """The tools of `allowed_tools`; `inside`: under which name each of them holds its own."""
+    """The tools of `allowed_tools`; `inside`: the field of each tool that contains its name."""
     if not isinstance(value, dict):
         raise PydanticCustomError("choice", "must be an object with mode and tools", {"at": at})
     _only(value, ("mode", "tools"), at)

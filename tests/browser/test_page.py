@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from onedraw.server.page import POLICY
 from tests.browser.conftest import Pace
 from tests.server.running import Served, fake_llm, serving

@@ -16,7 +16,7 @@ import openai
 
 from onedraw.build.llm import build_llm
 from onedraw.llm.llm import LLM
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from onedraw.server.serve import Server
 from onedraw.settings import Settings
 

@@ -11,7 +11,7 @@ import pytest
 
 from onedraw.errors import BadSetting
 from onedraw.server.auth import ApiKey, ApiKeys, read_keys
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from tests.server.running import Served, fake_llm, serving, wait_until
 
 FILE = """# who may ask

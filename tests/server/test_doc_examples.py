@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import onedraw
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from tests.server.running import Served, fake_llm, serving
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -9,7 +9,7 @@ import threading
 import httpx
 import pytest
 
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from tests.server.running import fake_llm, serving, slowed, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from onedraw.server.config import ServerOptions
 from onedraw.server.logs import JsonFormatter, TextFormatter
-from onedraw.server.options import ServerOptions
 from tests.server.running import PATIENCE, Served, fake_llm, serving, slowed, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -108,7 +108,7 @@ def test_the_two_formats() -> None:
 def test_the_process_logs_json_alone_on_stderr() -> None:
     program = (
         "import threading, httpx\n"
-        "from onedraw.server.options import ServerOptions\n"
+        "from onedraw.server.config import ServerOptions\n"
         "from onedraw.server.serve import Server\n"
         "from tests.server.running import fake_llm, wait_until\n"
         "server = Server(fake_llm(), ServerOptions(port=0, log_format='json'))\n"

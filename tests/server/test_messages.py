@@ -13,7 +13,7 @@ import pytest
 
 from onedraw.server.anthropic import messages
 from onedraw.server.auth import ApiKey
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from tests.server.running import fake_llm, serving
 
 PATH = "/v1/messages"

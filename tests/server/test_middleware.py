@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from onedraw.errors import BadSetting
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from onedraw.server.prepare import prepare
 from tests.server.running import Served, fake_llm, serving, slowed, wait_until
 

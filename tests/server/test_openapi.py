@@ -13,10 +13,10 @@ from onedraw.server import protocol
 from onedraw.server import tool_fields as called
 from onedraw.server.anthropic import messages
 from onedraw.server.app import create_app
+from onedraw.server.config import ServerOptions
 from onedraw.server.fields import Treatment
 from onedraw.server.openai import responses_request as items
 from onedraw.server.openapi import OBJECTS, POSTS, SPELLED, document, limits
-from onedraw.server.options import ServerOptions
 from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import ChatRequest, CompletionRequest
 from tests.server.running import Served, fake_llm, serving

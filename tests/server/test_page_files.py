@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onedraw.server import page as assets
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from tests.server.running import Served, fake_llm, serving
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ import pytest
 
 from onedraw.errors import BadParameter
 from onedraw.server.auth import ApiKey
+from onedraw.server.config import ServerOptions
 from onedraw.server.openai.response_store import NoSuchResponse, ResponseStore, StoredResponse
-from onedraw.server.options import ServerOptions
 from tests.server.running import fake_llm, serving, slowed
 
 PATH = "/v1/responses"

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from onedraw.errors import BadSetting
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from onedraw.server.serve import bind, greeting, serve
 from tests.server.running import PATIENCE, fake_llm, wait_until
 
@@ -24,7 +24,7 @@ from tests.server.running import PATIENCE, fake_llm, wait_until
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from onedraw.server.serve import serve
 from tests.server.running import fake_llm, slowed
 

@@ -27,7 +27,7 @@ PROGRAM = """
 import itertools, sys, time
 from pathlib import Path
 from onedraw.memory.disk_snapshots import SnapshotFolder
-from onedraw.server.options import ServerOptions
+from onedraw.server.config import ServerOptions
 from onedraw.server.serve import serve
 from tests.server.running import fake_llm
 parts, count = SnapshotFolder._parts, itertools.count()

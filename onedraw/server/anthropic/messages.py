@@ -1,7 +1,7 @@
-"""`/v1/messages`: Anthropic's shape of the same replies.
+"""/v1/messages: an Anthropic request turned into a chat request, and its reply written as an Anthropic message.
 
-In: a Messages request. Out: the chat request it means, and its reply written as content blocks, whole or as events. Nothing is
-decided here: a message is one more rendering of the stream of pieces.
+In: the body of a Messages request; later pieces, or a whole reply. Out: the fields of the equivalent chat request; content
+blocks, whole or as events.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from pydantic_core import PydanticCustomError
 from onedraw.errors import BadParameter, OnedrawError
 from onedraw.llm.reply import BlockChange, BlockClosed, BlockGrew, BlockOpened, ContentBlock, Reply
 from onedraw.server.errors import message_error
-from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
+from onedraw.server.fields import TOOL_NAME, Rule, StrictModel, Whole, field_doc, inert, neutral, read, refused, sift
 from onedraw.server.openai.chat import Json
 from onedraw.server.prepare import PreparedRequest
-from onedraw.server.strict_model import TOOL_NAME, StrictModel, Whole, field_doc
 from onedraw.types import SEED_LIMIT, ModelCard, Piece, Usage
 
 RULES: tuple[Rule, ...] = (
     inert("metadata", "the caller's own notes"),
     inert("service_tier", "there is one tier", "auto", "standard_only"),
-    inert("cache_control", "the prefix cache needs no marks"),
+    inert("cache_control", "prefix caching is automatic"),
     neutral("inference_geo", "there is one place", "global"),
     neutral("speed", "there is one speed", "standard"),
     refused("container", "the server runs no code"),
     refused("mcp_servers", "the server reads nothing but the request"),
-    inert("user_profile_id", "who asked"),
-    inert("workspace_id", "who asked"),
-    inert("diagnostics", "there is nothing to tell of", {}, {"previous_message_id": None}),
+    inert("user_profile_id", "not used"),
+    inert("workspace_id", "not used"),
+    inert("diagnostics", "no diagnostics are collected", {}, {"previous_message_id": None}),
     neutral(
         "context_management",
         "a shortened prompt is another prompt; shorten it before sending",
@@ -46,17 +45,17 @@ RULES: tuple[Rule, ...] = (
     refused("fallback_credit_token", "there is one model"),
     refused("thread", "send the whole conversation as messages"),
 )
-_MARKED = (inert("cache_control", "the prefix cache needs no marks"),)
+_MARKED = (inert("cache_control", "prefix caching is automatic"),)
 BLOCK_RULES: Mapping[str, tuple[Rule, ...]] = {
-    "text": (*read("type", "text"), *_MARKED, inert("citations", "as they came")),
-    "thinking": (*read("type", "thinking"), inert("signature", "as it came")),
-    "tool_use": (*read("type", "id", "name", "input"), *_MARKED, inert("caller", "as it came")),
+    "text": (*read("type", "text"), *_MARKED, inert("citations", "not used")),
+    "thinking": (*read("type", "thinking"), inert("signature", "not used")),
+    "tool_use": (*read("type", "id", "name", "input"), *_MARKED, inert("caller", "not used")),
     "tool_result": (*read("type", "tool_use_id", "content", "is_error"), *_MARKED),
 }
 
 
 def sifted(blocks: list[Any], *, path: str, ignored: list[str] | None) -> list[Any]:
-    """The honoured fields of blocks, and of the blocks inside. What cannot be read is judged with the request."""
+    """The honoured fields of blocks, and of the blocks inside. Unknown blocks are refused when the request is validated."""
     kept: list[Any] = []
     for number, block in enumerate(blocks):
         rules = BLOCK_RULES.get(str(block.get("type"))) if isinstance(block, dict) else None
@@ -82,7 +81,7 @@ def _text_of(value: object) -> str:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text" or not isinstance(block.get("text"), str):
             shown = kind if isinstance(kind, str) else "this kind"
-            raise PydanticCustomError("block", "blocks of {kind} are not read here", {"kind": shown, "at": f"[{number}]"})
+            raise PydanticCustomError("block", "blocks of type {kind} are not read here", {"kind": shown, "at": f"[{number}]"})
         texts.append(block["text"])
     return "\n".join(texts)
 
@@ -104,7 +103,7 @@ def _blocks(value: object) -> str | list[dict[str, Any]]:
                 _text_of(block["content"])
             except PydanticCustomError:
                 at = {"at": f"[{number}].content"}
-                raise PydanticCustomError("block", "results of tools are read as text blocks alone", at) from None
+                raise PydanticCustomError("block", "tool results can only contain text blocks", at) from None
     return value
 
 
@@ -117,7 +116,7 @@ _READ: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 }
 
 
-class SpokenMessage(StrictModel):
+class MessageParam(StrictModel):
     role: Literal["user", "assistant"] = field_doc('"user" or "assistant"', "required", ...)
     content: Annotated[Any, PlainValidator(_blocks)] = field_doc(
         "string or list of blocks", "blocks of type text, thinking, tool_use and tool_result; required", ...
@@ -126,13 +125,13 @@ class SpokenMessage(StrictModel):
 
 class MessageTool(StrictModel):
     name: str = field_doc("string", "required", ..., pattern=TOOL_NAME)
-    description: str | None = field_doc("string", "told to the model")
+    description: str | None = field_doc("string", "shown to the model")
     input_schema: dict[str, Any] = field_doc("object", "a JSON schema of the input; required", ...)
-    strict: bool = field_doc("boolean", "calls of this tool are held to its schema", False)
+    strict: bool = field_doc("boolean", "arguments of this tool always follow its schema", False)
     type: Literal["custom"] | None = field_doc('"custom"', "the server has no tools of its own")
-    cache_control: Any = field_doc("any", "accepted: the prefix cache needs no marks")
-    input_examples: Any = field_doc("any", "accepted: not told to the model")
-    eager_input_streaming: Any = field_doc("any", "accepted: input is always streamed as it comes")
+    cache_control: Any = field_doc("any", "accepted: prefix caching is automatic")
+    input_examples: Any = field_doc("any", "accepted: not shown to the model")
+    eager_input_streaming: Any = field_doc("any", "accepted: input is always streamed")
 
 
 class MessageToolChoice(StrictModel):
@@ -143,7 +142,7 @@ class MessageToolChoice(StrictModel):
     @model_validator(mode="after")
     def _agree(self) -> MessageToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise PydanticCustomError("agree", 'goes with type "tool", and that with it', {"at": ".name"})
+            raise PydanticCustomError("agree", 'is required with type "tool", and only allowed there', {"at": ".name"})
         return self
 
 
@@ -151,13 +150,13 @@ class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"] = field_doc('"enabled", "disabled", "adaptive"', "required", ...)
     budget_tokens: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
     display: Literal["summarized", "omitted"] | None = field_doc(
-        '"summarized", "omitted"', "`omitted`: the reply says that there was thinking, not what; else it is shown as it is"
+        '"summarized", "omitted"', "`omitted`: thinking blocks are sent without their text; else as they are"
     )
 
 
 class OutputFormat(StrictModel):
     type: Literal["json_schema"] = field_doc('"json_schema"', "required", ...)
-    schema_: dict[str, Any] = field_doc("object", "the JSON schema that the reply is held to; required", ..., alias="schema")
+    schema_: dict[str, Any] = field_doc("object", "the JSON schema that the reply follows; required", ..., alias="schema")
 
 
 class OutputConfig(StrictModel):
@@ -166,16 +165,14 @@ class OutputConfig(StrictModel):
 
 
 class CountRequest(StrictModel):
-    """What a prompt is made of."""
+    """The fields that make up a prompt."""
 
     model: str | None = field_doc("string", "the served model; may be left out")
-    messages: list[SpokenMessage] = field_doc("list of objects", "see below; required", ..., min_length=1)
-    system: Annotated[str, PlainValidator(_text_of)] | None = field_doc(
-        "string or list of text blocks", "said before the messages"
-    )
+    messages: list[MessageParam] = field_doc("list of objects", "see below; required", ..., min_length=1)
+    system: Annotated[str, PlainValidator(_text_of)] | None = field_doc("string or list of text blocks", "the system message")
     tools: list[MessageTool] = field_doc("list of objects", "see below", [])
     tool_choice: MessageToolChoice | None = field_doc("object", "`type`, `name`, `disable_parallel_tool_use`")
-    thinking: Thinking | None = field_doc("object", "`type`, `budget_tokens`; without it a model that can be told does not think")
+    thinking: Thinking | None = field_doc("object", "`type`, `budget_tokens`; without it thinking is off where possible")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
     output_config: OutputConfig | None = field_doc("object", "`effort`, `format`")
 
@@ -183,23 +180,23 @@ class CountRequest(StrictModel):
     def _ends_with_the_user(self) -> CountRequest:
         if self.messages[-1].role == "assistant":
             at = {"at": f"messages[{len(self.messages) - 1}].role"}
-            raise PydanticCustomError("agree", "the last message must be the user's: a reply cannot be begun for the model", at)
+            raise PydanticCustomError("agree", "the last message must be the user's: prefilled replies are not supported", at)
         return self
 
     @cached_property
-    def said(self) -> list[tuple[int, dict[str, Any]]]:
-        """The messages of a chat that these mean, each with the number of the one it comes from."""
-        return [(number, one) for number, message in enumerate(self.messages) for one in _said(message)]
+    def chat_messages(self) -> list[tuple[int, dict[str, Any]]]:
+        """The equivalent chat messages, each with the index of its source."""
+        return [(number, one) for number, message in enumerate(self.messages) for one in _to_chat(message)]
 
     def chat(self) -> dict[str, Any]:
-        """The fields of the chat request that this means."""
+        """The fields of the equivalent chat request."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        asked: dict[str, Any] = {
-            "messages": [*system, *(message for _, message in self.said)],
+        fields: dict[str, Any] = {
+            "messages": [*system, *(message for _, message in self.chat_messages)],
             "tools": [_tool(tool) for tool in self.tools],
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        return asked | self._choice() | self._thinking() | self._format()
+        return fields | self._choice() | self._thinking() | self._format()
 
     def _choice(self) -> dict[str, Any]:
         if self.tool_choice is None or not (self.tools or self.tool_choice.type in ("any", "tool")):
@@ -215,13 +212,13 @@ class CountRequest(StrictModel):
     def _thinking(self) -> dict[str, Any]:
         effort = self.output_config.effort if self.output_config is not None else None
         if self.thinking is not None and self.thinking.type == "disabled" and self.thinking.budget_tokens is not None:
-            raise BadParameter("thinking.budget_tokens", "goes with thinking, and it is disabled")
+            raise BadParameter("thinking.budget_tokens", "cannot be set when thinking is disabled")
         if self.thinking is None or self.thinking.type == "disabled":
             return {"reasoning_effort": "none"}
-        told = {"thinking_budget": self.thinking.budget_tokens} if self.thinking.budget_tokens is not None else {}
+        budget = {"thinking_budget": self.thinking.budget_tokens} if self.thinking.budget_tokens is not None else {}
         if effort is None and self.thinking.type == "adaptive":
-            return told  # as the model itself does it, if it does
-        return {"reasoning_effort": effort or "high", **told}
+            return budget  # the model decides
+        return {"reasoning_effort": effort or "high", **budget}
 
     def _format(self) -> dict[str, Any]:
         if self.output_config is None or self.output_config.format is None:
@@ -229,8 +226,8 @@ class CountRequest(StrictModel):
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": self.output_config.format.schema_}}}
 
     def names(self) -> dict[str, str]:
-        """Names of the chat request → the caller's."""
-        places = enumerate(self.said, 1 if self.system else 0)
+        """Field names of the chat request → the caller's."""
+        places = enumerate(self.chat_messages, 1 if self.system else 0)
         messages = {f"messages[{place}]": f"messages[{number}]" for place, (number, _) in places}
         tools = {f"tools[{n}].function.parameters": f"tools[{n}].input_schema" for n in range(len(self.tools))}
         return {
@@ -249,16 +246,16 @@ class MessagesRequest(CountRequest):
     max_tokens: Whole = field_doc("integer >= 1", "the most tokens of the reply; required", ...)
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
     stop_sequences: list[str] = field_doc(
-        "list of strings", "ends the reply, not part of its text; looked for in the answer, not in thinking or calls", []
+        "list of strings", "ends the reply and is not part of its text; searched in the answer, not in thinking or calls", []
     )
     temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
     top_p: float | None = field_doc("number, over 0 … 1", "1: off")
     top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off")
     min_p: float | None = field_doc("number, 0 … 1", "0: off")
     seed: int | None = field_doc(
-        "integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT
+        "integer, 0 … 2^53 - 1", "without it the server draws one; the reply reports it", ge=0, lt=SEED_LIMIT
     )
-    speculation: bool = field_doc("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
+    speculation: bool = field_doc("boolean", "false: no speculative decoding; it never changes a reply", True)
 
     def chat(self) -> dict[str, Any]:
         same = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "speculation", "stream")
@@ -271,8 +268,8 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _said(message: SpokenMessage) -> list[dict[str, Any]]:
-    """Chat messages: results of tools are messages of their own, and stand before what else the user says."""
+def _to_chat(message: MessageParam) -> list[dict[str, Any]]:
+    """The equivalent chat messages. Tool results become messages of their own, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     by_type: dict[str, list[dict[str, Any]]] = {name: [] for name in _READ}
@@ -281,20 +278,20 @@ def _said(message: SpokenMessage) -> list[dict[str, Any]]:
     results = [
         {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block)} for block in by_type["tool_result"]
     ]
-    said: dict[str, Any] = {"role": message.role, "content": "\n".join(block["text"] for block in by_type["text"])}
+    found: dict[str, Any] = {"role": message.role, "content": "\n".join(block["text"] for block in by_type["text"])}
     if by_type["thinking"]:
-        said["reasoning_content"] = "\n".join(block["thinking"] for block in by_type["thinking"])
+        found["reasoning_content"] = "\n".join(block["thinking"] for block in by_type["thinking"])
     if by_type["tool_use"]:
-        said["tool_calls"] = [
+        found["tool_calls"] = [
             {"id": b["id"], "type": "function", "function": {"name": b["name"], "arguments": json.dumps(b["input"])}}
             for b in by_type["tool_use"]
         ]
-    spoken = by_type["text"] or by_type["tool_use"] or by_type["thinking"]
-    return [*results, said] if spoken else results
+    has_content = by_type["text"] or by_type["tool_use"] or by_type["thinking"]
+    return [*results, found] if has_content else results
 
 
 def _result(block: Mapping[str, Any]) -> str:
-    """The text of a tool's result. Chat templates know no failed ones, so the text says it."""
+    """The text of a tool result. Chat templates have no error flag, so the text says it."""
     text = _text_of(block.get("content") or "")
     return f"Error: {text}" if block.get("is_error") else text
 
@@ -387,8 +384,8 @@ def _content(block: ContentBlock, *, empty: bool = False) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """Arguments as an object; what was cut off in the middle is none. JSON has no number without end: one that is too large
-    becomes the largest, and what is none is null."""
+    """Arguments as an object; {} if they were cut off. Numbers that are too large are clamped and NaN becomes null, since the
+    reply must be valid JSON."""
     try:
         found = json.loads(arguments, parse_float=_finite, parse_constant=lambda _: None)
     except (ValueError, RecursionError):

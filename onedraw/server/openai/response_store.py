@@ -1,6 +1,6 @@
-"""What a query may ask of stored responses: nothing, or a page of a list.
+"""Stored responses, in memory: for `previous_response_id`, for item references, and for GET and DELETE.
 
-In: the query of a request. Out: a page of items in OpenAI's shape, or a refusal that names the parameter.
+In: finished responses; ids and query parameters. Out: the stored response, its conversation, or a page of its input items.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from starlette.requests import Request
 
 from onedraw.errors import BadParameter, BadRequest
 
-# -------------------- Responses that are remembered: for `previous_response_id`, for references to items, and to
-
-
-MOST_CHARACTERS = 2**26  # of everything remembered together
+MAX_CHARACTERS = 2**26  # of all stored responses together
 
 Json = dict[str, Any]
 
@@ -29,53 +26,51 @@ class NoSuchResponse(BadRequest):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it was told, what it was asked, and the conversation up to its end, as chat messages."""
+    """A response as it was sent, its input items, and the conversation up to its end as chat messages."""
 
     response: Json
     items: tuple[Json, ...]  # the input, each with an id
     messages: tuple[Json, ...]
-    owner: str | None = None  # the name of the caller's key, where keys have names
+    owner: str | None = None  # name of the caller's API key
 
     @property
     def size(self) -> int:
         return sum(len(str(part)) for part in (self.response, *self.items, *self.messages))
 
     @property
-    def known(self) -> Sequence[Json]:
-        """Items that can be referred to."""
+    def referable(self) -> Sequence[Json]:
+        """Items that an item_reference can name."""
         output: list[Json] = self.response["output"]
         return [*self.items, *output]
 
 
 class ResponseStore:
-    """Any thread may use it."""
+    """Bounded: the oldest responses are dropped. Any thread may use it."""
 
-    def __init__(self, most_characters: int = MOST_CHARACTERS) -> None:
+    def __init__(self, most_characters: int = MAX_CHARACTERS) -> None:
         self._most = most_characters
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self._items: dict[tuple[str | None, str], list[Json]] = {}  # by owner and id
         self._size = 0
         self._lock = threading.Lock()
 
-    def keep(self, remembered: StoredResponse) -> None:
-        if remembered.size > self._most:  # it would drive out all others, and itself
+    def keep(self, stored: StoredResponse) -> None:
+        if stored.size > self._most:  # it would evict all others, and itself
             return
         with self._lock:
-            self._kept[remembered.response["id"]] = remembered
-            for item in remembered.known:
-                self._items.setdefault((remembered.owner, item["id"]), []).append(item)
-            self._size += remembered.size
+            self._kept[stored.response["id"]] = stored
+            for item in stored.referable:
+                self._items.setdefault((stored.owner, item["id"]), []).append(item)
+            self._size += stored.size
             while self._size > self._most and self._kept:
                 self._drop(next(iter(self._kept)))
 
     def find(self, response_id: str, owner: str | None = None) -> StoredResponse:
-        """A response of another caller is as unknown as one that never was."""
+        """A response of another caller is reported as not found."""
         with self._lock:
             found = self._kept.get(response_id)
         if found is None or found.owner != owner:
-            raise NoSuchResponse(
-                f"no response {response_id!r} is remembered (anymore, or it was not stored)", param="response_id"
-            )
+            raise NoSuchResponse(f"response {response_id!r} is not stored (it was dropped, or never stored)", param="response_id")
         return found
 
     def forget(self, response_id: str, owner: str | None = None) -> None:
@@ -85,18 +80,18 @@ class ResponseStore:
                 self._drop(response_id)
 
     def before(self, response_id: str | None, owner: str | None = None) -> tuple[Json, ...]:
-        """The conversation that a response goes on from."""
+        """The conversation up to the end of that response."""
         if response_id is None:
             return ()
         try:
             return self.find(response_id, owner).messages
         except NoSuchResponse:
             raise BadParameter(
-                "previous_response_id", "is not remembered (anymore, or it was not stored); send the whole conversation as input"
+                "previous_response_id", "is not stored (it was dropped, or never stored); send the whole conversation as input"
             ) from None
 
     def resolved(self, items: Sequence[Json], owner: str | None = None) -> list[Json]:
-        """The items, those that are only referred to in full."""
+        """The items, with references replaced by the items they name."""
         found: list[Json] = []
         for number, item in enumerate(items):
             if item.get("type") == "item_reference":
@@ -104,7 +99,7 @@ class ResponseStore:
                     held = self._items.get((owner, item["id"]))
                     known: Mapping[str, Any] | None = held[-1] if held else None
                 if known is None:
-                    raise BadParameter(f"input[{number}].id", "no such item is remembered; send the item itself")
+                    raise BadParameter(f"input[{number}].id", "this item is not stored; send the item itself")
                 item = dict(known)
             found.append(item)
         return found
@@ -112,17 +107,17 @@ class ResponseStore:
     def _drop(self, response_id: str) -> None:
         gone = self._kept.pop(response_id)
         self._size -= gone.size
-        for item in gone.known:
-            # An item that was referred to belongs to other responses too, which still have it.
+        for item in gone.referable:
+            # A referenced item also belongs to the responses that refer to it.
             left = [one for one in self._items.pop((gone.owner, item["id"]), ()) if one is not item]
             if left:
                 self._items[gone.owner, item["id"]] = left
 
 
-# -------------------- What a query may ask of stored responses: nothing, or a page of a list.
+# ---------------------------------------------------------------------------------------------- queries
 
 
-MOST = 100
+MAX_PAGE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +128,7 @@ class ItemPage:
 
 
 def check_query(request: Request, known: Mapping[str, Sequence[str]]) -> None:
-    """Refuse what asks for something else. `known`: parameter → values that ask for nothing; none: all of them do."""
+    """Refuse unknown parameters and values. `known`: parameter → accepted values; an empty tuple accepts all."""
     for name, value in request.query_params.multi_items():
         if name not in known:
             raise BadParameter(name, "unknown parameter")
@@ -144,8 +139,8 @@ def check_query(request: Request, known: Mapping[str, Sequence[str]]) -> None:
 def page_of(request: Request) -> ItemPage:
     check_query(request, {"limit": (), "order": ("desc", "asc"), "after": (), "include": (), "include[]": ()})
     limit = request.query_params.get("limit", "20")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= MOST):
-        raise BadParameter("limit", f"must be a whole number in [1, {MOST}]")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= MAX_PAGE):
+        raise BadParameter("limit", f"must be a whole number in [1, {MAX_PAGE}]")
     newest_first = request.query_params.get("order", "desc") == "desc"
     return ItemPage(int(limit), newest_first, request.query_params.get("after"))
 
@@ -155,7 +150,7 @@ def listing(items: Sequence[Mapping[str, Any]], page: ItemPage) -> dict[str, Any
     if page.after is not None:
         ids = [item["id"] for item in ordered]
         if page.after not in ids:
-            raise BadParameter("after", "is no item of this list")
+            raise BadParameter("after", "is not an item of this list")
         ordered = ordered[ids.index(page.after) + 1 :]
     shown = ordered[: page.limit]
     return {

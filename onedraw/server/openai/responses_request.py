@@ -1,6 +1,6 @@
-"""What `/v1/responses` is asked: its items and fields, and the chat request that they mean.
+"""/v1/responses: request bodies, and the equivalent chat request.
 
-In: the honoured fields of a body. Out: a frozen request, chat messages, and the names under which the caller knows our fields.
+In: the honoured fields of a body. Out: a frozen request; chat messages; field names of the chat request → the caller's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
 from onedraw.llm.options import EFFORTS, Effort
-from onedraw.server.fields import Rule, inert, neutral, read, refused, sift
-from onedraw.server.strict_model import TOOL_NAME, StrictModel, Whole, field_doc
+from onedraw.server.fields import TOOL_NAME, Rule, StrictModel, Whole, field_doc, inert, neutral, read, refused, sift
 from onedraw.server.tool_fields import ToolChoice, response_choice
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
 
@@ -22,14 +21,14 @@ LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 RULES: tuple[Rule, ...] = (
-    inert("user", "who asked"),
-    inert("safety_identifier", "who asked"),
-    inert("prompt_cache_key", "the prefix cache needs no key"),
+    inert("user", "not used"),
+    inert("safety_identifier", "not used"),
+    inert("prompt_cache_key", "prefix caching is automatic"),
     inert("prompt_cache_retention", "the prefix cache keeps what was used last"),
-    inert("prompt_cache_options", "the prefix cache needs no marks"),
+    inert("prompt_cache_options", "prefix caching is automatic"),
     inert("service_tier", "there is one tier", "auto", "default"),
     inert("stream_options", "events are not padded", {"include_obfuscation": False}, {}),
-    neutral("background", "a reply is given where it was asked for", False),
+    neutral("background", "replies are only sent to the request itself", False),
     neutral("truncation", "a shortened prompt is another prompt", "disabled"),
     neutral("max_tool_calls", "the server has no tools of its own"),
     refused("conversation", "use `previous_response_id`"),
@@ -37,10 +36,10 @@ RULES: tuple[Rule, ...] = (
     refused("moderation", "nothing is moderated here"),
     refused("context_management", "a shortened prompt is another prompt; shorten it before sending"),
 )
-# What is done with the fields of items and of the parts of their content, by type.
-_OUTPUT = (*read("id"), inert("status", "as it came"))
+# Rules for the fields of items and of content parts, by type.
+_OUTPUT = (*read("id"), inert("status", "not used"))
 ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {
-    "message": (*read("role", "content"), *_OUTPUT, inert("phase", "as it came")),
+    "message": (*read("role", "content"), *_OUTPUT, inert("phase", "not used")),
     "function_call": (*read("call_id", "name", "arguments"), *_OUTPUT),
     "function_call_output": (*read("call_id", "output"), *_OUTPUT),
     "reasoning": (
@@ -52,9 +51,9 @@ ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {
 }
 PART_RULES: tuple[Rule, ...] = (
     *read("type", "text"),
-    inert("annotations", "as they came"),
-    inert("logprobs", "as they came"),
-    inert("prompt_cache_breakpoint", "the prefix cache needs no marks"),
+    inert("annotations", "not used"),
+    inert("logprobs", "not used"),
+    inert("prompt_cache_breakpoint", "prefix caching is automatic"),
 )
 _NEEDED: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "message": (("role", str), ("content", (str, list))),
@@ -66,7 +65,7 @@ _NEEDED: Mapping[str, tuple[tuple[str, Any], ...]] = {
 
 
 def kind_of(item: Mapping[str, Any]) -> str:
-    """The type of an item; two may leave it out."""
+    """The type of an item; messages and references may leave it out."""
     kind = item.get("type")
     if kind is None:
         return "item_reference" if set(item) == {"id"} else "message"
@@ -77,7 +76,7 @@ def kind_of(item: Mapping[str, Any]) -> str:
 
 
 def sifted(item: Mapping[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
-    """An item's honoured fields; parts of its content likewise. What cannot be read yet is judged with the request."""
+    """The honoured fields of an item and of its content parts. Unknown items are refused when the request is validated."""
     try:
         kind = kind_of(item)
     except PydanticCustomError:
@@ -115,15 +114,15 @@ def _items(value: object) -> str | list[dict[str, Any]]:
     return value
 
 
-Said = tuple[int, dict[str, Any]]  # a chat message, and the number of the item that it begins with
+NumberedMessage = tuple[int, dict[str, Any]]  # a chat message, and the index of its first item
 
 
 class ResponseTool(StrictModel):
     type: Literal["function"] = field_doc('"function"', "the server has no tools of its own; required", ...)
     name: str = field_doc("string", "required", ..., pattern=TOOL_NAME)
-    description: str | None = field_doc("string", "told to the model")
+    description: str | None = field_doc("string", "shown to the model")
     parameters: dict[str, Any] | None = field_doc("object", "a JSON schema of the arguments; none: no arguments")
-    strict: bool | None = field_doc("boolean", "calls of this tool are held to its schema; default false")
+    strict: bool | None = field_doc("boolean", "arguments of this tool always follow its schema; default false")
 
 
 class ResponseTextFormat(StrictModel):
@@ -131,7 +130,7 @@ class ResponseTextFormat(StrictModel):
     name: str | None = field_doc("string", "the caller's name for it")
     description: str | None = field_doc("string", "the caller's own note")
     schema_: dict[str, Any] | None = field_doc("object", 'with type "json_schema"', alias="schema")
-    strict: bool | None = field_doc("boolean", "a reply is held to the schema either way")
+    strict: bool | None = field_doc("boolean", "the reply follows the schema either way")
 
 
 class ResponseText(StrictModel):
@@ -142,11 +141,11 @@ class ResponseText(StrictModel):
 class ResponseReasoning(StrictModel):
     effort: Effort | None = field_doc(", ".join(f'"{effort}"' for effort in EFFORTS), "as `reasoning_effort` of a chat")
     context: Literal["auto", "all_turns"] | None = field_doc(
-        '"auto", "all_turns"', "what is sent is what the chat template is told"
+        '"auto", "all_turns"', "the chat template gets all reasoning that is sent"
     )
     mode: Literal["standard"] | None = field_doc('"standard"', "there is one mode")
     summary: Literal["auto", "concise", "detailed"] | None = field_doc(
-        '"auto", "concise", "detailed"', "reasoning is told where summaries are, as it is"
+        '"auto", "concise", "detailed"', "the reasoning itself is sent as the summary"
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = field_doc("string", "the older name of `summary`")
 
@@ -158,9 +157,9 @@ class ResponsesRequest(StrictModel):
         "items of type message, function_call, function_call_output, reasoning and item_reference; required",
         ...,
     )
-    instructions: str | None = field_doc("string", "said before everything else; not kept for the next response")
-    previous_response_id: str | None = field_doc("string", "go on from that response, if it is still remembered")
-    store: bool = field_doc("boolean", "remember the response in memory, for `previous_response_id`", True)
+    instructions: str | None = field_doc("string", "the system message; not kept for the next response")
+    previous_response_id: str | None = field_doc("string", "continue that response, if it is still stored")
+    store: bool = field_doc("boolean", "store the response in memory, for `previous_response_id`", True)
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
     max_output_tokens: Whole | None = field_doc("integer >= 1", "the most tokens of the reply")
     temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
@@ -177,17 +176,17 @@ class ResponsesRequest(StrictModel):
         "as in a chat; default `auto`",
     )
     parallel_tool_calls: bool = field_doc("boolean", "false: at most one call in a reply", True)
-    text: ResponseText | None = field_doc("object", "`format`: what the reply is held to")
+    text: ResponseText | None = field_doc("object", "`format`: the response format")
     reasoning: ResponseReasoning | None = field_doc("object", "`effort`")
-    metadata: dict[str, str] | None = field_doc("object", "the caller's own notes, given back")
+    metadata: dict[str, str] | None = field_doc("object", "the caller's own notes, returned with the response")
     top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off")
     min_p: float | None = field_doc("number, 0 … 1", "0: off")
     seed: int | None = field_doc(
-        "integer, 0 … 2^53 - 1", "left out, the server draws one; the reply says which", ge=0, lt=SEED_LIMIT
+        "integer, 0 … 2^53 - 1", "without it the server draws one; the reply reports it", ge=0, lt=SEED_LIMIT
     )
     thinking_budget: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
-    speculation: bool = field_doc("boolean", "false: nothing is guessed ahead; guesses never change a reply", True)
+    speculation: bool = field_doc("boolean", "false: no speculative decoding; it never changes a reply", True)
 
     @property
     def summary(self) -> str | None:
@@ -201,8 +200,8 @@ class ResponsesRequest(StrictModel):
         found: list[dict[str, Any]] = self.input
         return found
 
-    def chat(self, before: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, Any]:
-        """The fields of the chat request that this means, behind an earlier conversation. `said`: the input."""
+    def chat(self, before: Sequence[dict[str, Any]], messages: Sequence[NumberedMessage]) -> dict[str, Any]:
+        """The fields of the equivalent chat request. `before`: the earlier conversation; `messages`: the input."""
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
         same = ("temperature", "top_p", "top_k", "min_p", "seed", "thinking_budget", "speculation", "tool_choice")
         given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
@@ -215,7 +214,7 @@ class ResponsesRequest(StrictModel):
         if self.reasoning is not None and self.reasoning.effort is not None:
             given["reasoning_effort"] = self.reasoning.effort
         return {
-            "messages": [*opening, *before, *(message for _, message in said)],
+            "messages": [*opening, *before, *(message for _, message in messages)],
             "stream": self.stream,
             "tools": [_tool(tool) for tool in self.tools],
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -227,20 +226,20 @@ class ResponsesRequest(StrictModel):
     def _format(self) -> dict[str, Any]:
         shape = None if self.text is None else self.text.format
         if shape is not None and shape.type != "json_schema" and shape.schema_ is not None:
-            raise BadParameter("text.format.schema", f"goes with the type json_schema, not with {shape.type}")
+            raise BadParameter("text.format.schema", f"is only allowed with type json_schema, not with {shape.type}")
         if shape is None or shape.type == "text":
             return {}
         if shape.type == "json_object":
             return {"response_format": {"type": "json_object"}}
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": shape.schema_ or {}}}}
 
-    def names(self, before: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, str]:
-        """Names of the chat request that `chat` makes → the caller's."""
+    def names(self, before: Sequence[dict[str, Any]], messages: Sequence[NumberedMessage]) -> dict[str, str]:
+        """Field names of the chat request → the caller's."""
         tools = {f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))}
         opening = len(before) + bool(self.instructions)
         return {
             **tools,
-            **{f"messages[{place}]": f"input[{number}]" for place, (number, _) in enumerate(said, opening)},
+            **{f"messages[{place}]": f"input[{number}]" for place, (number, _) in enumerate(messages, opening)},
             "messages": "input",
             "max_tokens": "max_output_tokens",
             "response_format.json_schema.schema": "text.format.schema",
@@ -255,13 +254,13 @@ def _tool(tool: ResponseTool) -> dict[str, Any]:
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as chat messages: what the assistant thought, said and called in a row is one message."""
+    """Items as chat messages. Consecutive reasoning, text and calls of the assistant become one message."""
     return [message for _, message in numbered(items)]
 
 
-def numbered(items: Sequence[dict[str, Any]]) -> list[Said]:
-    """The same, each with the number of its first item."""
-    messages: list[Said] = []
+def numbered(items: Sequence[dict[str, Any]]) -> list[NumberedMessage]:
+    """The same, each with the index of its first item."""
+    messages: list[NumberedMessage] = []
 
     def assistant() -> dict[str, Any]:
         if not messages or messages[-1][1]["role"] != "assistant":
@@ -272,8 +271,7 @@ def numbered(items: Sequence[dict[str, Any]]) -> list[Said]:
         at = f"input[{number}]"
         match item.get("type", "message"):
             case "message" if item["role"] == "assistant":
-                said = assistant()
-                said["content"] += _text(item["content"], f"{at}.content")
+                assistant()["content"] += _text(item["content"], f"{at}.content")
             case "message":
                 messages.append((number, {"role": item["role"], "content": _text(item["content"], f"{at}.content")}))
             case "function_call":
@@ -284,14 +282,16 @@ def numbered(items: Sequence[dict[str, Any]]) -> list[Said]:
                 content = _text(item["output"], f"{at}.output")
                 messages.append((number, {"role": "tool", "tool_call_id": item["call_id"], "content": content}))
             case "reasoning":
-                told = _thoughts(item.get("content"), f"{at}.content") or _thoughts(item.get("summary"), f"{at}.summary")
-                thought = "".join(told)
+                parts = _reasoning_texts(item.get("content"), f"{at}.content") or _reasoning_texts(
+                    item.get("summary"), f"{at}.summary"
+                )
+                thought = "".join(parts)
                 if thought:
                     assistant()["reasoning_content"] = thought
     return messages
 
 
-def _thoughts(content: Any, at: str) -> list[str]:
+def _reasoning_texts(content: Any, at: str) -> list[str]:
     if content is None:
         return []
     if not isinstance(content, list):
@@ -299,7 +299,7 @@ def _thoughts(content: Any, at: str) -> list[str]:
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("reasoning_text", "summary_text", "text") or not isinstance(part.get("text"), str):
-            raise BadParameter(f"{at}[{number}]", "must be a part of type reasoning_text or summary_text, with its text")
+            raise BadParameter(f"{at}[{number}]", "must be a part of type reasoning_text or summary_text with a text")
     return [part["text"] for part in content]
 
 

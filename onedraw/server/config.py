@@ -1,7 +1,4 @@
-"""How to serve: everything about the wire, nothing about the model.
-
-In: serving flags (`max_body` is `--max-body`). Out: ServerOptions, complete and checked.
-"""
+"""Options of the HTTP server, checked. `max_body` is the flag `--max-body`, and so on."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ class ServerOptions:
     api_key: str | None = field(default=None, repr=False)  # a secret: never shown, never logged
     api_keys: tuple[ApiKey, ...] = ()  # further keys, with names
     cors_origins: tuple[str, ...] = ()
-    allow_hosts: tuple[str, ...] = ()  # public names that lead here, where there is no key
+    allow_hosts: tuple[str, ...] = ()  # public host names of this server, where it has no API key
     max_body: int = 32 * 2**20  # bytes
-    lenient: bool = False  # ignore unknown fields, and say so in a header
-    drain_seconds: float = 30.0  # how long running requests may go on after SIGTERM
-    aliases: tuple[str, ...] = ()  # other names the served model answers to
-    request_seconds: float | None = None  # the longest a request may take, from its arrival to its last token; None: any
+    lenient: bool = False  # ignore unknown fields and list them in a header
+    drain_seconds: float = 30.0  # time for running requests after SIGTERM
+    aliases: tuple[str, ...] = ()  # other names of the served model
+    request_seconds: float | None = None  # longest time from arrival to the last token; None: unlimited
     log_level: str = "info"
     log_format: str = "text"
     log_prompts: bool = False  # prompts in the log, as text
@@ -44,7 +41,7 @@ class ServerOptions:
             raise BadSetting(f"--request-seconds: must be over 0, not {self.request_seconds}")
         for host in self.allow_hosts:
             if not host.strip() or "/" in host:
-                raise BadSetting(f"--allow-host: {host!r} is no name of a host, like chat.example")
+                raise BadSetting(f"--allow-host: {host!r} is not a host name, like chat.example")
         if self.log_format not in FORMATS:
             raise BadSetting(f"--log-format: {self.log_format!r} is not one of {', '.join(FORMATS)}")
         if self.log_level not in LOG_LEVELS:
@@ -52,5 +49,5 @@ class ServerOptions:
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
-        """Whose keys open the server; none: it is open to all."""
+        """All API keys; without any, the server is open."""
         return self.api_keys if self.api_key is None else (ApiKey("api-key", self.api_key), *self.api_keys)
