@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 
 from onedraw.build.llm import build_llm
-from onedraw.contract.variations import PROMPTS, held
+from onedraw.contract.variations import PROMPTS, constrained
 from onedraw.llm.llm import LLM
 from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.settings import Settings
@@ -25,7 +25,7 @@ def replies(llm: LLM, new_tokens: int) -> list[tuple[int, ...]]:
     """Prompts with their greedy answers behind them."""
     options = RequestOptions(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=0)
     generations = [
-        make_generation(options, llm=llm, prompt=llm.encode(text), label="twin") for text, own in PROMPTS if not held(own)
+        make_generation(options, llm=llm, prompt=llm.encode(text), label="twin") for text, own in PROMPTS if not constrained(own)
     ]
     return [(*generation.prompt, *reply.token_ids) for generation, reply in zip(generations, llm.run(*generations), strict=True)]
 

@@ -10,7 +10,7 @@ from onedraw.cli import terminal
 from onedraw.cli.flags import add_settings, read_settings
 
 if TYPE_CHECKING:
-    from onedraw.contract.prove import Table
+    from onedraw.contract.prove import ProofTable
 
 HELP = "check on this machine that batching, drafts, splits and caches do not change answers"
 EXAMPLES = """examples:
@@ -48,5 +48,5 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if table.holds else 1
 
 
-def table_json(table: Table) -> dict[str, Any]:
+def table_json(table: ProofTable) -> dict[str, Any]:
     return {**asdict(table), "findings": [asdict(f) for f in table.findings], "holds": table.holds}

@@ -18,7 +18,7 @@ from onedraw.errors import BadSetting
 
 if TYPE_CHECKING:
     from onedraw.contract.record import Record
-    from onedraw.contract.replay import Report, Verdict
+    from onedraw.contract.replay import ReplayReport, Verdict
     from onedraw.llm.llm import LLM
 
 HELP = "run recorded requests again and report which tokens differ"
@@ -71,7 +71,7 @@ def source_of(records: Sequence[Record]) -> str:
     return sources[0]
 
 
-def summary(report: Report, *, left_out: int = 0) -> list[str]:
+def summary(report: ReplayReport, *, left_out: int = 0) -> list[str]:
     same, different, missing = report.of("same"), report.of("different"), report.of("not run")
     counted = report.counted
     tokens = sum(verdict.tokens for verdict in report.verdicts)
@@ -105,7 +105,7 @@ def row_of(verdict: Verdict, llm: LLM) -> list[str]:
     return [verdict.where, seed, place, named(verdict.recorded), named(verdict.found), note]
 
 
-def report_json(report: Report) -> dict[str, Any]:
+def report_json(report: ReplayReport) -> dict[str, Any]:
     return {
         "model": report.model,
         "fingerprint": report.fingerprint,

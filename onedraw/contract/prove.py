@@ -1,9 +1,9 @@
-"""The contract's table for one model on one machine: every variation against the plain run.
+"""Prove the contract for one model on one machine: every variation is compared with the plain run.
 
-In: Settings. Out: a Table of rows: same, different (and where first), or not exercised; never "same" for what did not
-happen. The plain run is alone, one request after the other, cold, without drafts. Compared are the chosen tokens and the
-checksum of the scores behind each of them: a difference of 1e-7 almost never flips a token, so tokens alone would let it
-pass. Each way to be fast has its row in `variations.py`.
+In: Settings. Out: a ProofTable whose rows are same, different (with the first position), or not exercised; never "same" for a
+variation that did not happen. The plain run is one request after the other, cold, without drafts. Sampled tokens and the
+checksum of the scores behind each of them are compared: a difference of 1e-7 almost never changes a token, so tokens alone
+would hide it. The variations are in `variations.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias, assert_never
 
-from onedraw.contract.variations import Drive, Evidence, Facts, Variation, requests, variations
+from onedraw.contract.variations import Drive, Evidence, PlainRunFacts, Variation, requests, variations
 from onedraw.errors import BadSetting, NoTokenLeft, OutOfMemory
 from onedraw.llm.generation import Generation
 from onedraw.llm.llm import LLM, idle_stats
@@ -27,10 +27,7 @@ from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.text.constraints.grammar import structured_output_available
 
-# -------------------- The contract's table for one model on one machine: every variation against the plain run.
-
-
-Opener: TypeAlias = Callable[[Settings], LLM]
+BuildLLM: TypeAlias = Callable[[Settings], LLM]
 Tell: TypeAlias = Callable[[str], None]
 
 NEW_TOKENS = 48
@@ -38,8 +35,8 @@ QUICK_NEW_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One row of the table. `request` and `position` say where the first difference is."""
+class ProofRow:
+    """One variation. `request` and `position` locate the first difference."""
 
     name: str
     result: Literal["same", "different", "not exercised"]
@@ -54,12 +51,12 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ProofTable:
     model: str
     fingerprint: str
     requests: int
     tokens: int
-    findings: tuple[Finding, ...]
+    findings: tuple[ProofRow, ...]
 
     @property
     def holds(self) -> bool:
@@ -72,31 +69,38 @@ class Table:
 def prove(
     base: Settings,
     *,
-    opener: Opener | None = None,
+    build: BuildLLM | None = None,
     quick: bool = False,
     page_bytes: int | None = None,
     tell: Tell = lambda text: None,
-) -> Table:
-    """Run every variation of a model against its plain run. Each opens its own door, one at a time.
+) -> ProofTable:
+    """Compare every variation of a model with its plain run. Each builds its own LLM, one at a time.
 
-    `opener` opens one, by default `assemble.open_door`; `page_bytes` is what one page weighs in kv_memory.
+    `build` is `build_llm` by default; `page_bytes` are the bytes of --kv-memory that one page takes.
     """
-    open_one = opener or _default_opener
+    build = build or _default_build
     threads = base.threads or os.cpu_count() or 1
-    told = None if base.backend == "xla" else threads  # XLA has no such setting
+    plain_threads = None if base.backend == "xla" else threads  # XLA has no such setting
     plain_settings = replace(
-        base, threads=told, prefix_cache=False, max_batch=1, draft=("none",), tree_budget=0, cache_budget=None, ahead="off"
+        base,
+        threads=plain_threads,
+        prefix_cache=False,
+        max_batch=1,
+        draft=("none",),
+        tree_budget=0,
+        cache_budget=None,
+        ahead="off",
     )
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
     if not structured_output_available():
-        tell("llguidance is not installed: no reply is held to a form")
+        tell("llguidance is not installed: no constrained replies")
     tell("the plain run")
-    with open_one(plain_settings) as llm:
+    with build(plain_settings) as llm:
         card, generations = llm.card, requests(llm, new_tokens=new_tokens)
         plain, evidence = drive(llm, generations, "one by one", settings=plain_settings)
-    findings: list[Finding] = []
+    findings: list[ProofRow] = []
     with TemporaryDirectory(prefix="onedraw-prove-") as folder:
-        facts = Facts(
+        facts = PlainRunFacts(
             plain_settings,
             longest=max(len(a.prompt) for a in generations) + new_tokens,
             page_bytes=page_bytes or bytes_per_page(base, dtype=card.dtype),
@@ -106,9 +110,9 @@ def prove(
             tell(variation.name)
             given = {"max_batch": len(generations), "self_check": False, "ahead": base.ahead}
             settings = replace(plain_settings, **{**given, **variation.changes(facts)})
-            found = _vary(variation, settings, generations, plain, evidence, open_one)
+            found = _compare(variation, settings, generations, plain, evidence, build)
             findings += [] if found is None else [found]
-    return Table(
+    return ProofTable(
         model=card.name,
         fingerprint=card.fingerprint,
         requests=len(generations),
@@ -117,40 +121,40 @@ def prove(
     )
 
 
-def _vary(
+def _compare(
     variation: Variation,
     settings: Settings,
     generations: Sequence[Generation],
     plain: list[Reply],
     evidence: Evidence,
-    open_one: Opener,
-) -> Finding | None:
-    """One row, or None where it does not apply. What cannot be opened that way here was not exercised, and says why."""
+    build: BuildLLM,
+) -> ProofRow | None:
+    """One row, or None where the variation does not apply. If the LLM cannot be built, the row says why it was not exercised."""
     predicting = [replace(a, predicted=variation.predict(i, plain[i])) for i, a in enumerate(generations)]
     try:
-        if variation.rehearsed:
-            with open_one(settings) as llm:
+        if variation.warmed_up:
+            with build(settings) as llm:
                 drive(llm, predicting, variation.drive, settings=settings)
-        with open_one(settings) as llm:
+        with build(settings) as llm:
             if not variation.applies(llm):
                 return None
             replies, happened = drive(llm, predicting, variation.drive, settings=settings)
     except (BadSetting, OutOfMemory) as error:
-        return Finding(variation.name, "not exercised", note=str(error))
+        return ProofRow(variation.name, "not exercised", note=str(error))
     return judge(variation, plain, replies, exercised=variation.exercised(evidence, happened))
 
 
-def judge(variation: Variation, plain: Sequence[Reply], replies: Sequence[Reply], *, exercised: bool) -> Finding:
-    """A difference counts whether or not the variation happened as meant; equality only if it did."""
+def judge(variation: Variation, plain: Sequence[Reply], replies: Sequence[Reply], *, exercised: bool) -> ProofRow:
+    """A difference counts even if the variation was not exercised; equality counts only if it was."""
     for number, (expected, found) in enumerate(zip(plain, replies, strict=True)):
         position = first_difference(expected, found)
         if position is not None:
-            return Finding(variation.name, "different", request=number, position=len(expected.prompt_ids) + position)
-    return Finding(variation.name, "same" if exercised else "not exercised")
+            return ProofRow(variation.name, "different", request=number, position=len(expected.prompt_ids) + position)
+    return ProofRow(variation.name, "same" if exercised else "not exercised")
 
 
 def first_difference(expected: Reply, found: Reply) -> int | None:
-    """Index of the first chosen token whose id, logprobs or checksum differ; past the end when only the ending does."""
+    """Index of the first token whose id, logprobs or checksum differ; the length if only the ending differs."""
     for index, (a, b) in enumerate(zip(expected.tokens, found.tokens)):
         if a != b:
             return index
@@ -163,7 +167,7 @@ def first_difference(expected: Reply, found: Reply) -> int | None:
 
 
 def drive(llm: LLM, generations: Sequence[Generation], how: Drive, *, settings: Settings) -> tuple[list[Reply], Evidence]:
-    """Replies in the order of the asks, and what happened meanwhile."""
+    """Replies in the order of the generations, and the counters of the run."""
     if how == "after a part":
         _one_by_one(
             llm,
@@ -197,11 +201,11 @@ def drive(llm: LLM, generations: Sequence[Generation], how: Drive, *, settings: 
 
 
 def _one_by_one(llm: LLM, generations: Sequence[Generation]) -> list[Reply]:
-    return [_told(llm, generation) for generation in generations]
+    return [_run_one(llm, generation) for generation in generations]
 
 
-def _told(llm: LLM, generation: Generation) -> Reply:
-    """A reply that ran out of tokens to choose ends there, without a finish: a difference like any other."""
+def _run_one(llm: LLM, generation: Generation) -> Reply:
+    """A reply for which no token is left ends there, without a finish: a difference like any other."""
     (reply,) = new_replies([generation])
     with contextlib.suppress(NoTokenLeft):
         for piece in llm.pieces(llm.prepare(generation)):
@@ -210,7 +214,7 @@ def _told(llm: LLM, generation: Generation) -> Reply:
 
 
 async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
-    """All of them in one moment, in an order that has nothing to do with their numbers."""
+    """All at the same time, in a shuffled order."""
     order = list(range(len(generations)))
     random.Random(1).shuffle(order)
     answered = await asyncio.gather(*(_folded(llm, generations[number]) for number in order))
@@ -232,14 +236,14 @@ async def _folded(llm: LLM, generation: Generation) -> tuple[Reply, int]:
     return reply, count
 
 
-def _default_opener(settings: Settings) -> LLM:
+def _default_build(settings: Settings) -> LLM:
     from onedraw.build.llm import build_llm
 
     return build_llm(settings, warm_up=False)  # recorded when they come, turns have the same bits
 
 
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:
-    """What one page takes of --kv-memory."""
+    """Bytes of --kv-memory that one page takes."""
     from onedraw.build.checkpoint import find_checkpoint
     from onedraw.build.fit_devices import plan_memory
 

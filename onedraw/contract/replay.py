@@ -1,8 +1,7 @@
-"""Recorded requests run again, and which tokens differ: the contract as a user's tool.
+"""Replay recorded requests, and report which tokens differ.
 
-In: records and a running door, under whatever drafter, batch or memory its settings say. Out: a Report, one verdict per
-record. "same" means: every token, the ending, and the checksums where they were recorded; what could not be run is never
-the same.
+In: records and a running LLM with any drafter, batch size or memory. Out: a ReplayReport with one verdict per record. "same"
+means every token, the ending, and the checksums if they were recorded; a request that could not run is never "same".
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one record. `index` counts the reply's tokens from 0, and is past its end where only the ending differs;
-    `recorded` and `found` are the tokens there."""
+    """The result of one record. `index` counts the reply's tokens from 0, and is its length if only the ending differs;
+    `recorded` and `found` are the tokens at `index`."""
 
     where: str
     id: str
@@ -39,12 +38,12 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplayReport:
     model: str
     fingerprint: str
     recorded_by: tuple[str, ...]  # fingerprints of the records
     verdicts: tuple[Verdict, ...]
-    counted: Stats  # what happened meanwhile: drafts, batches, preemptions
+    counted: Stats  # the engine's counters: drafts, batches, preemptions
 
     def of(self, result: Literal["same", "different", "not run"]) -> list[Verdict]:
         return [verdict for verdict in self.verdicts if verdict.result == result]
@@ -54,11 +53,11 @@ class Report:
         return all(verdict.result == "same" for verdict in self.verdicts)
 
 
-def replay(records: Sequence[Record], llm: LLM, *, tell: Tell = lambda text: None) -> Report:
-    """Run the records again, as many at once as the door takes, in their order."""
+def replay(records: Sequence[Record], llm: LLM, *, tell: Tell = lambda text: None) -> ReplayReport:
+    """Run the records again, in order, as many at once as the LLM accepts."""
     before = idle_stats(llm)
     verdicts = asyncio.run(_all(records, llm, tell))
-    return Report(
+    return ReplayReport(
         model=llm.card.name,
         fingerprint=llm.card.fingerprint,
         recorded_by=tuple(sorted({record.fingerprint for record in records})),
@@ -68,12 +67,12 @@ def replay(records: Sequence[Record], llm: LLM, *, tell: Tell = lambda text: Non
 
 
 async def _all(records: Sequence[Record], llm: LLM, tell: Tell) -> list[Verdict]:
-    turnstile = asyncio.Semaphore(min(llm.service.max_requests, 2 * llm.service.capacity.lanes))
+    slots = asyncio.Semaphore(min(llm.service.max_requests, 2 * llm.service.capacity.lanes))
     done = 0
 
     async def one(record: Record) -> Verdict:
         nonlocal done
-        async with turnstile:
+        async with slots:
             verdict = await _again(record, llm)
         done += 1
         tell(f"replayed {done} of {len(records)}")
@@ -84,7 +83,7 @@ async def _all(records: Sequence[Record], llm: LLM, tell: Tell) -> list[Verdict]
 
 async def _again(record: Record, llm: LLM) -> Verdict:
     if record.generation is None:
-        return _verdict(record, "not run", note=record.unwritten or "its request was not written down")
+        return _verdict(record, "not run", note=record.unwritten or "its request was not recorded")
     params = replace(record.generation.params, checksums=record.checksums is not None)
     generation = replace(record.generation, params=params, label="replay")
     try:
@@ -95,13 +94,13 @@ async def _again(record: Record, llm: LLM) -> Verdict:
 
 
 def judge(record: Record, reply: Reply) -> Verdict:
-    """The first place where a run differs from its record."""
+    """The first difference between a reply and its record."""
     found = reply.token_ids
     for index, (then, now) in enumerate(zip(record.reply, found)):
         if then != now:
             return _verdict(record, "different", index=index, recorded=then, found=now, note="another token")
         if record.checksums is not None and record.checksums[index] != reply.tokens[index].checksum:
-            return _verdict(record, "different", index=index, recorded=then, found=now, note="the same token by other scores")
+            return _verdict(record, "different", index=index, recorded=then, found=now, note="the same token with other scores")
     if (len(record.reply), record.finish) != (len(found), reply.finish):
         end = min(len(record.reply), len(found))
         longer = {"recorded": record.reply[end]} if len(record.reply) > end else {"found": found[end]} if len(found) > end else {}

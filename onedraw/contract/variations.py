@@ -1,7 +1,7 @@
-"""The rows of the contract's table: ways to run a model that must not matter, and how to tell that they happened.
+"""Variations of `onedraw prove`: ways to run a model that must not change a token, and how to see that they happened.
 
-In: the settings to prove, facts of the plain run, what a drive counted. Out: Variations, which `prove.py` runs and judges.
-Each way to be fast adds its row here.
+In: the settings to prove, sizes of the plain run, counters of a run. Out: Variations, which `prove.py` runs and compares. Every
+optimization adds its row here.
 """
 
 from __future__ import annotations
@@ -53,86 +53,86 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
-def held(options: Mapping[str, Any]) -> bool:
-    """Whether a reply is held to a form."""
+def constrained(options: Mapping[str, Any]) -> bool:
+    """Whether a prompt has a response format."""
     return any(name in options for name in GUIDED)
 
 
 def requests(llm: LLM, *, new_tokens: int) -> list[Generation]:
-    """Prompts of differing length, some with a common beginning, under differing laws; each with its own seed. Those that are
-    held to a form come last, and only where what holds them is installed."""
+    """Prompts of different lengths, some with a common prefix, with different sampling parameters, each with its own seed. Those
+    with a response format come last, and only if llguidance is installed."""
     room = max(llm.card.max_context - new_tokens, 1)
     generations = []
     for number, (text, options) in enumerate(PROMPTS):
-        if held(options) and not structured_output_available():
+        if constrained(options) and not structured_output_available():
             continue
-        # A form ends where it ends; all other replies have the whole length.
-        whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not held(options)}
-        settled = RequestOptions.of(**{**whole, **options}, checksums=True, seed=1000 + number)
-        generations.append(make_generation(settled, llm=llm, prompt=llm.encode(text)[:room], label="prove"))
+        # A response format ends its reply; all other replies have the full length.
+        whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not constrained(options)}
+        request = RequestOptions.of(**{**whole, **options}, checksums=True, seed=1000 + number)
+        generations.append(make_generation(request, llm=llm, prompt=llm.encode(text)[:room], label="prove"))
     return generations
 
 
-# "after a part": every request after the first three quarters of its prompt; "each twice": every request and the same again.
+# "after a part": each request after one with three quarters of its prompt; "each twice": each request, then the same again.
 Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part"]
 
-SMALL_TURN = 16
-RUN_AHEAD = ("model", "mtp")  # drafters that guess token by token: their drafts are chains
-TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a proved tree, and more than its depth
+SMALL_STEP = 16
+RUN_AHEAD = ("model", "mtp")  # drafters that draft token by token: their drafts are chains
+TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of the tree, and a draft length above its depth
 SNAPSHOT_BYTES = 2**30
-DRAFT_TOKENS = 4  # guesses per row where no number was asked for: drafts that do not pay off are proved too
+DRAFT_TOKENS = 4  # drafts per row unless --draft-tokens is given, even where drafting does not pay off
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What variations are shaped by: known once the plain run has run."""
+class PlainRunFacts:
+    """Sizes that variations depend on, known after the plain run."""
 
     settings: Settings  # of the plain run
     longest: int  # tokens of the longest request, prompt and reply
     page_bytes: int  # of one page over all layers
-    folder: Path  # an empty one, for what a variation leaves on the disk
+    folder: Path  # an empty folder, for files of a variation
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What happened during a drive: counters after minus counters before, and what was seen on the way."""
+    """What happened during a run: the difference of the engine's counters, and what the replies reported."""
 
     counted: Stats
     replies: int
     pieces: int
-    cached: int  # prompt tokens the replies say came from the prefix cache
+    cached: int  # prompt tokens from the prefix cache, as the replies report them
     settings: Settings
     device: str
-    stages: int = 1  # parts that the layers lie in
+    stages: int = 1  # pipeline stages
 
     def drafted(self, source: str | None = None) -> DraftStats:
-        """What came of one source's guesses, or of all of them."""
-        chosen = [d for d in self.counted.drafted_by if source in (None, d.source)]
-        return DraftStats(source or "", sum(d.rows for d in chosen), sum(d.drafted for d in chosen), sum(d.kept for d in chosen))
+        """Drafts of one source, or of all sources."""
+        stats = [d for d in self.counted.drafted_by if source in (None, d.source)]
+        return DraftStats(source or "", sum(d.rows for d in stats), sum(d.drafted for d in stats), sum(d.kept for d in stats))
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """One way to run that must not matter."""
+    """One way to run that must not change a token."""
 
     name: str
-    changes: Callable[[Facts], Mapping[str, Any]]  # to the plain settings
+    changes: Callable[[PlainRunFacts], Mapping[str, Any]]  # to the plain settings
     drive: Drive
-    exercised: Callable[[Evidence, Evidence], bool]  # (plain, this): did it happen?
+    exercised: Callable[[Evidence, Evidence], bool]  # (plain run, this run): did it happen?
     applies: Callable[[LLM], bool] = lambda llm: True  # without it the row is left out
-    predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # what request `number` is said to become
-    rehearsed: bool = False  # all of it once before, behind a door that is closed again
+    predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # the prediction of request `number`
+    warmed_up: bool = False  # all of it runs once before, in an LLM that is closed again
 
 
 def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
-    """The rows. Every one opens a model anew, so each is also "after a restart". `threads`: of the plain run."""
+    """All variations. Each loads the model anew, so each is also "after a restart". `threads`: of the plain run."""
     return (
         Variation("alone again, after a restart", lambda facts: {}, "one by one", lambda plain, now: now.counted.steps > 0),
         Variation("streamed", lambda facts: {}, "streamed", lambda plain, now: now.pieces > now.replies),
         Variation("batched, at once, random order", lambda facts: {}, "at once", lambda plain, now: now.counted.mixed_steps > 0),
         Variation(
-            "small turns",
-            lambda facts: {"turn_tokens": SMALL_TURN},
+            "small steps",
+            lambda facts: {"turn_tokens": SMALL_STEP},
             "at once",
             lambda plain, now: now.counted.middle_chunks > plain.counted.middle_chunks,
         ),
@@ -146,8 +146,8 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             applies=lambda llm: llm.service.capacity.checkpoints > 0,
         ),
         Variation(
-            "batched, small turns, few pages, prefix cache",
-            lambda facts: {**_few_pages(facts), "turn_tokens": SMALL_TURN, "prefix_cache": True},
+            "batched, small steps, few pages, prefix cache",
+            lambda facts: {**_few_pages(facts), "turn_tokens": SMALL_STEP, "prefix_cache": True},
             "at once",
             lambda plain, now: now.counted.mixed_steps > 0 and now.counted.middle_chunks > 0,
         ),
@@ -156,7 +156,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             lambda facts: {"prefix_cache": True, "cache_budget": SNAPSHOT_BYTES, "snapshot_dir": facts.folder},
             "one by one",
             lambda plain, now: now.counted.snapshots_restored > 0,
-            rehearsed=True,
+            warmed_up=True,
         ),
         *ahead(base),
         *splits(base),
@@ -170,9 +170,9 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
 
 
 def ahead(base: Settings) -> tuple[Variation, ...]:
-    """Turns sent off before the tokens of those before them are known, where the backend can."""
+    """Steps that are submitted before the tokens of the step before are known (async scheduling), where the backend can."""
     row = Variation(
-        "turns sent off ahead",
+        "steps scheduled ahead",
         lambda facts: {"ahead": "on"},
         "one by one",
         lambda plain, now: now.counted.steps_ahead > 0,
@@ -182,7 +182,7 @@ def ahead(base: Settings) -> tuple[Variation, ...]:
 
 
 def splits(base: Settings) -> tuple[Variation, ...]:
-    """Layers in two stages on the same device, one after the other and both at work; of a split, its stages at work at once."""
+    """Layers in two stages on the same device, without and with overlap; for settings with several devices, overlap alone."""
     twice: Mapping[str, Any] = {} if base.devices else {"device": "auto", "devices": f"{base.device},{base.device}"}
     halves = Variation(
         "split in two",
@@ -192,15 +192,15 @@ def splits(base: Settings) -> tuple[Variation, ...]:
         applies=_is_split,
     )
     together = Variation(
-        "split in two, both at work" if twice else "split, all stages at work",
+        "split in two, overlapped" if twice else "split, stages overlapped",
         lambda facts: {**twice, "overlap": "on"},
         "at once",
         lambda plain, now: now.counted.overlapped_steps > 0,
         applies=_is_split,
     )
-    if base.backend == "fake" or (base.devices and len(base.device_names) < 2):  # has no layers, or no second stage
+    if base.backend == "fake" or (base.devices and len(base.device_names) < 2):  # no layers, or no second stage
         return ()
-    if base.backend == "xla":  # its stages work on one turn at a time
+    if base.backend == "xla":  # its stages do not overlap
         return (halves,) if twice else ()
     return (halves, together) if twice else (together,)
 
@@ -210,35 +210,37 @@ def _is_split(llm: LLM) -> bool:
 
 
 def drafting(base: Settings) -> tuple[Variation, ...]:
-    """A row for everybody who may guess under --draft, and one for all of them in a crowd."""
+    """A row for each drafter of --draft, and one for all of them in a batch."""
     if base.draft == ("none",):
         return ()
-    everybody = "auto" in base.draft
+    all_sources = "auto" in base.draft
     rows: list[Variation] = []
-    if everybody or "ngram" in base.draft:
+    if all_sources or "ngram" in base.draft:
         rows.append(Variation("drafts: ngram", _draft(base, "ngram"), "one by one", _kept_and_rejected("ngram")))
-    if everybody or "prediction" in base.draft:
-        said, unsaid = _draft(base, "prediction"), _scrambled
+    if all_sources or "prediction" in base.draft:
+        given = _draft(base, "prediction")
         rows += [
-            Variation("drafts: prediction, right", said, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right),
-            Variation("drafts: prediction, wrong", said, "one by one", _rejected, predict=unsaid),
             Variation(
-                "drafts: held to a form",
-                said,
+                "drafts: prediction, right", given, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right
+            ),
+            Variation("drafts: prediction, wrong", given, "one by one", _rejected, predict=_scrambled),
+            Variation(
+                "drafts: constrained output",
+                given,
                 "at once",
                 lambda plain, now: _both(now.drafted()) and now.counted.mixed_steps > 0,
-                predict=_formal,
+                predict=_half_right,
             ),
         ]
-    if everybody:
+    if all_sources:
         rows += _drafter(base, "built-in drafter", "auto")
     for who in (entry for entry in base.draft if entry == "mtp" or entry not in DRAFT_WORDS):
         rows += _drafter(base, Path(who).name, who)
-    crowd = _draft(base, *base.draft)
+    all_drafts = _draft(base, *base.draft)
     rows.append(
         Variation(
             "drafts, batched, few pages",
-            lambda facts: {**crowd(facts), **_few_pages(facts)},
+            lambda facts: {**all_drafts(facts), **_few_pages(facts)},
             "at once",
             lambda plain, now: now.counted.preemptions > 0 and now.counted.mixed_steps > 0 and _both(now.drafted()),
             predict=lambda number, reply: (_right if number % 2 else _scrambled)(number, reply),
@@ -248,7 +250,7 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
 
 
 def _drafter(base: Settings, name: str, who: str) -> tuple[Variation, Variation]:
-    """A drafter that the backend runs, as a chain and as a tree, which is taken whole."""
+    """A drafter that the backend runs, as a chain and as a tree."""
     chain = _kept_and_rejected(DEVICE)
     tree = {"draft": (who,), "draft_tokens": WHOLE_TREE, "tree_budget": base.tree_budget or TREE_BUDGET}
     return (
@@ -267,7 +269,7 @@ def _drafts(llm: LLM) -> bool:
     return bool(llm.service.capacity.drafter)
 
 
-def _draft(base: Settings, *who: str) -> Callable[[Facts], Mapping[str, Any]]:
+def _draft(base: Settings, *who: str) -> Callable[[PlainRunFacts], Mapping[str, Any]]:
     return lambda facts: {"draft": who, "draft_tokens": base.draft_tokens or DRAFT_TOKENS}
 
 
@@ -288,30 +290,30 @@ def _right(number: int, reply: Reply) -> tuple[int, ...]:
 
 
 def _scrambled(number: int, reply: Reply) -> tuple[int, ...]:
-    """The answer's own tokens in another order: here and there still right."""
+    """The reply's own tokens shuffled: some are still right."""
     tokens = reply.token_ids
     random.Random(number).shuffle(tokens)
     return tuple(tokens)
 
 
-def _formal(number: int, reply: Reply) -> tuple[int, ...]:
-    """Only replies that are held to a form are predicted, and wrong from the middle on: drafts that break the form."""
-    if not held(PROMPTS[number][1]):
+def _half_right(number: int, reply: Reply) -> tuple[int, ...]:
+    """A prediction for constrained replies only, wrong from the middle on: drafts that violate the response format."""
+    if not constrained(PROMPTS[number][1]):
         return ()
     half = len(reply.token_ids) // 2
     return (*reply.token_ids[:half], *_scrambled(number, reply))
 
 
-def _few_pages(facts: Facts) -> Mapping[str, Any]:
-    """Pages for the longest request and two more: several at once cannot all stay."""
+def _few_pages(facts: PlainRunFacts) -> Mapping[str, Any]:
+    """Pages for the longest request and two more, so that a batch causes preemption."""
     pages = -(-facts.longest // facts.settings.page_size) + 2
     return {"max_context": facts.longest, "kv_memory": pages * facts.page_bytes}
 
 
-def _threads(count: int) -> Callable[[Facts], Mapping[str, Any]]:
+def _threads(count: int) -> Callable[[PlainRunFacts], Mapping[str, Any]]:
     return lambda facts: {"threads": count}
 
 
 def _other_threads(plain: Evidence, now: Evidence) -> bool:
-    """Threads matter where a CPU computes, and only another number of them is a variation."""
+    """Whether a CPU computed with another number of threads than in the plain run."""
     return now.device.startswith("cpu") and now.settings.backend != "fake" and now.settings.threads != plain.settings.threads

@@ -1,6 +1,6 @@
-"""docs/api.md, written from the tables that judge requests: `python -m onedraw.server.api_docs > docs/api.md`.
+"""Generate docs/api.md from the tables that requests are checked by: `python -m onedraw.server.api_docs > docs/api.md`.
 
-In: the rules of every request kind. Out: Markdown. A test compares it with the file, so the page cannot lie.
+In: the rules of every request model. Out: Markdown. A test compares it with the file.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ This page is generated: `python -m onedraw.server.api_docs > docs/api.md`. A tes
 | `POST /v1/completions` | continues prompts |
 | `POST /v1/chat/completions` | answers messages |
 | `POST /v1/responses` | answers items, in the shape of OpenAI's Responses |
-| `GET /v1/responses/{id}`, `DELETE /v1/responses/{id}` | a response that is remembered; forgets it |
-| `GET /v1/responses/{id}/input_items` | what it was asked: `limit`, `order`, `after` |
+| `GET /v1/responses/{id}`, `DELETE /v1/responses/{id}` | a stored response; deletes it |
+| `GET /v1/responses/{id}/input_items` | its input items: `limit`, `order`, `after` |
 | `POST /v1/responses/input_tokens` | counts the tokens of a prompt |
 | `POST /v1/messages`, `POST /v1/messages/count_tokens` | answers messages, in Anthropic's shape; counts the tokens of a prompt |
 | `POST /tokenize` | `{prompt, add_special_tokens}` or `{messages}` → `{tokens, count, max_model_len}` |
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
-| `GET /health` | 200 when a request would be answered, else 503; needs no key |
+| `GET /health` | 200 when the server accepts requests, else 503; needs no key |
 | `GET /metrics` | Prometheus text |
-| `GET /openapi.json` | what is accepted, as an OpenAPI 3.1 document |
+| `GET /openapi.json` | the accepted requests, as an OpenAPI 3.1 document |
 | `GET /` | the web page, whose files need no key |
 
 With `--api-key` or `--api-key-file`, everything but `/health` and the web page's files needs the header
 `Authorization: Bearer KEY` (or `x-api-key: KEY`).
 
-Without a key the server answers to addresses, to names without a dot and to names of the local network alone, but for
-`/health` (403 `unknown_host`): a web page could let any other name lead to the reader's own machine. `--allow-host NAME`
-allows one more. And a browser's request from a web page elsewhere is refused (403 `foreign_page`) unless `--cors-origin`
-names the page's origin.
+Without a key the server only accepts a `Host` that is an address, a name without a dot or a name of the local network, except
+for `/health` (403 `unknown_host`). This protects against DNS rebinding, in which a web page lets its own host name resolve to
+the visitor's machine. `--allow-host NAME` allows one more name. A browser's request from a web page on another site is refused
+(403 `foreign_page`) unless `--cors-origin` names the page's origin.
 
 ## What happens to a field
 
-A field is **honoured**, **accepted** because it cannot change the answer, taken **only with values that ask for nothing**,
-or **refused**: a 400 whose `param` names it. An unknown field is refused too; with `--lenient` it is ignored, and the
-response header `x-onedraw-ignored` lists it. `null` always means "not asked for". Numbers must be finite, and types are
-not converted: `"1"` is no number. A sampling value that is left out comes from the checkpoint's `generation_config.json`
-(see `/v1/models`), else it is off. Without `max_tokens` a completion has at most 16 tokens,
-a chat reply as many as the context has room for; 0 goes only with `echo`, which then gives the prompt alone.
+A field is **honoured**, **accepted** because it cannot change the answer, accepted **only with neutral values**, or
+**refused**: a 400 whose `param` names it. An unknown field is refused too; with `--lenient` it is ignored, and the response
+header `x-onedraw-ignored` lists it. `null` always means "not given". Numbers must be finite, and types are not converted:
+`"1"` is not a number. A sampling value that is not given comes from the checkpoint's `generation_config.json` (see
+`/v1/models`), else it is off. Without `max_tokens` a completion has at most 16 tokens, a chat reply as many as the context has
+room for; 0 is only allowed with `echo`, which then returns the prompt alone.
 """
 
 _REPLIES = """## Replies
 
-Replies have OpenAI's shapes. A whole reply is the sum of its streamed chunks. Beyond OpenAI's fields:
+Replies have OpenAI's shapes. A whole reply is the concatenation of its streamed chunks. Beyond OpenAI's fields:
 
 | field | meaning |
 |---|---|
@@ -79,19 +79,21 @@ Replies have OpenAI's shapes. A whole reply is the sum of its streamed chunks. B
 | `choices[].token_details` | with `return_token_details`: `id`, `text`, `kept`, `rejected` of each token, see below |
 | `system_fingerprint` | version, weights (by samples), device, dtypes, chunk length: equal for equal replies to one prompt |
 | `usage.prompt_tokens_details.cached_tokens` | prompt tokens that no choice had to compute |
-| `usage.completion_tokens_details.reasoning_tokens` | tokens of thinking, its markers included |
-| `usage.completion_tokens_details` | `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafts kept and thrown away |
-| `message.reasoning_content`, `delta.reasoning_content` | what a model that thinks aloud thought, without its markers |
+| `usage.completion_tokens_details.reasoning_tokens` | tokens of reasoning, its markers included |
+| `usage.completion_tokens_details` | `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafts kept and rejected |
+| `message.reasoning_content`, `delta.reasoning_content` | the reasoning of a reasoning model, without its markers |
 
-A prompt counts once in `usage`, however many choices continue it. A token that is no whole character is spelled
-`bytes:\\xe2\\x82` in logprobs. A logprob of minus infinity is written -9999. `text_offset` counts characters of the
-choice's text; the tokens of a stop string lie beyond its end. In `token_details` a token is `kept` where a draft had guessed
-it, and `rejected` counts the drafts that were thrown away where it was chosen; its `text` has the characters it completes.
+A prompt counts once in `usage`, however many choices continue it. A token that is not a whole character is written as
+`bytes:\\xe2\\x82` in logprobs. A logprob of minus infinity is written as -9999. `text_offset` counts characters of the
+choice's text; the tokens of a stop string have offsets beyond its end. In `token_details` a token is `kept` if it was drafted,
+`rejected` counts the drafts that were rejected at its position, and `text` has the characters that the token completes.
 
-A stream ends with `data: [DONE]`. If something fails after it began, its last event is `{"error": …}`, without `[DONE]`; on
-`/v1/responses` it is `error` and then `response.failed`, on `/v1/messages` `error`. A client that hangs up cancels its request.
+A stream ends with `data: [DONE]`. If it fails after it began, its last event is `{"error": …}`, without `[DONE]`; on
+`/v1/responses` it is `error` and then `response.failed`, on `/v1/messages` `error`. A client that disconnects cancels its
+request.
 
-Stored responses (`store`, on by default there) live in memory, within bounds, and belong to the key that asked for them.
+Stored responses (`store`, on by default) are kept in memory, up to a limit, and can only be read with the API key that created
+them.
 
 ## Errors
 
@@ -102,16 +104,16 @@ Stored responses (`store`, on by default there) live in memory, within bounds, a
 |---|---|
 | 400 | the request is wrong: `param` names the field, `code` the reason |
 | 401 | wrong or missing key |
-| 404 | unknown path, a model that is not served (`model_not_found`), a response that is not remembered (`response_not_found`) |
-| 405 | the path does not take this method |
+| 404 | unknown path, a model that is not served (`model_not_found`), a response that is not stored (`response_not_found`) |
+| 405 | the path does not accept this method |
 | 408 | the body did not arrive within a minute |
 | 413 | the body is over `--max-body` |
 | 429 | the queue is full; `Retry-After` says when to try again |
-| 500 | our mistake, with an id that the server's log has too |
+| 500 | an error of the server, with an id that is also in the server's log |
 | 503 | the server is shutting down |
 | 504 | the request took longer than `--request-seconds` |
 
-Every answer has an `x-request-id`, which the server's log has too; for a reply it is the reply's `id`.
+Every response has an `x-request-id`, which is also in the server's log; for a reply it is the reply's `id`.
 """
 
 
@@ -142,7 +144,7 @@ def page() -> str:
 
 
 def _inside(title: str, kinds: Mapping[str, tuple[Rule, ...]]) -> str:
-    """What is read of each kind of thing in a list, and what may stand beside it."""
+    """A table of honoured and accepted fields per type."""
     lines = [f"## {title}", "", "| type | honoured | accepted, cannot change the answer |", "|---|---|---|"]
     for kind, rules in kinds.items():
         named = [

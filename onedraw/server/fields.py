@@ -37,7 +37,7 @@ class Treatment(StrEnum):
 
     HONOURED = "honoured"
     INERT = "accepted, cannot change the answer"
-    NEUTRAL = "only values that ask for nothing"
+    NEUTRAL = "only neutral values"
     REFUSED = "refused"
 
 

@@ -1,7 +1,7 @@
-"""The OpenAPI document, made from the tables that judge requests: what it describes is what is accepted.
+"""The OpenAPI document of `/openapi.json`, made from the same tables that requests are checked by.
 
-In: the typed requests with the rules of their fields, and the model's card. Out: the document that `/openapi.json` serves.
-Ranges are read off the words that docs/api.md shows, so the two cannot disagree; a test holds them to what the server does.
+In: the request models with the rules of their fields, and the model's card. Out: the document. Ranges are read from the texts
+that docs/api.md shows, so the two cannot disagree; a test compares them with the server's behaviour.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 
 from onedraw import __version__
-from onedraw.server import protocol
-from onedraw.server import tool_fields as called
+from onedraw.server import protocol, tool_fields
 from onedraw.server.anthropic import messages
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest
 from onedraw.server.fields import Rule, Treatment
@@ -38,18 +37,18 @@ POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
     "/v1/completions": (CompletionRequest, "Continue prompts", "Completion"),
     "/v1/chat/completions": (ChatRequest, "Answer messages", "ChatCompletion"),
     "/v1/responses": (ResponsesRequest, "Answer items", "Response"),
-    "/v1/responses/input_tokens": (ResponsesRequest, "How many tokens items are", "InputTokens"),
+    "/v1/responses/input_tokens": (ResponsesRequest, "Count the tokens of items", "InputTokens"),
     "/v1/messages": (MessagesRequest, "Answer messages, in Anthropic's shape", "MessageReply"),
-    "/v1/messages/count_tokens": (CountRequest, "How many tokens messages are", "TokenCount"),
+    "/v1/messages/count_tokens": (CountRequest, "Count the tokens of messages", "TokenCount"),
     "/tokenize": (TokenizeRequest, "A text or a chat as token ids", "Tokens"),
     "/detokenize": (DetokenizeRequest, "Token ids as text", "Text"),
 }
 GETS: Mapping[str, tuple[str, str]] = {
     "/v1/models": ("The served model, in a list", "ModelList"),
     "/v1/models/{name}": ("The served model", "Model"),
-    "/v1/responses/{response_id}": ("A response that is remembered", "Response"),
-    "/v1/responses/{response_id}/input_items": ("What it was asked", "ItemList"),
-    "/health": ("Whether a request would be answered", "Health"),
+    "/v1/responses/{response_id}": ("A stored response", "Response"),
+    "/v1/responses/{response_id}/input_items": ("Its input items", "ItemList"),
+    "/health": ("Whether the server accepts requests", "Health"),
 }
 PLAIN: Mapping[str, tuple[str, str]] = {
     "/metrics": ("Counters for Prometheus", "text/plain"),
@@ -85,14 +84,14 @@ def _allowed(tool: Json) -> Json:
 
 
 def _choice(named: Json, allowed: Json) -> Json:
-    """`tool_choice`: a mode, one tool, or those that may be called."""
+    """`tool_choice`: a mode, one tool, or the allowed tools."""
     one = _object({"type": {"const": "function"}, **named})
     some = _object({"type": {"const": "allowed_tools"}, **allowed})
     return {"anyOf": [{"enum": ["none", "auto", "required"]}, one, some]}
 
 
-# What a validator of ours takes: pydantic cannot know.
-SPELLED: Mapping[Callable[..., Any], Json] = {
+# Values that our own validators accept, which pydantic cannot derive.
+VALIDATOR_SCHEMAS: Mapping[Callable[..., Any], Json] = {
     protocol._texts: _TEXTS,
     protocol._prompts: {
         "anyOf": [
@@ -109,8 +108,8 @@ SPELLED: Mapping[Callable[..., Any], Json] = {
     },
     messages._text_of: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
     messages._blocks: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
-    called.chat_choice: _choice({"function": _NAME}, {"allowed_tools": _allowed({"function": _NAME})}),
-    called.response_choice: _choice({"name": _STRING}, _allowed({"name": _STRING})["properties"]),
+    tool_fields.chat_choice: _choice({"function": _NAME}, {"allowed_tools": _allowed({"function": _NAME})}),
+    tool_fields.response_choice: _choice({"name": _STRING}, _allowed({"name": _STRING})["properties"]),
     items._items: {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
     protocol._content: {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
 }
@@ -196,17 +195,17 @@ OBJECTS = {
 }
 
 
-def _reply(kind: str, said: str, shape: Json) -> Json:
+def _reply(kind: str, content: str, shape: Json) -> Json:
     choice = {
         "type": "object",
         "properties": {
             "index": {"type": "integer"},
-            said: shape,
+            content: shape,
             "finish_reason": {"type": "string"},
             "seed": {"type": "integer"},
             "logprobs": {"type": ["object", "null"]},
         },
-        "required": ["index", said, "finish_reason", "seed", "logprobs"],
+        "required": ["index", content, "finish_reason", "seed", "logprobs"],
     }
     return {
         "type": "object",
@@ -232,23 +231,23 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
     sifted = {model.__name__: model for body in bodies for model in (body, *kinds_in(body))}
     for model in bodies:
         inner = model.model_json_schema(ref_template=COMPONENT).get("$defs", {})
-        schemas |= {name: _without(told) for name, told in inner.items() if name not in sifted}
+        schemas |= {name: _without(found) for name, found in inner.items() if name not in sifted}
     schemas |= {name: schema(model, table_of(model), card=card, lenient=lenient) for name, model in sifted.items()}
     key: Json = {"security": [{"key": []}]} if locked else {}
-    paths: Json = {path: {"post": {**_post(*told), **key}} for path, told in POSTS.items()}
+    paths: Json = {path: {"post": {**_post(*found), **key}} for path, found in POSTS.items()}
     for path, (summary, shape) in GETS.items():
         paths[path] = {"get": {**_get(summary, _json(shape)), **({} if path == "/health" else key)}}
     for path, (summary, media) in PLAIN.items():
         content: Json = {media: {"schema": {"type": "object" if media.endswith("json") else "string"}}}
         paths[path] = {"get": {**_get(summary, content), **({} if path == "/" else key)}}
-    paths["/v1/responses/{response_id}"]["delete"] = {**_get("Forget a response", _json("Deleted")), **key}
+    paths["/v1/responses/{response_id}"]["delete"] = {**_get("Delete a stored response", _json("Deleted")), **key}
     paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"] = PAGE
     paths["/v1/responses"]["post"]["responses"]["200"]["links"] = _links(paths, "/v1/responses/{response_id}")
     for path, methods in paths.items():
         for name in re.findall(r"{(\w+)}", path):
             given = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for told in methods.values():
-                told["parameters"] = [given, *told.get("parameters", [])]
+            for found in methods.values():
+                found["parameters"] = [given, *found.get("parameters", [])]
     components: Json = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     return {
         "openapi": "3.1.0",
@@ -259,11 +258,11 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
 
 
 def _links(paths: Json, stem: str) -> Json:
-    """Where a stored response leads: to itself, by its id."""
+    """Links from a created response to the endpoints that take its id."""
     found: Json = {}
     for path, methods in paths.items():
-        for method, told in methods.items() if path.startswith(stem) else ():
-            told["operationId"] = name = f"{method}_{path.rpartition('/')[2].strip('{}')}"
+        for method, found in methods.items() if path.startswith(stem) else ():
+            found["operationId"] = name = f"{method}_{path.rpartition('/')[2].strip('{}')}"
             found[name] = {"operationId": name, "parameters": {"response_id": "$response.body#/id"}}
     return found
 
@@ -290,20 +289,20 @@ def _json(shape: str) -> Json:
 
 
 def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard, lenient: bool = False) -> Json:
-    """What is accepted: honoured fields with their ranges, the others with the values that ask for nothing."""
+    """The accepted values: honoured fields with their ranges, other fields with their neutral values."""
     made = model.model_json_schema(ref_template=COMPONENT)
     required = made.get("required", [])
     fields = {info.alias or name: info for name, info in model.model_fields.items()}
     properties: Json = {}
     for name, rule in rules.items():
         if rule.treatment is Treatment.HONOURED:
-            told = _honoured(name, fields[name], made["properties"][name], card=card)
+            found = _honoured(name, fields[name], made["properties"][name], card=card)
             if name in ("max_tokens", "max_completion_tokens") and model is CompletionRequest:
-                told["minimum"] = 0  # with `echo`: the prompt alone
+                found["minimum"] = 0  # with `echo`: the prompt alone
         else:
-            told = _other(rule)
+            found = _other(rule)
         described = {"description": rule.note} if rule.note else {}
-        properties[name] = {**(told if name in required else _nullable(told)), **described}
+        properties[name] = {**(found if name in required else _nullable(found)), **described}
     body: Json = {"type": "object", "properties": properties, "additionalProperties": lenient}
     return {**body, "required": required} if required else body
 
@@ -313,14 +312,14 @@ def _honoured(name: str, field: FieldInfo, made: Json, *, card: ModelCard) -> Js
     if validator is None:
         validator = next((entry for entry in _inner(field) if isinstance(entry, PlainValidator)), None)
     if validator is not None:
-        return SPELLED[validator.func]
-    told = _without(made)
-    for inner in (told, *told.get("anyOf", [])):
+        return VALIDATOR_SCHEMAS[validator.func]
+    found = _without(made)
+    for inner in (found, *found.get("anyOf", [])):
         if inner.get("type") in ("integer", "number"):
             inner |= limits(str((field.json_schema_extra or {}).get("values", "")))  # type: ignore[union-attr]
     if name in ("tokens", "stop_token_ids"):
-        told["items"] = {"type": "integer", "minimum": 0, "exclusiveMaximum": card.vocab}
-    return told
+        found["items"] = {"type": "integer", "minimum": 0, "exclusiveMaximum": card.vocab}
+    return found
 
 
 def _inner(field: FieldInfo) -> tuple[Any, ...]:
@@ -330,18 +329,18 @@ def _inner(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def _without(made: Json) -> Json:
-    """The schema without what is for people; None stands apart. Inside an object all of it is as pydantic takes it."""
-    told = {key: value for key, value in made.items() if key not in ("title", "values", "default", "description")}
-    if "properties" in told:
+    """The schema without documentation and without null, which `_nullable` adds back."""
+    found = {key: value for key, value in made.items() if key not in ("title", "values", "default", "description")}
+    if "properties" in found:
         shown = ("title", "values", "default")
-        told["properties"] = {
-            name: {key: value for key, value in inner.items() if key not in shown} for name, inner in told["properties"].items()
+        found["properties"] = {
+            name: {key: value for key, value in inner.items() if key not in shown} for name, inner in found["properties"].items()
         }
-    if "anyOf" in told:
-        told["anyOf"] = [dict(entry) for entry in told["anyOf"] if entry.get("type") != "null"]
-        if len(told["anyOf"]) == 1:
-            return {**told["anyOf"][0]}
-    return told
+    if "anyOf" in found:
+        found["anyOf"] = [dict(entry) for entry in found["anyOf"] if entry.get("type") != "null"]
+        if len(found["anyOf"]) == 1:
+            return {**found["anyOf"][0]}
+    return found
 
 
 def limits(values: str) -> Json:
@@ -361,8 +360,8 @@ def _number(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
 
-def _nullable(told: Json) -> Json:
-    return {"anyOf": [told, {"type": "null"}]} if told else {}
+def _nullable(found: Json) -> Json:
+    return {"anyOf": [found, {"type": "null"}]} if found else {}
 
 
 def _other(rule: Rule) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import onedraw.contract.prove
-from onedraw.contract.prove import Finding, Table
+from onedraw.contract.prove import ProofRow, ProofTable
 from tests.cli.running import FAKE, Terminal
 
 
@@ -24,7 +24,7 @@ def test_the_object_says_the_same(terminal: Terminal) -> None:
 
 
 def test_any_difference_is_status_1(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table("m", "f", requests=1, tokens=1, findings=(Finding("batched", "different", request=0, position=9),))
+    table = ProofTable("m", "f", requests=1, tokens=1, findings=(ProofRow("batched", "different", request=0, position=9),))
     monkeypatch.setattr(onedraw.contract.prove, "prove", lambda *args, **kwargs: table)
     assert terminal.run("prove", *FAKE) == 1
     assert "different (first at request 0, position 9)" in terminal.out

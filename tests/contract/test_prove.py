@@ -13,8 +13,8 @@ import pytest
 from onedraw.backends.fake import FakeBackend, Logits
 from onedraw.build.drafters import make_speculator
 from onedraw.build.llm import build_llm, make_service
-from onedraw.contract.prove import Finding, Table, drive, first_difference, prove
-from onedraw.contract.variations import PROMPTS, Evidence, drafting, held, requests, variations
+from onedraw.contract.prove import ProofRow, ProofTable, drive, first_difference, prove
+from onedraw.contract.variations import PROMPTS, Evidence, constrained, drafting, requests, variations
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting
 from onedraw.llm.llm import LLM
@@ -28,14 +28,14 @@ from tests.support import tiny
 FAKE = Settings(model="fake", backend="fake", threads=1)
 
 
-def results(table: Table) -> dict[str, str]:
+def results(table: ProofTable) -> dict[str, str]:
     return {f.name: f.result for f in table.findings}
 
 
-def opener_with(kind: type[FakeBackend], **sizes: Any) -> Callable[[Settings], LLM]:
+def build_with(kind: type[FakeBackend], **sizes: Any) -> Callable[[Settings], LLM]:
     """Opens the fake model, with another backend inside."""
 
-    def opener(settings: Settings) -> LLM:
+    def build(settings: Settings) -> LLM:
         with build_llm(settings) as model:
             capacity = model.service.capacity
         backend = kind(
@@ -51,7 +51,7 @@ def opener_with(kind: type[FakeBackend], **sizes: Any) -> Callable[[Settings], L
             service=service, tokenizer=model.tokenizer, template=model.template, card=model.card, constraints=model.constraints
         )
 
-    return opener
+    return build
 
 
 class KeyedByLane(FakeBackend):
@@ -95,11 +95,11 @@ class StaleLogits(FakeBackend):
 
 
 @pytest.fixture(scope="module")
-def honest() -> Table:
+def honest() -> ProofTable:
     return prove(FAKE)
 
 
-def test_every_way_of_running_the_fake_model_is_the_same(honest: Table) -> None:
+def test_every_way_of_running_the_fake_model_is_the_same(honest: ProofTable) -> None:
     found = results(honest)
     threads = found.pop("2 threads")
     assert set(found.values()) == {"same"}
@@ -114,10 +114,10 @@ def test_a_quick_table_exercises_the_same_rows() -> None:
 def test_a_backend_with_checkpoints_is_proved_to_choose_from_them() -> None:
     row = "the same prompt again, from its last logits"
     recurrent = {"recurrent": True, "chunk": 16, "checkpoints": 4}
-    found = results(prove(FAKE, quick=True, opener=opener_with(FakeBackend, **recurrent)))
+    found = results(prove(FAKE, quick=True, build=build_with(FakeBackend, **recurrent)))
     assert found[row] == found["prefix cache hit"] == "same"
     assert "different" not in found.values()
-    assert results(prove(FAKE, quick=True, opener=opener_with(StaleLogits, **recurrent)))[row] == "different"
+    assert results(prove(FAKE, quick=True, build=build_with(StaleLogits, **recurrent)))[row] == "different"
 
 
 class AnothersLogits(FakeBackend):
@@ -132,8 +132,8 @@ RESTORED = "restored from disk, after a restart"
 
 
 def test_a_restart_with_snapshots_is_proved_and_a_wrong_one_found() -> None:
-    assert results(prove(FAKE, quick=True, opener=opener_with(FakeBackend, checkpoints=16)))[RESTORED] == "same"
-    found = results(prove(FAKE, quick=True, opener=opener_with(AnothersLogits, checkpoints=16)))
+    assert results(prove(FAKE, quick=True, build=build_with(FakeBackend, checkpoints=16)))[RESTORED] == "same"
+    found = results(prove(FAKE, quick=True, build=build_with(AnothersLogits, checkpoints=16)))
     assert found.pop(RESTORED) == "different"
     assert "different" not in found.values()
 
@@ -144,7 +144,7 @@ def some_rows(monkeypatch: pytest.MonkeyPatch, *wanted: str) -> None:
     monkeypatch.setattr("onedraw.contract.prove.variations", chosen)
 
 
-HALVES, TOGETHER = "split in two", "split in two, both at work"
+HALVES, TOGETHER = "split in two", "split in two, overlapped"
 
 
 @pytest.mark.parametrize(("name", "kv"), [("qwen3", "auto"), ("qwen3_5", "auto"), ("qwen3", "fp8")])
@@ -167,48 +167,48 @@ def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_be_opened_was_not_exercised_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opener(settings: Settings) -> LLM:
+    def build(settings: Settings) -> LLM:
         if settings.cache_budget:
             raise BadSetting("this disk is full")
         return build_llm(settings)
 
     some_rows(monkeypatch, RESTORED)
-    (finding,) = prove(FAKE, quick=True, opener=opener).findings
+    (finding,) = prove(FAKE, quick=True, build=build).findings
     assert str(finding) == "not exercised (this disk is full)"
 
 
 def test_of_a_split_its_stages_at_work_are_proved() -> None:
     names = [v.name for v in variations(Settings(devices="cpu,cpu"), threads=1) if "split" in v.name]
-    assert names == ["split, all stages at work"]
+    assert names == ["split, stages overlapped"]
 
 
 def test_noise_that_depends_on_company_is_found() -> None:
-    table = prove(FAKE, quick=True, opener=opener_with(KeyedByLane))
+    table = prove(FAKE, quick=True, build=build_with(KeyedByLane))
     assert not table.holds
     assert results(table)["batched, at once, random order"] == "different"
     assert results(table)["alone again, after a restart"] == "same"
 
 
 def test_a_difference_too_small_for_any_token_is_found_by_the_checksums() -> None:
-    table = prove(FAKE, quick=True, opener=opener_with(LowBits))
+    table = prove(FAKE, quick=True, build=build_with(LowBits))
     assert results(table)["batched, at once, random order"] == "different"
 
 
 @pytest.mark.parametrize("fault", [NoiseByDraft, OtherHistory])
 def test_drafts_that_change_an_answer_are_found(fault: type[FakeBackend]) -> None:
-    found = results(prove(FAKE, opener=opener_with(fault)))
+    found = results(prove(FAKE, build=build_with(fault)))
     assert found["drafts: prediction, right"] == "different"
     assert found["drafts, batched, few pages"] == "different"
     assert found["batched, at once, random order"] == "same"
 
 
-def test_every_drafter_has_its_row_and_one_that_is_not_there_has_none(honest: Table) -> None:
+def test_every_drafter_has_its_row_and_one_that_is_not_there_has_none(honest: ProofTable) -> None:
     rows = [name for name in results(honest) if name.startswith("drafts")]
     assert rows == [
         "drafts: ngram",
         "drafts: prediction, right",
         "drafts: prediction, wrong",
-        "drafts: held to a form",
+        "drafts: constrained output",
         "drafts, batched, few pages",
     ]
     assert [v.name for v in drafting(replace(FAKE, draft=("ngram",)))] == ["drafts: ngram", "drafts, batched, few pages"]
@@ -238,7 +238,7 @@ class Guessing(FakeBackend):
 
 
 def test_a_drafter_of_the_backend_has_its_rows() -> None:
-    found = results(prove(FAKE, opener=opener_with(Guessing)))
+    found = results(prove(FAKE, build=build_with(Guessing)))
     assert found["drafts: built-in drafter"] == "same"
     assert found["drafts: built-in drafter, as a tree"] == "same"
 
@@ -250,7 +250,7 @@ def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
     assert first_difference(plain, other) == 1
     assert first_difference(plain, replace(plain, tokens=plain.tokens[:1])) == 1
     assert first_difference(plain, replace(plain, finish="stop")) == 2
-    assert str(Finding("x", "different", request=2, position=4)) == "different (first at request 2, position 4)"
+    assert str(ProofRow("x", "different", request=2, position=4)) == "different (first at request 2, position 4)"
 
 
 def test_a_row_counts_only_if_what_it_is_about_happened() -> None:
@@ -260,8 +260,8 @@ def test_a_row_counts_only_if_what_it_is_about_happened() -> None:
         _, alone = drive(llm, generations, "one by one", settings=cold)
         _, together = drive(llm, generations, "at once", settings=cold)
     exercised = {v.name: v.exercised for v in variations(FAKE, threads=1)}
-    held = {name: check(alone, alone) for name, check in exercised.items()}
-    assert [name for name, happened in held.items() if happened] == ["alone again, after a restart"]
+    constrained = {name: check(alone, alone) for name, check in exercised.items()}
+    assert [name for name, happened in constrained.items() if happened] == ["alone again, after a restart"]
     assert exercised["batched, at once, random order"](alone, together)
 
 
@@ -306,7 +306,7 @@ def test_without_what_holds_a_form_the_rest_is_proved(monkeypatch: pytest.Monkey
     told: list[str] = []
     monkeypatch.setitem(sys.modules, "llguidance", None)
     table = prove(FAKE, quick=True, tell=told.append)
-    assert told[0] == "llguidance is not installed: no reply is held to a form"
-    assert table.requests == sum(not held(options) for _, options in PROMPTS)
+    assert told[0] == "llguidance is not installed: no constrained replies"
+    assert table.requests == sum(not constrained(options) for _, options in PROMPTS)
     assert table.holds
-    assert results(table)["drafts: held to a form"] == "not exercised"
+    assert results(table)["drafts: constrained output"] == "not exercised"

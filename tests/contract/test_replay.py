@@ -110,7 +110,7 @@ def test_the_same_token_by_other_scores_is_a_difference(tmp_path: Path) -> None:
     lying = replace(summed, checksums=(*summed.checksums[:3], 1, *summed.checksums[4:]))
     with build_llm(FAKE) as llm:
         (verdict,) = replay([lying], llm).verdicts
-    assert (verdict.result, verdict.index, verdict.note) == ("different", 3, "the same token by other scores")
+    assert (verdict.result, verdict.index, verdict.note) == ("different", 3, "the same token with other scores")
 
 
 def test_a_fault_of_the_engine_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

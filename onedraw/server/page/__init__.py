@@ -1,7 +1,7 @@
-"""The web page: its files, read once at start, with the headers that keep it to itself.
+"""The web page: its files, read once at start, and their security headers.
 
-In: the folder `page/`, which is part of the package. Out: routes for `/` and `/page/…`. No path of a request ever becomes a
-path of the disk. The page talks to the public interface alone, so its files need no key.
+In: the folder `page/`, which is part of the package. Out: routes for `/` and `/page/…`. Paths of requests are never used as
+paths on disk. The page uses the public API alone, so its files need no key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Scripts, styles and requests only from and to this server; nothing inline, nothing framed, nothing from elsewhere.
+# Scripts, styles and requests only from and to this server; nothing inline, no frames, no other origins.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -26,7 +26,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # kept, but asked for again: the page belongs to the server's version
+    "cache-control": "no-cache",  # revalidated: the page belongs to the server's version
 }
 
 

@@ -80,7 +80,7 @@ export function kind(token) {
 export function how(token) {
   if (token.kept) return "a draft that was right";
   const drafts = token.rejected === 1 ? "1 draft was" : `${token.rejected} drafts were`;
-  return token.rejected ? `by the model; ${drafts} thrown away here` : "by the model; nothing was guessed here";
+  return token.rejected ? `by the model; ${drafts} rejected here` : "by the model; no draft here";
 }
 
 export function described(token, count) {

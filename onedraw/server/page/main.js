@@ -191,7 +191,7 @@ function verdict(entry, before, now, how) {
   if (difference) {
     const named = (token) => (token ? `“${spelled(token.text)}”` : "the end");
     const text = `Different ${how}, first at token ${difference.index + 1}: ${named(difference.then)} before, ${named(difference.now)} now.`;
-    entry.view.judge(text + (before.fingerprint === now.fingerprint ? "" : " The server is another one by now."), "different");
+    entry.view.judge(text + (before.fingerprint === now.fingerprint ? "" : " The server has changed meanwhile."), "different");
     return;
   }
   const speeds = [before.totals().speed, now.totals().speed];

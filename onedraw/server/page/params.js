@@ -77,7 +77,7 @@ export class Params {
     const tools = this.json("tools");
     if (tools.length) Object.assign(asked, { tools, tool_choice: this.field("tool_choice").value });
     const more = this.json("more");
-    if ("n" in more) throw new Error("More fields: the page shows one reply, so n cannot be asked for here");
+    if ("n" in more) throw new Error("More fields: the page shows one reply, so n cannot be set here");
     return { ...asked, ...more };
   }
 
