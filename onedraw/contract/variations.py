@@ -220,9 +220,7 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
     if all_sources or "prediction" in base.draft:
         given = _draft(base, "prediction")
         rows += [
-            Variation(
-                "drafts: prediction, right", given, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right
-            ),
+            Variation("drafts: prediction, right", given, "one by one", lambda p, now: now.drafted().kept > 0, predict=_right),
             Variation("drafts: prediction, wrong", given, "one by one", _rejected, predict=_scrambled),
             Variation(
                 "drafts: constrained output",

@@ -1,4 +1,4 @@
-"""The prover itself: it sees differences, says where, and never says "same" for what did not happen."""
+"""`prove` finds differences, reports where they are, and never reports "same" for a variation that did not happen."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_quick_table_exercises_the_same_rows() -> None:
     assert results(prove(FAKE, quick=True)) == results(prove(FAKE))
 
 
-def test_a_backend_with_checkpoints_is_proved_to_choose_from_them() -> None:
+def test_sampling_from_checkpoints_is_proved() -> None:
     row = "the same prompt again, from its last logits"
     recurrent = {"recurrent": True, "chunk": 16, "checkpoints": 4}
     found = results(prove(FAKE, quick=True, build=build_with(FakeBackend, **recurrent)))
@@ -166,7 +166,7 @@ def test_a_split_that_rounds_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert results(prove(settings, quick=True)) == {HALVES: "different", TOGETHER: "different"}
 
 
-def test_what_cannot_be_opened_was_not_exercised_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variation_that_cannot_be_built_is_not_exercised_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(settings: Settings) -> LLM:
         if settings.cache_budget:
             raise BadSetting("this disk is full")
@@ -177,12 +177,12 @@ def test_what_cannot_be_opened_was_not_exercised_and_says_why(monkeypatch: pytes
     assert str(finding) == "not exercised (this disk is full)"
 
 
-def test_of_a_split_its_stages_at_work_are_proved() -> None:
+def test_overlapped_stages_of_a_split_are_proved() -> None:
     names = [v.name for v in variations(Settings(devices="cpu,cpu"), threads=1) if "split" in v.name]
     assert names == ["split, stages overlapped"]
 
 
-def test_noise_that_depends_on_company_is_found() -> None:
+def test_noise_that_depends_on_the_batch_is_found() -> None:
     table = prove(FAKE, quick=True, build=build_with(KeyedByLane))
     assert not table.holds
     assert results(table)["batched, at once, random order"] == "different"
@@ -202,7 +202,7 @@ def test_drafts_that_change_an_answer_are_found(fault: type[FakeBackend]) -> Non
     assert found["batched, at once, random order"] == "same"
 
 
-def test_every_drafter_has_its_row_and_one_that_is_not_there_has_none(honest: ProofTable) -> None:
+def test_every_drafter_in_use_has_its_row(honest: ProofTable) -> None:
     rows = [name for name in results(honest) if name.startswith("drafts")]
     assert rows == [
         "drafts: ngram",
@@ -243,7 +243,7 @@ def test_a_drafter_of_the_backend_has_its_rows() -> None:
     assert found["drafts: built-in drafter, as a tree"] == "same"
 
 
-def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
+def test_the_first_difference_is_an_absolute_position() -> None:
     plain = Reply(prompt_ids=(1, 2, 3), tokens=[ReplyToken(5, checksum=1), ReplyToken(6, checksum=2)], finish="length")
     other = replace(plain, tokens=[ReplyToken(5, checksum=1), ReplyToken(6, checksum=9)])
     assert first_difference(plain, plain) is None
@@ -253,7 +253,7 @@ def test_the_place_of_the_first_difference_is_an_absolute_position() -> None:
     assert str(ProofRow("x", "different", request=2, position=4)) == "different (first at request 2, position 4)"
 
 
-def test_a_row_counts_only_if_what_it_is_about_happened() -> None:
+def test_a_row_is_same_only_if_its_variation_happened() -> None:
     cold = replace(FAKE, prefix_cache=False, draft=("none",))
     with build_llm(cold) as llm:
         generations = requests(llm, new_tokens=4)
@@ -265,7 +265,7 @@ def test_a_row_counts_only_if_what_it_is_about_happened() -> None:
     assert exercised["batched, at once, random order"](alone, together)
 
 
-def test_the_requests_differ_in_length_law_and_seed_and_some_share_a_beginning() -> None:
+def test_the_requests_differ_in_length_params_and_seed_and_some_share_a_prefix() -> None:
     with build_llm(FAKE) as llm:
         generations = requests(llm, new_tokens=4)
     assert len({len(a.prompt) for a in generations}) == len(generations)
@@ -302,7 +302,7 @@ def test_every_way_of_running_the_default_model_is_the_same() -> None:
     assert set(results(prove(Settings(model="smollm2", threads=1))).values()) == {"same"}
 
 
-def test_without_what_holds_a_form_the_rest_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_rest_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setitem(sys.modules, "llguidance", None)
     table = prove(FAKE, quick=True, tell=told.append)

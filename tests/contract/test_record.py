@@ -1,4 +1,4 @@
-"""Recording: what is finished is on disk, whole, in order; nothing else is."""
+"""Records: finished replies are on disk, complete and in order; nothing else is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generation(llm: RecordingLLM, text: str = "hello", **options: Any) -> Genera
     return make_generation(RequestOptions.of(**{"max_tokens": 12, **options}), llm=llm, prompt=llm.encode(text))
 
 
-def test_a_record_holds_what_was_asked_and_what_was_said(llm: RecordingLLM, tmp_path: Path) -> None:
+def test_a_record_holds_request_and_reply(llm: RecordingLLM, tmp_path: Path) -> None:
     asked = generation(llm, seed=5, temperature=0.7, logit_bias={3: -1.5}, stop=("e",), checksums=True)
     (reply,) = llm.run(asked)
     (record,) = read_records(tmp_path)
@@ -53,7 +53,7 @@ def test_every_choice_is_a_record_of_its_own(llm: RecordingLLM, tmp_path: Path) 
     assert len(by_reply) == 5
 
 
-def test_streams_of_asyncio_are_recorded_alike(llm: RecordingLLM, tmp_path: Path) -> None:
+def test_asyncio_streams_are_recorded_too(llm: RecordingLLM, tmp_path: Path) -> None:
     asked = generation(llm, seed=3)
 
     async def both() -> list[Reply]:
@@ -64,13 +64,13 @@ def test_streams_of_asyncio_are_recorded_alike(llm: RecordingLLM, tmp_path: Path
     assert first.reply == second.reply == tuple(replies[0].token_ids)
 
 
-def test_the_record_is_on_disk_before_the_last_piece_is_told(llm: RecordingLLM, tmp_path: Path) -> None:
+def test_the_record_is_on_disk_before_the_last_piece(llm: RecordingLLM, tmp_path: Path) -> None:
     for piece in llm.pieces(llm.prepare(generation(llm))):
         written = (tmp_path / "requests-000001.jsonl").read_bytes().count(b"\n")
         assert written == (piece.finish is not None)
 
 
-def test_a_reply_that_nobody_waited_for_is_not_recorded(llm: RecordingLLM, tmp_path: Path) -> None:
+def test_a_cancelled_reply_is_not_recorded(llm: RecordingLLM, tmp_path: Path) -> None:
     stream = llm.pieces(llm.prepare(generation(llm, max_tokens=200, ignore_eos=True)))
     next(stream)
     stream.close()
@@ -78,7 +78,7 @@ def test_a_reply_that_nobody_waited_for_is_not_recorded(llm: RecordingLLM, tmp_p
         read_records(tmp_path)
 
 
-def test_no_text_is_written_unless_it_was_asked_for(tmp_path: Path) -> None:
+def test_text_is_written_only_on_request(tmp_path: Path) -> None:
     with build_llm(Settings(backend="fake", model="fake")) as inner:
         for text in (False, True):
             folder = tmp_path / str(text)
@@ -141,7 +141,7 @@ def test_only_the_owner_may_read_records(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "new" / "requests-000001.jsonl").stat().st_mode) == 0o600
 
 
-def test_a_line_that_was_cut_off_is_left_out_and_told(
+def test_an_incomplete_last_line_is_skipped_with_a_warning(
     llm: RecordingLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="onedraw.contract.record")
@@ -152,7 +152,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_told(
     assert "incomplete last line" in caplog.text
 
 
-def test_a_line_that_somebody_changed_is_no_record(llm: RecordingLLM, tmp_path: Path) -> None:
+def test_an_edited_line_is_refused(llm: RecordingLLM, tmp_path: Path) -> None:
     llm.run(generation(llm))
     file = tmp_path / "requests-000001.jsonl"
     line = json.loads(file.read_text())
@@ -169,14 +169,14 @@ def test_a_line_that_somebody_changed_is_no_record(llm: RecordingLLM, tmp_path: 
     ("line", "complaint"),
     [("{}", "KeyError"), ("nonsense", "not a record"), ('{"version": 9}', "version 9"), ("[]", "not a record")],
 )
-def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_line_that_is_not_a_record_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     file = tmp_path / "requests-000001.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(BadSetting, match=rf"requests-000001.jsonl:1.*{complaint}"):
         read_records(tmp_path)
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_at_start(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadSetting, match="--record: cannot write to"):
         RecordWriter(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""Replaying: the same tokens under any settings, and a record that lies is found."""
+"""Replay: the same tokens under any settings; edited records are found."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_settings_never_change_a_token(changes: dict[str, Any], tmp_path: Path) 
         assert report.counted.mixed_steps > 0
 
 
-def test_a_real_model_with_a_drafter_says_what_it_said_without(tmp_path: Path) -> None:
+def test_a_drafter_does_not_change_a_real_models_tokens(tmp_path: Path) -> None:
     records = record(TINY, tmp_path)
     drafting = replace(TINY, draft=(str(TRAINED / "trained_dflash_qwen3"), "ngram"), draft_tokens=4, max_batch=4)
     with build_llm(drafting) as llm:
@@ -102,7 +102,7 @@ def test_a_record_that_was_edited_is_found(change: Callable[[dict[str, Any]], ob
     assert len(report.of("same")) == len(report.verdicts) - 1
 
 
-def test_the_same_token_by_other_scores_is_a_difference(tmp_path: Path) -> None:
+def test_the_same_token_with_other_scores_is_a_difference(tmp_path: Path) -> None:
     """Tokens alone would hide it: a difference of 1e-7 almost never flips one."""
     records = record(FAKE, tmp_path)
     summed = next(r for r in records if r.checksums is not None)
@@ -131,7 +131,7 @@ def test_a_fault_of_the_engine_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert report.of("different")
 
 
-def test_what_cannot_be_run_is_never_the_same(tmp_path: Path) -> None:
+def test_a_request_that_cannot_run_is_never_the_same(tmp_path: Path) -> None:
     records = record(FAKE, tmp_path)
     unwritten = replace(records[0], generation=None, unwritten="a thing without a written form")
     with build_llm(replace(FAKE, max_context=30)) as llm:
@@ -142,7 +142,7 @@ def test_what_cannot_be_run_is_never_the_same(tmp_path: Path) -> None:
     assert any("over the context of 30" in note for note in notes)
 
 
-def test_several_runs_of_one_record_are_judged_alike(tmp_path: Path) -> None:
+def test_several_runs_of_one_record_get_the_same_verdict(tmp_path: Path) -> None:
     records = record(FAKE, tmp_path)[:2]
     with build_llm(FAKE) as llm:
         assert judge(records[0], llm.run(_generation(records[0], llm))[0]).result == "same"

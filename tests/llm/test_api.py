@@ -88,7 +88,7 @@ def test_a_mistake_in_a_stream_raises_before_the_loop(model: onedraw.LLM) -> Non
         model.stream("hello", n=0)
 
 
-def test_unknown_wishes_and_settings_are_named(model: onedraw.LLM) -> None:
+def test_unknown_options_and_settings_are_named(model: onedraw.LLM) -> None:
     with pytest.raises(BadParameter, match="temprature: unknown"):
         model.generate("hello", temprature=1)
     with pytest.raises(BadSetting, match="unknown setting 'max_contxt'"):
@@ -101,7 +101,7 @@ def test_a_prompt_of_no_known_kind_is_refused(model: onedraw.LLM, prompt: list[o
         model.generate(prompt)  # type: ignore[arg-type]
 
 
-def test_a_closed_model_answers_no_more() -> None:
+def test_a_closed_llm_refuses_requests() -> None:
     model = onedraw.load("fake", backend="fake")
     model.close()
     with pytest.raises(ShuttingDown):

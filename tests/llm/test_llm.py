@@ -57,7 +57,7 @@ def an_llm(script: Script) -> LLM:
 
 
 def test_an_error_behind_a_stop_string_does_not_reach_the_other_choices() -> None:
-    """The engine goes on until it reads the cancellation, and may fail in what nobody will see."""
+    """The engine runs on until it reads the cancellation, and may fail behind the stop string."""
 
     def script(requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         (first, to_first), (second, to_second) = requests
@@ -80,7 +80,7 @@ def test_an_error_before_the_end_reaches_the_caller() -> None:
 
 
 @pytest.mark.parametrize("pieces", [("a.b.c.d",), ("a", ".", "b", ".", "c", ".", "d"), ("a.b", ".c.", "d")], ids=len)
-def test_a_stop_string_does_not_end_a_reply_before_its_least_length(pieces: tuple[str, ...]) -> None:
+def test_a_stop_string_does_not_end_a_reply_before_min_tokens(pieces: tuple[str, ...]) -> None:
     def script(requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         ((request, sink),) = requests
         for piece in pieces:
@@ -90,7 +90,7 @@ def test_a_stop_string_does_not_end_a_reply_before_its_least_length(pieces: tupl
     assert (reply.text, reply.finish, len(reply.tokens)) == ("a.b", "stop", 4)
 
 
-def test_more_choices_than_a_server_ever_holds_are_refused_by_name() -> None:
+def test_more_choices_than_can_run_and_wait_are_refused_by_name() -> None:
     with build_llm(Settings(backend="fake", queue_limit=4, max_batch=2)) as llm:
         with pytest.raises(BadParameter, match="n: must be at most 6"):
             llm.prepare(make_generation(RequestOptions.of(n=7, max_tokens=1), llm=llm, prompt=(1,)))
@@ -99,7 +99,7 @@ def test_more_choices_than_a_server_ever_holds_are_refused_by_name() -> None:
         assert len(llm.run(make_generation(RequestOptions.of(n=6, max_tokens=1), llm=llm, prompt=(1,)))) == 6
 
 
-def test_loops_that_closed_are_not_kept() -> None:
+def test_closed_event_loops_are_forgotten() -> None:
     with build_llm(Settings(backend="fake")) as llm:
         for _ in range(4):
             asyncio.run(llm.arun(make_generation(RequestOptions(max_tokens=2), llm=llm, prompt=(5, 6))))

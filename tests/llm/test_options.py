@@ -1,4 +1,4 @@
-"""Wishes that cannot be meant are refused by name; whole numbers of any size get a sentence, not a traceback."""
+"""Invalid options are refused by name; integers of any size give an error message, not a traceback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize(
-    ("wish", "name"),
+    ("option", "name"),
     [
         ({"bad_words": [""]}, "bad_words"),  # would ban the space
         ({"bad_words": ["fine", "  "]}, "bad_words"),
@@ -48,9 +48,9 @@ def llm() -> Iterator[LLM]:
         ({"guided_choice": ["a", "\ud800"]}, "guided_choice"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(llm: LLM, wish: dict[str, Any], name: str) -> None:
+def test_invalid_options_are_refused_by_name(llm: LLM, option: dict[str, Any], name: str) -> None:
     with pytest.raises(BadParameter) as caught:
-        make_generation(RequestOptions.of(**wish), llm=llm, prompt=(1,), default_max_tokens=4)
+        make_generation(RequestOptions.of(**option), llm=llm, prompt=(1,), default_max_tokens=4)
     assert caught.value.param == name
 
 
@@ -80,7 +80,7 @@ def test_a_dry_range_of_minus_one_is_the_whole_history(llm: LLM, given: int | No
     ],
     ids=str,
 )
-def test_what_is_asked_can_be_written_down_and_asked_again(llm: LLM, options: dict[str, Any]) -> None:
+def test_a_generation_can_be_written_to_json_and_read_back(llm: LLM, options: dict[str, Any]) -> None:
     """A record must be able to replay it, whatever the reply was held to and however it was read."""
     tool = Tool("f", strict=not options)
     use = ToolUse((tool,), (tool,)) if not options else None

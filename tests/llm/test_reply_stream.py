@@ -71,7 +71,7 @@ def blocks(found: Sequence[Piece]) -> list[tuple[str, str, list[int], bool]]:
 @pytest.mark.parametrize("name", list(REPLIES))
 @pytest.mark.parametrize("stop", [(), ("stop",), ("t",)])
 @pytest.mark.parametrize("syntax", [SYNTAX, PLAIN_TEXT], ids=["read", "plain"])
-def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str, ...], syntax: ReplySyntax) -> None:
+def test_the_number_of_tokens_per_event_changes_nothing(name: str, stop: tuple[str, ...], syntax: ReplySyntax) -> None:
     for ends in (True, False):
         tokens = [*ids(REPLIES[name]), *([EOS] if ends else [])]
         finish: Finish = "stop" if ends else "length"
@@ -85,21 +85,21 @@ def test_how_many_tokens_come_at_a_time_shows_nowhere(name: str, stop: tuple[str
             assert blocks(found) == expected_blocks
 
 
-def test_every_token_of_an_answer_stands_in_a_text() -> None:
+def test_every_content_token_belongs_to_a_content_block() -> None:
     tokens = [*ids("😀é 😀"), EOS]
     found = pieces(tokens, range(1, len(tokens)), syntax=PLAIN_TEXT, stop=("é é",), finish="stop")
     assert blocks(found) == [("content", "😀é 😀", tokens, False)]
 
 
 @pytest.mark.parametrize("stop", [(), ("{",), ("<tool",)])
-def test_a_call_that_is_cut_off_before_its_name_ends_nothing(stop: tuple[str, ...]) -> None:
+def test_a_call_cut_off_before_its_name_is_no_stop(stop: tuple[str, ...]) -> None:
     tokens = ids(REPLIES["cut"])
     found = pieces(tokens, [3], syntax=SYNTAX, stop=stop, finish="length")
     assert found[-1].finish == "length"
     assert found[-1].stop_reason is None
 
 
-def test_what_may_begin_a_stop_string_stays_before_a_call_that_is_cut_off() -> None:
+def test_held_back_text_comes_before_a_call_that_is_cut_off() -> None:
     tokens = ids('well st<tool_call>\n{"na')
     for stop in ((), ("stop",)):
         found = pieces(tokens, [3], syntax=SYNTAX, stop=stop, finish="length")
@@ -120,7 +120,7 @@ def test_a_text_has_its_own_tokens(reply: str, texts: list[tuple[str, str]]) -> 
     assert [(text, TOKENIZER.decode(own)) for kind, text, own, _ in blocks(found) if kind == "content"] == texts
 
 
-def test_only_what_was_being_said_is_cut() -> None:
+def test_only_the_open_block_is_cut() -> None:
     begun = '<tool_call>\n{"name": "f", "arguments": {"a"'
     found = pieces(ids(CALL + begun), [5], syntax=SYNTAX, stop=(), finish="length")
     assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("tool", False), ("tool", True)]

@@ -1,4 +1,4 @@
-"""What coding agents send by default is answered: the whole shape of their requests, with all that asks for nothing."""
+"""Requests as coding agents send them by default are accepted, with all their neutral fields."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_agent_on_messages(fake: Any) -> None:
     assert "event: message_stop" in answer.text
 
 
-def test_thinking_that_a_model_may_leave_is_no_reason_to_refuse_one_that_cannot() -> None:
+def test_adaptive_thinking_is_accepted_by_a_model_without_reasoning() -> None:
     """`adaptive` leaves it to the model."""
     from onedraw.server.anthropic.messages import MessagesRequest
 

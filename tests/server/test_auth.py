@@ -1,4 +1,4 @@
-"""Keys with names, from a file: who asked is known, and no key is ever shown."""
+"""API keys with names, from a file: the name is logged, the key never."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [record.facts for record in caplog.records if hasattr(record, "facts")]
 
 
-def test_each_key_opens_and_the_log_says_whose_it_was(locked: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_key_is_accepted_and_its_name_is_logged(locked: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="onedraw.access")
     keys = {"alice": "sesame-of-alice", "bob": "sesame of bob, with spaces", "api-key": "plain"}
     for name, key in keys.items():
@@ -89,7 +89,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_keys(tmp_path / "nowhere")
 
 
-def test_a_file_that_others_can_read_is_pointed_out(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_file_that_others_can_read_is_warned_about(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="onedraw.server")  # servers of other tests have made it silent
     file.chmod(0o644)
     read_keys(file)

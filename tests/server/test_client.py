@@ -152,7 +152,7 @@ def test_completion_logprobs_have_openais_shape(served):
     assert logprobs.text_offset[0] == 0
 
 
-def test_an_echoed_prompt_is_scored_as_if_it_had_been_said(served):
+def test_an_echoed_prompt_has_the_logprobs_of_a_generated_one(served):
     """What a model said, sent back as a prompt to be scored, has the logprobs it was said with."""
     client = served.client()
     prompt = list(served.llm.encode("Once upon a time"))
@@ -171,7 +171,7 @@ def test_an_echoed_prompt_is_scored_as_if_it_had_been_said(served):
     assert logprobs.token_logprobs[len(prompt) :] == pytest.approx(said.logprobs.token_logprobs, abs=1e-5)
 
 
-def test_an_echo_stands_before_the_reply(served):
+def test_an_echo_comes_before_the_reply(served):
     asked = {"model": served.model, "prompt": "Once upon", "max_tokens": 5, "seed": 9}
     plain = served.client().completions.create(**asked).choices[0]
     echoed = served.client().completions.create(**asked, echo=True).choices[0]
@@ -229,7 +229,7 @@ def test_a_bias_decides_the_token(served):
     assert reply.choices[0].token_ids == [9, 9, 9]
 
 
-def test_a_token_that_the_law_left_out_has_a_finite_logprob(served):
+def test_a_token_that_sampling_excluded_has_a_finite_logprob(served):
     """JSON has no infinity: -9999 stands for it."""
     extra = {"logprobs_mode": "processed", "top_k": 1, "ignore_eos": True}
     reply = served.client().chat.completions.create(

@@ -46,7 +46,7 @@ def one_by_one(served: Served) -> list[Answer]:
 
 
 def all_at_once(served: Served) -> list[Answer]:
-    """Beside one that is being answered already, so that whoever comes meets somebody."""
+    """While another request runs, so that every request shares a batch."""
     long = {"model": served.model, "prompt": "One, two,", "max_tokens": 100, "ignore_eos": True, "seed": 8}
     with served.unread("/v1/completions", json.dumps(long).encode()):
         wait_until(lambda: served.llm.service.stats().completion_tokens > 0)

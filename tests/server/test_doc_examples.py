@@ -1,4 +1,4 @@
-"""The examples in the guides run as they stand, against a server that says something: the fake model's, under the same name."""
+"""The Python examples in docs/ run as they are, against the fake model under the documented name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input, one by one, over plain HTTP: a clear error in OpenAI's shape that names what is wrong."""
+"""Invalid requests over plain HTTP: an error in OpenAI's shape that names the field."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_value_out_of_range_is_refused_by_name(fake, name, value):
     assert answer.json()["error"]["param"].split("[")[0] == name
 
 
-def test_dry_values_are_judged_when_dry_is_on(fake):
+def test_dry_values_are_checked_when_dry_is_on(fake):
     refused(fake.post(COMPLETIONS, prompt="a", dry_multiplier=1, dry_base=0.5), 400, param="dry_base")
     refused(fake.post(COMPLETIONS, prompt="a", dry_multiplier=1, dry_allowed_length=0), 400, param="dry_allowed_length")
 
@@ -78,7 +78,7 @@ def test_a_body_that_is_no_json_is_refused(fake, body):
 
 
 @pytest.mark.parametrize("depth", [300, 600, 900, 990, 1100])
-def test_deep_nesting_is_never_our_mistake(fake, depth):
+def test_deep_nesting_is_never_a_server_error(fake, depth):
     for field in (b"metadata", b"logit_bias", b"prompt"):
         body = b'{"max_tokens": 1, "prompt": "\\u00e9", "' + field + b'": ' + b"[" * depth + b"]" * depth + b"}"
         assert fake.send(COMPLETIONS, body).status_code in (200, 400)
@@ -104,7 +104,7 @@ def test_more_replies_than_one_request_may_ask_for_are_refused(fake):
     assert "33 prompts" in refused(fake.post(COMPLETIONS, prompt=["a"] * 33, n=128, max_tokens=1), 400, param="prompt")
 
 
-def test_a_misspelt_field_is_told_its_right_name(fake):
+def test_a_misspelt_field_gets_a_suggestion(fake):
     assert "did you mean temperature?" in refused(fake.post(COMPLETIONS, prompt="a", temprature=1), 400, param="temprature")
 
 
@@ -151,7 +151,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(fake, token):
     assert str(token) in refused(fake.post("/detokenize", tokens=[1, token]), 400, param="tokens")
 
 
-def test_too_much_for_the_context_is_told_with_both_numbers(fake):
+def test_a_context_overflow_names_both_numbers(fake):
     message = refused(
         fake.post(COMPLETIONS, prompt=[5] * 100, max_tokens=2000), 400, param="max_tokens", code="context_length_exceeded"
     )
@@ -212,20 +212,20 @@ def test_a_model_that_is_not_served_is_not_found(fake):
     refused(fake.get("/v1/models/some/gpt-9"), 404, param="model", code="model_not_found")
 
 
-def test_paths_and_methods_we_do_not_have_are_told_so(fake):
+def test_unknown_paths_and_methods_get_404_and_405(fake):
     assert "/v1/chat/completions" in refused(fake.get("/v2/models"), 404, code="not_found")
     refused(fake.get(COMPLETIONS), 405, code="method_not_allowed")
     refused(fake.get("/docs"), 404)
     assert fake.get(COMPLETIONS).headers["allow"] == "POST"
 
 
-def test_a_law_that_leaves_no_token_is_a_named_error(fake):
+def test_sampling_parameters_that_leave_no_token_are_a_named_error(fake):
     asked = {"prompt": "a", "min_tokens": 1, "stop_token_ids": list(range(259))}
     refused(fake.post(COMPLETIONS, **asked), 400, code="no_token_left")
     refused(fake.post(COMPLETIONS, stream=True, **asked), 400, code="no_token_left")
 
 
-def test_a_full_queue_says_when_to_come_back():
+def test_a_full_queue_sends_retry_after():
     free = threading.Event()  # until then the first is far from its end
     with slowed(fake_llm(max_batch=1, queue_limit=1), 0.05, free) as llm, serving(llm) as served:
         long = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
@@ -249,7 +249,7 @@ def test_more_prompts_than_the_queue_holds_leave_nothing_behind():
         wait_until(lambda: (llm.service.stats().running, llm.service.stats().waiting) == (0, 0))
 
 
-def test_a_failing_turn_is_a_500_and_the_next_request_is_answered():
+def test_a_failing_step_is_a_500_and_the_next_request_is_answered():
     with fake_llm() as llm, serving(llm) as served:
         backend = llm.service._engine.backend
         submit, backend.submit = backend.submit, lambda plan: 1 / 0
@@ -259,7 +259,7 @@ def test_a_failing_turn_is_a_500_and_the_next_request_is_answered():
         assert served.post(COMPLETIONS, prompt="a").status_code == 200
 
 
-def test_what_nobody_foresaw_has_an_id_that_the_log_has_too(caplog):
+def test_an_unexpected_error_has_an_id_that_is_logged(caplog):
     with fake_llm() as llm, serving(llm) as served:
         encode, llm.encode = llm.encode, lambda *_, **__: {}["a secret place"]
         with caplog.at_level(logging.ERROR, logger="onedraw.server"):
@@ -305,7 +305,7 @@ def test_a_body_that_is_not_utf_8_is_not_json(fake, body):
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
-def test_a_number_without_end_inside_a_field_is_refused(fake, path, number):
+def test_an_infinite_number_inside_a_field_is_refused(fake, path, number):
     """Schemas are handed on and come back in responses, where such a number cannot be written."""
     function = f'{{"type": "function", "name": "w", "parameters": {{"type": "object", "default": {number}}}}}'
     said = '"input": "hi"' if path == "/v1/responses" else '"messages": [{"role": "user", "content": "hi"}]'

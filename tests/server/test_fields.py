@@ -1,4 +1,4 @@
-"""Every rule of the table is tried: what it promises is what happens."""
+"""Every rule of the field table is sent to a server, which does what the rule says."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_max_completion_tokens_is_max_tokens():
     assert parse(ChatRequest, base | {"max_tokens": 7, "max_completion_tokens": 7}).request.options(logprobs=None).max_tokens == 7
 
 
-def test_a_developer_speaks_as_the_system():
+def test_a_developer_message_is_a_system_message():
     asked = parse(ChatRequest, {"messages": [{"role": "developer", "content": "a", "name": "b"}]}).request
     assert asked.messages[0].plain() == {"role": "system", "content": "a", "name": "b"}
 
@@ -149,7 +149,7 @@ CALLED: dict[str, Any] = {"id": "1", "function": {"name": "w", "arguments": "{}"
         ),
     ],
 )
-def test_what_is_unknown_inside_an_object_is_refused_or_ignored_by_its_path(
+def test_unknown_fields_inside_objects_are_refused_or_ignored_by_path(
     kind: type[BaseModel], raw: dict[str, Any], names: list[str]
 ) -> None:
     with pytest.raises(BadRequest) as refusal:
@@ -165,7 +165,7 @@ def test_what_is_unknown_inside_an_object_is_refused_or_ignored_by_its_path(
         (messages.MessagesRequest, {"messages": SAID, "max_tokens": 4, "thinking": {"type": "disabled", "x": None}}),
     ],
 )
-def test_null_asks_for_nothing_inside_an_object_either(kind: type[BaseModel], raw: dict[str, Any]) -> None:
+def test_null_inside_an_object_means_not_given(kind: type[BaseModel], raw: dict[str, Any]) -> None:
     assert not parse(kind, raw).ignored
 
 

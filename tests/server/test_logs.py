@@ -1,4 +1,4 @@
-"""The log: one line per request with its id, never a prompt unless that was asked for."""
+"""Logs: one line per request with its id; prompts only on request."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_refusal_has_a_line_too(fake: Served, lines: Any) -> None:
     assert (lines()[0]["status"], lines()[0]["id"]) == (400, answer.headers["x-request-id"])
 
 
-def test_a_callers_own_id_is_noted_where_it_cannot_break_a_line(fake: Served, lines: Any) -> None:
+def test_a_callers_own_id_is_logged_if_it_cannot_break_a_line(fake: Served, lines: Any) -> None:
     fake.get("/health", headers={"x-request-id": "trace-7.a:b"})
     fake.get("/health", headers={"x-request-id": "two words"})
     fake.get("/nowhere%0Aforged")
@@ -75,7 +75,7 @@ def test_prompts_are_logged_only_when_asked_for(lines: Any) -> None:
         assert ("secret question" in json.dumps(lines()[-1])) == asked
 
 
-def test_a_client_that_hung_up_is_noted(lines: Any) -> None:
+def test_a_client_that_disconnects_is_logged(lines: Any) -> None:
     with fake_llm() as llm, serving(slowed(llm, 0.02)) as served:
         assert lines() == []
         with served.stream(CHAT, messages=SECRET, max_tokens=1500, ignore_eos=True) as answer:
@@ -85,7 +85,7 @@ def test_a_client_that_hung_up_is_noted(lines: Any) -> None:
         assert "completion_tokens" not in lines()[0]
 
 
-def test_what_goes_wrong_inside_a_request_has_its_id(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_a_request_is_logged_with_its_id(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.handler.setFormatter(JsonFormatter())
     with fake_llm() as llm, serving(llm) as served:
         caplog.set_level(logging.ERROR, logger="onedraw.server")

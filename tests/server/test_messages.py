@@ -1,4 +1,4 @@
-"""`/v1/messages` with the real client: whole, streamed, with tools and thinking; errors in the shape it reads."""
+"""`/v1/messages` with the real client: whole, streamed, with tools and thinking; errors in Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(fake: Any) -> Iterator[anthropic.Anthropic]:
         yield made
 
 
-def test_a_message_says_what_a_chat_would_say(fake: Any, client: anthropic.Anthropic) -> None:
+def test_a_message_has_the_text_of_the_equivalent_chat(fake: Any, client: anthropic.Anthropic) -> None:
     reply = client.messages.create(model=fake.model, max_tokens=12, messages=HELLO, system="Be brief.", extra_body={"seed": 3})
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     asked = {"max_tokens": 12, "seed": 3, "reasoning_effort": "none"}
@@ -90,7 +90,7 @@ def test_a_stop_sequence_is_named(fake: Any, client: anthropic.Anthropic) -> Non
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "e")
 
 
-def test_a_form_is_held_to(fake: Any, client: anthropic.Anthropic) -> None:
+def test_a_reply_follows_its_output_format(fake: Any, client: anthropic.Anthropic) -> None:
     import json
 
     shape = {"format": {"type": "json_schema", "schema": SCHEMA}}
@@ -131,7 +131,7 @@ def test_a_key_may_come_in_the_clients_own_header() -> None:
         ({"frobnicate": 1}, "frobnicate"),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_callers_name(fake: Any, fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_refused_by_the_callers_field_name(fake: Any, fields: dict[str, Any], param: str) -> None:
     answer = fake.post(PATH, **{"messages": HELLO, "max_tokens": 4, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
@@ -141,7 +141,7 @@ def test_a_message_needs_its_length(fake: Any) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
 
 
-def test_thinking_may_be_left_unsaid(fake: Any, client: anthropic.Anthropic) -> None:
+def test_the_text_of_thinking_can_be_omitted(fake: Any, client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": fake.model, "max_tokens": 60, "messages": HELLO, "extra_body": {"seed": 3}}
     shown = client.messages.create(thinking={"type": "enabled", "budget_tokens": 10}, **asked)
     quiet: Any = {"type": "enabled", "budget_tokens": 10, "display": "omitted"}
@@ -164,7 +164,7 @@ def test_thinking_may_be_left_unsaid(fake: Any, client: anthropic.Anthropic) -> 
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ],
 )
-def test_a_choice_of_tools_that_means_nothing_is_refused(fake: Any, given: dict[str, Any], param: str) -> None:
+def test_a_tool_choice_without_tools_is_refused(fake: Any, given: dict[str, Any], param: str) -> None:
     answer = fake.post(PATH, messages=HELLO, max_tokens=4, **given)
     assert answer.status_code == 400, answer.text
     assert param in answer.json()["error"]["message"]
@@ -181,7 +181,7 @@ def test_a_prompt_longer_than_the_context_is_counted(fake: Any) -> None:
     assert all(answer.json()["input_tokens"] > len(text) for answer in answers)
 
 
-def test_a_tool_that_failed_is_told_as_one(fake: Any) -> None:
+def test_a_failed_tool_result_is_marked_as_an_error(fake: Any) -> None:
     def prompt(**result: Any) -> int:
         used = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
         told = {"type": "tool_result", "tool_use_id": "t", "content": "no such city", **result}
@@ -211,12 +211,12 @@ def test_the_client_finds_the_model_and_the_requests_id(fake: Any, client: anthr
         ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
     ],
 )
-def test_what_would_change_the_prompt_unseen_is_refused(fake: Any, fields: dict[str, Any], param: str) -> None:
+def test_fields_that_would_change_the_prompt_are_refused(fake: Any, fields: dict[str, Any], param: str) -> None:
     answer = fake.post(PATH, **{"messages": HELLO, "max_tokens": 4, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_what_asks_for_nothing_is_accepted(fake: Any) -> None:
+def test_neutral_fields_are_accepted(fake: Any) -> None:
     nothing = {"context_management": {"edits": []}, "tools": [{**WEATHER, "strict": None, "defer_loading": False}]}
     assert fake.post(PATH, messages=HELLO, max_tokens=4, **nothing).status_code == 200
 
@@ -230,6 +230,6 @@ def test_what_asks_for_nothing_is_accepted(fake: Any) -> None:
         ("[1]", {}),
     ],
 )
-def test_arguments_become_an_object_that_can_be_written(arguments: str, given: Any) -> None:
+def test_arguments_become_an_object_that_json_can_hold(arguments: str, given: Any) -> None:
     assert messages._input(arguments) == given
     json.dumps(given, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What /metrics counts is what happened."""
+"""The metrics of /metrics count what happened."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scrape(served) -> dict[str, float]:
     return {sample.name: sample.value for sample in samples if not {"le", "finished_reason", "position"} & set(sample.labels)}
 
 
-def test_the_names_people_scrape_are_there(fake):
+def test_the_usual_metric_names_exist(fake):
     assert set(scrape(fake)) >= NAMES
 
 
@@ -45,14 +45,14 @@ def test_tokens_and_times_are_counted_per_choice():
         assert grown["num_requests_running"] == 0
 
 
-def test_two_apps_have_their_own_meters():
+def test_two_apps_have_their_own_metrics():
     with fake_llm() as one, fake_llm() as other, serving(one) as first, serving(other) as second:
         first.post("/v1/completions", prompt="a", max_tokens=3, ignore_eos=True)
         assert scrape(first)["generation_tokens_total"] == 3
         assert scrape(second)["e2e_request_latency_seconds_count"] == 0
 
 
-def test_kept_drafts_are_counted_by_their_place():
+def test_kept_drafts_are_counted_by_their_position():
     with fake_llm(draft=("prediction",), draft_tokens=4) as llm, serving(llm) as served:
         asked = {"prompt": [5] * 40, "max_tokens": 11, "ignore_eos": True, "seed": 3, "return_token_ids": True}
         said = served.post("/v1/completions", **asked).json()["choices"][0]["token_ids"]

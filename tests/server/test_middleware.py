@@ -1,4 +1,4 @@
-"""Keys, origins, lenience: what stands before the routes."""
+"""Keys, hosts, origins, time and size limits, and --lenient."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_with_the_key_everything_is_answered(locked):
         assert locked.get("/v1/models", headers={"authorization": f"{scheme} {KEY}".encode()}).status_code == 200
 
 
-def test_the_key_may_stand_in_its_own_header(locked):
+def test_the_key_may_come_as_x_api_key(locked):
     assert locked.get("/v1/models", headers={"x-api-key": KEY.encode()}).status_code == 200
     assert locked.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401
     both = {"x-api-key": KEY.encode(), "authorization": b"Bearer wrong"}
@@ -57,7 +57,7 @@ def test_the_openai_client_is_told_that_its_key_is_wrong(locked):
         locked.client().models.list()
 
 
-def test_a_page_of_an_allowed_origin_may_ask(locked):
+def test_cors_allows_a_named_origin(locked):
     asked = {
         "origin": "https://page.example",
         "access-control-request-method": "POST",
@@ -72,7 +72,7 @@ def test_a_page_of_an_allowed_origin_may_ask(locked):
     assert refused.headers["access-control-allow-origin"] == "https://page.example"
 
 
-def test_a_page_of_another_origin_may_not(locked):
+def test_cors_refuses_other_origins(locked):
     answer = locked.get("/health", headers={"origin": "https://other.example"})
     assert "access-control-allow-origin" not in answer.headers
 
@@ -89,7 +89,7 @@ NAMED = ("onedraw:8000", "nas.local", "onedraw.default.svc:80", "chat.example", 
 
 
 @pytest.mark.parametrize("host", [*NEAR, *NAMED])
-def test_without_a_key_names_of_the_network_and_allowed_ones_are_answered(home, host):
+def test_without_a_key_local_and_allowed_hosts_are_accepted(home, host):
     assert home.get("/v1/models", headers={"host": host}).status_code == 200
 
 
@@ -97,22 +97,22 @@ def test_without_a_key_names_of_the_network_and_allowed_ones_are_answered(home, 
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example.", "a.chat.example"]
 )
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics"])
-def test_without_a_key_a_name_that_anybody_can_own_is_refused(home, host, path):
+def test_without_a_key_public_host_names_are_refused(home, host, path):
     answer = home.get(path, headers={"host": host})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "unknown_host")
     assert f"--allow-host {host.partition(':')[0].rstrip('.')}" in answer.json()["error"]["message"]
 
 
-def test_health_is_told_to_any_name(home):
+def test_health_accepts_any_host(home):
     assert home.get("/health", headers={"host": "evil.example"}).status_code == 200
 
 
-def test_with_a_key_any_name_is_answered(locked):
+def test_with_a_key_any_host_is_accepted(locked):
     headers = {"host": "evil.example", "authorization": f"Bearer {KEY}".encode()}
     assert locked.get("/v1/models", headers=headers).status_code == 200
 
 
-def test_without_a_key_no_foreign_page_makes_the_server_work(home):
+def test_without_a_key_cross_site_requests_are_refused(home):
     body = {"model": home.model, "prompt": "a", "max_tokens": 1}
 
     def ask(origin: str, site: str | None = "cross-site") -> int:
@@ -139,7 +139,7 @@ def test_the_key_is_not_shown():
     assert KEY not in repr(ServerOptions(api_key=KEY))
 
 
-def test_the_lenient_server_ignores_unknown_fields_and_says_so():
+def test_a_lenient_server_ignores_unknown_fields_and_lists_them():
     with fake_llm() as llm, serving(llm, ServerOptions(lenient=True)) as served:
         asked = {"messages": [{"role": "user", "content": "Hi", "mood": "good"}], "max_tokens": 2, "frobnicate": 1, "größe\n": 2}
         for stream in (False, True):
@@ -159,7 +159,7 @@ def test_the_lenient_server_ignores_unknown_fields_and_says_so():
         assert answer.headers["x-onedraw-ignored"] == "messages[0].content[0].a, tools[0].b", answer.text
 
 
-def test_the_model_answers_to_its_other_names():
+def test_aliases_name_the_model():
     with fake_llm() as llm, serving(llm, ServerOptions(aliases=("org/other-name",))) as served:
         assert served.client().models.retrieve("org/other-name").id == served.model
         reply = served.client().completions.create(model="org/other-name", prompt="a", max_tokens=1)

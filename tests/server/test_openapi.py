@@ -1,4 +1,4 @@
-"""The OpenAPI document is true: it has every path, and its ranges are where the server begins to refuse."""
+"""The OpenAPI document has every path, and its ranges are those that the server accepts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_reference_leads_somewhere(told: dict[str, Any]) -> None:
     assert named <= set(told["components"]["schemas"])
 
 
-def test_a_validator_of_ours_has_its_values_spelled_out() -> None:
+def test_every_validator_has_a_schema() -> None:
     """Pydantic knows nothing of what a function takes; a new one needs its line in SPELLED."""
     for model in TABLES:
         for field in model.model_fields.values():
@@ -119,7 +119,7 @@ def _no_room(answer: Any) -> bool:
 
 
 @pytest.mark.parametrize("path", list(POSTS))
-def test_values_that_ask_for_nothing_are_accepted_and_others_are_not(fake: Served, told: dict[str, Any], path: str) -> None:
+def test_neutral_values_are_accepted_and_others_are_not(fake: Served, told: dict[str, Any], path: str) -> None:
     model, _, _ = POSTS[path]
     asked = PATHS.get(path) or OTHERS[path]
     schema = told["components"]["schemas"][model.__name__]["properties"]
@@ -135,7 +135,7 @@ def test_values_that_ask_for_nothing_are_accepted_and_others_are_not(fake: Serve
             assert fake.post(path, **asked, **more, **{name: {"surely": "not"}}).status_code == 400, name
 
 
-def test_ranges_are_read_off_their_words() -> None:
+def test_ranges_are_read_from_their_texts() -> None:
     assert limits("integer, 0 … 2^53 - 1") == {"minimum": 0, "maximum": 2**53 - 1}
     assert limits("number, over 0 … 1") == {"exclusiveMinimum": 0, "maximum": 1}
     assert limits("number over 0") == {"exclusiveMinimum": 0}
@@ -165,6 +165,6 @@ def test_the_document_says_whether_a_key_is_needed_and_what_lenience_takes() -> 
             assert served.get("/openapi.json").status_code == 401
 
 
-def test_protocol_has_what_the_document_asks_of_it() -> None:
+def test_every_documented_model_is_in_the_protocol() -> None:
     theirs = {messages._text_of, messages._blocks, items._items, called.chat_choice, called.response_choice}
     assert set(SPELLED) == theirs | {protocol._texts, protocol._prompts, protocol._bias, protocol._content}

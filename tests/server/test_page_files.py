@@ -1,4 +1,4 @@
-"""The files of the web page: there without a key, complete, and kept to themselves."""
+"""The files of the web page: served without a key, complete, with their security headers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_only_the_pages_own_files_are_served(fake: Served) -> None:
     assert fake.post("/").status_code == 405
 
 
-def test_what_the_files_name_is_there_and_nothing_is_inline() -> None:
+def test_referenced_files_exist_and_nothing_is_inline() -> None:
     known = set(assets.load())
     html = (FOLDER / "index.html").read_text(encoding="utf-8")
     named = set(re.findall(r'(?:src|href)="(/[^"]*)"', html))

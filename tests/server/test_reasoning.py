@@ -16,7 +16,7 @@ def ask(fake: Any, **options: Any) -> dict[str, Any]:
     return answer.json()
 
 
-def test_thinking_is_closed_after_its_budget_and_told_apart(fake: Any) -> None:
+def test_reasoning_is_closed_after_its_budget_and_split_from_the_content(fake: Any) -> None:
     reply = ask(fake, **THINKING, thinking_budget=12, return_token_ids=True)
     choice, closing = reply["choices"][0], fake.llm.encode("\n</think>\n\n", add_special=False)
     ids = choice["token_ids"]
@@ -27,7 +27,7 @@ def test_thinking_is_closed_after_its_budget_and_told_apart(fake: Any) -> None:
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 12 + len(closing) - 2
 
 
-def test_thinking_without_a_budget_goes_on_to_the_end(fake: Any) -> None:
+def test_reasoning_without_a_budget_lasts_to_the_end(fake: Any) -> None:
     reply = ask(fake, **THINKING)
     assert reply["choices"][0]["message"]["content"] == ""
     assert reply["choices"][0]["message"]["reasoning_content"]
@@ -49,7 +49,7 @@ def test_a_stream_joins_to_the_whole(fake: Any) -> None:
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("high", True), ("minimal", True)])
-def test_the_effort_switches_thinking(fake: Any, effort: str, thinks: bool) -> None:
+def test_the_effort_switches_reasoning(fake: Any, effort: str, thinks: bool) -> None:
     message = ask(fake, reasoning_effort=effort, seed=3)["choices"][0]["message"]
     assert ("reasoning_content" in message) is thinks
 
@@ -62,17 +62,17 @@ def test_drafts_and_batches_change_nothing(fake: Any) -> None:
     assert ask(fake, **options, prediction={"type": "content", "content": predicted})["choices"] == plain
 
 
-def test_a_budget_below_nothing_is_refused(fake: Any) -> None:
+def test_a_negative_budget_is_refused(fake: Any) -> None:
     answer = fake.post("/v1/chat/completions", messages=HELLO, thinking_budget=-1)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_budget")
 
 
-def test_a_completion_has_no_thinking_to_budget(fake: Any) -> None:
+def test_a_completion_takes_no_thinking_budget(fake: Any) -> None:
     answer = fake.post("/v1/completions", prompt="a", thinking_budget=5)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_budget")
 
 
-def test_a_stop_string_is_looked_for_in_the_answer_alone(fake: Any) -> None:
+def test_stop_strings_are_searched_in_the_content_alone(fake: Any) -> None:
     """What closes thinking ends in two line breaks, which a caller who stops at an empty line never sees."""
     options = {**THINKING, "thinking_budget": 12, "max_tokens": 60, "return_token_ids": True}
     free = ask(fake, **options)["choices"][0]

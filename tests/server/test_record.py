@@ -1,4 +1,4 @@
-"""A server that records: every kind of request comes back from disk and says the same under other settings."""
+"""A server that records: every kind of request can be replayed under other settings."""
 
 from __future__ import annotations
 

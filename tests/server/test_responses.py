@@ -1,4 +1,4 @@
-"""`/v1/responses` with the real client: whole, streamed, with tools, thinking, forms, and a conversation that goes on."""
+"""`/v1/responses` with the real client: whole, streamed, with tools, reasoning, response formats and stored conversations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def client(fake: Any) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_a_response_says_what_a_chat_would_say(fake: Any, client: openai.OpenAI) -> None:
+def test_a_response_has_the_text_of_the_equivalent_chat(fake: Any, client: openai.OpenAI) -> None:
     reply = client.responses.create(model=fake.model, input="Hello.", **SHORT)
     chat = fake.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hello."}], max_tokens=12, seed=3).json()
     assert reply.output_text == chat["choices"][0]["message"]["content"]
@@ -71,7 +71,7 @@ def test_the_events_of_a_stream_are_complete_and_add_up(fake: Any, client: opena
     assert again.usage.output_tokens_details.reasoning_tokens == whole.usage.output_tokens_details.reasoning_tokens > 8
 
 
-def test_a_summary_is_the_reasoning_itself_where_clients_look_for_one(fake: Any, client: openai.OpenAI) -> None:
+def test_a_summary_holds_the_reasoning_itself(fake: Any, client: openai.OpenAI) -> None:
     extra = {"seed": 3, "chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 8}
     asked: dict[str, Any] = {"model": fake.model, "input": "Hello.", "max_output_tokens": 40, "extra_body": extra}
     plain = client.responses.create(**asked)
@@ -140,7 +140,7 @@ def test_arguments_of_a_call_are_streamed(fake: Any, client: openai.OpenAI) -> N
     assert events[-1].type == "response.completed"
 
 
-def test_a_form_and_logprobs(fake: Any, client: openai.OpenAI) -> None:
+def test_a_response_format_and_logprobs(fake: Any, client: openai.OpenAI) -> None:
     shape = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA, "strict": True}}
     asked = {"text": shape, "max_output_tokens": 300, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     reply = client.responses.create(model=fake.model, input="?", extra_body={"seed": 2}, **asked)
@@ -182,12 +182,12 @@ def test_a_form_and_logprobs(fake: Any, client: openai.OpenAI) -> None:
         ({"input": [{"type": "reasoning", "summary": [{"type": "foo", "text": "x"}]}]}, "input[0].summary[0]"),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_callers_name(fake: Any, fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_refused_by_the_callers_field_name(fake: Any, fields: dict[str, Any], param: str) -> None:
     answer = fake.post(PATH, **{"input": "Hello.", "max_output_tokens": 4, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_what_is_not_stored_is_not_remembered(fake: Any) -> None:
+def test_a_response_with_store_false_cannot_be_found(fake: Any) -> None:
     first = fake.post(PATH, input="Hello.", max_output_tokens=4, store=False).json()
     answer = fake.post(PATH, input="And?", previous_response_id=first["id"], max_output_tokens=4)
     assert answer.json()["error"]["param"] == "previous_response_id"
@@ -198,7 +198,7 @@ def remembered(number: int, item: dict[str, Any] | None = None) -> StoredRespons
     return StoredResponse({"id": f"resp_{number}", "output": output}, (), ({"role": "user", "content": "x" * 60},))
 
 
-def test_memory_of_conversations_is_bounded() -> None:
+def test_stored_responses_are_bounded() -> None:
     memory = ResponseStore(most_characters=500)
     for number in range(9):
         memory.keep(remembered(number))
@@ -209,7 +209,7 @@ def test_memory_of_conversations_is_bounded() -> None:
         memory.resolved([{"type": "item_reference", "id": "msg_0"}])
 
 
-def test_an_item_is_remembered_as_long_as_any_response_that_has_it() -> None:
+def test_an_item_is_stored_as_long_as_any_response_that_has_it() -> None:
     memory, reference = ResponseStore(), [{"type": "item_reference", "id": "msg_0"}]
     memory.keep(remembered(0))
     memory.keep(remembered(1, memory.resolved(reference)[0]))
@@ -220,7 +220,7 @@ def test_an_item_is_remembered_as_long_as_any_response_that_has_it() -> None:
         memory.resolved(reference)
 
 
-def test_forgetting_a_later_response_leaves_the_items_of_an_earlier_one() -> None:
+def test_deleting_a_later_response_keeps_the_items_of_an_earlier_one() -> None:
     memory, reference = ResponseStore(), [{"type": "item_reference", "id": "msg_0"}]
     memory.keep(remembered(0))
     memory.keep(StoredResponse({"id": "resp_1", "output": []}, (*memory.resolved(reference * 2),), ()))
@@ -228,7 +228,7 @@ def test_forgetting_a_later_response_leaves_the_items_of_an_earlier_one() -> Non
     assert memory.resolved(reference)[0]["type"] == "message"
 
 
-def test_a_response_too_large_to_keep_drives_no_other_out() -> None:
+def test_a_response_too_large_to_store_evicts_no_other() -> None:
     memory = ResponseStore(most_characters=500)
     memory.keep(remembered(0))
     memory.keep(StoredResponse({"id": "resp_1", "output": []}, (), ({"role": "user", "content": "x" * 600},)))
@@ -237,7 +237,7 @@ def test_a_response_too_large_to_keep_drives_no_other_out() -> None:
         memory.find("resp_1")
 
 
-def test_what_one_key_stored_no_other_key_finds() -> None:
+def test_a_response_is_not_found_with_another_key() -> None:
     options = ServerOptions(api_keys=(ApiKey("ann", "a-key"), ApiKey("bob", "b-key")))
     with fake_llm() as llm, serving(llm, options) as served:
         ann, bob = ({"authorization": f"Bearer {key}"} for key in ("a-key", "b-key"))
@@ -252,7 +252,7 @@ def test_what_one_key_stored_no_other_key_finds() -> None:
         assert served.get(f"{PATH}/{told['id']}", headers=ann).json() == told
 
 
-def test_a_stored_response_is_read_again_and_forgotten(fake: Any, client: openai.OpenAI) -> None:
+def test_a_stored_response_is_read_and_deleted(fake: Any, client: openai.OpenAI) -> None:
     told = client.responses.create(model=fake.model, input="Hello.", instructions="Be brief.", metadata={"a": "b"}, **SHORT)
     assert client.responses.retrieve(told.id).to_dict() == told.to_dict()
     (asked,) = client.responses.input_items.list(told.id)
@@ -266,7 +266,7 @@ def test_a_stored_response_is_read_again_and_forgotten(fake: Any, client: openai
         client.responses.create(model=fake.model, input="And?", previous_response_id=told.id)
 
 
-def test_what_it_was_asked_comes_in_pages(fake: Any, client: openai.OpenAI) -> None:
+def test_input_items_are_paged(fake: Any, client: openai.OpenAI) -> None:
     said: Any = [{"role": "user", "content": str(number)} for number in range(5)]
     told = client.responses.create(model=fake.model, input=said, **SHORT)
     listed = client.responses.input_items.list(told.id, limit=2, order="asc")
@@ -288,7 +288,7 @@ def test_what_it_was_asked_comes_in_pages(fake: Any, client: openai.OpenAI) -> N
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_an_item_that_is_referred_to_several_times_is_turned_over_so_often(fake: Any, client: openai.OpenAI, order: Any) -> None:
+def test_an_item_referred_to_several_times_is_listed_as_often(fake: Any, client: openai.OpenAI, order: Any) -> None:
     (first,) = client.responses.create(model=fake.model, input="a", **SHORT).output
     again = {"type": "item_reference", "id": first.id}
     said: Any = [{"role": "user", "content": "a"}, again, again, {"role": "user", "content": "b"}, again]
@@ -313,7 +313,7 @@ def test_an_item_keeps_the_id_that_its_caller_gave_it(fake: Any, client: openai.
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input[0].id")
 
 
-def test_items_may_be_referred_to(fake: Any, client: openai.OpenAI) -> None:
+def test_items_can_be_sent_by_reference(fake: Any, client: openai.OpenAI) -> None:
     """As clients do that store responses: what was said before is named, not sent."""
     first = client.responses.create(model=fake.model, input="Hello.", **SHORT)
     user: Any = {"role": "user", "content": "Hello."}
@@ -329,7 +329,7 @@ def test_items_may_be_referred_to(fake: Any, client: openai.OpenAI) -> None:
         client.responses.create(model=fake.model, input=[user, {"type": "item_reference", "id": "msg_none"}])
 
 
-def test_a_failure_in_the_middle_is_told_in_both_ways() -> None:
+def test_a_failure_in_mid_stream_is_an_error_and_a_failed_event() -> None:
     """Some clients wait for an error, some for a response that failed."""
     with slowed(fake_llm(), 0.02) as llm, serving(llm) as served:
         backend = llm.service._engine.backend
@@ -359,7 +359,7 @@ def test_only_allowed_tools_are_called(fake: Any, client: openai.OpenAI, mode: s
 
 
 @pytest.mark.parametrize("instructions", [None, "Be brief."])
-def test_a_refusal_names_the_item_that_the_caller_wrote(fake: Any, instructions: str | None) -> None:
+def test_an_error_names_the_callers_input_item(fake: Any, instructions: str | None) -> None:
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}]
     for wrong in (0, 3):
         items = [*said, {"role": "user", "content": "d"}]

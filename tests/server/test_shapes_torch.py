@@ -1,4 +1,4 @@
-"""The shapes of replies on real arithmetic: a tiny model of random weights, through the clients' own libraries."""
+"""The shapes of replies on the torch backend, through the clients' own libraries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def torch_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-def test_a_form_a_call_and_a_response(torch_served: Served) -> None:
+def test_a_format_a_call_and_a_response(torch_served: Served) -> None:
     told: Any = [{"role": "user", "content": "A pet?"}]
     shape: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
     tool: Any = {"type": "function", "function": {"name": "pet", "parameters": SCHEMA, "strict": True}}

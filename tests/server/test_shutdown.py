@@ -1,4 +1,4 @@
-"""The server as a process: it greets, it drains, it exits."""
+"""The server as a process: it prints an example request, drains and exits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_signal_lets_the_running_finish_and_refuses_the_new(number, tmp_path):
         assert child.wait(PATIENCE) == 0
 
 
-def test_draining_ends_in_bounded_time_and_tells_the_client():
+def test_draining_ends_in_bounded_time_with_an_error_for_the_client():
     with process(drain_seconds=0.3) as (child, _, url):
         with stream(url) as answer:
             lines = answer.iter_lines()
@@ -142,7 +142,7 @@ def test_a_port_in_use_is_a_clear_error():
             bind("127.0.0.1", port)
 
 
-def test_a_host_that_is_not_ours_is_a_clear_error():
+def test_a_host_of_another_machine_is_a_clear_error():
     with pytest.raises(BadSetting, match="--host"):
         bind("no.such.host.invalid", 8000)
     for host in ("a..b", "x" * 80):  # names that cannot be written as one
@@ -152,10 +152,10 @@ def test_a_host_that_is_not_ours_is_a_clear_error():
         bind("192.0.2.1", 0)
 
 
-def test_of_two_servers_that_were_loading_at_once_one_says_that_the_port_is_in_use() -> None:
+def test_of_two_servers_that_load_at_once_one_reports_the_port_in_use() -> None:
     first = bind("127.0.0.1", 0)
     port = first.getsockname()[1]
-    second = bind("127.0.0.1", port)  # nobody listens there yet
+    second = bind("127.0.0.1", port)  # no server listens yet
     first.listen()
     with first, fake_llm() as llm, pytest.raises(BadSetting, match=f"--port: {port} on 127.0.0.1 is in use"):
         serve(llm, ServerOptions(port=port), second)

@@ -1,4 +1,4 @@
-"""Snapshots over HTTP: a server that was killed while it wrote them starts again with the good ones and no bad one."""
+"""Snapshots over HTTP: a server that was killed while writing restores the complete ones and no others."""
 
 from __future__ import annotations
 

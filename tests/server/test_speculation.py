@@ -1,4 +1,4 @@
-"""What a caller sees of drafts: fields that ask for them, numbers that count them, and never another answer."""
+"""Speculative decoding over HTTP: its fields, its counts, and equal replies."""
 
 from __future__ import annotations
 

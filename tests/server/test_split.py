@@ -1,4 +1,4 @@
-"""Over HTTP: a model on two devices answers as on one, and a backend without logits says what it does not serve."""
+"""A model on two devices gives the replies of one device; a backend without logits refuses sampling by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_two_devices_answer_as_one(name: str, tmp_path: Path) -> None:
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
-WISHES: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0, "repetition_penalty": 1.3},
     {"temperature": 0.8, "frequency_penalty": 0.7, "logit_bias": {"7": 5.0}, "top_p": 0.8, "logprobs": 3},
     {"temperature": 1.0, "guided_json": SCHEMA, "max_tokens": 24},
@@ -59,13 +59,14 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def test_every_kind_of_request_is_served_on_a_split_with_its_stages_at_work(tmp_path: Path) -> None:
+def test_every_kind_of_request_is_served_by_overlapped_stages(tmp_path: Path) -> None:
     """All at once on two stages that work together, each alone on one device."""
     pytest.importorskip("llguidance")
     path = tiny.write_safetensors("qwen3", tmp_path / "hf")
     given: dict[str, Any] = {"model": str(path), "max_context": 256, "served_name": "tiny", "draft_tokens": 4}
     bodies = [
-        {"model": "tiny", "prompt": f"{i} a b a b a b a b", "max_tokens": 12, "seed": i, **wish} for i, wish in enumerate(WISHES)
+        {"model": "tiny", "prompt": f"{i} a b a b a b a b", "max_tokens": 12, "seed": i, **option}
+        for i, option in enumerate(OPTIONS)
     ]
 
     def ask(served: Served, body: dict[str, Any]) -> Any:
@@ -109,7 +110,7 @@ def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "option",
     [
         {"temperature": 0.7},
         {},  # temperature 1 is what a caller gets who does not say
@@ -127,9 +128,9 @@ def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
     ],
     ids=str,
 )
-def test_anything_but_plain_argmax_is_refused_before_any_work(argmax_only: Served, wish: dict[str, Any]) -> None:
+def test_anything_but_plain_argmax_is_refused_before_any_work(argmax_only: Served, option: dict[str, Any]) -> None:
     before = idle_stats(argmax_only.llm).steps
-    answer = argmax_only.post("/v1/completions", **{"model": "fake", "prompt": "hello", "max_tokens": 4, **wish})
+    answer = argmax_only.post("/v1/completions", **{"model": "fake", "prompt": "hello", "max_tokens": 4, **option})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "sampling_unsupported", answer.text
     assert idle_stats(argmax_only.llm).steps == before

@@ -1,4 +1,4 @@
-"""A whole reply is a fold of the streamed one, whatever was asked for."""
+"""A whole reply is the fold of its stream, for all options."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_openai_client_raises_what_fails_in_mid_stream():
             list(stream)
 
 
-def test_a_client_that_hangs_up_in_mid_stream_frees_its_pages():
+def test_a_client_that_disconnects_in_mid_stream_frees_its_pages():
     with slowed(fake_llm(prefix_cache=False), TURN) as llm, serving(llm) as served:
         idle = llm.service.stats().pages_used
         with served.stream("/v1/completions", **LONG, n=3) as answer:
@@ -148,7 +148,7 @@ def test_a_client_that_hangs_up_in_mid_stream_frees_its_pages():
         assert served.post("/v1/completions", prompt="One", max_tokens=1).status_code == 200
 
 
-def test_a_client_that_hangs_up_before_its_whole_reply_frees_its_pages():
+def test_a_client_that_disconnects_before_its_whole_reply_frees_its_pages():
     with slowed(fake_llm(prefix_cache=False), TURN) as llm, serving(llm) as served:
         idle = llm.service.stats().pages_used
         with served.unread("/v1/completions", json.dumps(LONG | {"prompt": ["One", "Two"]}).encode()):
@@ -157,7 +157,7 @@ def test_a_client_that_hangs_up_before_its_whole_reply_frees_its_pages():
         assert llm.service.stats().completion_tokens < 1000
 
 
-def test_a_client_that_hangs_up_while_it_waits_in_the_queue_leaves_it():
+def test_a_client_that_disconnects_in_the_queue_leaves_it():
     with (
         slowed(fake_llm(max_batch=1), TURN) as llm,
         serving(llm) as served,
@@ -171,7 +171,7 @@ def test_a_client_that_hangs_up_while_it_waits_in_the_queue_leaves_it():
         assert llm.service.stats().running == 1
 
 
-def test_an_error_that_cannot_be_told_in_its_shape_is_told_in_another() -> None:
+def test_an_error_that_its_writer_cannot_write_is_written_plainly() -> None:
     """As where the shape repeats what was said, and that is what could not be written."""
 
     async def chunks() -> Any:

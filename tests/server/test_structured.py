@@ -1,4 +1,4 @@
-"""Replies held to a form, over HTTP, whatever the temperature."""
+"""Constrained replies over HTTP, at any temperature."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_reply_is_valid_by_its_schema_and_ends(fake: Any, seed: int) -> None:
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
 
 
-def test_the_same_reply_by_any_name_of_the_wish(fake: Any) -> None:
+def test_all_spellings_of_a_response_format_give_the_same_reply(fake: Any) -> None:
     spellings: list[dict[str, Any]] = [
         {"response_format": FORMAT},
         {"guided_json": SCHEMA},
@@ -61,7 +61,7 @@ def test_any_object_is_an_object(fake: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "pattern"),
+    ("option", "pattern"),
     [
         ({"guided_regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
@@ -71,15 +71,15 @@ def test_any_object_is_an_object(fake: Any) -> None:
         ({"structured_outputs": {"regex": "x{4}"}}, "x{4}"),
     ],
 )
-def test_other_forms(fake: Any, wish: dict[str, Any], pattern: str) -> None:
-    choice = said(fake, seed=3, **wish)
+def test_regex_choice_and_grammar(fake: Any, option: dict[str, Any], pattern: str) -> None:
+    choice = said(fake, seed=3, **option)
     assert re.fullmatch(pattern, choice["message"]["content"])
     assert choice["finish_reason"] == "stop"
-    plain = fake.post(COMPLETIONS, prompt="a", max_tokens=100, seed=3, **wish).json()["choices"][0]
+    plain = fake.post(COMPLETIONS, prompt="a", max_tokens=100, seed=3, **option).json()["choices"][0]
     assert re.fullmatch(pattern, plain["text"])
 
 
-def test_thinking_comes_first_and_is_free(fake: Any) -> None:
+def test_reasoning_comes_first_and_is_unconstrained(fake: Any) -> None:
     options = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 8, "guided_choice": ["yes", "no"]}
     choice = said(fake, seed=2, **options)
     assert choice["message"]["content"] in ("yes", "no")
@@ -105,7 +105,7 @@ def test_a_stream_has_the_same_reply(fake: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_keyword_that_cannot_be_held_to_is_named_with_its_path(fake: Any, path: str) -> None:
+def test_an_unsupported_keyword_is_named_with_its_path(fake: Any, path: str) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     error = refusal(fake, path, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": bad}})
     assert error["param"] == "response_format.json_schema.schema.properties.a.uniqueItems"
@@ -133,11 +133,11 @@ def test_a_keyword_that_cannot_be_held_to_is_named_with_its_path(fake: Any, path
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],
 )
-def test_what_cannot_be_held_to_is_refused_by_name(fake: Any, options: dict[str, Any], param: str) -> None:
+def test_invalid_response_formats_are_refused_by_name(fake: Any, options: dict[str, Any], param: str) -> None:
     assert refusal(fake, **options)["param"] == param
 
 
-def test_text_asks_for_nothing(fake: Any) -> None:
+def test_the_format_text_constrains_nothing(fake: Any) -> None:
     plain = said(fake, seed=1, max_tokens=8)["message"]
     assert said(fake, seed=1, max_tokens=8, response_format={"type": "text"})["message"] == plain
 

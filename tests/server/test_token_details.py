@@ -1,4 +1,4 @@
-"""How each token came, told only when asked for: the same in a stream and in a whole reply, and true to the usage."""
+"""`token_details` come only on request, are equal in streams and whole replies, and agree with the usage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def predicted(served: Served, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_details_are_true_to_the_usage_and_the_text(drafting: Served, path: str) -> None:
+def test_token_details_agree_with_usage_and_text(drafting: Served, path: str) -> None:
     more = predicted(drafting, path)
     reply = drafting.post(path, **what(path), **ASKED, **more, return_token_details=True, return_token_ids=True).json()
     (choice,) = reply["choices"]
@@ -59,11 +59,11 @@ def test_a_whole_reply_has_the_details_of_its_stream(drafting: Served, path: str
     assert max(len(turn) for turn in turns) == 5, "four drafts and a token of its own come in one chunk"
 
 
-def test_nobody_is_told_unasked(drafting: Served) -> None:
+def test_token_details_come_only_on_request(drafting: Served) -> None:
     assert "token_details" not in drafting.post(CHAT, **what(CHAT), **ASKED).json()["choices"][0]
 
 
-def test_without_speculation_every_token_was_chosen(drafting: Served) -> None:
+def test_without_speculation_no_token_was_drafted(drafting: Served) -> None:
     asked = {**what(CHAT), **ASKED, **predicted(drafting, CHAT), "return_token_details": True}
     drafted = drafting.post(CHAT, **asked).json()["choices"][0]
     plain = drafting.post(CHAT, **asked, speculation=False).json()["choices"][0]

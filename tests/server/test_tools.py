@@ -1,4 +1,4 @@
-"""Tools over HTTP: calls, streams, schemas, and the next turn that begins with the very tokens of the last."""
+"""Tools over HTTP: calls, streams, schemas, and prompts that begin with the tokens of the last reply."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def said(served: Any, messages: list[Any] = HELLO, **options: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_call_that_must_be_is_valid_by_its_schema(fake: Any, seed: int) -> None:
+def test_a_required_call_follows_its_schema(fake: Any, seed: int) -> None:
     choice = said(fake, **MUST | {"tool_choice": {"type": "function", "function": {"name": "weather"}}}, seed=seed)
     assert choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]
@@ -107,7 +107,7 @@ def test_the_openai_client_makes_a_round_trip(fake: Any) -> None:
     assert second.choices[0].message.role == "assistant"
 
 
-def test_the_next_turn_begins_with_the_very_tokens_of_the_last(fake: Any) -> None:
+def test_the_next_prompt_begins_with_the_tokens_of_the_last_reply(fake: Any) -> None:
     """The template would write the call in its own way; the model's own tokens stay, so the whole prefix is found."""
     options = MUST | {"seed": 4, "return_token_ids": True, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     answer = fake.post(CHAT, messages=HELLO, **options).json()
@@ -131,7 +131,7 @@ def test_the_next_turn_begins_with_the_very_tokens_of_the_last(fake: Any) -> Non
     assert other["prompt_token_ids"][: len(known)] != known
 
 
-def test_content_may_have_a_form_beside_tools(fake: Any) -> None:
+def test_content_may_have_a_response_format_beside_tools(fake: Any) -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}
     seen = set()
     for seed in range(12):
@@ -162,13 +162,13 @@ def test_content_may_have_a_form_beside_tools(fake: Any) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(fake: Any, options: dict[str, Any], param: str) -> None:
+def test_invalid_tool_fields_are_refused_by_name(fake: Any, options: dict[str, Any], param: str) -> None:
     answer = fake.post(CHAT, **{"messages": HELLO, "max_tokens": 5, **options})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_of_all_tools_that_it_hears_of_the_model_calls_the_allowed(fake: Any, mode: str) -> None:
+def test_only_allowed_tools_of_those_listed_are_called(fake: Any, mode: str) -> None:
     allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "stop"}}]}
     options = MUST | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
     replies = [said(fake, **options, seed=seed, return_token_ids=True) for seed in range(6)]
@@ -178,7 +178,7 @@ def test_of_all_tools_that_it_hears_of_the_model_calls_the_allowed(fake: Any, mo
     assert replies[0]["prompt_token_ids"] == said(fake, **MUST, return_token_ids=True)["prompt_token_ids"]
 
 
-def test_null_asks_for_nothing_inside_a_tool_too(fake: Any) -> None:
+def test_null_inside_a_tool_means_not_given(fake: Any) -> None:
     tool = {"type": "function", "function": {"name": "stop", "strict": None, "parameters": None, "description": None}}
     assert said(fake, tools=[tool], max_tokens=4)["finish_reason"] in ("length", "stop")
 
@@ -194,7 +194,7 @@ def test_calls_may_come_back_as_a_stream_numbered_them(fake: Any) -> None:
     assert prompt({**call, "index": 0}) == prompt(call)
 
 
-def test_a_stop_string_is_looked_for_in_the_answer_alone(fake: Any) -> None:
+def test_stop_strings_are_searched_in_the_content_alone(fake: Any) -> None:
     """A call is written with line breaks and braces that the caller never sees; they end nothing."""
     free = said(fake, **MUST, seed=3)
     assert free["message"]["tool_calls"]
@@ -205,7 +205,7 @@ def test_a_stop_string_is_looked_for_in_the_answer_alone(fake: Any) -> None:
     assert (stopped["finish_reason"], stopped["stop_reason"]) == (free["finish_reason"], free["stop_reason"])
 
 
-def test_the_other_shapes_begin_with_the_very_tokens_too(fake: Any) -> None:
+def test_prompts_of_the_other_apis_begin_with_the_tokens_of_the_last_reply_too(fake: Any) -> None:
     """A call comes back as an object, as an item, or by the id of its response; each time the whole prefix is found."""
     function, hello = WEATHER["function"], {"role": "user", "content": "What is the weather in Messages?"}
     tool = {"name": "weather", "input_schema": SCHEMA, "strict": True}

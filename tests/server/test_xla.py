@@ -1,4 +1,4 @@
-"""The server over the xla backend, asked by the `openai` client: everything a request may ask is honoured there too."""
+"""The server over the xla backend, through the `openai` client: every field is honoured there too."""
 
 from __future__ import annotations
 
@@ -55,10 +55,15 @@ def test_temperature_zero_is_greedy_and_seeds_repeat(xla: Served) -> None:
     assert said(xla, temperature=1.2, seed=42) != greedy
 
 
-def test_every_wish_changes_what_it_should(xla: Served) -> None:
+def test_every_option_has_its_effect(xla: Served) -> None:
     plain = said(xla, temperature=0)
-    for wish in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 1.9}, {"logit_bias": {"77": 50}}):
-        assert said(xla, temperature=0, **wish) != plain, wish
+    for given in (
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 1.9},
+        {"logit_bias": {"77": 50}},
+    ):
+        assert said(xla, temperature=0, **option) != plain, option
     assert said(xla, temperature=1, seed=1, min_p=1.0) == plain
     assert said(xla, temperature=1, seed=1, top_p=1e-6) == plain
     assert said(xla, temperature=0, bad_words=[plain[:1]])[:1] != plain[:1]
@@ -76,7 +81,7 @@ def test_logprobs_come_with_their_alternatives(xla: Served) -> None:
         assert max(top.values()) == own <= 0
 
 
-def test_a_reply_is_held_to_its_schema(xla: Served) -> None:
+def test_a_reply_follows_its_schema(xla: Served) -> None:
     shape: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
     messages: Any = [{"role": "user", "content": "A pet."}]
     client = xla.client()
@@ -89,7 +94,7 @@ def test_a_reply_is_held_to_its_schema(xla: Served) -> None:
 @pytest.mark.parametrize("lanes", [4, 8])
 def test_twice_as_many_requests_as_lanes_are_each_answered_as_alone(xla: Served, folder: Path, lanes: int) -> None:
     request_options = [{"prompt": f"import {'x' * i}", "temperature": (0, 1.0)[i % 2], "seed": i} for i in range(2 * lanes)]
-    alone = [said(xla, **wish) for wish in request_options]
+    alone = [said(xla, **option) for option in request_options]
     if lanes == 4:
         assert crowded(xla, request_options) == alone
         return
@@ -99,8 +104,8 @@ def test_twice_as_many_requests_as_lanes_are_each_answered_as_alone(xla: Served,
 
 def crowded(served: Served, request_options: list[dict[str, Any]]) -> list[str]:
     with ThreadPoolExecutor(len(request_options)) as pool:
-        return list(pool.map(lambda wish: said(served, **wish), request_options))
+        return list(pool.map(lambda option: said(served, **option), request_options))
 
 
-def test_the_card_says_what_computes(xla: Served) -> None:
+def test_the_card_names_device_and_dtype(xla: Served) -> None:
     assert xla.llm.card.device == "xla-cpu"
