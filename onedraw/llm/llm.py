@@ -157,22 +157,21 @@ class LLM:
         template, tools = self.template, () if use is None else use.tools
         if template is None:
             raise BadRequest(
-                "this model has no chat template of its own, or none that is called default; give it a plain prompt, as "
-                "/v1/completions does",
+                "this model has no chat template, or none that is named default; send a plain prompt to /v1/completions",
                 param="messages",
                 code="no_chat_template",
             )
 
-        def render(said: Sequence[Mapping[str, Any]], follows: bool) -> str:
-            prepared_messages, told = template_inputs(said, tools, self.tool_syntax)
-            return template.render(prepared_messages, add_generation_prompt=follows, **told, **template_kwargs)
+        def render(messages: Sequence[Mapping[str, Any]], reply_follows: bool) -> str:
+            inputs, variables = template_inputs(messages, tools, self.tool_syntax)
+            return template.render(inputs, add_generation_prompt=reply_follows, **variables, **template_kwargs)
 
         text = render(messages, add_generation_prompt)
-        ends = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
-        marks = self.tokenizer.special_texts
-        known = cached_prompt(messages, text, cache=self._call_cache, render=render, eos_texts=ends, special_texts=marks)
-        begun, rest = ((), text) if known is None else known
-        ids = (*begun, *self.tokenizer.encode(rest, add_special=False))
+        eos_texts = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
+        special = self.tokenizer.special_texts
+        cached = cached_prompt(messages, text, cache=self._call_cache, render=render, eos_texts=eos_texts, special_texts=special)
+        prefix, rest = ((), text) if cached is None else cached
+        ids = (*prefix, *self.tokenizer.encode(rest, add_special=False))
         calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel)
         return ChatPrompt(ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer), prompt_hash(text))
 

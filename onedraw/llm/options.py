@@ -232,7 +232,7 @@ def make_generation(
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
         raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
-    max_tokens = _length(options.max_tokens, default_max_tokens, prompt=len(prompt), context=card.max_context)
+    max_tokens = _max_tokens(options.max_tokens, default_max_tokens, prompt=len(prompt), context=card.max_context)
     check_ids("stop_token_ids", options.stop_token_ids, vocab=card.vocab)
     eos = () if options.ignore_eos else card.eos_ids
     params = SamplingParams(
@@ -270,19 +270,19 @@ def make_generation(
     )
 
 
-def _length(asked: int | None, default: int | None, *, prompt: int, context: int) -> int:
-    """max_tokens of the reply: the number asked for, which must fit, else the default within the context."""
+def _max_tokens(given: int | None, default: int | None, *, prompt: int, context: int) -> int:
+    """max_tokens of the reply: the number given, which must fit, else the default within the context."""
     room = context - prompt
-    if asked is None:
-        asked = max(room, 1) if default is None else min(default, max(room, 1))
-    if asked > room:
+    if given is None:
+        given = max(room, 1) if default is None else min(default, max(room, 1))
+    if given > room:
         raise ContextOverflow(
-            f"the prompt has {prompt} tokens and the reply may have {asked}: together {prompt + asked}, "
+            f"the prompt has {prompt} tokens and the reply may have {given}: together {prompt + given}, "
             f"over the context of {context}; shorten the prompt, ask for fewer tokens or raise --max-context",
             param="max_tokens" if room > 0 else "prompt",
             prompt=prompt,
         )
-    return asked
+    return given
 
 
 def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:

@@ -73,17 +73,17 @@ class Endpoints:
 
     async def respond(self, request: Request) -> Response:
         timer, parsed = RequestTimer(self.meters), await self._read(request, ResponsesRequest)
-        asked = parsed.request
+        body = parsed.request
         owner = caller(request)
-        before, items = self._recall(asked, owner)
-        said = numbered(items)
-        names = asked.names(before, said)
-        wanted = as_chat(asked.chat(before, said), names)
+        before, items = self._conversation(body, owner)
+        messages = numbered(items)
+        names = body.names(before, messages)
+        wanted = as_chat(body.chat(before, messages), names)
 
         def write(prepared: PreparedRequest) -> ResponsesWriter:
             openai = OpenAIWriter(prepared, card=self.llm.card, tokenizer=self.llm.tokenizer)
             return ResponsesWriter(
-                prepared, asked, before=before, items=items, card=self.llm.card, openai=openai, store=self._store, owner=owner
+                prepared, body, before=before, items=items, card=self.llm.card, openai=openai, store=self._store, owner=owner
             )
 
         return await self._answer(
@@ -92,7 +92,7 @@ class Endpoints:
 
     async def response(self, request: Request, response_id: str) -> Response:
         if request.method == "DELETE":
-            self._store.forget(response_id, caller(request))
+            self._store.delete(response_id, caller(request))
             return JSONResponse({"id": response_id, "object": "response", "deleted": True})
         check_query(request, {"stream": ("false",), "include": (), "include[]": ()})
         return JSONResponse(self._store.find(response_id, caller(request)).response)
@@ -103,18 +103,18 @@ class Endpoints:
 
     async def count_response(self, request: Request) -> Response:
         parsed = await self._read(request, ResponsesRequest)
-        asked = parsed.request
-        before, items = self._recall(asked, caller(request))
-        said = numbered(items)
-        names = asked.names(before, said)
-        wanted = as_chat({**asked.chat(before, said), "max_tokens": 1}, names)
+        body = parsed.request
+        before, items = self._conversation(body, caller(request))
+        messages = numbered(items)
+        names = body.names(before, messages)
+        wanted = as_chat({**body.chat(before, messages), "max_tokens": 1}, names)
         counted = await asyncio.to_thread(count_prompt, wanted, self.llm, names=names)
-        body = {"object": "response.input_tokens", "input_tokens": counted}
-        return JSONResponse(body, headers=_headers(parsed.ignored))
+        reply = {"object": "response.input_tokens", "input_tokens": counted}
+        return JSONResponse(reply, headers=_headers(parsed.ignored))
 
-    def _recall(self, asked: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
+    def _conversation(self, body: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
         """The earlier conversation, and the items of the input with references resolved."""
-        return self._store.before(asked.previous_response_id, owner), self._store.resolved(asked.items, owner)
+        return self._store.before(body.previous_response_id, owner), self._store.resolved(body.items, owner)
 
     async def message(self, request: Request) -> Response:
         timer, parsed = RequestTimer(self.meters), await self._read(request, MessagesRequest)

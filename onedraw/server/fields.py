@@ -68,12 +68,12 @@ def read(*names: str) -> tuple[Rule, ...]:
 
 
 _INERT = (
-    inert("user", "who asked"),
+    inert("user", "not used"),
     inert("metadata", "the caller's own notes"),
-    inert("safety_identifier", "who asked"),
-    inert("prompt_cache_key", "the prefix cache needs no key"),
-    inert("prompt_cache_retention", "the prefix cache keeps what was used last"),
-    inert("prompt_cache_options", "the prefix cache needs no marks"),
+    inert("safety_identifier", "not used"),
+    inert("prompt_cache_key", "prefix caching is automatic"),
+    inert("prompt_cache_retention", "the prefix cache evicts the least recently used"),
+    inert("prompt_cache_options", "prefix caching is automatic"),
     inert("service_tier", "there is one tier", "auto", "default"),
     inert("store", "nothing is stored", False),
     inert("cache_prompt", "a cached prompt has the same bits as a cold one"),

@@ -164,10 +164,10 @@ def _object_in(annotation: Any) -> type[BaseModel] | None:
     return found[0] if len(found) == 1 else None
 
 
-def as_chat(asked: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
+def as_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
     """The equivalent chat request of another API. `names` maps its field names to the caller's, for errors."""
     try:
-        return _validated(ChatRequest, dict(asked))
+        return _validated(ChatRequest, dict(fields))
     except BadParameter as error:
         raise error.renamed(names) from None
 

@@ -213,9 +213,9 @@ def test_an_item_is_stored_as_long_as_any_response_that_has_it() -> None:
     memory, reference = ResponseStore(), [{"type": "item_reference", "id": "msg_0"}]
     memory.keep(remembered(0))
     memory.keep(remembered(1, memory.resolved(reference)[0]))
-    memory.forget("resp_0")
+    memory.delete("resp_0")
     assert memory.resolved(reference)[0]["type"] == "message"
-    memory.forget("resp_1")
+    memory.delete("resp_1")
     with pytest.raises(BadParameter):
         memory.resolved(reference)
 
@@ -224,7 +224,7 @@ def test_deleting_a_later_response_keeps_the_items_of_an_earlier_one() -> None:
     memory, reference = ResponseStore(), [{"type": "item_reference", "id": "msg_0"}]
     memory.keep(remembered(0))
     memory.keep(StoredResponse({"id": "resp_1", "output": []}, (*memory.resolved(reference * 2),), ()))
-    memory.forget("resp_1")
+    memory.delete("resp_1")
     assert memory.resolved(reference)[0]["type"] == "message"
 
 

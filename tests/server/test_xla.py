@@ -63,7 +63,7 @@ def test_every_option_has_its_effect(xla: Served) -> None:
         {"repetition_penalty": 1.9},
         {"logit_bias": {"77": 50}},
     ):
-        assert said(xla, temperature=0, **option) != plain, option
+        assert said(xla, temperature=0, **given) != plain, given
     assert said(xla, temperature=1, seed=1, min_p=1.0) == plain
     assert said(xla, temperature=1, seed=1, top_p=1e-6) == plain
     assert said(xla, temperature=0, bad_words=[plain[:1]])[:1] != plain[:1]

@@ -73,7 +73,7 @@ class ResponseStore:
             raise NoSuchResponse(f"response {response_id!r} is not stored (it was dropped, or never stored)", param="response_id")
         return found
 
-    def forget(self, response_id: str, owner: str | None = None) -> None:
+    def delete(self, response_id: str, owner: str | None = None) -> None:
         self.find(response_id, owner)
         with self._lock:
             if response_id in self._kept:

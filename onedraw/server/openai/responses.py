@@ -42,7 +42,7 @@ class ResponsesWriter:
     def __init__(
         self,
         prepared: PreparedRequest,
-        asked: ResponsesRequest,
+        body: ResponsesRequest,
         *,
         before: Sequence[Json],
         items: Sequence[Json],
@@ -52,14 +52,14 @@ class ResponsesWriter:
         owner: str | None = None,
     ) -> None:
         self._prepared = prepared
-        self._asked = asked
+        self._body = body
         self._before = before
         self._items = items
         self._card = card
         self._openai = openai  # writes logprobs
         self._store = store
         self._owner = owner
-        self._summarizes = asked.summary is not None
+        self._summarizes = body.summary is not None
         self._reply: Reply | None = None  # of a stream that has begun
         self._created = int(time.time())
         self._sequence_number = 0
@@ -93,7 +93,7 @@ class ResponsesWriter:
     def _finished(self, reply: Reply, usage: Usage) -> Json:
         items = [self._done_item(block) for block in reply.blocks]
         whole = self._response(items, status=_status(reply.finish), usage=usage)
-        if self._asked.store:
+        if self._body.store:
             spoken = [item for item in items if item["type"] != "reasoning"]
             messages = (*self._before, *messages_of(self._items), *messages_of(spoken))
             self._store.keep(StoredResponse(whole, self._input_items(), messages, self._owner))
@@ -214,7 +214,7 @@ class ResponsesWriter:
         return self._openai.chat_logprobs(tokens) if self._prepared.logprobs else []
 
     def _response(self, items: list[Json], *, status: str, usage: Usage | None) -> Json:
-        asked, params = self._asked, self._prepared.generations[0].params
+        body, params = self._body, self._prepared.generations[0].params
         return {
             "id": self._prepared.id,
             "object": "response",
@@ -222,21 +222,21 @@ class ResponsesWriter:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
             "model": self._card.name,
             "output": items,
-            "parallel_tool_calls": asked.parallel_tool_calls,
-            "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": None if asked.reasoning is None else asked.reasoning.effort, "summary": asked.summary},
-            "store": asked.store,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": body.summary},
+            "store": body.store,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "text": {"format": _format_of(asked)},
-            "tool_choice": _choice_of(asked.tool_choice),
-            "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in asked.tools],
+            "text": {"format": _format_of(body)},
+            "tool_choice": _choice_of(body.tool_choice),
+            "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools],
             "truncation": "disabled",
-            "metadata": asked.metadata or {},
+            "metadata": body.metadata or {},
             "usage": None if usage is None else write_usage(usage),
             "seed": self._prepared.seed_of(0),
             "system_fingerprint": self._card.fingerprint,
@@ -253,8 +253,8 @@ def _choice_of(choice: ToolChoice | None) -> Any:
     return {"type": "allowed_tools", "mode": choice.mode, "tools": names}
 
 
-def _format_of(asked: ResponsesRequest) -> Json:
-    shape = None if asked.text is None else asked.text.format
+def _format_of(body: ResponsesRequest) -> Json:
+    shape = None if body.text is None else body.text.format
     return {"type": "text"} if shape is None else shape.model_dump(by_alias=True, exclude_none=True)
 
 
