@@ -81,7 +81,7 @@ def test_a_dry_range_of_minus_one_is_the_whole_history(llm: LLM, given: int | No
     ids=str,
 )
 def test_a_generation_can_be_written_to_json_and_read_back(llm: LLM, options: dict[str, Any]) -> None:
-    """A record must be able to replay it, whatever the reply was held to and however it was read."""
+    """Records hold generations with any response format and syntax."""
     tool = Tool("f", strict=not options)
     use = ToolUse((tool,), (tool,)) if not options else None
     settled = RequestOptions.of(**options, thinking_budget=5, seed=1, max_tokens=9)

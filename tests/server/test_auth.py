@@ -68,11 +68,11 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("alice", "keys:1 is not NAME KEY"),
-        ("alice a\nali!ce b", "keys:2 is not NAME KEY"),
+        ("alice", "keys:1 must be NAME KEY"),
+        ("alice a\nali!ce b", "keys:2 must be NAME KEY"),
         ("alice a\nalice b", "the same name twice"),
         ("alice a\nbob a", "the same key twice"),
-        ("# nobody\n", "holds no key"),
+        ("# no keys\n", "contains no key"),
     ],
 )
 def test_a_wrong_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, complaint: str) -> None:

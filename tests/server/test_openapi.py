@@ -16,7 +16,7 @@ from onedraw.server.app import create_app
 from onedraw.server.config import ServerOptions
 from onedraw.server.fields import Treatment
 from onedraw.server.openai import responses_request as items
-from onedraw.server.openapi import OBJECTS, POSTS, SPELLED, document, limits
+from onedraw.server.openapi import OBJECTS, POSTS, VALIDATOR_SCHEMAS, document, limits
 from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import ChatRequest, CompletionRequest
 from tests.server.running import Served, fake_llm, serving
@@ -63,11 +63,11 @@ def test_every_reference_leads_somewhere(told: dict[str, Any]) -> None:
 
 
 def test_every_validator_has_a_schema() -> None:
-    """Pydantic knows nothing of what a function takes; a new one needs its line in SPELLED."""
+    """Pydantic knows nothing of what a function takes; a new one needs its line in VALIDATOR_SCHEMAS."""
     for model in TABLES:
         for field in model.model_fields.values():
             for entry in field.metadata:
-                assert not isinstance(entry, PlainValidator) or entry.func in SPELLED, (model.__name__, entry.func)
+                assert not isinstance(entry, PlainValidator) or entry.func in VALIDATOR_SCHEMAS, (model.__name__, entry.func)
 
 
 def _numbers(told: dict[str, Any], model: type) -> list[tuple[str, dict[str, Any]]]:
@@ -114,8 +114,8 @@ def _company(name: str) -> dict[str, Any]:
 
 
 def _no_room(answer: Any) -> bool:
-    """In range, but not with this model: its context, or a model that does not think aloud."""
-    return any(word in answer.json()["error"]["message"] for word in ("over the context", "does not think aloud"))
+    """In range, but not with this model: its context, or a model that does not reason."""
+    return any(word in answer.json()["error"]["message"] for word in ("over the context", "does not reason"))
 
 
 @pytest.mark.parametrize("path", list(POSTS))
@@ -167,4 +167,4 @@ def test_the_document_says_whether_a_key_is_needed_and_what_lenience_takes() -> 
 
 def test_every_documented_model_is_in_the_protocol() -> None:
     theirs = {messages._text_of, messages._blocks, items._items, called.chat_choice, called.response_choice}
-    assert set(SPELLED) == theirs | {protocol._texts, protocol._prompts, protocol._bias, protocol._content}
+    assert set(VALIDATOR_SCHEMAS) == theirs | {protocol._texts, protocol._prompts, protocol._bias, protocol._content}
