@@ -267,7 +267,7 @@ class Spread:
 
 
 class Overhead:
-    """Times every event of the engine until its bytes have been handed to the socket. Between an app and its door."""
+    """Times every event of the engine until its bytes have been handed to the socket. Between an app and its LLM."""
 
     def __init__(self, app: Any, llm: LLM) -> None:
         self._app = app
@@ -276,7 +276,7 @@ class Overhead:
         submit = llm.service.submit
 
         def stamped(requests: Any) -> None:
-            submit([(request, self._stamp(request.id.rsplit("-", 2)[0], sink)) for request, sink in requests])
+            submit([(request, self._stamp(request.request.id.rsplit("-", 2)[0], sink)) for request, sink in requests])
 
         llm.service.submit = stamped  # type: ignore[method-assign]
 

@@ -3,11 +3,11 @@
     python -m bench.load_time [MODEL] [--dtype auto] [--repeats 3] [--json]
 
 Three things, each in a process of its own, each compared with what it should be:
-- time from a started interpreter to an open door (imports apart), in a process that does nothing else;
+- time from a started interpreter to a loaded LLM (imports apart), in a process that does nothing else;
 - memory of the weights alone: the stack is built as the backend builds it, without pages. Counted is anonymous memory
   (RssAnon), so the pages of the mapped checkpoint and of shared libraries, which the system may take back, stay out;
   the process is watched from outside, since a peak cannot be read afterwards;
-- the high-water mark of everything resident (VmHWM) of an open door, pages and mapped files included.
+- the high-water mark of everything resident (VmHWM) of a loaded LLM, pages and mapped files included.
 
 The rule: the peak of the weights is at most their final size plus one layer.
 """

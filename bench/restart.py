@@ -4,7 +4,7 @@
 
 Each life is a process of its own. The first of every round finds an empty folder: its first token is cold, and it leaves a
 snapshot. The second finds that: same prompt, same seed, and another seed beside it. Measured is the time from asking to the
-first token, behind an open door; a shorter request warms each life up first. The tokens of both lives must be equal.
+first token, with a loaded LLM; a shorter request warms each life up first. The tokens of both lives must be equal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def live(given: argparse.Namespace) -> dict[str, Any]:
             found[name] = {"first_token_ms": 1000 * (seconds or 0.0), "choices": choices}
         found["restored"] = llm.service.stats().snapshots_restored
         found["device"], found["dtype"] = llm.card.device, llm.card.dtype
-    return found  # the door is closed: what it had to write is written
+    return found  # the LLM is closed: its snapshots are written
 
 
 def life(given: argparse.Namespace, folder: str) -> dict[str, Any]:

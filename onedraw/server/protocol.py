@@ -140,7 +140,7 @@ class StructuredOutputs(StrictModel):
     grammar: str | None = field_doc("string", "the same as `guided_grammar`")
 
 
-class Sampling(StrictModel):
+class SamplingFields(StrictModel):
     """Fields of both chat and completions."""
 
     model: str | None = field_doc("string", "the served model; may be left out")
@@ -198,7 +198,7 @@ class Sampling(StrictModel):
     return_token_details: bool = field_doc("boolean", "adds `token_details` to each choice, see below", False)
 
     @model_validator(mode="after")
-    def _agree(self) -> Sampling:
+    def _agree(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("agree", "only with stream: true", {"at": "stream_options"})
         both = (self.max_tokens, self.max_completion_tokens)
@@ -249,7 +249,7 @@ class Sampling(StrictModel):
         return RequestOptions.of(**named | spelled | changes)
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)] = field_doc(
         "string, list of strings, list of token ids, list of such lists", "what to continue; required", ...
     )
@@ -293,7 +293,7 @@ class Message(StrictModel):
         return message | {"role": "system"} if self.role == "developer" else message
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingFields):
     messages: list[Message] = field_doc("list of objects", "see below; required", ..., min_length=1)
     logprobs: bool = field_doc("boolean", "logprobs of the tokens", False)
     top_logprobs: int | None = field_doc(

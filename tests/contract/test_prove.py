@@ -260,8 +260,8 @@ def test_a_row_is_same_only_if_its_variation_happened() -> None:
         _, alone = drive(llm, generations, "one by one", settings=cold)
         _, together = drive(llm, generations, "at once", settings=cold)
     exercised = {v.name: v.exercised for v in variations(FAKE, threads=1)}
-    constrained = {name: check(alone, alone) for name, check in exercised.items()}
-    assert [name for name, happened in constrained.items() if happened] == ["alone again, after a restart"]
+    happened_alone = {name: check(alone, alone) for name, check in exercised.items()}
+    assert [name for name, happened in happened_alone.items() if happened] == ["alone again, after a restart"]
     assert exercised["batched, at once, random order"](alone, together)
 
 

@@ -74,7 +74,7 @@ class Served:
 
 @contextmanager
 def serving(llm: LLM, options: ServerOptions = DEFAULTS) -> Iterator[Served]:
-    """A server in a thread, on a free port. The door stays open when it stops."""
+    """A server in a thread, on a free port. The LLM stays open when the server stops."""
     server = Server(llm, replace(options, port=0, log_level="critical"))
     server.config.timeout_keep_alive = 3600  # a client that was paused meets no connection that is just being closed
     thread = threading.Thread(target=server.run, name="test-server")
@@ -104,7 +104,7 @@ def fake_llm(**settings: Any) -> LLM:
 
 
 def slowed(llm: LLM, seconds: float, until: Any = None) -> LLM:
-    """The same door with a device that needs this long for a turn, until it is let go: `until` is an event, or waits as one."""
+    """The same LLM with steps that take this long, until the event `until` is set."""
     free = until or threading.Event()
     backend = llm.service._engine.backend
     submit = backend.submit
