@@ -1,4 +1,4 @@
-// The server's public interface, and nothing else: models, and a chat as a stream of chunks.
+// Client of the server's public API: the model list, and a chat as a stream of chunks.
 
 export class ApiError extends Error {
   constructor(message, { status = 0, code = null, param = null } = {}) {
@@ -11,7 +11,7 @@ export class ApiError extends Error {
 
 function headers(key) {
   const given = { "content-type": "application/json" };
-  // A header has bytes: those of the key in UTF-8, as the server reads it.
+  // Headers hold bytes: the key is sent as UTF-8, as the server reads it.
   if (key) given.authorization = "Bearer " + String.fromCharCode(...new TextEncoder().encode(key));
   return given;
 }
@@ -21,7 +21,7 @@ async function refusal(answer) {
   try {
     error = (await answer.json()).error || {};
   } catch {
-    // a proxy's page: the status has to do
+    // not JSON, such as a proxy's error page: the status is shown alone
   }
   return new ApiError(error.message || `the server answered ${answer.status}`, { status: answer.status, code: error.code, param: error.param });
 }
@@ -32,7 +32,7 @@ export async function models(key) {
   return (await answer.json()).data;
 }
 
-// The chunks of a streamed chat as they come. Aborting the signal hangs up, and the server cancels the request.
+// The chunks of a streamed chat as they come. Aborting the signal disconnects, and the server cancels the request.
 export async function* chat(body, { key, signal } = {}) {
   const answer = await fetch("/v1/chat/completions", {
     method: "POST",
@@ -50,7 +50,7 @@ export async function* chat(body, { key, signal } = {}) {
   throw new ApiError("the connection ended before the reply did");
 }
 
-// Server-sent events, as the standard cuts them: an event ends at an empty line, wherever the network cut the bytes.
+// Parses server-sent events: an event ends at an empty line, which any network chunk may contain or split.
 export async function* events(stream) {
   const reader = stream.getReader();
   const decoder = new TextDecoder();

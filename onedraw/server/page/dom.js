@@ -1,4 +1,4 @@
-// Elements and numbers, spelled.
+// Helpers for elements, numbers and visible white space.
 
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -17,7 +17,7 @@ export function percent(share) {
   return `${points >= 99.95 || points === 0 ? points.toFixed(0) : points.toFixed(1)} %`;
 }
 
-// A token as it can be seen: white space and what is no whole character have names.
+// A token's text with visible white space.
 export function spelled(text) {
   if (text === "") return "(no text)";
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));

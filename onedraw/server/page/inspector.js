@@ -1,4 +1,4 @@
-// The card of one token: how it came, how likely it was, what else might have stood there.
+// The card of one token: whether it was drafted, its probability, and the alternatives.
 
 import { make, percent, spelled } from "./dom.js";
 
@@ -11,7 +11,7 @@ export class Inspector {
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || this.card.hidden) return;
       this.hide();
-      event.stopImmediatePropagation(); // it closes the card, and does not stop a reply
+      event.stopImmediatePropagation(); // closes the card without stopping the reply
     });
   }
 
@@ -56,7 +56,7 @@ export class Inspector {
     return [make("table", {}, head, body)];
   }
 
-  // Beside the token where there is room for a card; at the foot of a narrow screen.
+  // Beside the token if there is room, else at the bottom of the screen.
   place(span) {
     const style = this.card.style;
     if (matchMedia("(max-width: 46rem)").matches || !span) {

@@ -1,4 +1,4 @@
-// The conversation: what is asked, what is running, and what becomes of a reply.
+// The conversation: sends requests, runs replies, compares replays.
 
 import { chat, models } from "./api.js";
 import { make, spelled } from "./dom.js";
@@ -17,17 +17,17 @@ const params = new Params(at("params"), () => {
 });
 
 let conversation = []; // {role, view, text | reply | results}
-let running = null; // the AbortController of what runs
+let running = null; // AbortController of the running request
 let triedKey = null;
 
 const say = (text) => (at("status").textContent = text);
 
-// ---------------------------------------------------------------------------------------------- asking
+// ---------------------------------------------------------------------------------------------- sending
 
-// Nothing is sent, and nothing of the conversation changes, while something runs or the panel is filled in wrongly.
+// While a request runs, or the parameters are invalid, nothing is sent and the conversation does not change.
 const ready = () => !running && compose() !== null;
 
-// → whether it was sent.
+// Returns whether the message was sent.
 function send(text) {
   if (!ready()) return false;
   const entry = { role: "user", text };
@@ -45,12 +45,12 @@ function resend(entry, text) {
   return true;
 }
 
-// What was said before entry number `length`.
+// The messages before entry number `length`.
 function messages(length = conversation.length) {
   return [...params.system(), ...conversation.slice(0, length).flatMap(told)];
 }
 
-// An entry as the messages that a request tells of it.
+// An entry as request messages.
 function told(entry) {
   switch (entry.role) {
     case "user":
@@ -62,7 +62,7 @@ function told(entry) {
   }
 }
 
-// What the calls of a reply gave. Written again, they take the place of what was said since.
+// Results of a reply's tool calls. If they are edited, later entries are removed.
 function giveResults(asked, texts) {
   if (!ready()) return;
   const { calls } = asked.reply;
@@ -80,7 +80,7 @@ function giveResults(asked, texts) {
   answer();
 }
 
-// The request of the panel, or nothing where the panel is filled in wrongly.
+// The request with the panel's parameters, or null if they are invalid.
 function compose(length = conversation.length) {
   try {
     return { messages: messages(length), ...params.fields() };
@@ -91,7 +91,7 @@ function compose(length = conversation.length) {
   }
 }
 
-// A reply to the conversation as it stands.
+// A reply to the current conversation.
 async function answer() {
   const request = compose();
   if (!request) return;
@@ -112,7 +112,7 @@ async function answer() {
   await run(entry);
 }
 
-// Draw anew: the panel's parameters as they are now, and a seed that the server draws.
+// New seed: the current parameters, and a seed that the server draws.
 async function reroll(entry) {
   if (running) return;
   const index = conversation.indexOf(entry);
@@ -125,7 +125,7 @@ async function reroll(entry) {
   await run(entry);
 }
 
-// Draw again: the very same request with the seed that was reported.
+// Same seed: the same request with the reported seed.
 async function redraw(entry) {
   if (running) return;
   const before = entry.reply;
@@ -149,7 +149,7 @@ async function run(entry) {
   say(failed ? `The reply failed: ${failed.message}` : `${reply.stopped ? "Stopped" : "Reply complete"}: ${reply.tokens.length} tokens`);
 }
 
-// Reads a reply to its end; → the error it ended with, if any.
+// Reads a reply to its end; returns its error, if any.
 async function stream(reply, show) {
   try {
     for await (const chunk of chat(reply.request, { key: params.key, signal: running.signal })) show(reply.add(chunk));
@@ -199,7 +199,7 @@ function verdict(entry, before, now, how) {
   entry.view.judge(`Same tokens ${how}: ${Math.min(before.tokens.length, now.tokens.length)} of ${before.tokens.length}${speed}.`, "same");
 }
 
-// Shows runs once per frame, however fast they come.
+// Updates views at most once per frame.
 class Painter {
   constructor(view) {
     this.view = view;
@@ -236,7 +236,7 @@ function cut(length) {
   inspector.hide();
 }
 
-// Stay at the end while the reader is there.
+// Keep scrolled to the end if the reader is there.
 function follow() {
   if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
 }
@@ -290,7 +290,7 @@ function theme(name) {
   try {
     localStorage.setItem("onedraw.theme", chosen);
   } catch {
-    // then it is forgotten
+    // not stored
   }
 }
 
@@ -306,7 +306,7 @@ async function connect() {
   const tried = (triedKey = params.key);
   try {
     const [card] = await models(tried);
-    if (tried !== params.key) return; // another one is on its way
+    if (tried !== params.key) return; // a request with a newer key is running
     at("model").replaceChildren(make("strong", {}, card.id), ` ${card.dtype} on ${card.device}, context ${card.max_model_len}`);
     document.title = `${card.id} · Onedraw`;
     params.defaults(card);

@@ -1,4 +1,4 @@
-// The panel of parameters: what it says, as fields of a request; kept in this browser, the key only while the tab is open.
+// The parameter panel → fields of a request. Values are stored in this browser, the key only while the tab is open.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 const KEPT = [...NUMBERS.filter((name) => name !== "seed"), "system", "alternatives", "speculation", "colours", "tools", "tool_choice", "effort", "more"];
@@ -20,7 +20,7 @@ function store(area, name, value) {
   try {
     window[area].setItem(name, value);
   } catch {
-    // then nothing is remembered
+    // not stored
   }
 }
 
@@ -53,7 +53,7 @@ export class Params {
     this.field("seed").value = value;
   }
 
-  // Placeholders say what holds where nothing is filled in.
+  // Placeholders show the defaults.
   defaults(card) {
     const neutral = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, max_tokens: "to the end" };
     for (const [name, value] of Object.entries({ ...neutral, ...card.defaults })) {
@@ -62,7 +62,7 @@ export class Params {
     }
   }
 
-  // The fields of a request, without messages. Throws where the JSON is wrong.
+  // The fields of a request, without messages. Throws if the JSON is invalid.
   fields() {
     const asked = { return_token_details: true };
     for (const name of NUMBERS) {
@@ -86,7 +86,7 @@ export class Params {
     return text ? [{ role: "system", content: text }] : [];
   }
 
-  // The value of a field that holds JSON. Throws where it does not.
+  // The value of a JSON field. Throws if it is invalid.
   json(name) {
     const { title, kind, empty } = JSON_FIELDS[name];
     const text = this.field(name).value.trim();
@@ -129,7 +129,7 @@ export class Params {
     try {
       values = Object(JSON.parse(stored("localStorage", STORE) || "{}"));
     } catch {
-      // written by something else
+      // not JSON that this page stored
     }
     for (const name of KEPT) {
       const field = this.field(name);

@@ -1,11 +1,11 @@
-// Small plots: a label, a number that is text, and a line that is only a picture of it.
+// Small plots: a label, a number as text, and a decorative line.
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 96;
 const HEIGHT = 26;
 const POINTS = 48;
 
-// Averages of neighbours, so that a long reply has as many points as a short one.
+// Averages neighbours, so that long and short replies have equally many points.
 export function squeeze(values, points = POINTS) {
   if (values.length <= points) return values;
   return Array.from({ length: points }, (_, i) => {

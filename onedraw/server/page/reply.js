@@ -1,6 +1,6 @@
-// A reply as the fold of its chunks: text by channel, tokens with how they came, turns with their times.
+// A reply as the fold of its chunks: text by channel, tokens with their details, steps with their times.
 
-// Gives the text of a stream to the tokens behind it. Tokens may run ahead of text (half a character, a possible stop
+// Assigns streamed text to tokens. Tokens may run ahead of text (half a character, a possible stop
 // string), and some have none (markers, the end of the reply).
 export class Aligner {
   constructor() {
@@ -36,7 +36,7 @@ export class Aligner {
       } else {
         const next = this.waiting.findIndex(({ rest }, i) => i > 0 && rest && (text.startsWith(rest) || rest.startsWith(text)));
         if (next > 0) {
-          this.waiting.splice(0, next); // what stands before it is a marker that the text leaves out
+          this.waiting.splice(0, next); // tokens before it are markers, which the text omits
         } else {
           runs.push({ text, token: head.token });
           text = "";
@@ -68,7 +68,7 @@ export class Reply {
     this.aligner = new Aligner();
   }
 
-  // Takes in a chunk; → what is new to show: [{channel, text, token}]
+  // Adds a chunk; returns the new parts to show: [{channel, text, token}]
   add(chunk) {
     this.fingerprint = chunk.system_fingerprint ?? this.fingerprint;
     if (chunk.usage) this.usage = chunk.usage;
@@ -128,17 +128,17 @@ export class Reply {
     return this.tokens.map((token) => token.id);
   }
 
-  // It ended before its end: stopped here, or broken off.
+  // The reply was stopped by the user or interrupted.
   get partial() {
     return Boolean(this.stopped || this.error);
   }
 
-  // Whether there is anything of it to tell of.
+  // Whether the reply has any content.
   says() {
     return Boolean(this.text || this.reasoning || (this.calls.length && !this.partial));
   }
 
-  // The message as the next request sends it. Calls that were cut off nobody has answered.
+  // The message as the next request sends it. Calls that were cut off are omitted.
   message() {
     const said = { role: "assistant", content: this.text };
     if (this.reasoning) said.reasoning_content = this.reasoning;
@@ -148,7 +148,7 @@ export class Reply {
     return said;
   }
 
-  // What the plots show, turn by turn. Speed is taken over a few turns, since one alone is mostly chance.
+  // Values of the plots, step by step. Speed is averaged over a few steps.
   series() {
     const span = 8;
     const speed = [];
@@ -169,7 +169,7 @@ export class Reply {
     return { speed, perTurn: this.turns.map((turn) => turn.tokens), acceptance };
   }
 
-  // Over the whole reply: tokens per second after the first turn, tokens per turn, drafts kept of drafts made.
+  // Over the whole reply: tokens per second after the first step, tokens per step, drafts kept of drafts made.
   totals() {
     const first = this.turns[0];
     const last = this.turns[this.turns.length - 1];
@@ -188,7 +188,7 @@ export class Reply {
   }
 }
 
-// The first place where two replies differ, or null. A reply that was stopped says nothing about what it had not said yet.
+// The first difference of two replies, or null. Tokens after the end of a stopped reply are not compared.
 export function firstDifference(recorded, again, { partial = false } = {}) {
   const length = Math.min(recorded.tokens.length, again.tokens.length);
   for (let i = 0; i < length; i++) {

@@ -1,4 +1,4 @@
-// Messages on the page: what you said, and replies as they grow. Views show; main.js decides.
+// Views of messages and replies. Logic is in main.js.
 
 import { make, percent } from "./dom.js";
 import { described, kind } from "./inspector.js";
@@ -38,7 +38,7 @@ export class UserView {
     });
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {
-        event.stopPropagation(); // it ends the editing, not a reply
+        event.stopPropagation(); // ends editing without stopping the reply
         close();
       }
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -51,7 +51,7 @@ export class UserView {
   }
 }
 
-// What tools gave back: a message of its own, which can be taken back and written again.
+// Tool results: a message that can be edited and sent again.
 export class ResultsView {
   constructor(calls, texts, { onedit }) {
     this.element = make("article", { class: "message user", "aria-label": "Results of tools" });
@@ -61,7 +61,7 @@ export class ResultsView {
   }
 }
 
-// Arguments as people write them; as they came where they are no JSON.
+// Arguments as indented JSON, or unchanged if they are not JSON.
 function tidy(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
@@ -70,7 +70,7 @@ function tidy(text) {
   }
 }
 
-let numbered = 0; // labels need ids of their own
+let numbered = 0; // for unique label ids
 
 export class ReplyView {
   constructor(reply, { inspector, say, onroll, onsame, onreplay, onpin, onresults }) {
@@ -81,7 +81,7 @@ export class ReplyView {
     this.reset(reply);
   }
 
-  // An empty reply in place of the last one.
+  // Replaces the reply by an empty one.
   reset(reply) {
     this.reply = reply;
     this.active = -1;
@@ -138,7 +138,7 @@ export class ReplyView {
     });
   }
 
-  // Asks what the calls gave; `given` is what was said the last time.
+  // Shows a form for the results of the calls; `given`: the earlier results.
   askResults(given = []) {
     const areas = this.reply.calls.map((call, i) => {
       const area = make("textarea", { id: `result-${++numbered}`, rows: "2", spellcheck: "false" });
@@ -207,7 +207,7 @@ export class ReplyView {
     this.inspector.show(this.reply.tokens[index], this.reply.tokens.length, span);
   }
 
-  // Arrow keys walk over the tokens that have text; what is found is said aloud.
+  // Arrow keys move between tokens that have text; the token is announced to screen readers.
   move(event) {
     if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
@@ -221,7 +221,7 @@ export class ReplyView {
     const index = shown[next];
     this.active = index;
     this.spans[index].scrollIntoView({ block: "nearest" });
-    requestAnimationFrame(() => this.inspect(index, this.spans[index])); // behind the scrolling, which hides the card
+    requestAnimationFrame(() => this.inspect(index, this.spans[index])); // after scrolling, which hides the card
     this.say(described(this.reply.tokens[index], this.reply.tokens.length));
   }
 }
