@@ -126,13 +126,13 @@ def test_the_speculation_is_seen(visit: Visit) -> None:
         visit.ask("1 2 3 4 1 2 3 4 1 2 3 4")
     assert asked.value.post_data_json["return_token_details"] is True
     visit.wait_for_end()
-    kept, chosen = visit.page.locator(".assistant > .said .kept"), visit.page.locator(".assistant > .said .chosen")
+    kept, sampled = visit.page.locator(".assistant > .said .kept"), visit.page.locator(".assistant > .said .sampled")
     assert kept.count() > 0
-    assert chosen.count() > 0
-    numbers = re.search(r"(\d+) tokens: (\d+) kept (\d+) chosen", visit.facts())
+    assert sampled.count() > 0
+    numbers = re.search(r"(\d+) tokens: (\d+) kept (\d+) sampled", visit.facts())
     assert numbers is not None
     assert int(numbers[1]) == int(numbers[2]) + int(numbers[3])
-    assert kept.first.evaluate("e => getComputedStyle(e).backgroundColor") != chosen.first.evaluate(
+    assert kept.first.evaluate("e => getComputedStyle(e).backgroundColor") != sampled.first.evaluate(
         "e => getComputedStyle(e).backgroundColor"
     )
     kept.first.hover()
@@ -140,7 +140,7 @@ def test_the_speculation_is_seen(visit: Visit) -> None:
     assert "a draft that was right" in card.inner_text()
     assert card.locator("tbody tr").count() >= 5
     assert "%" in card.locator("tr.said").inner_text()
-    for name in ("tokens/s", "tokens per turn", "drafts kept"):
+    for name in ("tokens/s", "tokens per step", "drafts kept"):
         plot = visit.page.locator(".plot", has_text=name)
         assert re.search(r"\d", plot.inner_text())
         assert plot.locator("path").get_attribute("d").startswith("M")
@@ -155,7 +155,7 @@ def test_tokens_are_reached_by_keyboard_and_said_aloud(visit: Visit) -> None:
     visit.page.keyboard.press("ArrowRight")
     visit.page.keyboard.press("ArrowRight")
     told = visit.page.locator("#status").inner_text()
-    assert re.search(r"token 2 of 48, (kept|chosen), [\d.<> ]+%", told), told
+    assert re.search(r"token 2 of 48, (kept|sampled), [\d.<> ]+%", told), told
     visit.page.keyboard.press("End")
     assert re.search(r"token 4\d of 48", visit.page.locator("#status").inner_text())
     assert visit.page.locator("#inspector").is_visible()
@@ -403,7 +403,7 @@ def test_axe_would_find_something(visit: Visit) -> None:
     assert {finding.partition(":")[0] for finding in visit.findings()} == {"button-name", "color-contrast"}
 
 
-def test_the_colours_can_be_chosen(visit: Visit) -> None:
+def test_the_colours_can_be_switched(visit: Visit) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = visit.page.evaluate(ground)
     for _ in range(2):

@@ -94,7 +94,7 @@ export class ReplyView {
     this.wrong = make("p", { class: "wrong", role: "alert" });
     this.plots = {
       speed: new Plot("tokens/s", { format: (value) => value.toFixed(1) }),
-      perTurn: new Plot("tokens per turn", { format: (value) => value.toFixed(2) }),
+      perTurn: new Plot("tokens per step", { format: (value) => value.toFixed(2) }),
       acceptance: new Plot("drafts kept", { top: 1, format: percent }),
     };
     const drawn = make("div", { class: "plots" }, ...Object.values(this.plots).map((plot) => plot.element));
@@ -168,7 +168,7 @@ export class ReplyView {
     const reply = this.reply;
     const facts = [`${reply.seed === null ? "" : `seed ${reply.seed} · `}${totals.tokens} tokens: `];
     facts.push(make("span", { class: "t kept" }, `${totals.kept} kept`), " ");
-    facts.push(make("span", { class: "t chosen" }, `${totals.tokens - totals.kept} chosen`));
+    facts.push(make("span", { class: "t sampled" }, `${totals.tokens - totals.kept} sampled`));
     if (reply.done) facts.push(" · " + (reply.stopped ? "stopped by you" : reply.error ? "failed" : `ended by ${reply.finish}`));
     return facts;
   }
