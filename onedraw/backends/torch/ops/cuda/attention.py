@@ -166,7 +166,7 @@ def _attend(
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for split in range(begin_split, end_split):
+    for split in range(begin_split, end_split):  # names in _s: state of this split
         row_max_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
         acc_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)

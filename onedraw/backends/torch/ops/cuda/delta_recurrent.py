@@ -47,7 +47,7 @@ def _load_parts(vector, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: t
 
 @triton.jit
 def _load_token(head_ptrs, token, row, column_mask, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-          VALUE_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                VALUE_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Key, query, value, decay and beta of a token. `head_ptrs`: pointers to those of this head at token 0."""
     key = _load_parts(head_ptrs[0] + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
     query = _load_parts(head_ptrs[1] + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)

@@ -41,7 +41,7 @@ def _all_finite(x):
 
 @triton.jit
 def _write_kv(keys, values, key_scales, value_scales, key, value, offsets, head_slot, mask, head_mask, dtype: tl.constexpr,
-           QUANT_MAX: tl.constexpr):  # fmt: skip
+              QUANT_MAX: tl.constexpr):  # fmt: skip
     """Store a token's keys and values, quantized where QUANT_MAX > 0; heads that are not finite as NaN keys and zero values."""
     finite = _all_finite(value)
     if QUANT_MAX > 0:
