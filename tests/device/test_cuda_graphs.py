@@ -227,7 +227,7 @@ def test_a_planted_fault_in_steps_launched_ahead_is_caught(fault: str, monkeypat
     assert got != expected
 
 
-@pytest.mark.parametrize("room", [64, 800])  # bytes: for nothing; for all but the count increments
+@pytest.mark.parametrize("size", [64, 800])  # bytes: for nothing; for all but the count increments
 def test_sampling_inputs_that_exceed_their_staging_buffer_change_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers already run when the sampling inputs are staged: sampling then runs eagerly."""
     from onedraw.backends.torch.runner import graph_runner

@@ -1,4 +1,4 @@
-"""Kernels compiled for a card that is not here: what the compiler says of their shared memory, and that they compile at all."""
+"""Compiles a Triton kernel for a GPU that need not be present."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def compiled(
     numbers: dict[str, Any],
     *,
     capability: int,
-    sixteens: tuple[str, ...] = (),
+    divisible_by_16: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
-    """`pointers`: argument → element kind; `numbers`: constants; what is in neither is a 32-bit integer, floats by name. Pointers
-    and `sixteens` are multiples of 16."""
+    """`pointers`: type of each pointer or float argument; `numbers`: constexpr values; other arguments are 32-bit integers.
+    Pointers and the arguments in `divisible_by_16` are specialized as multiples of 16."""
     signature, constants = {}, {}
     for name in kernel.arg_names:
         if name in numbers:
@@ -31,7 +31,7 @@ def compiled(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in sixteens
+        if signature[name].startswith("*") or name in divisible_by_16
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

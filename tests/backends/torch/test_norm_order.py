@@ -22,7 +22,7 @@ def reduction_layout(width: int, piece: int, *, kind: str, weight: str, capabili
         pointers | {"eps": "fp32"},
         numbers,
         capability=capability,
-        sixteens=("x_stride",) if aligned else (),
+        divisible_by_16=("x_stride",) if aligned else (),
         num_warps=norm._warps(block),
         enable_fp_fusion=False,
     )
