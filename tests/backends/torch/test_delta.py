@@ -1,4 +1,4 @@
-"""Gated DeltaNet: two forms that agree, drafts that leave no trace, states that roll back to the bit."""
+"""Gated DeltaNet: two forms that agree, rejected drafts that change nothing, and commits with equal bits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def row(
     )
 
 
-def turn(ops: Ops, store: LaneStore, rows: list[Row], projected: torch.Tensor) -> torch.Tensor:
+def run_step(ops: Ops, store: LaneStore, rows: list[Row], projected: torch.Tensor) -> torch.Tensor:
     inputs = make_inputs(Plan(tuple(rows)), layout=InputLayout(8, (30,), RowRule(1)), device=CPU)
     return ops.prepare_delta(inputs, SPEC).run(projected, weights=WEIGHTS, store=store)
 
@@ -105,19 +105,19 @@ def oracle(projected: torch.Tensor) -> torch.Tensor:
     return torch.stack(out)
 
 
-def test_both_forms_are_the_formula(ops: Ops) -> None:
-    chunked = turn(ops, store_of(), [row(0, LENGTH, prompt=LENGTH)], PROJECTED)
-    stepped = turn(ops, store_of(), [row(0, LENGTH, prompt=0)], PROJECTED)
+def test_both_forms_compute_the_formula(ops: Ops) -> None:
+    chunked = run_step(ops, store_of(), [row(0, LENGTH, prompt=LENGTH)], PROJECTED)
+    stepped = run_step(ops, store_of(), [row(0, LENGTH, prompt=0)], PROJECTED)
     expected = oracle(PROJECTED)
     assert (chunked - expected).abs().max() < 1e-5
     assert (stepped - expected).abs().max() < 1e-5
     assert not torch.equal(chunked, stepped)  # two forms, or the laws about them say nothing
 
 
-def test_chunks_on_the_grid_do_not_show(ops: Ops) -> None:
+def test_chunks_on_the_grid_do_not_change_bits(ops: Ops) -> None:
     whole, cut = store_of(), store_of()
-    expected = turn(ops, whole, [row(0, LENGTH, prompt=140)], PROJECTED)
-    parts = [turn(ops, cut, [row(a, b, prompt=140)], PROJECTED[a:b]) for a, b in ((0, 64), (64, 128), (128, 143), (143, 150))]
+    expected = run_step(ops, whole, [row(0, LENGTH, prompt=140)], PROJECTED)
+    parts = [run_step(ops, cut, [row(a, b, prompt=140)], PROJECTED[a:b]) for a, b in ((0, 64), (64, 128), (128, 143), (143, 150))]
     assert torch.equal(torch.cat(parts), expected)
     assert torch.equal(cut.states, whole.states)
     assert torch.equal(cut.windows, whole.windows)
@@ -125,15 +125,15 @@ def test_chunks_on_the_grid_do_not_show(ops: Ops) -> None:
 
 def test_a_chunk_cut_off_the_grid_is_refused(ops: Ops) -> None:
     with pytest.raises(AssertionError, match="inside a chunk"):
-        turn(ops, store_of(), [row(0, 36, prompt=100)], PROJECTED[:36])
+        run_step(ops, store_of(), [row(0, 36, prompt=100)], PROJECTED[:36])
 
 
-def test_neighbours_and_lanes_do_not_show(ops: Ops) -> None:
+def test_neighbours_and_lanes_do_not_change_bits(ops: Ops) -> None:
     alone = store_of()
-    expected = turn(ops, alone, [row(0, 70, prompt=66, lane=1)], PROJECTED[:70])
+    expected = run_step(ops, alone, [row(0, 70, prompt=66, lane=1)], PROJECTED[:70])
     batch = store_of()
     rows = [row(0, 5, prompt=5, lane=0), row(0, 70, prompt=66, lane=1), row(0, 1, prompt=0, lane=2)]
-    got = turn(ops, batch, rows, torch.cat([PROJECTED[100:105], PROJECTED[:70], PROJECTED[120:121]]))
+    got = run_step(ops, batch, rows, torch.cat([PROJECTED[100:105], PROJECTED[:70], PROJECTED[120:121]]))
     assert torch.equal(got[5:75], expected)
     assert torch.equal(batch.states[1], alone.states[1])
 
@@ -143,18 +143,18 @@ TREE = (Draft(1, -1), Draft(2, -1), Draft(3, 1), Draft(4, 0), Draft(5, 2), Draft
 
 
 @pytest.mark.parametrize(("drafts", "path"), [(CHAIN, (0, 1, 2, 3)), (CHAIN, ()), (CHAIN, tuple(range(6))), (TREE, (1, 2, 4, 6))])
-def test_kept_drafts_leave_what_known_tokens_would(ops: Ops, drafts: tuple[Draft, ...], path: tuple[int, ...]) -> None:
+def test_committed_drafts_leave_the_state_of_known_tokens(ops: Ops, drafts: tuple[Draft, ...], path: tuple[int, ...]) -> None:
     """The drafts' projections are those of positions 81 …; a tree's other nodes have some of their own."""
     known = store_of()
-    turn(ops, known, [row(0, 80, prompt=78)], PROJECTED[:80])
+    run_step(ops, known, [row(0, 80, prompt=78)], PROJECTED[:80])
     state = state_of()
     [drafted], last = state.lanes, row(80, 81, prompt=78, drafts=drafts)
-    turn(ops, drafted, [row(0, 80, prompt=78)], PROJECTED[:80])
+    run_step(ops, drafted, [row(0, 80, prompt=78)], PROJECTED[:80])
     nodes = draw(len(drafts), WIDTH, seed=9)
     for depth, index in enumerate(path):
         nodes[index] = PROJECTED[81 + depth]
-    got = turn(ops, drafted, [last], torch.cat([PROJECTED[80:81], nodes]))
-    expected = turn(ops, known, [row(80, 81 + len(path), prompt=78)], PROJECTED[80 : 81 + len(path)])
+    got = run_step(ops, drafted, [last], torch.cat([PROJECTED[80:81], nodes]))
+    expected = run_step(ops, known, [row(80, 81 + len(path), prompt=78)], PROJECTED[80 : 81 + len(path)])
     assert torch.equal(got[[0, *(1 + index for index in path)]], expected)
     if path:
         ops.commit(state, HostCommit([last], [path], 0))
@@ -165,37 +165,37 @@ def test_kept_drafts_leave_what_known_tokens_would(ops: Ops, drafts: tuple[Draft
 def test_a_node_reads_its_parents_state_and_no_siblings(ops: Ops) -> None:
     store, alone = store_of(), store_of()
     for one in (store, alone):
-        turn(ops, one, [row(0, 10, prompt=10)], PROJECTED[:10])
-    got = turn(ops, store, [row(10, 11, prompt=10, drafts=TREE)], PROJECTED[10:18])
+        run_step(ops, one, [row(0, 10, prompt=10)], PROJECTED[:10])
+    got = run_step(ops, store, [row(10, 11, prompt=10, drafts=TREE)], PROJECTED[10:18])
     chain = (Draft(2, -1), Draft(3, 0), Draft(6, 1))  # the path to node 5
-    expected = turn(ops, alone, [row(10, 11, prompt=10, drafts=chain)], PROJECTED[[10, 12, 13, 16]])
+    expected = run_step(ops, alone, [row(10, 11, prompt=10, drafts=chain)], PROJECTED[[10, 12, 13, 16]])
     assert torch.equal(got[[0, 2, 3, 6]], expected)
 
 
 def test_rows_without_drafts_write_nothing_to_the_rollback_buffer(ops: Ops) -> None:
     store = store_of()
-    turn(ops, store, [row(0, 20, prompt=20, lane=0), row(0, 10, prompt=10, lane=1)], PROJECTED[:30])
+    run_step(ops, store, [row(0, 20, prompt=20, lane=0), row(0, 10, prompt=10, lane=1)], PROJECTED[:30])
     buffers = (store.decays, store.keys, store.changes, store.fed)
     for buffer in buffers:
         buffer.fill_(torch.nan)
     rows = [row(20, 21, prompt=20, lane=0, drafts=CHAIN[:2]), row(10, 11, prompt=10, lane=1)]
-    turn(ops, store, rows, PROJECTED[30:34])
+    run_step(ops, store, rows, PROJECTED[30:34])
     for buffer in buffers:
         assert torch.isfinite(buffer[:2]).all()
         assert torch.isnan(buffer[2:]).all()
     for buffer in buffers:
         buffer.fill_(torch.nan)
-    turn(ops, store, [dataclasses.replace(rows[1], start=11)], PROJECTED[34:35])
+    run_step(ops, store, [dataclasses.replace(rows[1], start=11)], PROJECTED[34:35])
     assert all(torch.isnan(buffer).all() for buffer in buffers)
     assert torch.isfinite(store.states).all()
 
 
-def test_checkpoints_hold_what_a_cold_run_passes_through(ops: Ops) -> None:
+def test_checkpoints_hold_the_states_of_a_cold_run(ops: Ops) -> None:
     store, cold = store_of(), store_of()
     saves = (CheckpointSave(64, 2), CheckpointSave(128, 0), CheckpointSave(150, 3))
-    turn(ops, store, [row(0, LENGTH, prompt=LENGTH, saves=saves)], PROJECTED)
+    run_step(ops, store, [row(0, LENGTH, prompt=LENGTH, saves=saves)], PROJECTED)
     for save in saves:
-        turn(ops, cold, [row(0, save.position, prompt=save.position, lane=1)], PROJECTED[: save.position])
+        run_step(ops, cold, [row(0, save.position, prompt=save.position, lane=1)], PROJECTED[: save.position])
         store.restore([save.slot], [2])
         assert torch.equal(store.states[2], cold.states[1])
         assert torch.equal(store.windows[2], cold.windows[1])
@@ -205,15 +205,15 @@ def test_a_prompt_of_one_token_keeps_its_window(ops: Ops) -> None:
     """Windows shorter than the convolution begin with zeros, in lanes and in checkpoints alike."""
     store = store_of()
     store.windows.fill_(9.0)  # another sequence's
-    turn(ops, store, [row(0, 1, prompt=1, lane=1, saves=(CheckpointSave(1, 0),))], PROJECTED[:1])
+    run_step(ops, store, [row(0, 1, prompt=1, lane=1, saves=(CheckpointSave(1, 0),))], PROJECTED[:1])
     for window in (store.windows[1], store.saved_windows[0]):
         assert not window[:2].any()
         assert torch.equal(window[2], PROJECTED[0, : SPEC.channels])
 
 
-def test_the_twins_agree() -> None:
+def test_the_kernels_agree_with_plain_torch() -> None:
     ours, twin = store_of(), store_of()
-    a = turn(ops_of("kernels"), ours, [row(0, LENGTH, prompt=100)], PROJECTED)
-    b = turn(ops_of("torch"), twin, [row(0, LENGTH, prompt=100)], PROJECTED)
+    a = run_step(ops_of("kernels"), ours, [row(0, LENGTH, prompt=100)], PROJECTED)
+    b = run_step(ops_of("torch"), twin, [row(0, LENGTH, prompt=100)], PROJECTED)
     assert (a - b).abs().max() < 2e-5
     assert (ours.states - twin.states).abs().max() < 2e-5

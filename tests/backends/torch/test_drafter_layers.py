@@ -1,4 +1,4 @@
-"""A drafter reads the target after the layers that it names, in its own order, and after one of them twice if it says so."""
+"""A drafter reads the outputs of the target layers that it names, in its own order, and of one of them twice if it says so."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def features(folder: Path, ids: tuple[int, ...], dtype: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_features_stand_in_the_drafters_order(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_in_the_drafters_order(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.write_safetensors("llama", tmp_path / "target")
     tokens, forth = features(tmp_path, (0, 2), dtype, monkeypatch)
     assert forth.shape[1] == 2 * WIDTH

@@ -1,4 +1,4 @@
-"""What the memory plan says is what a backend takes."""
+"""A backend allocates what the memory plan says."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sixteen_drafts_in_eight_lanes_of_the_27b_fit_into_a_gibibyte() -> None:
     assert 16 * 8 * sum(m.state_bytes for layer in spec.layers if isinstance(m := layer.mixer, DeltaSpec)) > 18 * GIB
 
 
-def test_draft_memory_bounds_the_drafts_of_a_turn() -> None:
+def test_draft_memory_bounds_the_drafts_of_a_step() -> None:
     spec = tiny_modern.spec("qwen3_5")
     sizes = {"dtype": "f32", "max_context": 256, "max_batch": 4, "page_size": 16, "drafts": 16}
     assert memory_plan(spec, **sizes, draft_memory=10 * spec.draft_bytes()).draft_positions == 10  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def test_layers_that_only_attend_need_no_rollback_buffer() -> None:
     assert (plan.draft_positions, plan.lane_bytes) == (0, 0)
 
 
-def test_a_sliding_group_is_as_large_as_its_window_and_a_turn() -> None:
+def test_a_sliding_group_is_as_large_as_its_window_and_a_step() -> None:
     spec = spec_of(CONFIGS["Gemma 4 31B"])
     plan = memory_plan(spec, dtype="bf16", max_context=131072, max_batch=1, page_size=16, step_tokens=512)
     full, sliding = plan.groups

@@ -1,4 +1,4 @@
-"""A request whose numbers overflow fails alone: neither its neighbours nor the next owners of its pages notice."""
+"""A request whose numbers overflow fails alone: its neighbours and the next owners of its pages are not affected."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def run(backend: TorchBackend, *rows: Row) -> tuple[RowOutcome, ...]:
     return backend.collect(backend.submit(Plan(rows))).rows
 
 
-def test_the_next_owner_of_its_pages_does_not_notice(backend: TorchBackend) -> None:
+def test_the_next_owner_of_its_pages_is_not_affected(backend: TorchBackend) -> None:
     (clean,) = run(backend, row(PROMPT, (0, 1, 2)))
     (failed,) = run(backend, row((*PROMPT[:3], BROKEN, *PROMPT[4:], 9, 9, 9), (3, 4, 5)))
     assert failed.no_token_left
     assert run(backend, row(PROMPT, (3, 4, 5))) == (clean,)
 
 
-def test_what_stands_before_it_in_its_own_prompt_does_not_notice(backend: TorchBackend) -> None:
-    """Those pages are shared with requests that begin alike."""
+def test_earlier_tokens_of_its_own_prompt_are_not_affected(backend: TorchBackend) -> None:
+    """Those pages are shared with requests that have the same prefix."""
     run(backend, row(PROMPT, (0, 1, 2)))
     run(backend, row((*PROMPT[:35], BROKEN, *PROMPT[36:]), (3, 4, 5)))
     for layer in backend.states[0].stores:
@@ -92,7 +92,7 @@ def test_what_stands_before_it_in_its_own_prompt_does_not_notice(backend: TorchB
             assert torch.equal(pages[:2], pages[3:5])
 
 
-def test_a_neighbour_in_the_turn_does_not_notice(backend: TorchBackend) -> None:
+def test_a_neighbour_in_the_step_is_not_affected(backend: TorchBackend) -> None:
     (clean,) = run(backend, row(PROMPT, (0, 1, 2)))
     failed, beside = run(backend, row((BROKEN,) * 20, (6, 7), lane=1), row(PROMPT, (3, 4, 5)))
     assert failed.no_token_left
@@ -100,7 +100,7 @@ def test_a_neighbour_in_the_turn_does_not_notice(backend: TorchBackend) -> None:
 
 
 class Loud:
-    """A feed-forward whose answer is far larger than it was trained to be."""
+    """A feed-forward whose output is far larger than in training."""
 
     def __init__(self, inner: FeedForward) -> None:
         self._inner, self.linears = inner, inner.linears
@@ -128,7 +128,7 @@ def test_a_stream_that_leaves_the_range_of_f16_names_the_layer_and_is_never_serv
     assert (answer.tokens, answer.error) == ([], "not_finite")
 
 
-def test_a_stream_that_overflows_behind_a_boundary_names_the_layer_by_its_number_in_the_model(folder: Path) -> None:
+def test_an_overflow_in_a_later_stage_names_the_layer_by_its_number_in_the_model(folder: Path) -> None:
     backend = make_backend(folder, kernels=False, check=False, dtype="f16", activation="f16", cuts=(1,))
     layers = backend.model.stages[1].layers
     layers[1] = dataclasses.replace(layers[1], feed_forward=Loud(layers[1].feed_forward))  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("wishes", [{}, {"top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.3}])
-def test_numbers_that_are_none_are_not_the_callers_fault(folder: Path, wishes: dict[str, float]) -> None:
+def test_nan_logits_are_not_reported_as_the_callers_error(folder: Path, wishes: dict[str, float]) -> None:
     backend = make_backend(folder, kernels=False, check=False, dtype="f32")
     rows = backend.model._embedding
     backend.model._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.nan, rows(tokens))

@@ -1,4 +1,4 @@
-"""Pages come back from elsewhere to wherever there is room, neighbours or not."""
+"""Stored pages are read back to any free pages, consecutive or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def store() -> PageStore:
     [{0: 3, 1: 4, 2: 5}, {0: 5, 1: 4, 2: 3}, {1: 0, 2: 1, 4: 2, 5: 9, 6: 10}, {6: 11}, {}],
     ids=["neighbours", "turned round", "with gaps", "one", "none"],
 )
-def test_every_page_lands_in_its_place_and_no_other_is_touched(places: dict[int, int]) -> None:
+def test_every_page_is_read_back_to_its_place_and_no_other_changes(places: dict[int, int]) -> None:
     torch.manual_seed(0)
     keys, values, pages = torch.randn(7, 2, 32), torch.randn(7, 2, 32), store()
     pages.fill(places, {"keys": keys, "values": values})

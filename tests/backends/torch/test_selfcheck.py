@@ -1,5 +1,5 @@
-"""The self-check keeps to the pages and the context there are, however few: kernels do not look where they write. And it compares
-over every border at which another kernel takes over."""
+"""The self-check stays within the existing pages and context, since kernels do not check bounds, and compares across every row
+count at which another kernel takes over."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["kernels", "torch"])
 @pytest.mark.parametrize(("pages", "page_size", "max_context"), [(1, 1, 1), (1, 16, 16), (2, 64, 5), (3, 8, 24), (8, 16, 16)])
-def test_few_pages_and_a_short_context_are_not_left(
+def test_few_pages_and_a_short_context_are_not_exceeded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, pages: int, page_size: int, max_context: int
 ) -> None:
     seen: list[Inputs] = []
@@ -73,8 +73,8 @@ def test_few_pages_and_a_short_context_are_not_left(
         assert int(inputs.tables[0].max()) <= pages
 
 
-def test_padding_finds_its_turn_where_the_context_is_shorter_than_a_page(folder: Path) -> None:
-    """Where rows come in blocks of 64, padding stands at every position of a page."""
+def test_padding_has_rope_angles_where_the_context_is_shorter_than_a_page(folder: Path) -> None:
+    """Where rows come in blocks of 64, padding has every position of a page."""
     info = read_model_info(open_checkpoint(folder))
     ops = TorchOps(torch.device("cpu"))
     ops.rule = RowRule(block=64)
@@ -89,7 +89,7 @@ def test_padding_finds_its_turn_where_the_context_is_shorter_than_a_page(folder:
 
 
 class Bordered(Linear):
-    """A product whose rows differ in a low bit where another kernel serves, from some number of rows on."""
+    """A product whose rows differ in a low bit from some number of rows on."""
 
     def __init__(self, border: int, *, says: bool, differs: bool) -> None:
         super().__init__(torch.randn(24, 32, generator=torch.Generator().manual_seed(3)), rule=RowRule(floor=2))
@@ -105,13 +105,13 @@ class Bordered(Linear):
 
 
 @pytest.mark.parametrize("border", [9, 65, 257, 1366])
-def test_a_kernel_that_takes_over_with_other_bits_is_found(border: int) -> None:
+def test_a_kernel_that_takes_over_with_different_bits_is_found(border: int) -> None:
     assert not selfcheck._rows_agree(Bordered(border, says=True, differs=True), RowRule(floor=2))
     assert selfcheck._rows_agree(Bordered(border, says=True, differs=False), RowRule(floor=2))
 
 
-def test_a_border_that_nobody_names_is_one_that_nobody_compares_over() -> None:
-    """As it was at 257 rows of packed weights: fewer than 128 rows were ever compared."""
+def test_a_border_that_is_not_declared_is_not_compared() -> None:
+    """Regression: packed weights changed kernels at 257 rows, and fewer than 128 rows were compared."""
     assert selfcheck._rows_agree(Bordered(257, says=False, differs=True), RowRule(floor=2))
 
 
@@ -120,7 +120,7 @@ def test_borders_that_no_product_of_this_width_can_reach_are_left_out() -> None:
     assert selfcheck._rows_compared([257, 65], 257) == [1, 2, 5, 16, 64, 65, 256, 257]
 
 
-def test_packed_products_name_every_border(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_products_declare_every_border(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
     for shared, more in ((227 << 10, set()), (99 << 10, {46})):
         monkeypatch.setattr(packed_rows, "shared_memory", lambda device, shared=shared: shared)
@@ -133,7 +133,7 @@ def test_packed_products_name_every_border(monkeypatch: pytest.MonkeyPatch) -> N
         assert found <= {5, 9, 17, 25, 33, 49, 65, 205, 257} | more, sorted(found)
 
 
-def test_products_of_plain_weights_name_every_border() -> None:
+def test_products_of_plain_weights_declare_every_border() -> None:
     for n, k in ((6144, 4096), (1000, 576)):
         assert tile_borders(n, k, torch.bfloat16, 227 << 10) == (17, 33, 65, 129, 257)
     assert choose_tile(MAX_TILED_ROWS, 6144, 4096, torch.bfloat16, 227 << 10) == choose_tile(
@@ -143,7 +143,7 @@ def test_products_of_plain_weights_name_every_border() -> None:
 
 
 class OtherSteps(TorchOps):
-    """Generated tokens of four rows or more by another kernel; one whose bits are others, where it is told so."""
+    """Generated tokens of four rows or more by another kernel, with different bits where `differs`."""
 
     def __init__(self, *, differs: bool) -> None:
         super().__init__(CPU)
@@ -164,7 +164,7 @@ def backend_with(folder: Path, ops: TorchOps) -> TorchBackend:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_generated_tokens_are_compared_over_the_borders_of_a_turn(family: str, folder: Path, tmp_path: Path) -> None:
+def test_generated_tokens_are_compared_across_the_borders_of_a_step(family: str, folder: Path, tmp_path: Path) -> None:
     place = folder if family == "qwen3" else tiny.write_safetensors(family, tmp_path / "hf")
     for differs in (False, True):
         backend = backend_with(place, OtherSteps(differs=differs))
@@ -175,7 +175,7 @@ def test_generated_tokens_are_compared_over_the_borders_of_a_turn(family: str, f
             assert selfcheck._steps_agree(*given, counts) != differs
 
 
-def test_what_was_compared_over_borders_stands_among_the_findings(folder: Path) -> None:
+def test_comparisons_across_borders_are_reported(folder: Path) -> None:
     backend = backend_with(folder, OtherSteps(differs=True))
     with torch.inference_mode():
         report = selfcheck.self_check(backend.model, backend.states, layout=backend.layout)
@@ -183,7 +183,7 @@ def test_what_was_compared_over_borders_stands_among_the_findings(folder: Path) 
 
 
 class OtherExperts:
-    """A bank that answers rows past a border with other bits, where it is told so."""
+    """Experts with different bits past a border, where `differs`."""
 
     def __init__(self, bank: ExpertBank, *, differs: bool, kind: str) -> None:
         self._bank, self._differs, self.kind = bank, differs, kind
@@ -200,7 +200,7 @@ class OtherExperts:
         return y * (1 + 2**-20) if self._differs and len(h) >= 40 else y
 
 
-def test_experts_are_compared_over_their_borders(tmp_path: Path) -> None:
+def test_experts_are_compared_across_their_borders(tmp_path: Path) -> None:
     class Ops(TorchOps):
         differs, kinds, made = False, ["Q4_K"], 0
 

@@ -1,4 +1,4 @@
-"""Things pass a line of threads in order, one at a time in each; a step that fails ends its own thing."""
+"""Jobs pass the stages of a pipeline in order, one at a time in each; a call that fails ends its own job alone."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ PATIENCE = 120.0  # seconds
 def nothing() -> None: ...
 
 
-def test_a_stage_takes_one_thing_at_a_time_and_in_order() -> None:
+def test_a_stage_takes_one_job_at_a_time_and_in_order() -> None:
     pipeline, seen, inside = Pipeline([nothing] * 3), list[tuple[int, int]](), [0, 0, 0]
 
-    def step(thing: int, stage: int) -> int:
+    def step(job: int, stage: int) -> int:
         inside[stage] += 1
         assert inside[stage] == 1
-        time.sleep(0.002 if (thing + stage) % 2 else 0)
-        seen.append((stage, thing))
+        time.sleep(0.002 if (job + stage) % 2 else 0)
+        seen.append((stage, job))
         inside[stage] -= 1
-        return thing
+        return job
 
-    found = [pipeline.start([partial(step, thing, stage) for stage in range(3)]) for thing in range(12)]
+    found = [pipeline.start([partial(step, job, stage) for stage in range(3)]) for job in range(12)]
     assert [one.result(PATIENCE) for one in found] == list(range(12))
-    assert all([thing for at, thing in seen if at == stage] == list(range(12)) for stage in range(3))
+    assert all([job for at, job in seen if at == stage] == list(range(12)) for stage in range(3))
     pipeline.close()
 
 
-def test_two_stages_are_at_work_at_once() -> None:
-    """Each of two things waits in its stage for the other: one after the other they would wait for ever."""
+def test_two_stages_work_at_once() -> None:
+    """Each of two jobs waits in its stage for the other: one after the other they would deadlock."""
     pipeline, meet = Pipeline([nothing] * 2), threading.Barrier(2)
     first = pipeline.start([nothing, lambda: meet.wait(PATIENCE)])
     second = pipeline.start([lambda: meet.wait(PATIENCE), lambda: "through"])
@@ -48,7 +48,7 @@ def test_two_stages_are_at_work_at_once() -> None:
     pipeline.close()
 
 
-def test_a_step_that_fails_ends_its_own_thing_alone() -> None:
+def test_a_call_that_fails_ends_its_own_job_alone() -> None:
     pipeline = Pipeline([nothing] * 2)
 
     def fails() -> None:
@@ -62,7 +62,7 @@ def test_a_step_that_fails_ends_its_own_thing_alone() -> None:
     pipeline.close()
 
 
-def test_a_stage_that_could_not_open_says_so_to_whoever_comes_through() -> None:
+def test_every_job_raises_the_error_of_a_failed_first_call() -> None:
     def fails() -> None:
         raise RuntimeError("planted")
 
@@ -73,24 +73,24 @@ def test_a_stage_that_could_not_open_says_so_to_whoever_comes_through() -> None:
     pipeline.close()
 
 
-def test_an_opening_is_let_go_of_once_it_is_done() -> None:
-    class Opening:
+def test_a_first_call_is_released_after_it_ran() -> None:
+    class FirstCall:
         def __call__(self) -> None: ...
 
-    opening = Opening()
-    pipeline, held = Pipeline([opening]), weakref.ref(opening)
-    del opening
+    first = FirstCall()
+    pipeline, held = Pipeline([first]), weakref.ref(first)
+    del first
     pipeline.start([nothing]).result(PATIENCE)
     gc.collect()
     assert held() is None
     pipeline.close()
 
 
-needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of processors on this system")
+needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin a thread to processors")
 
 
 @needs_affinity
-def test_a_stage_stays_on_its_processors_and_nobody_else_moves() -> None:
+def test_a_stage_is_pinned_to_its_processors_and_other_threads_are_not() -> None:
     cores = sorted(os.sched_getaffinity(0))
     pipeline = Pipeline([partial(set_threads, 1, [], (cores[0],)), partial(set_threads, 1, [], (cores[-1],))])
     where: list[set[int]] = []
@@ -104,7 +104,7 @@ def test_a_stage_stays_on_its_processors_and_nobody_else_moves() -> None:
 
 
 @needs_affinity
-def test_processors_that_are_not_there_are_refused_by_name() -> None:
+def test_processors_that_do_not_exist_are_refused_by_name() -> None:
     first, *_, there = sorted([*os.sched_getaffinity(0)] * 2)
     with pytest.raises(BadSetting, match=rf"--devices cpu:{there + 1}: this program may run on the processors {first}"):
         find_devices([f"cpu:{there + 1}"])

@@ -1,4 +1,4 @@
-"""Weights on their way to a device: joined, padded, and untouched by what passes through the buffer after them."""
+"""Weights on a device: joined, padded, and independent of the loader's buffer."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def test_matrices_are_joined_by_rows_each_padded_with_zeros() -> None:
     np.testing.assert_array_equal(loader().passing(1, "gate", "up", pad=LANE).numpy(), expected)
 
 
-def test_columns_are_padded_with_zeros_where_asked() -> None:
+def test_columns_are_padded_with_zeros() -> None:
     down = loader().passing(0, "down", pad_columns=LANE).numpy()
     assert down.shape == (48, 128)
     np.testing.assert_array_equal(down[:, :100], WEIGHTS.read(0, "down"))
     assert not down[:, 100:].any()
 
 
-def test_padding_is_zero_whatever_lay_in_the_buffer_before() -> None:
+def test_padding_is_zero_whatever_the_buffer_held_before() -> None:
     used = loader()
     used.passing(None, "head").fill_(7.0)
     np.testing.assert_array_equal(used.passing(1, "gate", pad=LANE).numpy()[100:], np.zeros((28, 48), np.float32))
 
 
-def test_what_is_kept_is_not_touched_by_what_passes() -> None:
+def test_kept_weights_do_not_share_the_buffer() -> None:
     used = loader()
     bias = used.kept(0, "q_bias", "k_bias", "v_bias")
     before = bias.clone()
@@ -52,8 +52,8 @@ def test_what_is_kept_is_not_touched_by_what_passes() -> None:
     assert torch.equal(bias, before)
 
 
-def test_a_stack_in_float32_keeps_nothing_of_the_buffer() -> None:
-    """Whoever takes a passing matrix packs a copy; a product that kept the tensor itself would hold its successor's numbers."""
+def test_a_model_in_float32_keeps_nothing_of_the_buffer() -> None:
+    """A product packs a copy: one that kept the tensor itself would be overwritten by the next matrix."""
     model = Transformer(SPEC, WEIGHTS, dtype=torch.float32, stage_devices=[StageDevice(CPU, TorchOps(CPU))], max_context=64)
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
     for index, layer in enumerate(model.layers):

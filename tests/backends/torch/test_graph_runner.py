@@ -1,4 +1,4 @@
-"""Which turns are padded and recorded, and to which shapes."""
+"""Which steps are captured, the shapes they are padded to, and the shapes that are captured before the first request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW = Row("r", 0, ((0, 1),), 20, (5,), (), 20, True, SamplingParams(), History((
 CHAIN = tuple(Draft(1, i - 1) for i in range(5))
 
 
-def test_rows_tokens_and_reach_grow_in_steps() -> None:
+def test_rows_and_reach_are_padded_to_the_next_size() -> None:
     assert bucket_of(Plan((ROW,) * 3), recurrent=True).rows == 4  # type: ignore[union-attr]
     one, many = bucket_of(Plan((ROW,)), recurrent=True), bucket_of(Plan((replace(ROW, start=600),)), recurrent=False)
     assert one is not None
@@ -30,7 +30,7 @@ def test_rows_tokens_and_reach_grow_in_steps() -> None:
     assert (one.reach, many.reach) == (512, 1024)
 
 
-def test_drafts_have_buckets_of_their_own_and_trees_too() -> None:
+def test_chains_and_trees_of_drafts_have_buckets_of_their_own() -> None:
     chain = bucket_of(Plan((ROW, replace(ROW, drafts=CHAIN))), recurrent=True)
     tree = bucket_of(Plan((replace(ROW, drafts=(Draft(1, -1), Draft(2, -1))),)), recurrent=True)
     assert chain is not None
@@ -39,7 +39,7 @@ def test_drafts_have_buckets_of_their_own_and_trees_too() -> None:
     assert tree.depth is not None
 
 
-def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None:
+def test_prompts_checkpoints_and_logprobs_are_not_captured() -> None:
     asks = SamplingParams(logprobs=1)
     for row in (
         replace(ROW, tokens=(5, 6)),
@@ -59,7 +59,7 @@ def test_prompts_checkpoints_and_what_the_host_must_see_are_not_steady() -> None
     assert bucket_of(Plan((replace(ROW, params=SamplingParams(dry=DryParams(1.0))),)), recurrent=True) is not None
 
 
-def test_rehearsed_rows_stand_within_the_context_and_reach_as_far_as_it_goes() -> None:
+def test_warm_up_shapes_fit_the_context_and_reach_its_end() -> None:
     near, alone, drafted, more = (places for _, places in warm_up_shapes(2, 4096))
     assert near == [WarmUpShape(1, 256), WarmUpShape(1, 512), WarmUpShape(2, 256), WarmUpShape(2, 512)]
     assert (alone, drafted, more) == (
@@ -81,23 +81,23 @@ def drafted(max_context: int, drafts: int) -> list[WarmUpShape]:
 @pytest.mark.parametrize(
     ("drafts", "lengths"), [(0, []), (1, [1]), (2, [1, 2]), (4, [1, 3, 4]), (15, [1, 3, 7, 11, 15]), (16, [1, 3, 7, 11, 15, 16])]
 )
-def test_one_row_is_rehearsed_with_drafts_of_every_bucket_up_to_the_longest(drafts: int, lengths: list[int]) -> None:
+def test_one_row_is_warmed_up_with_drafts_of_every_bucket_up_to_the_longest(drafts: int, lengths: list[int]) -> None:
     found = drafted(4096, drafts)
     assert [(place.rows, place.drafts, place.start) for place in found] == [
         (1, n, start) for n in lengths for start in (256, 512)
     ]
     rows = (replace(ROW, drafts=tuple(Draft(1, i - 1) for i in range(n))) for n in range(1, drafts + 1))
     buckets = {bucket_of(Plan((row,)), recurrent=True).longest for row in rows}  # type: ignore[union-attr]
-    assert len(buckets) == len(lengths)  # whatever comes has a bucket that was rehearsed
+    assert len(buckets) == len(lengths)  # every number of drafts has a bucket that was warmed up
 
 
-def test_rehearsed_drafts_end_within_the_context() -> None:
+def test_warm_up_drafts_end_within_the_context() -> None:
     for max_context in (1, 5, 20, 300, 520):
         assert all(place.start >= 0 and place.start + place.drafts < max_context for place in drafted(max_context, 15))
 
 
-def test_a_recorder_that_holds_nothing_yet_is_used_where_it_is_given() -> None:
-    """A recorder of graphs is as long as it has graphs, and so was taken for none while it was empty."""
+def test_an_empty_graph_cache_is_used_where_it_is_given() -> None:
+    """Regression: len() of a cache without graphs is 0, so `given or own` ignored it."""
 
     class Empty(ReplayedWork):
         def __len__(self) -> int:
