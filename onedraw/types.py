@@ -158,7 +158,7 @@ def _shown(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to be continued once. Several choices or prompts are several requests."""
+    """One prompt to be continued once: plain data, which can cross a process border. Several choices are several requests."""
 
     id: str
     prompt: tuple[int, ...]

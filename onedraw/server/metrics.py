@@ -25,25 +25,25 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "Sequences in the batch.", lambda s: s.running),
     ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
     ("kv_cache_usage_perc", "Pages in use; 1 is all of them.", lambda s: s.pages_used / max(s.pages_total, 1)),
-    ("prompt_checkpoints", "Checkpoints of prompts that are kept.", lambda s: s.checkpoints_used),
+    ("prompt_checkpoints", "Prompt checkpoints in memory.", lambda s: s.checkpoints_used),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
     ("prompt_tokens", "Prompt tokens computed.", lambda s: s.prompt_tokens),
-    ("generation_tokens", "Tokens chosen.", lambda s: s.completion_tokens),
-    ("num_preemptions", "Sequences that gave their pages back and began again.", lambda s: s.preemptions),
-    ("prompt_checkpoints_saved", "Checkpoints of prompts that were made.", lambda s: s.checkpoints_saved),
-    ("prompt_checkpoints_evicted", "Checkpoints that gave way to others.", lambda s: s.checkpoints_evicted),
-    ("prompt_checkpoints_restored", "Rows that began with a checkpoint.", lambda s: s.restores),
-    ("prompt_checkpoints_whole", "Prompts taken whole from a checkpoint, none of them computed.", lambda s: s.whole_prompts),
-    ("prompt_snapshots_saved", "Checkpoints of prompts written to the disk.", lambda s: s.snapshots_saved),
-    ("prompt_snapshots_restored", "Prompts that began with a snapshot from the disk.", lambda s: s.snapshots_restored),
-    ("sliding_pages_let_go", "Pages of sliding layers that no later position sees.", lambda s: s.window_pages_freed),
-    ("spec_decode_num_drafts", "Rows that carried drafts.", lambda s: s.drafts),
+    ("generation_tokens", "Tokens sampled.", lambda s: s.completion_tokens),
+    ("num_preemptions", "Preemptions: sequences whose pages were released, to be computed again.", lambda s: s.preemptions),
+    ("prompt_checkpoints_saved", "Prompt checkpoints saved.", lambda s: s.checkpoints_saved),
+    ("prompt_checkpoints_evicted", "Prompt checkpoints evicted.", lambda s: s.checkpoints_evicted),
+    ("prompt_checkpoints_restored", "Rows that started from a checkpoint.", lambda s: s.restores),
+    ("prompt_checkpoints_whole", "Prompts restored whole from a checkpoint.", lambda s: s.whole_prompts),
+    ("prompt_snapshots_saved", "Prompt checkpoints written to disk.", lambda s: s.snapshots_saved),
+    ("prompt_snapshots_restored", "Prompts restored from a snapshot on disk.", lambda s: s.snapshots_restored),
+    ("sliding_pages_let_go", "Pages of sliding-window layers released behind the window.", lambda s: s.window_pages_freed),
+    ("spec_decode_num_drafts", "Rows with drafts.", lambda s: s.drafts),
     ("spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.draft_tokens),
     ("spec_decode_num_accepted_tokens", "DraftStats tokens kept.", lambda s: s.accepted_tokens),
-    ("engine_turns", "Turns of the engine.", lambda s: s.steps),
+    ("engine_turns", "Engine steps.", lambda s: s.steps),
 )
 
 
@@ -117,7 +117,7 @@ class RequestTimer:
             self._meters.ended(piece.finish)
 
     def _tokens(self, choice: int, count: int, now: float) -> None:
-        """Tokens of one turn arrive together: the time since the last ones is shared by them."""
+        """Tokens of one step arrive together and share the time since the tokens before."""
         if choice in self._last:
             for _ in range(count):
                 self._meters.between.observe((now - self._last[choice]) / count)
