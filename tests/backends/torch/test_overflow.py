@@ -51,7 +51,7 @@ def backend(request: pytest.FixtureRequest, folder: Path) -> TorchBackend:
         check=False,
     )
     rows = made.model._embedding
-    made.model._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
+    made.model._embedding = lambda tokens, thread_pool=None: torch.where(tokens[:, None] == BROKEN, torch.inf, rows(tokens))
     return made
 
 
@@ -148,7 +148,7 @@ def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
 def test_nan_logits_are_not_reported_as_the_callers_error(folder: Path, wishes: dict[str, float]) -> None:
     backend = make_backend(folder, kernels=False, check=False, dtype="f32")
     rows = backend.model._embedding
-    backend.model._embedding = lambda tokens, by=None: torch.where(tokens[:, None] == BROKEN, torch.nan, rows(tokens))
+    backend.model._embedding = lambda tokens, thread_pool=None: torch.where(tokens[:, None] == BROKEN, torch.nan, rows(tokens))
     [answer], _ = served(backend, [Request("q", (*PROMPT, BROKEN), SamplingParams(max_tokens=3, **wishes))], Schedule())
     assert (answer.tokens, answer.error) == ([], "not_finite")
     banned = SamplingParams(max_tokens=3, bad_words=((5,),))

@@ -125,7 +125,7 @@ class Transformer:
         """[T, E] on the device of the tokens; looked up on the first stage, which has the only table. `by`: the operations whose
         threads read the rows, since those of the head may be busy with another step."""
         with current_device(self.stages[0].device):
-            x = self._embedding(tokens, by)
+            x = self._embedding(tokens, None if by is None else by.thread_pool)
             return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
     def hidden(

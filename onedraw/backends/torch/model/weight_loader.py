@@ -130,28 +130,28 @@ def padded(count: int, multiple: int) -> int:
 
 
 class EmbeddingRows(Protocol):
-    """Rows of the embedding by token, [T] → [T, E]. `by`: the operations whose threads read them, where there are several."""
+    """Rows of the embedding by token, [T] → [T, E]. `thread_pool`: the one that reads them, where there are several."""
 
-    def __call__(self, tokens: Tensor, by: object = None) -> Tensor: ...
+    def __call__(self, tokens: Tensor, thread_pool: int | None = None) -> Tensor: ...
 
 
 def table_rows(table: Tensor) -> EmbeddingRows:
     """Of a table [V', E], on its device."""
-    return lambda tokens, by=None: table.index_select(0, tokens.to(table.device))
+    return lambda tokens, thread_pool=None: table.index_select(0, tokens.to(table.device))
 
 
 def packed_rows(table: Linear) -> EmbeddingRows:
     """Of a weight that is kept in its quantized blocks, on its device."""
-    return lambda tokens, by=None: table.rows(tokens.to(table.device), by)
+    return lambda tokens, thread_pool=None: table.rows(tokens.to(table.device), thread_pool)
 
 
 def head_rows(head: Linear, source: WeightSource, *, tied: bool) -> EmbeddingRows:
     """Where rows of a product's weight can be read: a tied embedding is kept once, in the head; rows of another are read from
     the mapped checkpoint file."""
     if tied:
-        return lambda tokens, by=None: head.rows(tokens, by)
+        return lambda tokens, thread_pool=None: head.rows(tokens, thread_pool)
     stored = source.tensor(None, "embed")
-    return lambda tokens, by=None: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
+    return lambda tokens, thread_pool=None: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
 
 
 # ------------------------------------------------------------------ random weights on the device

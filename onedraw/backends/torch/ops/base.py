@@ -53,6 +53,11 @@ class Products(Protocol):
         """Whether rows of a weight can be read back from a product (`Linear.rows`)."""
         ...
 
+    @property
+    def thread_pool(self) -> int | None:
+        """The address of these operations' own thread pool; None where they have none."""
+        ...
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:

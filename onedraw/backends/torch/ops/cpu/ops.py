@@ -134,8 +134,7 @@ class CpuOps:
         return None
 
     @property
-    def team(self) -> int:
-        """The address of the kernels' thread pool."""
+    def thread_pool(self) -> int | None:
         return int(self._kernels.team)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:

@@ -98,11 +98,12 @@ class CpuLinear(Linear):
         kernels.linear(self.address, x.data_ptr(), self.in_features, y.data_ptr(), len(x), memory, kernels.team)
         return y
 
-    def rows(self, wanted: Tensor, by: object = None) -> Tensor:
+    def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
         """Rows of a product of one weight, as numbers: [T, in]."""
         (part,) = self.parts
         out = torch.empty(len(wanted), part.width, dtype=torch.float32, device="cpu")
-        kernels, code, team = self._kernels, CPU_PACKED_KINDS[part.kind], getattr(by, "team", self._kernels.team)
+        kernels, code = self._kernels, CPU_PACKED_KINDS[part.kind]
+        team = kernels.team if thread_pool is None else thread_pool
         kernels.rows(part.data.data_ptr(), code, part.width, wanted.data_ptr(), len(wanted), out.data_ptr(), team)
         return out
 

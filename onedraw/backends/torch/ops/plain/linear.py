@@ -47,9 +47,9 @@ class Linear:
         """Row counts from which another kernel or tile is used; the self-check compares across each of them."""
         return ()
 
-    def rows(self, wanted: Tensor, by: object = None) -> Tensor:
-        """Rows of the weight as numbers, [T] → [T, K], where `Products.reads_weight_rows`. `by`: the operations whose threads
-        read them; None: its own."""
+    def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
+        """Rows of the weight as numbers, [T] → [T, K], where `Products.reads_weight_rows`. `thread_pool`: see
+        `Products.thread_pool`; None: its own."""
         raise NotImplementedError("this product's weight cannot be read back")
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class FloatOps:
     """Defaults of operations that need weights as float tensors and have no fused form."""
 
     reads_weight_rows = False
+    thread_pool: int | None = None
 
     def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
         return None

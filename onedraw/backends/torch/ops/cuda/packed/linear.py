@@ -258,7 +258,7 @@ class PackedLinear(Linear):
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
 
-    def rows(self, wanted: Tensor, by: object = None) -> Tensor:
+    def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
         """Rows of a product of one weight, as numbers: [T] → [T, K]."""
         (part,) = self.parts
         if not isinstance(part, Fragments):
