@@ -5,7 +5,7 @@
 The shape is that of Qwen3.6-35B-A3B: 256 experts of 512 between 2,048, eight for each row, which are drawn at random. check:
 products of experts against the same matrices alone, bit by bit. time: medians of graph replays over several layers, so that
 weights are cold: both products, the whole bank, and what share of a copy's speed the bytes of the chosen experts come at.
-heights: the products with tiles of rows of every height, so that `GROUP_PAIRS` in shares.py can be chosen.
+heights: the products with tiles of rows of every height, so that `EXPERT_PAIRS` in work_split.py can be chosen.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from bench.gpu_decode import captured, timed_ms
 from onedraw.backends.packing import SPAN_BYTES, gpu_packed_bytes
 from onedraw.backends.torch.ops.cuda.experts import Routes, route
 from onedraw.backends.torch.ops.cuda.linear import shared_memory
-from onedraw.backends.torch.ops.cuda.nvrtc import keep_in
-from onedraw.backends.torch.ops.cuda.packed.activations import prepare_rows
-from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank
-from onedraw.backends.torch.ops.cuda.packed.few_rows import grouped_product, make_groups_ready, make_ready, tile_height
+from onedraw.backends.torch.ops.cuda.nvrtc import cache_in
+from onedraw.backends.torch.ops.cuda.packed.activations import pack_activations
+from onedraw.backends.torch.ops.cuda.packed.experts import PackedExpertBank
+from onedraw.backends.torch.ops.cuda.packed.few_rows import compile_expert_kernels, compile_kernels, experts_product, tile_height
 from onedraw.backends.torch.ops.cuda.packed.linear import packed_product
-from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
-from onedraw.backends.torch.ops.cuda.packed.work_split import GROUP_BLOCKS, TILE_ROWS, group_fits
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight, empty_packed_weight, fill_packed_weight
+from onedraw.backends.torch.ops.cuda.packed.work_split import EXPERT_BLOCKS, TILE_ROWS, expert_tiles_fit
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.random_weights import random_blocks
 
@@ -44,20 +44,20 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    gate_up: tuple[Fragments, ...]
-    down: Fragments
+    gate_up: tuple[PackedWeight, ...]
+    down: PackedWeight
 
-    def bank(self, *, pdl: bool) -> PackedBank:
-        return PackedBank(self.gate_up, self.down, "silu", pdl=pdl)
+    def bank(self, *, pdl: bool) -> PackedExpertBank:
+        return PackedExpertBank(self.gate_up, self.down, "silu", pdl=pdl)
 
 
-def stack(kind: str, rows: int, width: int, seed: int) -> Fragments:
+def stack(kind: str, rows: int, width: int, seed: int) -> PackedWeight:
     """Matrices of which every eighth is the same: their bytes are apart, so that changes nothing."""
-    found = empty_fragments(kind, rows=rows, width=width, device=DEVICE, count=COUNT)
+    found = empty_packed_weight(kind, rows=rows, width=width, device=DEVICE, count=COUNT)
     raw = torch.from_numpy(random_blocks(kind, 8 * rows, width, np.random.default_rng(seed), width**-0.5)).to(DEVICE)
     for number in range(0, COUNT, 8):
-        fill_fragments(found, raw.view(8, rows, -1), first=0, number=number)
-    make_groups_ready(kind, DEVICE)
+        fill_packed_weight(found, raw.view(8, rows, -1), first=0, number=number)
+    compile_expert_kernels(kind, DEVICE)
     return found
 
 
@@ -81,13 +81,13 @@ def chosen(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(rows, USED, generator=generator, device=DEVICE)
 
 
-def product(x: Tensor, part: Fragments, routes: Routes, *, divide: int, pdl: bool = False) -> Tensor:
+def product(x: Tensor, part: PackedWeight, routes: Routes, *, divide: int, pdl: bool = False) -> Tensor:
     out = torch.full((len(routes.order), part.rows), torch.nan, dtype=x.dtype, device=DEVICE)
-    return grouped_product(prepare_rows(x), part, routes, divide=divide, out=out, pdl=pdl)
+    return experts_product(pack_activations(x), part, routes, divide=divide, out=out, pdl=pdl)
 
 
 def fitting_heights() -> list[int]:
-    return [TILE_ROWS * tiles for tiles in GROUP_BLOCKS if group_fits(tiles, shared_memory(DEVICE))]
+    return [TILE_ROWS * tiles for tiles in EXPERT_BLOCKS if expert_tiles_fit(tiles, shared_memory(DEVICE))]
 
 
 # ------------------------------------------------------------------ is it right?
@@ -96,7 +96,7 @@ def fitting_heights() -> list[int]:
 def check(kinds: tuple[str, str, str]) -> None:
     made, workspace = layer(kinds), Workspace(DEVICE)
     for part, divide in ((made.gate_up[0], USED), (made.down, 1)):
-        make_ready(part.kind, DEVICE)
+        compile_kernels(part.kind, DEVICE)
         for rows in (1, 5, 64, 700):
             ids, weights = chosen(rows, seed=rows)
             x = normal(rows * USED // divide, part.width, seed=1)
@@ -105,7 +105,7 @@ def check(kinds: tuple[str, str, str]) -> None:
             expected = torch.empty(rows * USED, part.rows, dtype=x.dtype, device=DEVICE)
             for number in lowest.unique().tolist():
                 mine = asked[lowest == number]
-                alone = prepare_rows(x[mine // divide])
+                alone = pack_activations(x[mine // divide])
                 room = torch.empty(len(mine), part.rows, dtype=x.dtype, device=DEVICE)
                 expected[mine] = packed_product(alone, part.matrix(number), out=room, workspace=workspace)
             for height in fitting_heights():
@@ -120,7 +120,7 @@ def check(kinds: tuple[str, str, str]) -> None:
 # ------------------------------------------------------------------ how fast is it?
 
 
-def chosen_bytes(parts: Iterable[Fragments], ids: Tensor) -> int:
+def chosen_bytes(parts: Iterable[PackedWeight], ids: Tensor) -> int:
     """Of the experts that somebody chose."""
     return sum(gpu_packed_bytes((part.rows, part.width), part.kind) for part in parts) * len(ids.unique())
 
@@ -129,15 +129,15 @@ def said(name: str, us: float, size: int, flops: float) -> str:
     return f"{name} {us:7.1f} us, {size / COPY_BYTES * 1e6 / us:4.0%} of a copy, {flops / us * 1e-6:6.1f} TFLOP/s"
 
 
-def products_us(x: Tensor, layers: Sequence[Sequence[Fragments]], routes: Routes, *, divide: int, pdl: bool) -> float:
+def products_us(x: Tensor, layers: Sequence[Sequence[PackedWeight]], routes: Routes, *, divide: int, pdl: bool) -> float:
     """One layer's, of rows that are ready."""
-    ready = prepare_rows(x)
+    ready = pack_activations(x)
     outs = [torch.empty(len(routes.order), part.rows, dtype=x.dtype, device=DEVICE) for part in layers[0]]
 
     def work() -> None:
         for parts in layers:
             for part, out in zip(parts, outs, strict=True):
-                grouped_product(ready, part, routes, divide=divide, out=out, pdl=pdl)
+                experts_product(ready, part, routes, divide=divide, out=out, pdl=pdl)
 
     return timed_ms(captured(work).replay, 7) / len(layers) * 1e3
 
@@ -164,7 +164,7 @@ def timed(kinds: tuple[str, str, str], rows: Iterable[int], limit: float) -> Non
         print(f"{'/'.join(kinds)} {count:5d} rows, tiles of {routes.height:2d} | " + " | ".join(figures), flush=True)
 
 
-def run_all(banks: list[PackedBank], x: Tensor, ids: Tensor, weights: Tensor) -> None:
+def run_all(banks: list[PackedExpertBank], x: Tensor, ids: Tensor, weights: Tensor) -> None:
     for bank in banks:
         bank(x, ids, weights, 1.0)
 
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60)
     parser.add_argument("--cache", type=Path, default=Path("build"))
     given = parser.parse_args()
-    keep_in(given.cache)
+    cache_in(given.cache)
     with torch.inference_mode():
         if given.section == "check":
             check(tuple(given.kinds))

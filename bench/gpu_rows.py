@@ -19,10 +19,10 @@ from torch import Tensor
 
 from bench.gpu_decode import captured, timed_ms
 from onedraw.backends.packing import SPAN_BYTES, gpu_packed_bytes
-from onedraw.backends.torch.ops.cuda.nvrtc import keep_in
-from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, prepare_rows
-from onedraw.backends.torch.ops.cuda.packed.few_rows import make_ready, opened, skinny_product, unpacked_rows
-from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.ops.cuda.nvrtc import cache_in
+from onedraw.backends.torch.ops.cuda.packed.activations import PackedActivations, pack_activations
+from onedraw.backends.torch.ops.cuda.packed.few_rows import compile_kernels, dequantize, dequantize_rows, few_rows_product
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight, empty_packed_weight, fill_packed_weight
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
@@ -46,19 +46,19 @@ SHAPES = (
 FORMS: tuple[bool | None, ...] = (None, True, False)  # blocks that have all segments of their outputs, or not; None chooses
 
 
-NAMES = {None: "chosen", True: "inside", False: "apart"}
+NAMES = {None: "chosen", True: "whole_k", False: "apart"}
 
 
-def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[Fragments, np.ndarray]:
+def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[PackedWeight, np.ndarray]:
     """A weight whose codes repeat every 64 rows, and the stored bytes of those."""
     few = n if n % 64 else 64
     raw = random_blocks(kind, few, k, np.random.default_rng(seed), k**-0.5)
-    small = empty_fragments(kind, rows=few, width=k, device=DEVICE)
-    fill_fragments(small, torch.from_numpy(raw).to(DEVICE), first=0)
+    small = empty_packed_weight(kind, rows=few, width=k, device=DEVICE)
+    fill_packed_weight(small, torch.from_numpy(raw).to(DEVICE), first=0)
     if few == n:
         return small, raw
     units = small.units.repeat(n // few, 1, 1)
-    return Fragments(kind, n, k, units, torch.zeros(len(units) + 1, dtype=torch.int32, device=DEVICE)), raw
+    return PackedWeight(kind, n, k, units, torch.zeros(len(units) + 1, dtype=torch.int32, device=DEVICE)), raw
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -66,9 +66,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
-def product(x: Tensor, weight: Fragments, form: bool | None = None, **more: Tensor) -> Tensor:
+def product(x: Tensor, weight: PackedWeight, form: bool | None = None, **more: Tensor) -> Tensor:
     out = torch.full((len(x), weight.rows), torch.nan, dtype=x.dtype, device=x.device)
-    return skinny_product(prepare_rows(x), weight, out=out, inside=form, **more)  # type: ignore[arg-type]
+    return few_rows_product(pack_activations(x), weight, out=out, whole_k=form, **more)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ is it right?
@@ -80,20 +80,20 @@ def numbers(raw: np.ndarray, kind: str, k: int) -> Tensor:
     return torch.from_numpy(out).to(DEVICE)
 
 
-def product_of_opened(x: Tensor, weight: Fragments) -> Tensor:
-    """The rule in float64 over the opened weight."""
-    return reference_product(prepare_rows(x), opened(weight, 0, weight.rows))
+def product_of_opened(x: Tensor, weight: PackedWeight) -> Tensor:
+    """The rule in float64 over the dequantized weight."""
+    return reference_product(pack_activations(x), dequantize(weight, 0, weight.rows))
 
 
 def check(kinds: Iterable[str]) -> None:
     for kind in kinds:
-        make_ready(kind, DEVICE)
+        compile_kernels(kind, DEVICE)
         for n, k in ((1000, 1536), (512, 6144), (2600, 2560), *(((200, 576),) if QUANT_TYPES[kind].block_values == 32 else ())):
             weight, raw = made(kind, n, k)
             twin = numbers(raw, kind, k).repeat(-(-n // len(raw)), 1)[:n]
-            same = torch.equal(unpacked_rows(weight, None, out=torch.empty(n, k, device=DEVICE)), twin)
+            same = torch.equal(dequantize_rows(weight, None, out=torch.empty(n, k, device=DEVICE)), twin)
             wanted = torch.tensor([3, n - 1, 17, 8], device=DEVICE)
-            half = unpacked_rows(weight, wanted, out=torch.empty(4, k, device=DEVICE, dtype=torch.bfloat16))
+            half = dequantize_rows(weight, wanted, out=torch.empty(4, k, device=DEVICE, dtype=torch.bfloat16))
             same &= torch.equal(half, twin[wanted].bfloat16())
             for dtype in (torch.bfloat16, torch.float16) if kind == "Q4_K" else (torch.bfloat16,):
                 x = normal(64, k, dtype=dtype, seed=1)
@@ -112,11 +112,11 @@ def check(kinds: Iterable[str]) -> None:
                 more = product(x, weight, bias=bias, residual=residual)
                 follows = torch.equal(more, (full + bias) + residual)
                 early = torch.full_like(full, torch.nan)
-                skinny_product(prepare_rows(x, pdl=True), weight, out=early, pdl=True)
+                few_rows_product(pack_activations(x, pdl=True), weight, out=early, pdl=True)
                 follows &= torch.equal(early, full)
                 idle = not weight.counters.any()
                 print(
-                    f"{kind} {n}x{k} {str(dtype)[6:]}: numbers {'equal' if same else 'UNEQUAL'}, error {error:.1e}, opened "
+                    f"{kind} {n}x{k} {str(dtype)[6:]}: numbers {'equal' if same else 'UNEQUAL'}, error {error:.1e}, dequantized "
                     f"{half_way:.1e}, rows {unequal or 'equal'} {'' if middle else 'UNEQUAL'}, "
                     f"bias and residual {'equal' if follows else 'UNEQUAL'}{'' if idle else ' COUNTERS'}",
                     flush=True,
@@ -126,19 +126,19 @@ def check(kinds: Iterable[str]) -> None:
 # ------------------------------------------------------------------ how fast is it?
 
 
-def copies_of(weight: Fragments, size: int) -> list[Fragments]:
+def copies_of(weight: PackedWeight, size: int) -> list[PackedWeight]:
     others = (
-        Fragments(weight.kind, weight.rows, weight.width, weight.units.clone(), weight.counters.clone())
+        PackedWeight(weight.kind, weight.rows, weight.width, weight.units.clone(), weight.counters.clone())
         for _ in range(COLD // size)
     )
     return [weight, *others]
 
 
-def cold_us(ready: Prepared, copies: list[Fragments], form: bool | None, *, pdl: bool, repeats: int = 7) -> float:
+def cold_us(ready: PackedActivations, copies: list[PackedWeight], form: bool | None, *, pdl: bool, repeats: int = 7) -> float:
     out = torch.empty(len(ready), copies[0].rows, dtype=torch.bfloat16, device=DEVICE)
     workspace = Workspace(DEVICE)  # as the operations have it
-    room = {"parts": workspace.parts(copies[0]), "handed": workspace.handed(0)}
-    graph = captured(lambda: [skinny_product(ready, one, out=out, inside=form, pdl=pdl, **room) for one in copies])
+    room = {"parts": workspace.partial_sums(copies[0]), "carry": workspace.carry(0)}
+    graph = captured(lambda: [few_rows_product(ready, one, out=out, whole_k=form, pdl=pdl, **room) for one in copies])
     return timed_ms(graph.replay, repeats) / len(copies) * 1e3
 
 
@@ -151,7 +151,7 @@ def timed(rows: Iterable[int], kinds: Iterable[str], limit: float, forms: Iterab
         copies = copies_of(made(kind, n, k)[0], size)
         floor = size / COPY_BYTES * 1e6
         for form, pdl in [*((one, True) for one in forms), (None, False)]:
-            found = {count: cold_us(prepare_rows(normal(count, k)), copies, form, pdl=pdl) for count in rows}
+            found = {count: cold_us(pack_activations(normal(count, k)), copies, form, pdl=pdl) for count in rows}
             shown = ", ".join(f"{count}: {us:.1f}" for count, us in found.items())
             how = f"{NAMES[form]}{', pdl' if pdl else ''}"
             print(f"{kind} {n}x{k}: floor {floor:.1f} us, {floor / min(found.values()):.0%} | {how} | {shown}", flush=True)
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60)
     parser.add_argument("--cache", type=Path, default=Path("build"))
     chosen = parser.parse_args()
-    keep_in(chosen.cache)
+    cache_in(chosen.cache)
     with torch.inference_mode():
         if chosen.section == "check":
             check(chosen.kinds)

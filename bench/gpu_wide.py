@@ -25,17 +25,17 @@ from onedraw.backends.packing import SPAN_BYTES
 from onedraw.backends.torch.ops.cuda import nvrtc
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed import linear as packed_linear
-from onedraw.backends.torch.ops.cuda.packed import many_rows as triton_wide
+from onedraw.backends.torch.ops.cuda.packed import many_rows
 from onedraw.backends.torch.ops.cuda.packed import many_rows_hopper as wide
 from onedraw.backends.torch.ops.cuda.packed.activations import (
-    TINY,
-    Opened,
-    Prepared,
-    prepare_rows,
+    SUBNORMAL_FACTORS,
+    DequantizedWeight,
+    PackedActivations,
+    pack_activations,
 )
 from onedraw.backends.torch.ops.cuda.packed.linear import packed_product
-from onedraw.backends.torch.ops.cuda.packed.many_rows import WideTile
-from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
+from onedraw.backends.torch.ops.cuda.packed.many_rows import ManyRowsTile
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight, empty_packed_weight, fill_packed_weight
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.dequantize import dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
@@ -50,14 +50,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
-def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[Fragments, Opened, Tensor]:
+def made(kind: str, n: int, k: int, seed: int = 0) -> tuple[PackedWeight, DequantizedWeight, Tensor]:
     """The weight as it is kept; as the rule has it, found slowly; its numbers."""
     raw = torch.from_numpy(random_blocks(kind, n, k, np.random.default_rng(seed), k**-0.5)).to(DEVICE)
-    fragments = empty_fragments(kind, rows=n, width=k, device=DEVICE)
-    fill_fragments(fragments, raw, first=0)
+    packed = empty_packed_weight(kind, rows=n, width=k, device=DEVICE)
+    fill_packed_weight(packed, raw, first=0)
     values = np.empty((n, k), np.float32)
     dequantize_into(raw.cpu().numpy().reshape(-1), kind, values)
-    return fragments, reference_weights(raw, kind), torch.from_numpy(values).to(DEVICE)
+    return packed, reference_weights(raw, kind), torch.from_numpy(values).to(DEVICE)
 
 
 def nothing(rows: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -66,42 +66,42 @@ def nothing(rows: int, n: int, dtype: torch.dtype) -> Tensor:
 
 def check(kinds: Iterable[str]) -> None:
     for kind, (n, k), dtype in itertools.product(kinds, ((200, 1536), (1000, 5120)), (torch.bfloat16, torch.float16)):
-        fragments, opened, weight = made(kind, n, k)
+        packed, dequantized, weight = made(kind, n, k)
         x, bias, residual = normal(2100, k, dtype=dtype, seed=1), normal(n, dtype=dtype), normal(2100, n, dtype=dtype)
-        prepared = prepare_rows(x)
+        activations = pack_activations(x)
         found = {
-            "prepared": same(prepared, reference_activations(x)),
-            "opened": same(packed_rows.opened(fragments, 0, n), opened),
+            "activations": same(activations, reference_activations(x)),
+            "dequantized": same(packed_rows.dequantize(packed, 0, n), dequantized),
         }
-        full = wide.wide_product(prepared, opened, out=nothing(2100, n, dtype))
+        full = wide.many_rows_product(activations, dequantized, out=nothing(2100, n, dtype))
         torch.cuda.synchronize()
         expected = x.double() @ weight.double().t()
         error = float((full.double() - expected).norm() / expected.norm())
         for rows in (1, 65, 100, 300, 2048):
-            part = wide.wide_product(prepare_rows(x[:rows]), opened, out=nothing(rows, n, dtype))
+            part = wide.many_rows_product(pack_activations(x[:rows]), dequantized, out=nothing(rows, n, dtype))
             found[f"{rows} rows"] = torch.equal(part, full[:rows])
-        some = prepared.rows(slice(0, 300))
-        for tile in (WideTile(), WideTile(16, 32, 64, 1, 2), WideTile(64, 128, 32, 4, 2)):
-            part = triton_wide.wide_product(some, opened, out=nothing(300, n, dtype), tile=tile)
+        some = activations.rows(slice(0, 300))
+        for tile in (ManyRowsTile(), ManyRowsTile(16, 32, 64, 1, 2), ManyRowsTile(64, 128, 32, 4, 2)):
+            part = many_rows.many_rows_product(some, dequantized, out=nothing(300, n, dtype), tile=tile)
             found[str(tile)] = torch.equal(part, full[:300])
         for rows in (1, 5, 16, 33, 64):
-            part = packed_rows.skinny_product(prepare_rows(x[7 : 7 + rows]), fragments, out=nothing(rows, n, dtype))
+            part = packed_rows.few_rows_product(pack_activations(x[7 : 7 + rows]), packed, out=nothing(rows, n, dtype))
             found[f"skinny {rows}"] = torch.equal(part, full[7 : 7 + rows])
         both = [
-            call(prepared, opened, out=torch.empty_like(full), bias=bias, residual=residual)
-            for call in (wide.wide_product, triton_wide.wide_product)
+            call(activations, dequantized, out=torch.empty_like(full), bias=bias, residual=residual)
+            for call in (wide.many_rows_product, many_rows.many_rows_product)
         ]
         found["bias, residual"] = torch.equal(both[0], (full + bias) + residual) and torch.equal(*both)
         wrong = [name for name, right in found.items() if not right]
         print(f"{kind} {n}x{k} {str(dtype)[6:]}: error {error:.1e}, {len(found)} comparisons, {wrong or 'all equal'}", flush=True)
 
 
-def same(one: Prepared | Opened, other: Prepared | Opened) -> bool:
+def same(one: PackedActivations | DequantizedWeight, other: PackedActivations | DequantizedWeight) -> bool:
     """What is filled up with anything, behind a weight's outputs, is not compared."""
-    outputs = len(one.weights) if isinstance(one, Opened) else None
+    outputs = len(one.weights) if isinstance(one, DequantizedWeight) else None
     for name in one.__slots__:
         a, b = getattr(one, name), getattr(other, name)
-        if isinstance(one, Opened) and name in ("scales", "least") and a is not None:
+        if isinstance(one, DequantizedWeight) and name in ("scales", "min_scales") and a is not None:
             a, b = a[:, :outputs], b[:, :outputs]
         if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
             return False
@@ -114,14 +114,14 @@ def probe() -> None:
         weights = torch.randint(-900, 900, (128, 256), device=DEVICE).half()
         minima = torch.randint(0, 63, (128, 1, 8), device=DEVICE).half() if per == 1 else None
         scales = torch.rand(per, 128, device=DEVICE)
-        prepared = prepare_rows(normal(300, 256))
-        for name, opened in (
-            ("weights", Opened(weights, scales)),
-            ("minima", Opened(torch.zeros_like(weights), scales, minima, scales)),
-            ("both", Opened(weights, scales, minima, scales)),
+        activations = pack_activations(normal(300, 256))
+        for name, dequantized in (
+            ("weights", DequantizedWeight(weights, scales)),
+            ("minima", DequantizedWeight(torch.zeros_like(weights), scales, minima, scales)),
+            ("both", DequantizedWeight(weights, scales, minima, scales)),
         ):
-            found = wide.wide_product(prepared, opened, out=nothing(300, 128, torch.float16))
-            expected = reference_product(prepared, opened)
+            found = wide.many_rows_product(activations, dequantized, out=nothing(300, 128, torch.float16))
+            expected = reference_product(activations, dequantized)
             wrong = (found.double() - expected).abs() > 1e-2 * expected.abs().max()
             print(f"probe {per} {name}: {int(wrong.sum())} wrong, first {wrong.nonzero()[:3].tolist()}", flush=True)
             if bool(wrong.any()):
@@ -141,21 +141,21 @@ def timed(call: Callable[[], object], repeats: int = 7) -> float:
     return statistics.median(times[2:])
 
 
-def fast_opened(kind: str, n: int, k: int) -> Opened:
-    """Random numbers, those of K kinds as tiny as opened ones are: what comes out means nothing."""
+def fast_opened(kind: str, n: int, k: int) -> DequantizedWeight:
+    """Random numbers, those of K kinds as tiny as dequantized ones are: what comes out means nothing."""
     spans, per = k // 256, 1 if kind.endswith("_K") else 8
-    tiny = TINY[1] if per == 1 else 1.0
+    tiny = SUBNORMAL_FACTORS[1] if per == 1 else 1.0
     weights = (torch.randint(-900, 900, (n, k), device=DEVICE) * tiny).half()
     scales = torch.rand(spans * per, n, device=DEVICE) * 1e-4 / tiny
     minima = (torch.randint(0, 63, (n, spans, 8), device=DEVICE) * tiny).half() if kind in ("Q4_K", "Q5_K") else None
-    return Opened(weights, scales, minima, scales.clone() if kind in ("Q4_K", "Q5_K", "Q4_1", "Q5_1") else None)
+    return DequantizedWeight(weights, scales, minima, scales.clone() if kind in ("Q4_K", "Q5_K", "Q4_1", "Q5_1") else None)
 
 
-def kept(kind: str, n: int, k: int) -> Fragments:
+def kept(kind: str, n: int, k: int) -> PackedWeight:
     """A weight that repeats every 64 outputs."""
     raw = torch.from_numpy(random_blocks(kind, 64, k, np.random.default_rng(0), k**-0.5)).to(DEVICE)
-    few = empty_fragments(kind, rows=64, width=k, device=DEVICE)
-    fill_fragments(few, raw, first=0)
+    few = empty_packed_weight(kind, rows=64, width=k, device=DEVICE)
+    fill_packed_weight(few, raw, first=0)
     counters = torch.zeros(n // 16, dtype=torch.int32, device=DEVICE)
     return replace(few, rows=n, units=few.units.repeat(n // 64, 1, 1), counters=counters)
 
@@ -165,8 +165,8 @@ def workspace() -> Workspace:
     return Workspace(DEVICE)
 
 
-def prepared_product(x: Tensor, weight: Fragments, out: Tensor) -> Tensor:
-    return packed_product(prepare_rows(x), weight, out=out, workspace=workspace())
+def prepared_product(x: Tensor, weight: PackedWeight, out: Tensor) -> Tensor:
+    return packed_product(pack_activations(x), weight, out=out, workspace=workspace())
 
 
 def time() -> None:
@@ -174,11 +174,11 @@ def time() -> None:
         for kind, n, k in SHAPES:
             x, flops, weight = normal(rows, k), 2 * rows * n * k, kept(kind, n, k)
             out = torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
-            prepared = prepare_rows(x)
+            activations = pack_activations(x)
             count = min(n, (DEQUANT_BYTES // (2 * k)) // 128 * 128)
-            some = packed_rows.empty_opened(weight, count)
-            opening = timed(partial(packed_rows.opened, weight, 0, count, some)) * n / count
-            product = timed(partial(wide.wide_product, prepared, some, out=out[:, :count])) * n / count
+            some = packed_rows.empty_dequantized(weight, count)
+            opening = timed(partial(packed_rows.dequantize, weight, 0, count, some)) * n / count
+            product = timed(partial(wide.many_rows_product, activations, some, out=out[:, :count])) * n / count
             whole = timed(partial(prepared_product, x, weight, out))
             plain = torch.randn(n, k, device=DEVICE).to(torch.bfloat16)
             library = timed(partial(torch.mm, x, plain.t(), out=out))
@@ -195,22 +195,22 @@ def few() -> None:
     for width in (5120, 17408):
         for rows in (1, 16, 64, 2048, 8192):
             x = normal(rows, width)
-            room = prepare_rows(x)
+            room = pack_activations(x)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 for _ in range(20):
-                    prepare_rows(x, out=room, pdl=True)
-            print(f"prepare_rows {rows} x {width}: {timed(graph.replay) * 50:.2f} us", flush=True)
+                    pack_activations(x, out=room, pdl=True)
+            print(f"pack_activations {rows} x {width}: {timed(graph.replay) * 50:.2f} us", flush=True)
     for kind, n, k in SHAPES[:3]:
         weight, told = kept(kind, n, k), []
         for rows in (64, 128, 192, 256, 384, 512):
-            prepared, out = prepare_rows(normal(rows, k)), torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
+            activations, out = pack_activations(normal(rows, k)), torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
             times = []
             for bound in (10**9, 0):
-                packed_linear.WIDE_FROM = bound
-                times.append(1e3 * timed(partial(packed_product, prepared, weight, out=out, workspace=workspace())))
+                packed_linear.MANY_ROWS_FROM = bound
+                times.append(1e3 * timed(partial(packed_product, activations, weight, out=out, workspace=workspace())))
             told.append(f"{rows} rows {times[0]:.0f} or {times[1]:.0f} us")
-        print(f"{kind} {n}x{k}, blocks read or weight opened: {'; '.join(told)}", flush=True)
+        print(f"{kind} {n}x{k}, blocks read or weight dequantized: {'; '.join(told)}", flush=True)
 
 
 def choose(cluster: int, group: int) -> None:
@@ -224,7 +224,7 @@ def compile_all(numbers: Iterable[str]) -> None:
     for asked in numbers:
         choose(*map(int, asked.split(",")))
         for per, minima in ((1, True), (1, False), (8, False)):
-            nvrtc.compile_source("many_rows_hopper.cu", "sm_90a", wide.defines(per, minima, torch.bfloat16))
+            nvrtc.compile_source("many_rows_hopper.cu", "sm_90a", wide.many_rows_defines(per, minima, torch.bfloat16))
 
 
 def variants(numbers: Iterable[str]) -> None:
@@ -240,9 +240,9 @@ def variants(numbers: Iterable[str]) -> None:
             ("Q8_0", 16384, 5120, 2048),
         ):
             torch.manual_seed(0)
-            prepared, opened = prepare_rows(normal(rows, k)), fast_opened(kind, n, k)
+            activations, dequantized = pack_activations(normal(rows, k)), fast_opened(kind, n, k)
             out = torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE)
-            ms = timed(partial(wide.wide_product, prepared, opened, out=out), 5)
+            ms = timed(partial(wide.many_rows_product, activations, dequantized, out=out), 5)
             same_bits = torch.equal(first.setdefault((kind, n, k, rows), out), out)
             line += f" {2 * rows * n * k / ms / 1e9:.0f}{'' if same_bits else ' UNEQUAL'}"
         print(line, flush=True)
@@ -254,7 +254,7 @@ if __name__ == "__main__":
     parser.add_argument("--kinds", nargs="*", default=list(SPAN_BYTES))
     parser.add_argument("--numbers", nargs="*", default=["2,4", "1,16"], help="cluster,group; probe takes the first")
     given = parser.parse_args()
-    nvrtc.keep_in(Path("build"))
+    nvrtc.cache_in(Path("build"))
     if given.part == "probe":
         choose(*map(int, given.numbers[0].split(",")))
     match given.part:

@@ -110,7 +110,9 @@ def test_loading_many_layers_reports_every_quarter() -> None:
     assert len(lines) == 3
 
 
-@pytest.mark.parametrize(("why", "dtype"), [("", "packed-bf16"), ("torch is made for CUDA 13.0 and NVRTC here is 12.8", "bf16")])
+@pytest.mark.parametrize(
+    ("why", "dtype"), [("", "packed-bf16"), ("torch is built for CUDA 13.0, the installed NVRTC is 12.8", "bf16")]
+)
 def test_packed_weights_are_dequantized_with_a_warning_if_a_gpu_has_no_kernels_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str, dtype: str
 ) -> None:

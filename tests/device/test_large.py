@@ -28,7 +28,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda.linear import linear
     from onedraw.backends.torch.ops.cuda.norm import gated_activation, rms_norm
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
-    from onedraw.backends.torch.ops.cuda.packed.activations import prepare_rows
+    from onedraw.backends.torch.ops.cuda.packed.activations import pack_activations
     from onedraw.backends.torch.ops.plain.linear import RowRule
     from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
     from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
@@ -86,7 +86,7 @@ def test_rows_with_a_large_stride_are_read_and_written() -> None:
     assert torch.equal(found, expected)
     assert torch.equal(rms_norm(spread_rows(x), None, 1e-6), rms_norm(x, None, 1e-6))
     assert torch.equal(gated_activation(spread_rows(x), "silu"), gated_activation(x, "silu"))
-    near, far = prepare_rows(x), prepare_rows(spread_rows(x))
+    near, far = pack_activations(x), pack_activations(spread_rows(x))
     assert torch.equal(near.x, far.x)
     assert torch.equal(near.sums, far.sums)
 

@@ -35,20 +35,20 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda.experts import route, run_experts
     from onedraw.backends.torch.ops.cuda.norm import gated_activation
     from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
-    from onedraw.backends.torch.ops.cuda.packed import many_rows as triton_wide
-    from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Prepared, prepare_rows
-    from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank, load_bank
+    from onedraw.backends.torch.ops.cuda.packed import many_rows as many_rows
+    from onedraw.backends.torch.ops.cuda.packed.activations import DequantizedWeight, PackedActivations, pack_activations
+    from onedraw.backends.torch.ops.cuda.packed.experts import PackedExpertBank, load_expert_bank
     from onedraw.backends.torch.ops.cuda.packed.linear import (
-        Courier,
+        HostToDeviceCopy,
         PackedLinear,
-        bring_fragments,
-        load_fragments,
+        load_packed_weight,
         packed_linear,
         packed_product,
+        read_packed_weight,
     )
-    from onedraw.backends.torch.ops.cuda.packed.many_rows import WideTile
+    from onedraw.backends.torch.ops.cuda.packed.many_rows import ManyRowsTile
     from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
-    from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments
+    from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight
     from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
     from tests.backends.torch import emulated
     from tests.reference.packed_blocks import reference_product, reference_weights
@@ -74,19 +74,19 @@ def nothing(rows: int, columns: int) -> Tensor:
     return torch.full((rows, columns), torch.nan, dtype=DTYPE, device=DEVICE)
 
 
-def slow(kind: str, rows: int, width: int) -> tuple[Opened, Tensor]:
+def slow(kind: str, rows: int, width: int) -> tuple[DequantizedWeight, Tensor]:
     """As the rule has it, found slowly; as the file's numbers in float32."""
     tensor = random_tensor("w", (rows, width), kind, RNG, width**-0.5)
     found = reference_weights(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
     return found, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
-def weight(kind: str, rows: int, width: int) -> tuple[Fragments, Opened, Tensor]:
+def weight(kind: str, rows: int, width: int) -> tuple[PackedWeight, DequantizedWeight, Tensor]:
     """As products keep it; as the rule has it, found slowly; as the file's numbers."""
     tensor = random_tensor("w", (rows, width), kind, RNG, width**-0.5)
-    made = load_fragments([tensor], pad=1, courier=Courier(DEVICE), device=DEVICE, workspace=ROOM)
-    opened = reference_weights(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
-    return made, opened, torch.from_numpy(tensor.float32()).to(DEVICE)
+    made = load_packed_weight([tensor], pad=1, copier=HostToDeviceCopy(DEVICE), device=DEVICE, workspace=ROOM)
+    dequantized = reference_weights(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
+    return made, dequantized, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
 def short(kind: str) -> int:
@@ -100,20 +100,20 @@ def short(kind: str) -> int:
 @on_device
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_rows_that_are_looked_up_and_outputs_that_are_opened_are_those_of_the_file(kind: str) -> None:
-    fragments, expected, values = weight(kind, 40, short(kind))
-    everything = packed_rows.unpacked_rows(fragments, None, out=torch.full(values.shape, torch.nan, device=DEVICE))
+    packed, expected, values = weight(kind, 40, short(kind))
+    everything = packed_rows.dequantize_rows(packed, None, out=torch.full(values.shape, torch.nan, device=DEVICE))
     assert torch.equal(everything, values)
     wanted = torch.tensor([3, 39, 0, 3], device=DEVICE)
-    assert torch.equal(packed_rows.unpacked_rows(fragments, wanted, out=torch.empty_like(values[:4])), values[wanted])
+    assert torch.equal(packed_rows.dequantize_rows(packed, wanted, out=torch.empty_like(values[:4])), values[wanted])
     for first, count in ((0, 40), (16, 24)):
-        found = packed_rows.opened(fragments, first, count)
+        found = packed_rows.dequantize(packed, first, count)
         here = slice(first, first + count)
         assert torch.equal(found.weights, expected.weights[here])
         assert torch.equal(found.scales[:, :count], expected.scales[:, here])
         assert (found.minima is None) == (expected.minima is None)
         assert found.minima is None or torch.equal(found.minima, expected.minima[here])
-        assert (found.least is None) == (expected.least is None)
-        assert found.least is None or torch.equal(found.least[:, :count], expected.least[:, here])
+        assert (found.min_scales is None) == (expected.min_scales is None)
+        assert found.min_scales is None or torch.equal(found.min_scales[:, :count], expected.min_scales[:, here])
 
 
 # ------------------------------------------------------------------ products
@@ -123,25 +123,27 @@ def test_rows_that_are_looked_up_and_outputs_that_are_opened_are_those_of_the_fi
 def test_a_wide_product_is_near_the_rule_in_float64(kind: str) -> None:
     width = 1280 if kind in ("Q4_K", "Q4_1") else short(kind)  # more than a segment
     outputs = 24 if INTERPRETED else 200
-    opened, values = slow(kind, outputs, width)
+    dequantized, values = slow(kind, outputs, width)
     x, bias, residual = normal(MOST, width, seed=1), normal(outputs, seed=9), normal(MOST, outputs, seed=10)
-    prepared = prepare_rows(x)
-    tile = WideTile(32, 32, 64, 4, 2) if INTERPRETED else WideTile()
-    found = triton_wide.wide_product(prepared, opened, out=nothing(MOST, outputs), tile=tile)
-    assert error(reference_product(prepared, opened), x.double() @ values.double().t()) < 2e-4  # Q6_K rounds above 2,048
-    assert error(found, reference_product(prepared, opened)) < ROUNDING
-    more = triton_wide.wide_product(prepared, opened, out=nothing(MOST, outputs), bias=bias, residual=residual, tile=tile)
+    activations = pack_activations(x)
+    tile = ManyRowsTile(32, 32, 64, 4, 2) if INTERPRETED else ManyRowsTile()
+    found = many_rows.many_rows_product(activations, dequantized, out=nothing(MOST, outputs), tile=tile)
+    assert error(reference_product(activations, dequantized), x.double() @ values.double().t()) < 2e-4  # Q6_K rounds above 2,048
+    assert error(found, reference_product(activations, dequantized)) < ROUNDING
+    more = many_rows.many_rows_product(
+        activations, dequantized, out=nothing(MOST, outputs), bias=bias, residual=residual, tile=tile
+    )
     assert torch.equal(more, (found + bias) + residual)
 
 
-def faulty(prepared: Prepared, fault: str) -> Prepared:
+def faulty(activations: PackedActivations, fault: str) -> PackedActivations:
     match fault:
         case "a power of two of one span":
-            factors = prepared.factors.clone()
+            factors = activations.factors.clone()
             factors[3, -1] *= 2
-            return replace(prepared, factors=factors)
+            return replace(activations, factors=factors)
         case "sums of another row":
-            return replace(prepared, sums=prepared.sums.roll(1, 0))
+            return replace(activations, sums=activations.sums.roll(1, 0))
         case _:
             raise ValueError(fault)
 
@@ -149,53 +151,55 @@ def faulty(prepared: Prepared, fault: str) -> Prepared:
 @pytest.mark.parametrize("fault", ["a power of two of one span", "sums of another row"])
 def test_a_planted_fault_is_caught(fault: str) -> None:
     """What the test above compares would show it."""
-    opened, values = slow("Q4_K", 24, 512)
+    dequantized, values = slow("Q4_K", 24, 512)
     x = normal(8, 512, seed=1)
-    tile = WideTile(16, 32, 64, 4, 2)
-    found = triton_wide.wide_product(faulty(prepare_rows(x), fault), opened, out=nothing(8, 24), tile=tile)
+    tile = ManyRowsTile(16, 32, 64, 4, 2)
+    found = many_rows.many_rows_product(faulty(pack_activations(x), fault), dequantized, out=nothing(8, 24), tile=tile)
     assert error(found, x.double() @ values.double().t()) > 10 * ROUNDING
 
 
 @on_device
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: str) -> None:
-    """Few rows read the blocks, many an opened weight; neither the kernel nor its tile shows."""
+    """Few rows read the blocks, many an dequantized weight; neither the kernel nor its tile shows."""
     width = 1536 if QUANT_TYPES[kind].block_values == SPAN else 1088
-    fragments, opened, values = weight(kind, 200, width)
+    packed, dequantized, values = weight(kind, 200, width)
     x = normal(MOST, width, seed=1)
-    prepared = prepare_rows(x)
-    full = packed_product(prepared, fragments, out=nothing(MOST, 200), workspace=ROOM)
+    activations = pack_activations(x)
+    full = packed_product(activations, packed, out=nothing(MOST, 200), workspace=ROOM)
     assert error(full, x.double() @ values.double().t()) < ROUNDING
     for rows in (1, 2, 5, 16, 17, 40, 64, 65, 100, 256, 257, 300):
         for start in (0, 3):
-            part = prepare_rows(x[start : start + rows])
-            found = packed_product(part, fragments, out=nothing(rows, 200), workspace=ROOM)
+            part = pack_activations(x[start : start + rows])
+            found = packed_product(part, packed, out=nothing(rows, 200), workspace=ROOM)
             assert torch.equal(found, full[start : start + rows]), (rows, start)
-    for tile in (WideTile(), WideTile(16, 32, 64, 1, 2), WideTile(64, 128, 32, 4, 2)):
-        assert torch.equal(triton_wide.wide_product(prepared, opened, out=nothing(MOST, 200), tile=tile), full), tile
+    for tile in (ManyRowsTile(), ManyRowsTile(16, 32, 64, 1, 2), ManyRowsTile(64, 128, 32, 4, 2)):
+        assert torch.equal(many_rows.many_rows_product(activations, dequantized, out=nothing(MOST, 200), tile=tile), full), tile
 
 
 @on_device
 def test_a_weight_that_is_opened_in_slices_answers_the_same() -> None:
-    fragments, _, _ = weight("Q4_K", 600, 512)
-    prepared, bias, residual = prepare_rows(normal(300, 512, seed=2)), normal(600, seed=3), normal(300, 600, seed=4)
+    packed, _, _ = weight("Q4_K", 600, 512)
+    activations, bias, residual = pack_activations(normal(300, 512, seed=2)), normal(600, seed=3), normal(300, 600, seed=4)
     follows = {"bias": bias, "residual": residual}
-    whole = packed_product(prepared, fragments, out=nothing(300, 600), workspace=ROOM, **follows)
+    whole = packed_product(activations, packed, out=nothing(300, 600), workspace=ROOM, **follows)
     small = Workspace(DEVICE, most=300 << 10)
-    assert len(list(small.slices(fragments))) == 3
-    assert torch.equal(packed_product(prepared, fragments, out=nothing(300, 600), workspace=small, **follows), whole)
+    assert len(list(small.slices(packed))) == 3
+    assert torch.equal(packed_product(activations, packed, out=nothing(300, 600), workspace=small, **follows), whole)
 
 
 @on_device
 @pytest.mark.parametrize("rows", [17, 64])
 def test_outputs_that_come_slab_by_slab_are_the_same(rows: int) -> None:
-    fragments, _, _ = weight("Q4_K", 600, 2304)
-    prepared, bias, residual = prepare_rows(normal(rows, 2304, seed=2)), normal(600, seed=3), normal(rows, 600, seed=4)
+    packed, _, _ = weight("Q4_K", 600, 2304)
+    activations, bias, residual = pack_activations(normal(rows, 2304, seed=2)), normal(600, seed=3), normal(rows, 600, seed=4)
     follows = {"bias": bias, "residual": residual}
-    whole = packed_rows.skinny_product(prepared, fragments, out=nothing(rows, 600), **follows)
+    whole = packed_rows.few_rows_product(activations, packed, out=nothing(rows, 600), **follows)
     few = torch.full((3 * 16 * 64 * 7,), torch.nan, dtype=torch.float32, device=DEVICE)  # seven units of outputs at a time
-    assert torch.equal(packed_rows.skinny_product(prepared, fragments, out=nothing(rows, 600), parts=few, **follows), whole)
-    assert not fragments.counters.any()
+    assert torch.equal(
+        packed_rows.few_rows_product(activations, packed, out=nothing(rows, 600), partial_sums=few, **follows), whole
+    )
+    assert not packed.counters.any()
 
 
 @on_device
@@ -207,15 +211,15 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
     ]
     heights = [24, 16, 8, 8]  # padded to eight rows
     bias, x, residual = normal(56, seed=2), normal(rows, 256, seed=3), normal(rows, 56, seed=4)
-    made = packed_linear(tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM, bias=bias, pad=8)
+    made = packed_linear(tensors, dtype=DTYPE, device=DEVICE, copier=HostToDeviceCopy(DEVICE), workspace=ROOM, bias=bias, pad=8)
     assert made is not None
-    assert [type(part).__name__ for part in made.parts] == ["Fragments", "Fragments", "Tensor"]
+    assert [type(part).__name__ for part in made.parts] == ["PackedWeight", "PackedWeight", "Tensor"]
     dense = [torch.nn.functional.pad(torch.from_numpy(t.float32()), (0, 0, 0, -len(t.float32()) % 8)) for t in tensors]
     assert [len(matrix) for matrix in dense] == heights
     expected = x.double() @ torch.cat(dense).double().to(DEVICE).t() + bias.double()
     assert error(made(x), expected) < ROUNDING
     assert error(made(x, residual), expected + residual.double()) < ROUNDING
-    assert packed_linear(tensors[3:], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM) is None
+    assert packed_linear(tensors[3:], dtype=DTYPE, device=DEVICE, copier=HostToDeviceCopy(DEVICE), workspace=ROOM) is None
 
 
 @on_device
@@ -236,12 +240,12 @@ def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_oth
 
     def made(pdl: bool) -> PackedLinear:
         found = packed_linear(
-            tensors, dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=Workspace(DEVICE), pad=1, pdl=pdl
+            tensors, dtype=DTYPE, device=DEVICE, copier=HostToDeviceCopy(DEVICE), workspace=Workspace(DEVICE), pad=1, pdl=pdl
         )
         assert found is not None
         return found
 
-    joined, alone, x, residual = made(True), made(False), normal(rows, 2048), normal(rows, sum(heights.values()))
+    overlapping, alone, x, residual = made(True), made(False), normal(rows, 2048), normal(rows, sum(heights.values()))
 
     def turn(linear: PackedLinear) -> list[Tensor]:
         found, h = [], x
@@ -250,11 +254,11 @@ def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_oth
             h = found[-1][:, start : start + 2048]
         return found
 
-    turn(joined)
-    assert len(joined._rooms(rows)) == 3
+    turn(overlapping)
+    assert len(overlapping._partial_sums(rows)) == 3
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        played = turn(joined)
+        played = turn(overlapping)
     for seed in range(40):
         x.copy_(normal(rows, 2048, seed=seed))
         residual.copy_(normal(*residual.shape, seed=seed + 1000))
@@ -267,7 +271,7 @@ def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
     tensor = random_tensor("w", (16, 512), "Q4_K", RNG, 512**-0.5)
     order = np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1)
     ours = ColumnSelection(tensor, order)
-    made = packed_linear([ours], dtype=DTYPE, device=DEVICE, courier=Courier(DEVICE), workspace=ROOM)
+    made = packed_linear([ours], dtype=DTYPE, device=DEVICE, copier=HostToDeviceCopy(DEVICE), workspace=ROOM)
     assert made is not None
     x = normal(5, 512, seed=5)
     assert error(made(x), x.double() @ torch.from_numpy(ours.float32()).to(DEVICE).double().t()) < ROUNDING
@@ -281,7 +285,7 @@ def test_rows_that_a_norm_or_a_gate_made_ready_give_the_same_product() -> None:
     for rows in (3, 300):
         h = ops.rms_norm(normal(rows, 512, seed=11), None, 1e-6)
         assert torch.equal(made(h), made(h.clone()))
-        h = ops.gated(normal(rows, 1024, seed=12), "silu")
+        h = ops.gated_activation(normal(rows, 1024, seed=12), "silu")
         assert torch.equal(made(h), made(h.clone()))
 
 
@@ -304,9 +308,9 @@ def stacks(kinds: tuple[str, str, str], *, count: int, width: int, hidden: int) 
     return [random_tensor("w", shape, kind, RNG, shape[2] ** -0.5) for shape, kind in zip(shapes, kinds, strict=True)]
 
 
-def bank_of(tensors: list[StoredTensor], *, pdl: bool = False) -> PackedBank:
+def bank_of(tensors: list[StoredTensor], *, pdl: bool = False) -> PackedExpertBank:
     gate, up, down = tensors
-    return load_bank([gate, up], down, "silu", pad=64, courier=Courier(DEVICE), device=DEVICE, pdl=pdl)
+    return load_expert_bank([gate, up], down, "silu", pad=64, copier=HostToDeviceCopy(DEVICE), device=DEVICE, pdl=pdl)
 
 
 def chosen(rows: int, *, count: int, used: int, seed: int = 6) -> tuple[Tensor, Tensor]:
@@ -340,13 +344,15 @@ def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_
     tensors = stacks(kinds, count=count, width=width, hidden=hidden)
     ids, shares = chosen(rows, count=count, used=used)
     x = normal(rows, hidden, seed=8)
-    alone = [bring_fragments([tensor], pad=64, courier=Courier(DEVICE), device=DEVICE) for tensor in tensors]
+    alone = [read_packed_weight([tensor], pad=64, copier=HostToDeviceCopy(DEVICE), device=DEVICE) for tensor in tensors]
     expected = torch.zeros(rows, hidden, device=DEVICE)
     for number in range(count):
         gate, up, down = (stack.matrix(number) for stack in alone)
-        one, two = (packed_product(prepare_rows(x), part, out=nothing(rows, part.rows), workspace=ROOM) for part in (gate, up))
-        opened = prepare_rows(gated_activation(torch.cat([one, two], 1), "silu"))
-        answer = packed_product(opened, down, out=nothing(rows, down.rows), workspace=ROOM)[:, :hidden].float()
+        one, two = (
+            packed_product(pack_activations(x), part, out=nothing(rows, part.rows), workspace=ROOM) for part in (gate, up)
+        )
+        dequantized = pack_activations(gated_activation(torch.cat([one, two], 1), "silu"))
+        answer = packed_product(dequantized, down, out=nothing(rows, down.rows), workspace=ROOM)[:, :hidden].float()
         for row, place in (ids == number).nonzero().tolist():
             expected[row] += answer[row] * shares[row, place]
     assert torch.equal(bank_of(tensors)(x, ids, shares, 1.0), expected.to(DTYPE))
@@ -355,22 +361,27 @@ def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_
 @on_device
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) -> None:
-    """For 1 to 300 rows of an expert, in tiles of any height; tests/backends/torch/test_packed_rows.py asks the same on a CPU."""
+    """For 1 to 300 rows of an expert, in tiles of any height; tests/backends/torch/test_packed_kernels.py does so on a CPU."""
     width = 1536 if QUANT_TYPES[kind].block_values == SPAN else 1088
     count, outputs = 9, 200
-    made = bring_fragments(
-        [random_tensor("w", (count, outputs, width), kind, RNG, width**-0.5)], pad=1, courier=Courier(DEVICE), device=DEVICE
+    made = read_packed_weight(
+        [random_tensor("w", (count, outputs, width), kind, RNG, width**-0.5)],
+        pad=1,
+        copier=HostToDeviceCopy(DEVICE),
+        device=DEVICE,
     )
-    prepared = prepare_rows(normal(300, width, seed=1))
+    activations = pack_activations(normal(300, width, seed=1))
     members = (300, 257, 65, 33, 9, 8, 7, 2, 1)  # a row's experts are the lowest ones, so each is its own place
-    full = [packed_product(prepared, made.matrix(number), out=nothing(300, outputs), workspace=ROOM) for number in range(count)]
+    full = [
+        packed_product(activations, made.matrix(number), out=nothing(300, outputs), workspace=ROOM) for number in range(count)
+    ]
     for height in (8, 16, 32, 64):
         ids = torch.arange(count, device=DEVICE).expand(300, count).clone()
         for number, rows in enumerate(members):
             ids[rows:, number] = count  # nobody
         routes = route(ids, torch.ones(300, count, device=DEVICE), count=count + 1, height=height)
         routes.tiles[routes.tiles[:, 0] == count, 2] = 0
-        found = packed_rows.grouped_product(prepared, made, routes, divide=count, out=nothing(300 * count, outputs))
+        found = packed_rows.experts_product(activations, made, routes, divide=count, out=nothing(300 * count, outputs))
         for number, rows in enumerate(members):
             assert torch.equal(found.view(300, count, -1)[:rows, number], full[number][:rows]), (height, rows)
 
@@ -429,5 +440,5 @@ def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool, 
         (alone,) = backend.collect(backend.submit(Plan((one,)))).rows
         assert alone.sampled == expected.sampled
         assert alone.sampled[0].checksum is not None
-    tables = [found for found in gc.get_objects() if type(found) is Fragments and found.rows == 320]  # 300 tokens, padded
+    tables = [found for found in gc.get_objects() if type(found) is PackedWeight and found.rows == 320]  # 300 tokens, padded
     assert len(tables) == (1 if tied else 2)

@@ -18,7 +18,12 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda import norm as triton_norm
     from onedraw.backends.torch.ops.cuda.norm import gated_activation, rms_norm
     from onedraw.backends.torch.ops.cuda.packed import activations as spans
-    from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, Ready, empty_prepared, prepare_rows
+    from onedraw.backends.torch.ops.cuda.packed.activations import (
+        PackedActivations,
+        PendingActivations,
+        empty_packed_activations,
+        pack_activations,
+    )
     from tests.reference.packed_blocks import reference_activations
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -31,7 +36,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Te
     return (torch.randn(shape, generator=generator) * sizes).to(DEVICE, dtype)
 
 
-def equal(one: Prepared, other: Prepared) -> bool:
+def equal(one: PackedActivations, other: PackedActivations) -> bool:
     """Bit by bit, but for the payload of what is not a number."""
     pairs = ((one.x, other.x), (one.factors, other.factors), (one.sums, other.sums))
     return all(bool(((a == b) | (a.isnan() & b.isnan())).all()) and a.shape == b.shape for a, b in pairs)
@@ -41,7 +46,7 @@ def equal(one: Prepared, other: Prepared) -> bool:
 @pytest.mark.parametrize("width", [256, 300, 1024 + 32])
 def test_rows_are_prepared_as_the_twin_does(dtype: torch.dtype, width: int) -> None:
     x = normal(5, width + 7, dtype=dtype)
-    found = prepare_rows(x, width=width)
+    found = pack_activations(x, width=width)
     assert equal(found, reference_activations(x, width=width))
     back = found.x.double() * found.factors.double().repeat_interleave(256, 1)
     assert float((back[:, :width] - x[:, :width].double()).abs().max()) <= float(x.double().abs().max()) * 2**-11
@@ -52,18 +57,18 @@ def test_a_row_is_prepared_alike_alone_and_among_thousands(monkeypatch: pytest.M
     """Whatever spans a program has."""
     rows = 3 if INTERPRETED else 3000
     x = normal(rows, 700, seed=1)
-    monkeypatch.setattr(spans, "FEW", 0)
-    many = prepare_rows(x)
+    monkeypatch.setattr(spans, "ONE_SEGMENT_SPANS", 0)
+    many = pack_activations(x)
     monkeypatch.undo()
     assert equal(many, reference_activations(x))
     for row in (0, 1, rows - 1):
-        assert equal(prepare_rows(x[row : row + 1]), many.rows(slice(row, row + 1)))
+        assert equal(pack_activations(x[row : row + 1]), many.rows(slice(row, row + 1)))
 
 
 def test_inputs_may_come_in_another_order() -> None:
     x = normal(2, 512, seed=2)
     order = torch.randperm(512, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.int32)
-    assert equal(prepare_rows(x, order=order), prepare_rows(x[:, order.long()].contiguous()))
+    assert equal(pack_activations(x, order=order), pack_activations(x[:, order.long()].contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,7 +78,7 @@ def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
     x[1] = torch.finfo(dtype).max
     x[2, ::2] = torch.finfo(dtype).smallest_normal
     x[3, 5], x[3, 300] = -torch.finfo(dtype).max, torch.finfo(dtype).tiny
-    found = prepare_rows(x)
+    found = pack_activations(x)
     assert equal(found, reference_activations(x))
     assert found.factors[0].tolist() == [1.0, 1.0]
     assert bool(found.x.isfinite().all())
@@ -92,14 +97,14 @@ def test_sums_of_blocks_are_exact_whatever_stands_beside_each_other() -> None:
     x[3], x[4, ::2] = -x[3].abs(), 0
     x[5], x[:5, ::256] = 1023.9, 1000  # the largest of each span: with it numbers stay as they are
     for dtype in DTYPES:
-        assert equal(prepare_rows(x.to(dtype)), reference_activations(x.to(dtype)))
+        assert equal(pack_activations(x.to(dtype)), reference_activations(x.to(dtype)))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter computes with numpy
 def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
     x = normal(4, 256, seed=4)
     x[1, 7], x[2, 200] = float("inf"), float("nan")
-    found = prepare_rows(x)
+    found = pack_activations(x)
     assert equal(found, reference_activations(x))
     assert found.x.isfinite().all(1).tolist() == [True, False, False, True]
     assert found.sums.isfinite().flatten(1).all(1).tolist() == [True, False, False, True]
@@ -110,13 +115,13 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
 def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
     rows = 3 if INTERPRETED else 200
     x, weight = normal(rows, width, dtype=DTYPES[0], seed=5), normal(1, width, dtype=DTYPES[0], seed=6)[0]
-    ready = empty_prepared(rows, width, DEVICE)
+    ready = empty_packed_activations(rows, width, DEVICE)
     normed = rms_norm(x, weight, 1e-6, packed=ready)
     assert equal(ready, reference_activations(normed))
     both = normal(rows, 2 * width, dtype=DTYPES[0], seed=7)
-    opened = gated_activation(both, "silu", packed=ready)
-    assert equal(ready, reference_activations(opened))
-    assert torch.equal(opened, gated_activation(both, "silu"))
+    activated = gated_activation(both, "silu", packed=ready)
+    assert equal(ready, reference_activations(activated))
+    assert torch.equal(activated, gated_activation(both, "silu"))
 
 
 @pytest.mark.parametrize("width", [1296, 1300] if INTERPRETED else [1296, 1300, 2048, 4096, 5120])
@@ -126,7 +131,7 @@ def test_a_norm_that_several_programs_share_has_the_bits_of_one(width: int, monk
     for seed in range(1 if INTERPRETED else 20):
         with monkeypatch.context() as patch:
             x, weight = (normal(n, width, dtype=torch.float16, seed=seed + n) for n in (rows, 1))
-            shared, alone = (empty_prepared(rows, width, DEVICE) for _ in range(2))
+            shared, alone = (empty_packed_activations(rows, width, DEVICE) for _ in range(2))
             few = rms_norm(x, weight[0], 1e-6, packed=shared)
             patch.setattr(triton_norm, "FEW_ROWS", 0)
             assert torch.equal(rms_norm(x, weight[0], 1e-6, packed=alone), few)
@@ -135,9 +140,9 @@ def test_a_norm_that_several_programs_share_has_the_bits_of_one(width: int, monk
 
 
 def test_rows_that_were_made_ready_are_taken_once_and_by_themselves_alone() -> None:
-    x, ready = normal(2, 256), Ready()
-    prepared = prepare_rows(x)
-    ready.put(x, prepared)
+    x, ready = normal(2, 256), PendingActivations()
+    activations = pack_activations(x)
+    ready.put(x, activations)
     assert ready.take(x.clone()) is None
-    assert ready.take(x) is prepared
+    assert ready.take(x) is activations
     assert ready.take(x) is None

@@ -13,20 +13,20 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.cpu import build as builder
-from onedraw.backends.torch.ops.cpu.library import runnable
+from onedraw.backends.torch.ops.cpu.library import supported_instruction_sets
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
 from onedraw.backends.torch.runner.inputs import make_inputs
 from onedraw.models.spec import ModelSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Plan, Request
-from tests.backends.torch.test_kernels import _row
+from tests.backends.torch.test_cpu_kernels import _row
 from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, random_requests, run
 from tests.support.quantized_weights import QUANTIZED_KINDS, quantized_weights, tiny_spec
 
 LIBRARY = builder.build(default_cache_dir()).library
 if LIBRARY is None:
     pytest.skip("no C compiler", allow_module_level=True)
-BEST, *OTHERS = runnable(LIBRARY)
+BEST, *OTHERS = supported_instruction_sets(LIBRARY)
 MIXED = ("Q4_K", "Q6_K", "Q8_0", "F16", "Q5_1", "Q4_0", "BF16")
 MODELS = {kind: (kind,) for kind in QUANTIZED_KINDS} | {"mixed": MIXED, "F16": ("F16",)}
 

@@ -1,7 +1,7 @@
 """Reference implementation of the packed products: activations, weights and product step by step, in plain torch.
 
-In: rows of activations, or the stored bytes of a matrix, on any device. Out: `Prepared`, `Opened`, or the product in float64.
-No kernel and no layout of the package is used, so agreement with the kernels comes from the file format alone.
+In: rows of activations, or the stored bytes of a matrix, on any device. Out: `PackedActivations`, `DequantizedWeight`, or the
+product in float64. No kernel and no layout of the package is used: agreement with the kernels follows from the file format alone.
 """
 
 from __future__ import annotations
@@ -11,50 +11,60 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.packing import SEGMENT, SPAN
-from onedraw.backends.torch.ops.cuda.packed.activations import BLOCK, LEAST, MOST, TINY, Opened, Prepared, beside
+from onedraw.backends.torch.ops.cuda.packed.activations import (
+    BLOCK,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    SUBNORMAL_FACTORS,
+    DequantizedWeight,
+    PackedActivations,
+    padded_outputs,
+)
 from onedraw.checkpoints.dequantize import QUANT_TYPES
 
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes of E2M1 codes
 
 
-def reference_activations(x: Tensor, *, width: int | None = None, order: Tensor | None = None) -> Prepared:
+def reference_activations(x: Tensor, *, width: int | None = None, order: Tensor | None = None) -> PackedActivations:
     """Rows scaled to float16 by rule 1 of `activations.py`."""
     rows, width = len(x), x.shape[1] if width is None else width
     values = x[:, :width].float() if order is None else x.float().index_select(1, order.long())
     values = torch.nn.functional.pad(values, (0, -width % SPAN)).view(rows, -1, SPAN)
     largest = values.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(2)
     largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in largest.split(SEGMENT, 1)], 1)
-    exponents = torch.where(largest == 0, 0, ((largest >> 23) - 136).clamp(LEAST, MOST))
+    exponents = torch.where(largest == 0, 0, ((largest >> 23) - 136).clamp(MIN_EXPONENT, MAX_EXPONENT))
     scaled = torch.ldexp(values, -exponents[..., None]).half()
     whole = scaled.double().view(rows, -1, SPAN // BLOCK, BLOCK).sum(3).float()
     hi = whole.half()
     lo = (whole - hi.float()).half()
     factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponents)
-    return Prepared(scaled.view(rows, -1), factors, torch.cat([hi, lo], 2))
+    return PackedActivations(scaled.view(rows, -1), factors, torch.cat([hi, lo], 2))
 
 
-def reference_weights(raw: Tensor, kind: str, factors: Tensor | None = None) -> Opened:
+def reference_weights(raw: Tensor, kind: str, factors: Tensor | None = None) -> DequantizedWeight:
     """Stored rows [n, bytes] as float16 weights and scales. `factors` [n]: of NVFP4, if they are not all 1."""
     blocks = _spans(raw, kind)  # [n, spans, blocks, bytes]
     rows = len(raw)
     match kind:
         case "Q4_K" | "Q5_K":
             whole = blocks[:, :, 0]
-            scale, least = _six_bits(whole)
+            scale, min_scales = _six_bits(whole)
             tiny = _tiny(rows, raw.device)
             weights = (_codes(blocks, kind) * scale[..., None] * tiny[:, :, None, None]).half().view(rows, -1)
-            minima = (least * tiny[:, :, None]).half()
-            return Opened(weights, _side_by_side(_half(whole, 0) / tiny), minima, _side_by_side(_half(whole, 2) / tiny))
+            minima = (min_scales * tiny[:, :, None]).half()
+            return DequantizedWeight(
+                weights, _side_by_side(_half(whole, 0) / tiny), minima, _side_by_side(_half(whole, 2) / tiny)
+            )
         case "Q6_K":
             whole = blocks[:, :, 0]
             scale = whole[..., 192:208].contiguous().view(torch.int8).int()
             tiny = _tiny(rows, raw.device)
             weights = _split(_codes(blocks, kind) - 32, -1, 2, 16) * _split(scale, -1, 8, 2)[..., None]
             weights = (weights * tiny[:, :, None, None, None]).half().view(rows, -1)
-            return Opened(weights, _side_by_side(_half(whole, 208) / tiny))
+            return DequantizedWeight(weights, _side_by_side(_half(whole, 208) / tiny))
         case "Q4_1" | "Q5_1":
-            scale, least = (_side_by_side(_half(blocks, at).reshape(rows, -1)) for at in (0, 2))
-            return Opened(_codes(blocks, kind).half().view(rows, -1), scale, None, least)
+            scale, min_scales = (_side_by_side(_half(blocks, at).reshape(rows, -1)) for at in (0, 2))
+            return DequantizedWeight(_codes(blocks, kind).half().view(rows, -1), scale, None, min_scales)
         case "NVFP4":
             bytes_ = blocks[..., :4].flatten(2)  # [n, spans, 16]
             exponents, mantissas = bytes_.int() >> 3 & 15, (bytes_ & 7).double()
@@ -63,40 +73,42 @@ def reference_weights(raw: Tensor, kind: str, factors: Tensor | None = None) -> 
             signed = torch.tensor([*TWICE, *(-value for value in TWICE)], dtype=torch.float64, device=raw.device)
             weights = _split(signed[_codes(blocks, kind)].flatten(2), -1, 16, 16) * sizes[..., None] / 2
             scale = torch.ones(rows, device=raw.device) if factors is None else factors
-            return Opened(weights.half().view(rows, -1), _side_by_side(scale[:, None].expand(-1, blocks.shape[1])))
+            return DequantizedWeight(weights.half().view(rows, -1), _side_by_side(scale[:, None].expand(-1, blocks.shape[1])))
         case "MXFP4":
             table = torch.tensor([*TWICE, *(-value for value in TWICE)], dtype=torch.float16, device=raw.device)
             powers = np.ldexp(np.float32(1), blocks[..., 0].cpu().numpy().astype(np.int32) - 128)
             scale = torch.from_numpy(powers).to(raw.device).reshape(rows, -1)
-            return Opened(table[_codes(blocks, kind)].view(rows, -1), _side_by_side(scale))
+            return DequantizedWeight(table[_codes(blocks, kind)].view(rows, -1), _side_by_side(scale))
         case _:
             centre = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}[kind]
             weights = (_codes(blocks, kind) - centre).half().view(rows, -1)
-            return Opened(weights, _side_by_side(_half(blocks, 0).reshape(rows, -1)))
+            return DequantizedWeight(weights, _side_by_side(_half(blocks, 0).reshape(rows, -1)))
 
 
-def reference_product(prepared: Prepared, opened: Opened) -> Tensor:
+def reference_product(activations: PackedActivations, dequantized: DequantizedWeight) -> Tensor:
     """The product in float64, [T, N]; the kernels must agree with it up to float32 rounding."""
-    rows, n = len(prepared), len(opened.weights)
-    x = prepared.x.double().view(rows, -1, SPAN // BLOCK, BLOCK)  # [T, S, 8, 32]
-    weights = opened.weights.double().view(n, -1, SPAN // BLOCK, BLOCK)
-    factors = prepared.factors.double()
-    sums = prepared.sums[..., :8].double() + prepared.sums[..., 8:].double()  # [T, S, 8]
-    if opened.by_block:
-        scales = opened.scales[:, :n].double().view(-1, 8, n)
+    rows, n = len(activations), len(dequantized.weights)
+    x = activations.x.double().view(rows, -1, SPAN // BLOCK, BLOCK)  # [T, S, 8, 32]
+    weights = dequantized.weights.double().view(n, -1, SPAN // BLOCK, BLOCK)
+    factors = activations.factors.double()
+    sums = activations.sums[..., :8].double() + activations.sums[..., 8:].double()  # [T, S, 8]
+    if dequantized.by_block:
+        scales = dequantized.scales[:, :n].double().view(-1, 8, n)
         found = torch.einsum("tsbk,nsbk,ts,sbn->tn", x, weights, factors, scales)
-        if opened.least is not None:
-            found += torch.einsum("tsb,sbn,ts->tn", sums, opened.least[:, :n].double().view(-1, 8, n), factors)
+        if dequantized.min_scales is not None:
+            found += torch.einsum("tsb,sbn,ts->tn", sums, dequantized.min_scales[:, :n].double().view(-1, 8, n), factors)
         return found
-    found = torch.einsum("tsbk,nsbk,ts,sn->tn", x, weights, factors, opened.scales[:, :n].double())
-    if opened.minima is not None and opened.least is not None:
-        found -= torch.einsum("tsb,nsb,ts,sn->tn", sums, opened.minima.double(), factors, opened.least[:, :n].double())
+    found = torch.einsum("tsbk,nsbk,ts,sn->tn", x, weights, factors, dequantized.scales[:, :n].double())
+    if dequantized.minima is not None and dequantized.min_scales is not None:
+        found -= torch.einsum(
+            "tsb,nsb,ts,sn->tn", sums, dequantized.minima.double(), factors, dequantized.min_scales[:, :n].double()
+        )
     return found
 
 
 def _tiny(rows: int, device: torch.device) -> Tensor:
     """The power of two that each output is multiplied with: [n, 1]"""
-    return torch.tensor(TINY, device=device).repeat_interleave(8).repeat(-(-rows // 16))[:rows, None]
+    return torch.tensor(SUBNORMAL_FACTORS, device=device).repeat_interleave(8).repeat(-(-rows // 16))[:rows, None]
 
 
 def _spans(raw: Tensor, kind: str) -> Tensor:
@@ -155,4 +167,4 @@ def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
 
 def _side_by_side(numbers: Tensor) -> Tensor:
     """[rows, n] → [n, rows padded]"""
-    return torch.nn.functional.pad(numbers.t(), (0, beside(len(numbers)) - len(numbers))).contiguous()
+    return torch.nn.functional.pad(numbers.t(), (0, padded_outputs(len(numbers)) - len(numbers))).contiguous()

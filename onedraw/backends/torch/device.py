@@ -168,7 +168,7 @@ def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], ob
 
     if serves(device, dtype):
         pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-        nvrtc.keep_in(cache)
+        nvrtc.cache_in(cache)
         return PackedOps(device, dtype, pdl=pdl) if packed else TritonOps(device, pdl=pdl)
     if dtype != torch.float32:
         warn(f"no kernels for {torch.cuda.get_device_name(device)}: computing with plain torch, slower and with other low bits")

@@ -131,7 +131,7 @@ static uint32_t __ballot_sync(uint32_t, int value) {
     return found;
 }
 static int __ffs(uint32_t v) { return __builtin_ffs(v); }
-static int counted(int *at) { return (*at)++; }
+static int atomic_increment(int *at) { return (*at)++; }
 template <class T> static T __ldcg(const T *at) { return *at; }
 template <class T> static void __stcg(T *at, const T &value) { *at = value; }
 static uint64_t __cvta_generic_to_shared(const void *at) { return (const unsigned char *)at - rows; }
@@ -146,7 +146,7 @@ static float __uint_as_float(uint32_t v) { float f; memcpy(&f, &v, 4); return f;
 static uint32_t as_bits(float v) { uint32_t b; memcpy(&b, &v, 4); return b; }
 static double half_value(uint32_t bits) { const uint16_t h = (uint16_t)bits; _Float16 v; memcpy(&v, &h, 2); return (double)v; }
 static uint32_t half_bits(double v) { const _Float16 h = (_Float16)v; uint16_t b; memcpy(&b, &h, 2); return b; }
-static uint32_t brain_bits(float v) {
+static uint32_t bfloat_bits(float v) {
     const uint32_t b = as_bits(v);
     return v != v ? 0x7FFF : (b + 0x7FFF + (b >> 16 & 1)) >> 16;
 }
@@ -154,7 +154,7 @@ static uint32_t brain_bits(float v) {
 // ------------------------------------------------------------------ the single instructions
 
 // What is not read is no number: nobody may use it.
-template <class T> static void load_once(T &v, const byte *at, bool more) { more ? memcpy(&v, at, sizeof v) : memset(&v, 0xFF, sizeof v); }
+template <class T> static void load_streaming(T &v, const byte *at, bool more) { more ? memcpy(&v, at, sizeof v) : memset(&v, 0xFF, sizeof v); }
 inline word and_or(word a, word mask, word c) { return (a & mask) | c; }
 template <class F> static word by_halves(F f) { return half_bits(f(0)) | half_bits(f(16)) << 16; }
 inline word mul2(word a, word b) { return by_halves([=](int s) { return half_value(a >> s) * half_value(b >> s); }); }
@@ -168,11 +168,11 @@ inline word permute(word a, word b, word selector) {
     return found;
 }
 inline float half_to_float(word bits) { return (float)half_value(bits); }
-inline float rounded_to(float value, int bf16) { return bf16 ? __uint_as_float(brain_bits(value) << 16) : half_to_float(half_bits(value)); }
+inline float rounded_to(float value, int bf16) { return bf16 ? __uint_as_float(bfloat_bits(value) << 16) : half_to_float(half_bits(value)); }
 inline float read_number(const halfword *at, int bf16) { return bf16 ? __uint_as_float((word)*at << 16) : half_to_float(*at); }
-inline void write_number(halfword *at, float value, int bf16) { *at = (halfword)(bf16 ? brain_bits(value) : half_bits(value)); }
+inline void write_number(halfword *at, float value, int bf16) { *at = (halfword)(bf16 ? bfloat_bits(value) : half_bits(value)); }
 
-inline void step(float (&sums)[4], const word (&a)[4], word b0, word b1) {
+inline void mma(float (&sums)[4], const word (&a)[4], word b0, word b1) {
     Shown(&all)[32] = show({{a[0], a[1], a[2], a[3], b0, b1}});
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     for (int c = 0; c < 4; c++) {
@@ -187,36 +187,36 @@ inline void step(float (&sums)[4], const word (&a)[4], word b0, word b1) {
     meet(warp_of());
 }
 
-template <int COUNT> static void some_matrices(word *v, word at) {
+template <int COUNT> static void ldmatrix(word *v, word at) {
     Shown(&all)[32] = show({{at}});
     const int lane = threadIdx.x & 31;
     for (int i = 0; i < COUNT; i++) memcpy(v + i, rows + all[8 * i + (lane >> 2)].words[0] + (lane & 3) * 4, 4);
     meet(warp_of());
 }
-inline void matrices(word (&v)[4], word at) { some_matrices<4>(v, at); }
-inline void two_matrices(word &v0, word &v1, word at) {
+inline void ldmatrix_x4(word (&v)[4], word at) { ldmatrix<4>(v, at); }
+inline void ldmatrix_x2(word &v0, word &v1, word at) {
     word both[2];
-    some_matrices<2>(both, at);
+    ldmatrix<2>(both, at);
     v0 = both[0], v1 = both[1];
 }
-inline word kept_apart(word v) { return v; }
-inline void copy_sixteen(word to, const void *from) { memcpy(rows + to, from, 16); }
-inline void copy_four(word to, const void *from) { memcpy(rows + to, from, 4); }
-inline void await_grid() {}
-inline void let_next_come() {}
-inline void make_barrier(word at, int count) { ((int *)(rows + at))[0] = count; }
-inline void arrive_with_copies(word at) {  // others may be far ahead before it brings more
+inline word opaque(word v) { return v; }
+inline void copy_async_16(word to, const void *from) { memcpy(rows + to, from, 16); }
+inline void copy_async_4(word to, const void *from) { memcpy(rows + to, from, 4); }
+inline void wait_previous_grid() {}
+inline void launch_dependents() {}
+inline void init_barrier(word at, int count) { ((int *)(rows + at))[0] = count; }
+inline void arrive_after_copies(word at) {  // others may be far ahead before it brings more
     ((int *)(rows + at))[0]--;
     for (int turns = drawn() % 200; turns > 0; turns--) next_lane();
 }
-inline void await_copies(word at) { while (((int *)(rows + at))[0]) next_lane(); }
-inline int counted_here(word at) { return ((int *)(rows + at))[0]++; }
-inline uint4 read_now(const float4 *at) {  // the block before this one has ended: what is not there never comes
+inline void wait_barrier(word at) { while (((int *)(rows + at))[0]) next_lane(); }
+inline int atomic_increment_shared(word at) { return ((int *)(rows + at))[0]++; }
+inline uint4 load_relaxed(const float4 *at) {  // the block before this one has ended: what is not there never comes
     uint4 v;
     memcpy(&v, at, sizeof v);
     if (v.x == 0xFFFFFFFFu) fprintf(stderr, "no block has handed this on\n"), abort();
     return v;
 }
-inline void write_now(float4 *at, float4 v) { *at = v; }
-inline word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-inline word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+inline void store_relaxed(float4 *at, float4 v) { *at = v; }
+inline word &component(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+inline word component(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

@@ -9,7 +9,7 @@ import torch
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES, LARGEST, PageStore, encode, write_places
 from onedraw.models.spec import AttentionSpec, RopeSpec
-from tests.backends.torch.test_kernels import SPECS, attention_case, kernels
+from tests.backends.torch.test_cpu_kernels import SPECS, attention_case, kernels
 
 KINDS = ("int8", "fp8")
 SPEC = AttentionSpec(heads=4, kv_heads=2, head_dim=8, rope=RopeSpec(1e4, 8), scale=1.0)
@@ -104,7 +104,7 @@ def value_pages(ops: object, spec: AttentionSpec, values: torch.Tensor, kept: to
     from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
     from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
     from onedraw.types import Plan
-    from tests.backends.torch.test_kernels import _row
+    from tests.backends.torch.test_cpu_kernels import _row
 
     store = PageStore(spec, pages=50, page_size=8, dtype=kept, device=CPU)
     inputs = make_inputs(Plan((_row(0, 0, 400, range(50)),)), layout=InputLayout(8, (50,), RowRule(1)), device=CPU)

@@ -22,8 +22,8 @@ import triton
 
 from onedraw.backends.packing import SPAN_BYTES
 from onedraw.backends.torch.ops.cuda import nvrtc
-from onedraw.backends.torch.ops.cuda.packed.few_rows import EXPERTS, OPENED, PRODUCT, _group_defines
-from onedraw.backends.torch.ops.cuda.packed.work_split import share_out
+from onedraw.backends.torch.ops.cuda.packed.few_rows import DEQUANTIZE_SOURCE, EXPERTS_SOURCE, FEW_ROWS_SOURCE, experts_defines
+from onedraw.backends.torch.ops.cuda.packed.work_split import split_work
 from onedraw.checkpoints.dequantize import QUANT_TYPES
 from onedraw.errors import BadSetting
 
@@ -36,17 +36,17 @@ SMALL_SHARED = 99 << 10  # of an sm_86
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_weights_are_opened_on_every_card(kind: str) -> None:
     for architecture in ARCHITECTURES:
-        assert nvrtc.compile_source(OPENED, architecture, {"KIND": QUANT_TYPES[kind].ggml_type or 0})[:4] == b"\x7fELF"
+        assert nvrtc.compile_source(DEQUANTIZE_SOURCE, architecture, {"KIND": QUANT_TYPES[kind].ggml_type or 0})[:4] == b"\x7fELF"
 
 
 @needs_compiler
 @pytest.mark.parametrize(("kind", "architecture"), [("Q4_K", "sm_86"), ("Q4_1", "sm_90")])
 def test_products_compile(kind: str, architecture: str) -> None:
-    for rows, inside in ((1, True), (17, False)):
-        share = share_out(rows, 64, 1, multiprocessors=128, shared=SMALL_SHARED, inside=inside)
-        assert share.inside == inside
-        code = nvrtc.compile_source(PRODUCT, architecture, {"KIND": QUANT_TYPES[kind].ggml_type or 0, **share.defines})
-        assert b"rows_product" in code
+    for rows, whole_k in ((1, True), (17, False)):
+        share = split_work(rows, 64, 1, multiprocessors=128, shared=SMALL_SHARED, whole_k=whole_k)
+        assert share.whole_k == whole_k
+        code = nvrtc.compile_source(FEW_ROWS_SOURCE, architecture, {"KIND": QUANT_TYPES[kind].ggml_type or 0, **share.defines})
+        assert b"few_rows_product" in code
 
 
 @needs_compiler
@@ -54,17 +54,17 @@ def test_products_compile(kind: str, architecture: str) -> None:
     ("kind", "tiles", "architecture"), [("Q4_K", 1, "sm_86"), ("Q6_K", 4, "sm_86"), ("Q5_1", 8, "sm_90"), ("NVFP4", 2, "sm_90")]
 )
 def test_products_of_experts_compile(kind: str, tiles: int, architecture: str) -> None:
-    code = nvrtc.compile_source(EXPERTS, architecture, _group_defines(kind, tiles))
-    assert b"grouped_product" in code
-    assert b"rows_product" not in code
+    code = nvrtc.compile_source(EXPERTS_SOURCE, architecture, experts_defines(kind, tiles))
+    assert b"experts_product" in code
+    assert b"few_rows_product" not in code
 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
     """An empty cache folder. When called: the one file in it, with nothing left of it in the process."""
-    monkeypatch.setattr(nvrtc, "_kept", [])
+    monkeypatch.setattr(nvrtc, "_cache_folders", [])
     monkeypatch.setattr(nvrtc, "_compiled", {})
-    nvrtc.keep_in(tmp_path)
+    nvrtc.cache_in(tmp_path)
 
     def found() -> Path:
         monkeypatch.setattr(nvrtc, "_compiled", {})
@@ -76,13 +76,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
 
 @needs_compiler
 def test_what_was_compiled_is_kept_and_found_again(kept: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12})
+    made = nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12})
     assert kept().read_bytes().startswith(made)
     compiled: list[str] = []
     monkeypatch.setattr(nvrtc, "_compile", lambda library, source, name, options: compiled.append(options[0]) or b"made")
-    assert nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12}) == made
+    assert nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12}) == made
     assert compiled == []
-    assert nvrtc.compile_source(OPENED, "sm_86", {"KIND": 12}) == b"made"
+    assert nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_86", {"KIND": 12}) == b"made"
     assert compiled == ["--gpu-architecture=sm_86"]
 
 
@@ -93,7 +93,7 @@ def test_what_is_damaged_in_the_cache_is_compiled_anew(
 ) -> None:
     """A start that was killed, or a full disk, once left a kernel that no later start could load."""
     caplog.set_level(logging.WARNING, logger="onedraw")  # a server of another test may have made it silent
-    made = nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12})
+    made = nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12})
     whole = kept().read_bytes()
     middle = len(whole) // 2
     kept().write_bytes(
@@ -104,8 +104,8 @@ def test_what_is_damaged_in_the_cache_is_compiled_anew(
             "gone in the middle": whole[:middle] + whole[middle + 8 :],
         }[damage]
     )
-    assert nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12}) == made
-    assert "is damaged, and is compiled anew" in caplog.text
+    assert nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12}) == made
+    assert "is damaged; compiling it again" in caplog.text
     assert kept().read_bytes() == whole
 
 
@@ -135,17 +135,17 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_driver_does_not_load_is_compiled_anew_once(
     kept: Callable[[], Path], hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12})
+    made = nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12})
     bad = b"sound by its checksum, and still no kernel"
     kept().write_bytes(bad + hashlib.sha256(bad).digest())
     driver = _Driver(lambda code: code != bad)
     monkeypatch.setattr(nvrtc, "driver", lambda: driver)
-    nvrtc.Module(OPENED, torch.device("cuda:0"), {"KIND": 12})
+    nvrtc.Module(DEQUANTIZE_SOURCE, torch.device("cuda:0"), {"KIND": 12})
     assert driver.offered == [bad, made]
     assert kept().read_bytes().startswith(made)
     driver = _Driver(lambda code: False)
     with pytest.raises(RuntimeError, match=r"loading dequantize.cu: .* \(200\)"):
-        nvrtc.Module(OPENED, torch.device("cuda:0"), {"KIND": 12})
+        nvrtc.Module(DEQUANTIZE_SOURCE, torch.device("cuda:0"), {"KIND": 12})
     assert len(driver.offered) == 2
 
 
@@ -174,7 +174,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str 
                 )
             folders.append(folder)
         monkeypatch.setattr(nvrtc, "_folders", lambda: folders)
-        monkeypatch.setattr(nvrtc, "SYSTEMS", ())
+        monkeypatch.setattr(nvrtc, "SYSTEM_LIBRARIES", ())
         monkeypatch.setattr(torch.version, "cuda", cuda)
         nvrtc.compiler.cache_clear()
         return nvrtc.version()
@@ -193,9 +193,11 @@ def test_the_compiler_is_one_of_the_cuda_that_torch_is_made_for(libraries: Calla
 
 def test_where_no_compiler_fits_it_is_said_which_there_are(libraries: Callable[[str | None, list[str]], str]) -> None:
     assert libraries("13.0", ["12.8", "11.2"]) == ""
-    assert nvrtc.why_not() == "torch is made for CUDA 13.0 and NVRTC here is 12.8, 11.2; pip install nvidia-cuda-nvrtc==13.*"
+    assert (
+        nvrtc.why_not() == "torch is built for CUDA 13.0, the installed NVRTC is 12.8, 11.2; pip install nvidia-cuda-nvrtc==13.*"
+    )
     assert libraries("12.8", []) == ""
-    assert nvrtc.why_not() == "no libnvrtc was found; pip install nvidia-cuda-nvrtc-cu12"
+    assert nvrtc.why_not() == "libnvrtc not found; pip install nvidia-cuda-nvrtc-cu12"
 
 
 @needs_compiler
@@ -205,9 +207,9 @@ def test_whoever_counts_last_has_seen_what_the_others_wrote() -> None:
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not dump.exists():
         pytest.skip("no disassembler here")
-    defines = {"KIND": 12, "TILES": 1, "WARPS": 16, "INSIDE": 0}
+    defines = {"KIND": 12, "TILES": 1, "WARPS": 16, "WHOLE_K": 0}
     for architecture in ("sm_86", "sm_90a"):
-        code = nvrtc.compile_source(PRODUCT, architecture, defines)
+        code = nvrtc.compile_source(FEW_ROWS_SOURCE, architecture, defines)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(code)
             file.flush()
@@ -219,22 +221,22 @@ def test_whoever_counts_last_has_seen_what_the_others_wrote() -> None:
 
 @needs_compiler
 def test_a_source_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "_kept", [])
+    monkeypatch.setattr(nvrtc, "_cache_folders", [])
     with pytest.raises(BadSetting, match=r"does not compile few_rows.cu .*-DKIND=12 .*--dtype bf16"):
-        nvrtc.compile_source(PRODUCT, "sm_90", {"KIND": 12, "TILES": 1})  # the other numbers are missing
+        nvrtc.compile_source(FEW_ROWS_SOURCE, "sm_90", {"KIND": 12, "TILES": 1})  # the other numbers are missing
 
 
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "compiler", lambda: None)
     with pytest.raises(BadSetting, match="pip install nvidia-cuda-nvrtc, or use --dtype bf16"):
-        nvrtc.compile_source(OPENED, "sm_90", {"KIND": 12})
+        nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12})
 
 
 def test_an_old_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(BadSetting, match=r"Tesla T4 \(sm_75\): products of packed weights need sm_80 or newer; use --dtype f16"):
-        nvrtc.Module(OPENED, torch.device("cuda:0"), {"KIND": 12})
+    with pytest.raises(BadSetting, match=r"Tesla T4 \(sm_75\): kernels for packed weights need sm_80 or newer; use --dtype f16"):
+        nvrtc.Module(DEQUANTIZE_SOURCE, torch.device("cuda:0"), {"KIND": 12})
 
 
 def test_a_card_newer_than_the_compiler_has_machine_code_of_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +244,13 @@ def test_a_card_newer_than_the_compiler_has_machine_code_of_its_generation(monke
     assert nvrtc.architecture_for(8, 6) == "sm_86"
     assert nvrtc.architecture_for(12, 1) == "sm_120"
     assert nvrtc.architecture_for(10, 3) == "sm_100"
-    assert nvrtc.architecture_for(9, 0, own=True) == "sm_90a"
+    assert nvrtc.architecture_for(9, 0, arch_specific=True) == "sm_90a"
     assert nvrtc.architecture_for(13, 0) == "sm_130"  # which the compiler will refuse by name
 
 
 def test_sources_are_read_alike_where_nobody_speaks_unicode() -> None:
     """They have signs in their comments, and some of them stand in others."""
-    names = ("many_rows_hopper.cu", PRODUCT)
+    names = ("many_rows_hopper.cu", FEW_ROWS_SOURCE)
     said = "from onedraw.backends.torch.ops.cuda.nvrtc import read_source as read; print(sum(len(read(n)) for n in NAMES))"
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     found = subprocess.run(
@@ -256,4 +258,4 @@ def test_sources_are_read_alike_where_nobody_speaks_unicode() -> None:
     )
     assert found.returncode == 0, found.stderr[-500:]
     assert int(found.stdout) == sum(len(nvrtc.read_source(name)) for name in names)
-    assert "#include" not in nvrtc.read_source(PRODUCT)
+    assert "#include" not in nvrtc.read_source(FEW_ROWS_SOURCE)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from onedraw.backends.torch.ops.cpu import build as builder
-from onedraw.backends.torch.ops.cpu.library import runnable
+from onedraw.backends.torch.ops.cpu.library import supported_instruction_sets
 from onedraw.settings import default_cache_dir
 
 LIBRARY = builder.build(default_cache_dir()).library
 if LIBRARY is None:
     pytest.skip("no C compiler", allow_module_level=True)
-BEST, *OTHERS = runnable(LIBRARY)
+BEST, *OTHERS = supported_instruction_sets(LIBRARY)
 PROGRAM = Path(__file__).with_name("sanitized.c")
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = ("-fsanitize=thread",)

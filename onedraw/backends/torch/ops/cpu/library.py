@@ -43,7 +43,7 @@ def _large(size: int) -> torch.Tensor:
     return torch.frombuffer(place, dtype=torch.uint8)
 
 
-def runnable(library: ctypes.CDLL) -> list[str]:
+def supported_instruction_sets(library: ctypes.CDLL) -> list[str]:
     """The paths that this processor can run, best first."""
     library.onedraw_runs.argtypes, library.onedraw_runs.restype = [ctypes.c_char_p], ctypes.c_int
     return [path for path in paths() if library.onedraw_runs(path.encode())]
@@ -53,7 +53,7 @@ class Kernels:
     """Owner: the operations that use them. The team ends with this object."""
 
     def __init__(self, library: ctypes.CDLL, *, threads: int, path: str | None = None) -> None:
-        self.path = path or runnable(library)[0]
+        self.path = path or supported_instruction_sets(library)[0]
         self.threads = threads
         self._functions: dict[str, Any] = {}
         for name, (result, arguments) in _SIGNATURES.items():

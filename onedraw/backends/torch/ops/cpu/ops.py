@@ -16,7 +16,7 @@ from onedraw.backends.torch.model.weight_loader import LANE, padded
 from onedraw.backends.torch.ops.base import CaptureOps, DenseLayer, DraftCommit, KernelChoices
 from onedraw.backends.torch.ops.cpu.fused_layers import AttentionArguments, CpuAttentionInputs, CpuFusedLayers
 from onedraw.backends.torch.ops.cpu.library import Kernels
-from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear, panels_of, panels_of_rows
+from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear, pack_panels, pack_rows
 from onedraw.backends.torch.ops.cpu.sampler import CpuSampler
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.elementwise import gated, times_gate
@@ -139,7 +139,7 @@ class CpuOps:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         rows, width = weight.shape
-        panels = panels_of_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
+        panels = pack_rows(self._kernels, weight.contiguous().numpy(), "F32", rows=rows, width=width, height=rows)
         return CpuLinear(self._kernels, [panels], bias=bias, coded=False)
 
     def packed_linear(
@@ -164,7 +164,7 @@ class CpuOps:
     def _side_by_side(
         self, tensors: Sequence[LazyTensor], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
     ) -> CpuLinear:
-        parts = [panels_of(self._kernels, tensor, height=padded(tensor.shape[0], pad)) for tensor in tensors]
+        parts = [pack_panels(self._kernels, tensor, height=padded(tensor.shape[0], pad)) for tensor in tensors]
         width = padded(parts[0].width, pad_columns)
         return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
 

@@ -45,7 +45,7 @@ class Panels:
     data: Tensor  # bytes, 64 bytes aligned
 
 
-def panels_of_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:
+def pack_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:
     """Stored rows → panels of `height` rows; those that are not stored are zero."""
     code = CPU_PACKED_KINDS[kind]
     data = kernels.keep(kernels.packed_bytes(code, height, width))
@@ -54,13 +54,13 @@ def panels_of_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, w
     return Panels(kind, height, width, data)
 
 
-def panels_of(kernels: Kernels, tensor: LazyTensor, *, height: int) -> Panels:
+def pack_panels(kernels: Kernels, tensor: LazyTensor, *, height: int) -> Panels:
     """A stored matrix in panels: as it is where a kernel knows its kind, else as float32."""
     rows, width = tensor.shape
     raw = tensor.packed() if tensor.kind in CPU_PACKED_KINDS else None
     if raw is None:
-        return panels_of_rows(kernels, tensor.float32(), "F32", rows=rows, width=width, height=height)
-    return panels_of_rows(kernels, raw, tensor.kind, rows=rows, width=width, height=height)
+        return pack_rows(kernels, tensor.float32(), "F32", rows=rows, width=width, height=height)
+    return pack_rows(kernels, raw, tensor.kind, rows=rows, width=width, height=height)
 
 
 class CpuLinear(Linear):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN
 from onedraw.backends.torch.ops.cuda.linear import launch_options
-from onedraw.backends.torch.ops.cuda.packed.activations import Prepared, scaled_span, store_span
+from onedraw.backends.torch.ops.cuda.packed.activations import PackedActivations, scaled_span, store_span
 from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, begin_kernel, sigmoid, softplus
 from onedraw.models.spec import Activation, Gate
 
@@ -65,9 +65,9 @@ def _rms_norm(
         store_span(scaled, power, hi, lo, x_out, factors, sums, row, tl.program_id(1) * SPANS, (W + 255) // 256, SPANS)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, packed: Prepared | None = None, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, packed: PackedActivations | None = None, pdl: bool = False) -> Tensor:
     """x [..., W], rows of stride 1. A float32 weight is applied before the normalized values are rounded. `packed`: also store
-    the rows as activations of packed products, as `prepare_rows` would."""
+    the rows as activations of packed products, as `pack_activations` would."""
     width = x.shape[-1]
     flat = x.reshape(-1, width) if x.dim() != 2 else x
     if flat.stride(-1) != 1:
@@ -133,7 +133,7 @@ def _gated_activation(
 
 
 def gated_activation(
-    gate_up: Tensor, activation: Activation, *, paired: bool = False, packed: Prepared | None = None, pdl: bool = False
+    gate_up: Tensor, activation: Activation, *, paired: bool = False, packed: PackedActivations | None = None, pdl: bool = False
 ) -> Tensor:
     """activation(gate) * up: [T, 2F] → [T, F], with the gate in the first half, or `paired` with up column by column. `packed`:
     also store the rows as activations of packed products."""
@@ -208,7 +208,7 @@ def apply_gate(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Ten
     return y
 
 
-def _packed_pointers(packed: Prepared | None) -> tuple[Tensor | None, ...]:
+def _packed_pointers(packed: PackedActivations | None) -> tuple[Tensor | None, ...]:
     return (None, None, None) if packed is None else (packed.x, packed.factors, packed.sums)
 
 

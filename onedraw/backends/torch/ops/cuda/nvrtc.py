@@ -1,9 +1,9 @@
-"""CUDA sources of this package → kernels on a device: compiled at run time by NVRTC, which comes with every torch for CUDA.
+"""Compiles the CUDA sources of this package at run time with NVRTC, which every torch for CUDA installs.
 
-In: a source file, its definitions, a device. Out: a `Kernel`, which launches on torch's current stream, so graphs record it. What
-was compiled is kept in the cache folder, under a hash of the source, the options and the compiler; `keep_in` says where. What is
-damaged there, by its checksum or because the driver does not load it, is compiled anew. The library is one of the CUDA that
-torch is made for: what another makes, the driver beside this torch may not load.
+In: a source file, its macros, a device. Out: a `Kernel`, which launches on torch's current stream, so CUDA graphs capture it.
+Machine code is cached in the folder of `cache_in`, named by a hash of source, options and compiler version. A cached file with a
+wrong checksum, or that the driver does not load, is compiled again. NVRTC must have the CUDA version that torch was built for,
+because the driver may not load the code of another version.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from onedraw.errors import BadSetting
 
 log = logging.getLogger("onedraw")
 FOLDER = Path(__file__).parent / "packed"
-OLDEST = (8, 0)  # the first that has what the sources use
-SYSTEMS = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")  # what the system's loader may know
-_OPTIONS = ("--std=c++17", "--fmad=false")  # a product and a sum are one rounding where the sources say so
+MIN_CAPABILITY = (8, 0)  # the sources use mma.m16n8k16 and cp.async
+SYSTEM_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")  # names for the system's loader
+_OPTIONS = ("--std=c++17", "--fmad=false")  # only explicit fma in the sources is fused
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_ALWAYS_SHARED = 48 << 10  # bytes that a block may have without asking
-_CHECKSUM = 32  # bytes behind what is kept
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DEFAULT_SHARED = 48 << 10  # bytes of shared memory that a block may have without that attribute
+_CHECKSUM = 32  # bytes of SHA-256 at the end of a cached file
 _INCLUDE = re.compile(r'#include "([a-z_]+\.cuh)"')
-_kept: list[Path] = []
-_compiled: dict[str, bytes] = {}  # by hash: what this process compiled
+_cache_folders: list[Path] = []
+_compiled: dict[str, bytes] = {}  # machine code that this process compiled, by hash
 
 
-def keep_in(cache: Path) -> None:
-    """Compiled kernels lie in this cache folder from now on."""
-    _kept[:] = [cache / "kernels"]
+def cache_in(cache: Path) -> None:
+    """Cache compiled kernels in this folder."""
+    _cache_folders[:] = [cache / "kernels"]
 
 
 # ------------------------------------------------------------------ compiling
@@ -54,108 +54,107 @@ class Compiler:
 
 @lru_cache(maxsize=1)
 def compiler() -> Compiler | None:
-    """NVRTC, where there is one that fits this torch: torch's own, a package's, or the system's."""
-    return _fitting(_found(), torch.version.cuda)
+    """The NVRTC library for this torch, from torch, a Python package or the system; None if there is none."""
+    return _matching(_installed(), torch.version.cuda)
 
 
-def _fitting(found: Iterator[Compiler], cuda: str | None) -> Compiler | None:
-    """The first of this very version, or else the first of its major version; any where torch is made for no CUDA."""
-    second = None
-    for one in found:
-        if cuda is None or one.version == cuda:
-            return one
-        if one.version.partition(".")[0] == cuda.partition(".")[0]:
-            second = second or one
-    return second
+def _matching(installed: Iterator[Compiler], cuda: str | None) -> Compiler | None:
+    """The first of exactly this version, else the first of the same major version; any if torch is built without CUDA."""
+    same_major = None
+    for candidate in installed:
+        if cuda is None or candidate.version == cuda:
+            return candidate
+        if candidate.version.partition(".")[0] == cuda.partition(".")[0]:
+            same_major = same_major or candidate
+    return same_major
 
 
-def _found() -> Iterator[Compiler]:
+def _installed() -> Iterator[Compiler]:
     names = [str(file) for folder in _folders() for file in sorted(folder.glob("libnvrtc.so*"), reverse=True)]
-    for name in (*names, *SYSTEMS):
+    for name in (*names, *SYSTEM_LIBRARIES):
         try:
             library = ctypes.CDLL(name)
             major, minor = ctypes.c_int(), ctypes.c_int()
             library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        except (OSError, AttributeError):  # not there, or something else by this name
+        except (OSError, AttributeError):  # missing, or another library of this name
             continue
         yield Compiler(library, f"{major.value}.{minor.value}")
 
 
 def _folders() -> list[Path]:
-    places = [Path(place) for place in sys.path if place]
-    packages = [folder for place in places for folder in sorted((place / "nvidia").glob("*/lib"))]
+    paths = [Path(path) for path in sys.path if path]
+    packages = [folder for path in paths for folder in sorted((path / "nvidia").glob("*/lib"))]
     return [*packages, Path(torch.__file__).parent / "lib", Path("/usr/local/cuda/lib64")]
 
 
 def version() -> str:
-    found = compiler()
-    return "" if found is None else found.version
+    nvrtc = compiler()
+    return "" if nvrtc is None else nvrtc.version
 
 
 def why_not() -> str:
-    """Why nothing can be compiled here; nothing where it can."""
+    """Why the CUDA sources cannot be compiled; empty if they can."""
     if compiler() is not None:
         return ""
-    others = ", ".join(dict.fromkeys(one.version for one in _found()))
-    there = f"torch is made for CUDA {torch.version.cuda} and NVRTC here is {others}" if others else "no libnvrtc was found"
+    others = ", ".join(dict.fromkeys(installed.version for installed in _installed()))
+    reason = f"torch is built for CUDA {torch.version.cuda}, the installed NVRTC is {others}" if others else "libnvrtc not found"
     major = (torch.version.cuda or "").partition(".")[0]
     package = {"": "nvidia-cuda-nvrtc", "12": "nvidia-cuda-nvrtc-cu12"}.get(major, f"nvidia-cuda-nvrtc=={major}.*")
-    return f"{there}; pip install {package}"
+    return f"{reason}; pip install {package}"
 
 
 def read_source(name: str) -> str:
-    """A source with what it includes in its place."""
+    """A source with its includes expanded."""
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines(keepends=True)
     included = (_INCLUDE.fullmatch(line.strip()) for line in lines)
     return "".join(line if found is None else read_source(found[1]) for line, found in zip(lines, included))
 
 
-def compile_source(name: str, architecture: str, defines: Mapping[str, int], *, anew: bool = False) -> bytes:
-    """The machine code of a source for an architecture (like sm_90), from the cache folder where it lies there already and is
-    not to be made `anew`."""
-    found = compiler()
-    if found is None:
-        raise BadSetting(f"products of packed weights cannot be compiled: {why_not()}, or use --dtype bf16")
+def compile_source(name: str, architecture: str, defines: Mapping[str, int], *, again: bool = False) -> bytes:
+    """The machine code of a source for an architecture (like sm_90), cached unless `again`."""
+    nvrtc = compiler()
+    if nvrtc is None:
+        raise BadSetting(f"kernels for packed weights cannot be compiled: {why_not()}, or use --dtype bf16")
     source = read_source(name).encode()
     options = [f"--gpu-architecture={architecture}", *_OPTIONS, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
-    digest = hashlib.sha256(source + "\0".join(["checksummed", found.version, *options]).encode()).hexdigest()[:20]
-    if digest in _compiled and not anew:
+    digest = hashlib.sha256(source + "\0".join(["checksummed", nvrtc.version, *options]).encode()).hexdigest()[:20]
+    if digest in _compiled and not again:
         return _compiled[digest]
-    files = [folder / f"{Path(name).stem}-{digest}.cubin" for folder in _kept]
-    for file in files if not anew else ():
+    files = [folder / f"{Path(name).stem}-{digest}.cubin" for folder in _cache_folders]
+    for file in files if not again else ():
         code = _read(file)
         if code is not None:
             return code
-    code = _compiled[digest] = _compile(found.library, source, name, options)
+    code = _compiled[digest] = _compile(nvrtc.library, source, name, options)
     for file in files:
-        _keep(file, code)
+        _write(file, code)
     return code
 
 
 def _read(file: Path) -> bytes | None:
-    """What is kept there; nothing where it is not there or damaged, which is said."""
+    """The cached code; None if the file is missing, or damaged, which is logged."""
     try:
-        kept = file.read_bytes()
+        cached = file.read_bytes()
     except OSError:
         return None
-    code, checksum = kept[:-_CHECKSUM], kept[-_CHECKSUM:]
+    code, checksum = cached[:-_CHECKSUM], cached[-_CHECKSUM:]
     if hashlib.sha256(code).digest() == checksum:
         return code
-    log.warning("%s is damaged, and is compiled anew", file)
+    log.warning("%s is damaged; compiling it again", file)
     return None
 
 
 def _compile(library: ctypes.CDLL, source: bytes, name: str, options: Sequence[str]) -> bytes:
     program = ctypes.c_void_p()
     library.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     try:
-        failed = library.nvrtcCompileProgram(program, len(options), given)
+        failed = library.nvrtcCompileProgram(program, len(options), encoded)
         if failed:
             lines = _bytes_of(library, "ProgramLog", program).decode(errors="replace").strip().splitlines()
             raise BadSetting(
                 f"NVRTC {version()} does not compile {name} with {' '.join(options)}: {' '.join(lines[:3])}; "
-                "a newer NVRTC is needed, or --dtype bf16"
+                "install a newer NVRTC, or use --dtype bf16"
             )
         return _bytes_of(library, "CUBIN", program)
     finally:
@@ -165,25 +164,24 @@ def _compile(library: ctypes.CDLL, source: bytes, name: str, options: Sequence[s
 def _bytes_of(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-    room = ctypes.create_string_buffer(size.value)
-    getattr(library, f"nvrtcGet{what}")(program, room)
-    return room.raw[: size.value]
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw[: size.value]
 
 
-def _keep(file: Path, code: bytes) -> None:
-    """With its checksum, beside the target, then moved into place. A folder that cannot be written costs time at the next start,
-    no more."""
+def _write(file: Path, code: bytes) -> None:
+    """Write code and checksum to a temporary file and rename it. Failure is ignored: the next start compiles again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=file.parent)
+        handle, temporary = tempfile.mkstemp(dir=file.parent)
     except OSError:
         return
     try:
-        with os.fdopen(handle, "wb") as opened:
-            opened.write(code + hashlib.sha256(code).digest())
-        os.replace(beside, file)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(code + hashlib.sha256(code).digest())
+        os.replace(temporary, file)
     except OSError:
-        Path(beside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------ launching
@@ -207,78 +205,85 @@ def driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise BadSetting(f"the NVIDIA driver does not load: {error}; use --device cpu") from None
+        raise BadSetting(f"the NVIDIA driver cannot be loaded: {error}; use --device cpu") from None
 
 
 def checked(code: int, what: str) -> None:
     if code:
-        said = ctypes.c_char_p()
-        driver().cuGetErrorString(code, ctypes.byref(said))
-        raise RuntimeError(f"{what}: {(said.value or b'error').decode()} ({code})")
+        message = ctypes.c_char_p()
+        driver().cuGetErrorString(code, ctypes.byref(message))
+        raise RuntimeError(f"{what}: {(message.value or b'error').decode()} ({code})")
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A function on a device. What it is given comes as one structure."""
+    """A kernel on a device, with all arguments in one structure."""
 
     name: str
     handle: ctypes.c_void_p
 
-    def launch(self, given: ctypes.Structure, *, grid: tuple[int, int], threads: int, shared: int = 0, pdl: bool = False) -> None:
-        """On torch's current stream. `pdl`: the kernel may start before the one ahead of it is done, and waits by itself."""
+    def launch(
+        self, arguments: ctypes.Structure, *, grid: tuple[int, int], threads: int, shared: int = 0, pdl: bool = False
+    ) -> None:
+        """Launch on torch's current stream. `pdl`: programmatic dependent launch; the kernel may start before its predecessor has
+        finished and synchronizes itself."""
         stream = torch.cuda.current_stream().cuda_stream
         attribute = _Attribute(id=_SERIALIZATION, value=1)
         config = _Config(*grid, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(pdl))
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(given))
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         checked(driver().cuLaunchKernelEx(ctypes.byref(config), self.handle, parameters, None), f"launching {self.name}")
 
 
-def compile_for(source: str, device: torch.device, defines: Mapping[str, int], *, own: bool = False, anew: bool = False) -> bytes:
-    """The machine code of a source for a device; several may be compiled at once."""
+def compile_for(
+    source: str, device: torch.device, defines: Mapping[str, int], *, arch_specific: bool = False, again: bool = False
+) -> bytes:
+    """The machine code of a source for a device; thread-safe."""
     capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
+    if capability < MIN_CAPABILITY:
         name = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
-        raise BadSetting(f"{name}: products of packed weights need sm_80 or newer; use --dtype f16")
-    return compile_source(source, architecture_for(*capability, own=own), defines, anew=anew)
+        raise BadSetting(f"{name}: kernels for packed weights need sm_80 or newer; use --dtype f16")
+    return compile_source(source, architecture_for(*capability, arch_specific=arch_specific), defines, again=again)
 
 
-def architecture_for(major: int, minor: int, *, own: bool = False) -> str:
-    """What to compile for: the card's own architecture, or the newest of its generation that this NVRTC knows, whose machine code
-    the card runs as well."""
+def architecture_for(major: int, minor: int, *, arch_specific: bool = False) -> str:
+    """The architecture to compile for: the GPU's own, or the newest of its generation that this NVRTC supports, which is
+    binary compatible. `arch_specific`: the GPU's own with architecture-specific instructions (like sm_90a)."""
     exact = 10 * major + minor
     known = [number for number in _architectures() if number // 10 == major and number <= exact]
-    return f"sm_{exact if own or not known else max(known)}{'a' if own else ''}"
+    return f"sm_{exact if arch_specific or not known else max(known)}{'a' if arch_specific else ''}"
 
 
 def _architectures() -> list[int]:
-    found = compiler()
+    nvrtc = compiler()
     count = ctypes.c_int()
-    if found is None or found.library.nvrtcGetNumSupportedArchs(ctypes.byref(count)):
+    if nvrtc is None or nvrtc.library.nvrtcGetNumSupportedArchs(ctypes.byref(count)):
         return []
     numbers = (ctypes.c_int * count.value)()
-    return [] if found.library.nvrtcGetSupportedArchs(numbers) else list(numbers)
+    return [] if nvrtc.library.nvrtcGetSupportedArchs(numbers) else list(numbers)
 
 
 class Module:
-    """A compiled source on one device."""
+    """A compiled source, loaded on one device."""
 
-    def __init__(self, source: str, device: torch.device, defines: Mapping[str, int], *, own: bool = False) -> None:
-        """`own`: with instructions that this very architecture has and later ones may not."""
+    def __init__(self, source: str, device: torch.device, defines: Mapping[str, int], *, arch_specific: bool = False) -> None:
+        """`arch_specific`: see `architecture_for`."""
         self._source, self._device = source, device
-        code = compile_for(source, device, defines, own=own)
+        code = compile_for(source, device, defines, arch_specific=arch_specific)
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # torch's context is the current one from here on
+            torch.cuda.current_stream().synchronize()  # makes torch's context current
             if not driver().cuModuleLoadData(ctypes.byref(self._handle), code):
                 return
-            log.warning("%s as it was compiled before does not load on %s, and is compiled anew", source, device)
-            code = compile_for(source, device, defines, own=own, anew=True)
+            log.warning("the cached code of %s does not load on %s; compiling it again", source, device)
+            code = compile_for(source, device, defines, arch_specific=arch_specific, again=True)
             checked(driver().cuModuleLoadData(ctypes.byref(self._handle), code), f"loading {source}")
 
     def kernel(self, name: str, shared: int = 0) -> Kernel:
-        """`shared`: bytes of shared memory that a launch will ask for, at most."""
+        """`shared`: maximum bytes of dynamic shared memory of a launch."""
         handle = ctypes.c_void_p()
         checked(driver().cuModuleGetFunction(ctypes.byref(handle), self._handle, name.encode()), f"{self._source}: {name}")
-        if shared > _ALWAYS_SHARED:
-            checked(driver().cuFuncSetAttribute(handle, _MOST_SHARED, shared), f"{shared} bytes of shared memory for {name}")
+        if shared > _DEFAULT_SHARED:
+            checked(
+                driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory for {name}"
+            )
         return Kernel(name, handle)

@@ -1,60 +1,60 @@
-// Packed weights as plain float16, for products of many rows, and rows of weights as numbers.
+// Dequantizes packed weights: to float16 with separate scales, for products of many rows, or to the stored values, for row lookup.
 //
-// In: units as fragments.py lays them, of a KIND. Out: `Opened` of spans.py, or numbers as the file has them.
+// In: units in the layout of tensor_core_layout.py, of a KIND. Out: `DequantizedWeight` of activations.py, or rows of values.
 
 #include "weight_units.cuh"
 
-// ------------------------------------------------------------------ weights as plain float16
+// ------------------------------------------------------------------ float16 weights and scales
 
-struct Opened {
+struct DequantizeArguments {
     const byte *units;
     halfword *weights;   // [count, spans * 256] float16
-    float *scales;       // [spans, stride], or [spans * 8, stride]: outputs stand side by side
-    halfword *minima;    // [count, spans, 8] float16, of K kinds with minima
-    float *least;        // the factors of the minima [spans, stride], or minima [spans * 8, stride]
-    int first, count, spans, stride;  // first: in units
+    float *scales;       // [spans, stride], or [spans * 8, stride]: output index innermost
+    halfword *minima;    // [count, spans, 8] float16, for K types with minima
+    float *min_scales;  // scales of the minima [spans, stride], or minima [spans * 8, stride]
+    int first, count, spans, stride;  // first: unit of the first output
 };
 
-#define OPENED_WARPS 4
-#define OPENED_ROW (SPAN + 8)
+#define DEQUANTIZE_WARPS 4
+#define DEQUANTIZE_ROW (SPAN + 8)
 
-extern "C" __global__ void __launch_bounds__(OPENED_WARPS * 32) opened(const __grid_constant__ Opened p) {
-    __shared__ __align__(16) halfword tile[OPENED_WARPS][16 * OPENED_ROW];
+extern "C" __global__ void __launch_bounds__(DEQUANTIZE_WARPS * 32) dequantize(const __grid_constant__ DequantizeArguments p) {
+    __shared__ __align__(16) halfword tile[DEQUANTIZE_WARPS][16 * DEQUANTIZE_ROW];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const long long which = (long long)blockIdx.x * OPENED_WARPS + warp;
-    const int tall = (int)(which / p.spans), span = (int)(which - (long long)tall * p.spans);
-    if (tall * 16 >= p.count) return;
+    const long long which = (long long)blockIdx.x * DEQUANTIZE_WARPS + warp;
+    const int unit_index = (int)(which / p.spans), span = (int)(which - (long long)unit_index * p.spans);
+    if (unit_index * 16 >= p.count) return;
     Unit unit;
-    load_unit(unit, p.units + ((long long)(p.first + tall) * p.spans + span) * UNIT_BYTES, lane, true);
+    load_unit(unit, p.units + ((long long)(p.first + unit_index) * p.spans + span) * UNIT_BYTES, lane, true);
     Scales scales;
-    open_scales(scales, unit);
+    unpack_scales(scales, unit);
     word *own = (word *)tile[warp];
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         word a[4];
-        next_scales(scales, i);
-        open_step(a, unit, scales, i);
+        select_scales(scales, i);
+        dequantize_step(a, unit, scales, i);
 #pragma unroll
-        for (int j = 0; j < 4; j++) own[(g + 8 * (j & 1)) * (OPENED_ROW / 2) + i * 8 + (j >> 1) * 4 + t] = a[j];
+        for (int j = 0; j < 4; j++) own[(g + 8 * (j & 1)) * (DEQUANTIZE_ROW / 2) + i * 8 + (j >> 1) * 4 + t] = a[j];
     }
     __syncwarp();
     for (int row = 0; row < 16; row++) {
-        const long long output = (long long)tall * 16 + row;
+        const long long output = (long long)unit_index * 16 + row;
         if (output < p.count)
-            ((uint4 *)(p.weights + (output * p.spans + span) * SPAN))[lane] = ((const uint4 *)(tile[warp] + row * OPENED_ROW))[lane];
+            ((uint4 *)(p.weights + (output * p.spans + span) * SPAN))[lane] = ((const uint4 *)(tile[warp] + row * DEQUANTIZE_ROW))[lane];
     }
-    const word factors = SIX_BIT_SCALES ? minima_factors(unit, lane) : 0;
+    const word factors = SIX_BIT_SCALES ? minima_scales(unit, lane) : 0;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const long long output = (long long)tall * 16 + g + 8 * h;
+        const long long output = (long long)unit_index * 16 + g + 8 * h;
         if (output >= p.count) continue;
         const long long at = output * p.spans + span;
-        if (WHOLE) {
+        if (SPAN_SCALE) {
             const long long beside = (long long)span * p.stride + output;
-            if (t == 0) p.scales[beside] = __fmul_rn(whole_scale(unit, h), size_of(h));
+            if (t == 0) p.scales[beside] = __fmul_rn(span_scale(unit, h), subnormal_inverse(h));
             if (SIX_BIT_SCALES) {
                 ((word *)(p.minima + at * 8))[t] = minima_pair(unit, h);
-                if (t == 0) p.least[beside] = __fmul_rn(half_to_float(h ? factors >> 16 : factors & 0xFFFFu), size_of(h));
+                if (t == 0) p.min_scales[beside] = __fmul_rn(half_to_float(h ? factors >> 16 : factors & 0xFFFFu), subnormal_inverse(h));
             }
         } else {
 #pragma unroll
@@ -62,27 +62,27 @@ extern "C" __global__ void __launch_bounds__(OPENED_WARPS * 32) opened(const __g
                 if (t == (block & 3)) {
                     const long long beside = ((long long)span * 8 + block) * p.stride + output;
                     p.scales[beside] = block_scale(unit, block, h);
-                    if (MINIMA) p.least[beside] = block_minimum(unit, block, h);
+                    if (MINIMA) p.min_scales[beside] = block_minimum(unit, block, h);
                 }
         }
     }
 }
 
-// ------------------------------------------------------------------ rows of a weight as numbers
+// ------------------------------------------------------------------ rows of a weight as stored values
 
-struct Looked {
+struct DequantizeRowsArguments {
     const byte *units;
-    const long long *wanted;  // rows, or nothing for all of them in order
+    const long long *wanted;  // rows to read, or null for all rows in order
     void *out;                // [count, width]
-    int count, spans, width, dtype;  // 0 float16, 1 bfloat16, 2 float32
+    int count, spans, width, dtype;  // dtype: 0 float16, 1 bfloat16, 2 float32
 };
 
-#define LOOKED_WARPS 4
+#define ROW_WARPS 4
 
-// One warp per row and span, eight inputs per lane, step by step as the kind is described.
-extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const __grid_constant__ Looked p) {
+// One warp per row and span, eight inputs per lane; the order of operations is that of the type's definition.
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32) dequantize_rows(const __grid_constant__ DequantizeRowsArguments p) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const long long which = (long long)blockIdx.x * LOOKED_WARPS + warp;
+    const long long which = (long long)blockIdx.x * ROW_WARPS + warp;
     const int place = (int)(which / p.spans), span = (int)(which - (long long)place * p.spans);
     if (place >= p.count) return;
     const long long row = p.wanted ? p.wanted[place] : place;
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
     const byte *high = unit + CODE_BYTES, *scales = high + HIGH_BYTES, *extra = scales + SCALE_BYTES;
     const int i = lane >> 1, u = lane & 1, block = lane >> 2;
     const byte *own = scales + g * (16 * SCALE_LOADS) + h * (8 * SCALE_LOADS);
-    float scale, least = 0.0f;
+    float scale, min_scales = 0.0f;
     if (SIX_BIT_SCALES) {
         const byte *of_pair = scales + g * 16, *of_lane = extra + 16 * g + 4 * (block >> 1);
         const word low = of_pair[4 * h + (block & 3)];
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
             const byte *part = extra + 16 * g + 4 * (2 * h + b);
             factor |= (word)((part[1] >> 4) | (part[3] & 0xF0)) << (8 * b);
         }
-        least = __fmul_rn(half_to_float(factor), (float)minimum);
+        min_scales = __fmul_rn(half_to_float(factor), (float)minimum);
     } else if (KIND == Q6_K) {
         scale = __fmul_rn(half_to_float(*(const halfword *)(extra + 4 * g + 2 * h)), (float)(signed char)own[i]);
     } else if (KIND == NVFP4) {
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
         scale = power_of_two(own[block]);
     } else if (MINIMA) {
         scale = half_to_float(((const halfword *)own)[2 * block]);
-        least = half_to_float(((const halfword *)own)[2 * block + 1]);
+        min_scales = half_to_float(((const halfword *)own)[2 * block + 1]);
     } else {
         scale = half_to_float(((const halfword *)own)[block]);
     }
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
                 value = (float)(signed char)unit[(i >> 1) * 512 + of_lane * 16 + (i & 1) * 8 + u * 4 + e + 2 * h];
             } else {
                 const word half = *(const halfword *)(unit + (i >> 2) * 512 + of_lane * 16 + (i & 3) * 4 + 2 * e);
-                if (FOURS) {
+                if (FP4) {
                     const int j = 2 * u + h;
                     const int sign = (half >> (j == 0 ? 13 : j == 1 ? 14 : j == 2 ? 12 : 15)) & 1;
                     const int size = (half >> (3 * j)) & 7;
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
                     value = sign ? -(float)twice : (float)twice;
                 } else {
                     word code = (half >> (8 * u + 4 * h)) & 15;
-                    if (FIVE) {
+                    if (FIFTH_BIT) {
                         const byte bits = high[of_lane * 16 + (i >> 2) * 4 + 2 * e + ((i & 3) >> 1)];
                         code |= ((bits >> (2 * (i & 1) + u + 4 * h)) & 1) << 4;
                     }
@@ -145,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(LOOKED_WARPS * 32) looked_up(const 
             }
             value = __fmul_rn(value, scale);
             if (KIND == NVFP4) value = __fmul_rn(value, *(const float *)(extra + 8 * g + 4 * h));
-            if (SIX_BIT_SCALES) value = __fsub_rn(value, least);
-            if (MINIMA) value = __fadd_rn(value, least);
+            if (SIX_BIT_SCALES) value = __fsub_rn(value, min_scales);
+            if (MINIMA) value = __fadd_rn(value, min_scales);
             const int input = span * SPAN + i * 16 + u * 8 + 2 * t + e;
             if (input < p.width) {
                 const long long to = (long long)place * p.width + input;

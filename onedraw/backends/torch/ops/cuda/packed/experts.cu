@@ -1,80 +1,80 @@
-// Products of packed experts with the rows that go to them, by the rule of all packed products (spans.py).
+// Products of packed experts with the rows routed to them, with the arithmetic of all packed products (activations.py).
 //
-// In: experts one behind the other, rows made ready, and tiles of pairs that were made on the device (`Grouped`). Out: [pairs,
-// outputs]. A block of threads has a tile of the rows of one expert, and some of its outputs. A few warps share sixteen outputs, a
-// segment each, and one of them adds up: there is nothing to share out. Compiled for a KIND, TILES, WARPS and BLOCKS (of a
-// multiprocessor, at least).
+// In: a stack of experts, packed activations, and row tiles that routing computed on the device (`ExpertsArguments`). Out: [pairs,
+// outputs]. A thread block computes some outputs of one expert for one row tile. A few warps split the segments of sixteen outputs
+// among them (split K), and one of them adds the sums in order. Compile-time constants: KIND, TILES, WARPS and BLOCKS (minimum blocks
+// per multiprocessor).
 
-#define GROUPED
+#define ROUTED
 #include "work_items.cuh"
 
-struct Grouped {
-    Product all;            // of one expert, but for its weights and its rows
-    const int *order;       // pairs, those of one expert one behind the other
-    const int *tiles;       // [gridDim.x, 3]: an expert, its first pair of this tile in `order`, pairs of the tile, which may be none
+struct ExpertsArguments {
+    ProductArguments product;  // of one expert; `units`, `rows` and `pairs` are set per tile
+    const int *order;       // pairs (row, expert), sorted by expert
+    const int *tiles;       // [gridDim.x, 3]: expert, index of the tile's first pair in `order`, number of pairs (may be 0)
     long long expert_bytes;
-    int sides;              // warps that share sixteen outputs, a segment each at a time
+    int split_k;            // warps per sixteen outputs, each with one segment at a time
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) grouped_product(const __grid_constant__ Grouped g) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) experts_product(const __grid_constant__ ExpertsArguments g) {
     extern __shared__ __align__(16) byte rows[];
     __shared__ int pairs[TILES * 8];
-    if (g.all.pdl) {
-        let_next_come();
-        await_grid();
+    if (g.product.pdl) {
+        launch_dependents();
+        wait_previous_grid();
     }
     const int *tile = g.tiles + blockIdx.x * 3;
     if (tile[2] == 0) return;
-    Product p = g.all;
+    ProductArguments p = g.product;
     p.units += tile[0] * g.expert_bytes;
     p.rows = tile[2];
     p.pairs = pairs;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, side = warp % g.sides;
-    const int units = (blockDim.x >> 5) / g.sides, tall = blockIdx.y * units + warp / g.sides;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, k_part = warp % g.split_k;
+    const int units = (blockDim.x >> 5) / g.split_k, unit_index = blockIdx.y * units + warp / g.split_k;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
     const word rows_at = (word)__cvta_generic_to_shared(rows);
-    const byte *weights = p.units + (long long)tall * p.spans * UNIT_BYTES;
-    bool live = tall < p.tall && side < segments;
+    const byte *weights = p.units + (long long)unit_index * p.spans * UNIT_BYTES;
+    bool live = unit_index < p.unit_count && k_part < segments;
     Unit unit;
-    load_unit(unit, weights + side * SEGMENT * UNIT_BYTES, lane, live);
+    load_unit(unit, weights + k_part * SEGMENT * UNIT_BYTES, lane, live);
     for (int i = threadIdx.x; i < p.rows; i += blockDim.x) pairs[i] = g.order[tile[1] + i];
-    clear_rows(p, rows, bytes, g.sides);
+    clear_rows(p, rows, bytes, g.split_k);
     word own_rows[TILES];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) own_rows[n] = kept_apart(rows_at + side * bytes + row_at(p, n));
-    float4 *kept = (float4 *)(rows + g.sides * bytes) + lane;  // sums of the other sides: [units, sides - 1, TILES, 32 lanes]
+    for (int n = 0; n < TILES; n++) own_rows[n] = opaque(rows_at + k_part * bytes + row_offset(p, n));
+    float4 *stored = (float4 *)(rows + g.split_k * bytes) + lane;  // sums of the other warps: [units, split_k - 1, TILES, 32 lanes]
     float total[TILES][4];
     clear(total);
 #pragma unroll 1
-    for (int first = 0; first < segments; first += g.sides) {
-        const int here = min(g.sides, segments - first);
-        __syncthreads();  // the pairs are there, and nobody reads what was there before
-        for (int i = 0; i < here; i++) bring_rows(p, rows_at + i * bytes, (first + i) * SEGMENT);
+    for (int first = 0; first < segments; first += g.split_k) {
+        const int here = min(g.split_k, segments - first);
+        __syncthreads();  // pairs are written, and the previous contents are no longer read
+        for (int i = 0; i < here; i++) copy_rows(p, rows_at + i * bytes, (first + i) * SEGMENT);
         asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
         __syncthreads();
         float sums[TILES][4];
         clear(sums);
         if (live) {
-            const int segment = first + side, spans = min(SEGMENT, p.spans - segment * SEGMENT);
-            const bool more = segment + g.sides < segments;
-            const byte *at = weights + segment * SEGMENT * UNIT_BYTES, *next = at + (more ? g.sides * SEGMENT * UNIT_BYTES : 0);
-            add_item(p, sums, unit, at, spans, next, more, rows + side * bytes, own_rows);
+            const int segment = first + k_part, spans = min(SEGMENT, p.spans - segment * SEGMENT);
+            const bool more = segment + g.split_k < segments;
+            const byte *at = weights + segment * SEGMENT * UNIT_BYTES, *next = at + (more ? g.split_k * SEGMENT * UNIT_BYTES : 0);
+            add_item(p, sums, unit, at, spans, next, more, rows + k_part * bytes, own_rows);
             live = more;
         }
-        if (side > 0) {
+        if (k_part > 0) {
 #pragma unroll
             for (int n = 0; n < TILES; n++)
-                kept[((warp / g.sides * (g.sides - 1) + side - 1) * TILES + n) * 32] = four(sums[n]);
+                stored[((warp / g.split_k * (g.split_k - 1) + k_part - 1) * TILES + n) * 32] = four(sums[n]);
         }
-        if (g.sides > 1) __syncthreads();
-        if (side > 0) continue;
+        if (g.split_k > 1) __syncthreads();
+        if (k_part > 0) continue;
         for (int i = 0; i < here; i++)
 #pragma unroll
             for (int n = 0; n < TILES; n++) {
                 const float4 v = i == 0 ? four(sums[n])
-                                        : kept[((warp / g.sides * (g.sides - 1) + i - 1) * TILES + n) * 32];
+                                        : stored[((warp / g.split_k * (g.split_k - 1) + i - 1) * TILES + n) * 32];
                 add_to(total[n], v);
             }
     }
-    if (side == 0 && tall < p.tall) finish(p, total, tall);
+    if (k_part == 0 && unit_index < p.unit_count) write_outputs(p, total, unit_index);
 }

@@ -1,106 +1,106 @@
-// Products of packed weights with few rows. The rule of the arithmetic stands in spans.py.
+// Products of packed weights with few rows. activations.py defines the arithmetic.
 //
-// In: units of a weight and rows made ready (`Product`, work_items.cuh). Out: [rows, outputs]. Compiled at run time by nvrtc.py
-// for a KIND, TILES, WARPS (of a block, at most), REGISTERS (of a thread, at most; 0: as many as there are) and INSIDE, which says how
-// items are shared out:
-//   INSIDE 1  a block of threads has all segments of some outputs, or, where those do not divide evenly, an equal share of all items and
-//             hands on to the next block what it has of the last unit. Rows of all segments lie in shared memory, and those of the first
-//             are waited for before those of the next. A warp has all segments of a unit, one behind the other, as long as there is a
-//             unit for every warp; items of the units that are left are spread over all warps, and added up in the end.
-//   INSIDE 0  items stand segment by segment, and every block has an equal share of them, so it needs rows of one segment or two.
-//             Sums of items go to memory; whoever is the last to finish one of an output adds them.
+// In: units of a weight and packed activations (`ProductArguments`, work_items.cuh). Out: [rows, outputs]. Compiled at run time by
+// nvrtc.py for a KIND, TILES, WARPS (maximum per block), REGISTERS (maximum per thread; 0: no limit) and WHOLE_K, the work split:
+//   WHOLE_K 1  A thread block computes all segments of some units; if units do not divide evenly, it computes an equal share of all items
+//              and passes its partial sum of the last unit to the next block. Rows of all segments are in shared memory, with a barrier
+//              per segment. A warp computes all segments of a unit in order while there is a unit for every warp; the items of the
+//              remaining units are distributed over all warps and their sums added at the end.
+//   WHOLE_K 0  Items are ordered by segment, and every block computes an equal share of them, so it reads rows of one or two segments.
+//              Sums of items go to global memory; the warp that finishes the last segment of a unit adds them.
 
 #include "work_items.cuh"
 
-#if REGISTERS && !MINIMA  // kinds with minima of float16 have no room for less
+#if REGISTERS && !MINIMA  // types with float16 minima need more registers
 #define BOUNDS __maxnreg__(REGISTERS)
 #else
 #define BOUNDS __launch_bounds__(WARPS * 32, 1)
 #endif
 
-// What runs behind this kernel may come, and what runs before it is done. A product that JOINS the one before it reads the same rows,
-// and they are there: the one before it is JOINED, and has waited for them before it let anybody come. It waits in the end, so that
-// whoever waits for it has waited for both. What a kernel finds in its first cache is no older than the kernel itself, as for any launch.
-__device__ __forceinline__ void begin_turn(const Product &p) {
-    if (p.pdl == (PDL | JOINED)) await_grid();
-    if (p.pdl & PDL) let_next_come();
-    if (p.pdl == PDL) await_grid();
+// Programmatic dependent launch: let the next grid start, and wait for the preceding one. A product with OVERLAPS_PREVIOUS reads the same
+// rows as the preceding product, and they are complete: that product has OVERLAPS_NEXT and waited for them before it let this one start.
+// This one waits at its end instead, so that a successor that waits for it has waited for both. L1 holds nothing older than this kernel,
+// as for any launch.
+__device__ __forceinline__ void begin_pdl(const ProductArguments &p) {
+    if (p.pdl == (PDL | OVERLAPS_NEXT)) wait_previous_grid();
+    if (p.pdl & PDL) launch_dependents();
+    if (p.pdl == PDL) wait_previous_grid();
 }
 
-__device__ __forceinline__ void end_turn(const Product &p) {
-    if (p.pdl & JOINS) await_grid();
+__device__ __forceinline__ void end_pdl(const ProductArguments &p) {
+    if (p.pdl & OVERLAPS_PREVIOUS) wait_previous_grid();
 }
 
-// An item's sums. `unit` has its first weights, and then those of the first span of what comes next.
-__device__ __forceinline__ void add_own_item(const Product &p, float (&sums)[TILES][4], Unit &unit, const Item &own, const Item &next, bool more,
-                                             const byte *rows, const int (&row_of)[TILES]) {
+// The sums of an item. `unit` holds the weights of its first span, and afterwards those of the first span of `next`.
+__device__ __forceinline__ void add_own_item(const ProductArguments &p, float (&sums)[TILES][4], Unit &unit, const Item &own, const Item &next, bool more,
+                                             const byte *rows, const int (&row_offsets)[TILES]) {
     const word rows_at = (word)__cvta_generic_to_shared(rows);
     word own_rows[TILES];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) own_rows[n] = kept_apart(rows_at + row_of[n]);
+    for (int n = 0; n < TILES; n++) own_rows[n] = opaque(rows_at + row_offsets[n]);
     clear(sums);
     add_item(p, sums, unit, own.at, own.live, next.at, more, rows, own_rows);
 }
 
-#if INSIDE
-// A block's items [first, end), unit by unit: up to `rest` units that are whole in a warp, every `warps`-th its own; behind them items
-// that the warps share. Where blocks share units, the `lead` last items are of one that goes on in the next block, which waits for
-// their sum: they come first.
-struct Run {
-    int first, rest, end, lead, segments;
+#if WHOLE_K
+// A block's items [first, end), ordered by unit. Up to `distributed_from`, each warp has every `warps`-th whole unit; the items after it
+// are distributed over all warps. If blocks share units, the last `carried` items belong to a unit that the next block completes; they
+// are computed first, because the next block waits for their sum.
+struct BlockItems {
+    int first, distributed_from, end, carried, segments;
 };
 
-// How often a number goes into n, of which `per` is one part: for n below 2^21, which shares.py sees to
+// n / d for per = 1 / d: exact for n below 2^21, which work_split.py ensures
 __device__ __forceinline__ int quotient(int n, float per) { return (int)(((float)n + 0.5f) * per); }
 
-__device__ __forceinline__ int items_before(const Product &p, int block) { return (block * p.even + min(block, p.odd)) * p.granule; }
+__device__ __forceinline__ int items_before(const ProductArguments &p, int block) { return (block * p.even + min(block, p.odd)) * p.granule; }
 
-__device__ __forceinline__ Run run_of(const Product &p, int segments) {
+__device__ __forceinline__ BlockItems block_items(const ProductArguments &p, int segments) {
     const int first = items_before(p, blockIdx.x), end = items_before(p, blockIdx.x + 1), warps = blockDim.x >> 5;
     if (p.granule != segments) return {first, first, end, end - quotient(end, p.per_segment) * segments, segments};
     const int height = quotient(end - first, p.per_segment);
     return {first, first + (height - height % warps) * segments, end, 0, segments};
 }
 
-__device__ __forceinline__ int number_of(const Run &run, const Item &item) { return item.tall * run.segments + item.segment; }
+__device__ __forceinline__ int item_number(const BlockItems &own_items, const Item &item) { return item.unit_index * own_items.segments + item.segment; }
 
-__device__ __forceinline__ bool leads(const Run &run, int number) { return number >= run.end - run.lead; }
+__device__ __forceinline__ bool is_carried(const BlockItems &own_items, int number) { return number >= own_items.end - own_items.carried; }
 
-// Item `spread` of those that all warps share; false where there is none
-__device__ __forceinline__ bool spread_item(const Product &p, const Run &run, int spread, Item &found) {
-    if (spread >= run.end - run.rest) return false;
-    const int number = (spread < run.lead ? run.end : run.rest) - run.lead + spread;
-    found.tall = quotient(number, p.per_segment);
-    found.segment = number - found.tall * run.segments;
-    place(p, found);
+// Item `spread` of those distributed over all warps; false if there is none
+__device__ __forceinline__ bool distributed_item(const ProductArguments &p, const BlockItems &own_items, int spread, Item &found) {
+    if (spread >= own_items.end - own_items.distributed_from) return false;
+    const int number = (spread < own_items.carried ? own_items.end : own_items.distributed_from) - own_items.carried + spread;
+    found.unit_index = quotient(number, p.per_segment);
+    found.segment = number - found.unit_index * own_items.segments;
+    locate(p, found);
     return true;
 }
 
-__device__ __forceinline__ bool first_item(const Product &p, const Run &run, Item &found) {
+__device__ __forceinline__ bool first_item(const ProductArguments &p, const BlockItems &own_items, Item &found) {
     const int warp = threadIdx.x >> 5;
-    if (run.first == run.rest) return spread_item(p, run, warp, found);
-    found.tall = quotient(run.first, p.per_segment) + warp;
+    if (own_items.first == own_items.distributed_from) return distributed_item(p, own_items, warp, found);
+    found.unit_index = quotient(own_items.first, p.per_segment) + warp;
     found.segment = 0;
-    place(p, found);
+    locate(p, found);
     return true;
 }
 
-// What a warp takes behind an item, or nothing
-__device__ __forceinline__ bool next_item(const Product &p, const Run &run, const Item &own, Item &found) {
-    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, number = number_of(run, own);
-    if (number >= run.rest) return spread_item(p, run, number - (leads(run, number) ? run.end : run.rest) + run.lead + warps, found);
-    const bool closes = own.segment + 1 == run.segments;
-    if (closes && number + 1 + (warps - 1) * run.segments >= run.rest) return spread_item(p, run, warp, found);
-    found.tall = own.tall + (closes ? warps : 0);
+// The item after `own` of this warp; false if there is none
+__device__ __forceinline__ bool next_item(const ProductArguments &p, const BlockItems &own_items, const Item &own, Item &found) {
+    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, number = item_number(own_items, own);
+    if (number >= own_items.distributed_from) return distributed_item(p, own_items, number - (is_carried(own_items, number) ? own_items.end : own_items.distributed_from) + own_items.carried + warps, found);
+    const bool closes = own.segment + 1 == own_items.segments;
+    if (closes && number + 1 + (warps - 1) * own_items.segments >= own_items.distributed_from) return distributed_item(p, own_items, warp, found);
+    found.unit_index = own.unit_index + (closes ? warps : 0);
     found.segment = closes ? 0 : own.segment + 1;
-    place(p, found);
+    locate(p, found);
     return true;
 }
 
-// Rows of all segments, a warp for each row of each, whose lanes arrive at the segment's barrier
+// Copies the rows of all segments to shared memory, one warp per row and segment; its lanes arrive at the segment's barrier.
 #define ARRIVALS 32
 
-__device__ __forceinline__ void bring_all_rows(const Product &p, word to, int bytes, int segments, word barriers) {
+__device__ __forceinline__ void copy_all_rows(const ProductArguments &p, word to, int bytes, int segments, word barriers) {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
 #pragma unroll 1
     for (int pair = threadIdx.x >> 5; pair < segments * p.rows; pair += warps) {
@@ -110,181 +110,181 @@ __device__ __forceinline__ void bring_all_rows(const Product &p, word to, int by
         const halfword *x = p.x + at * SPAN + lane * 8;
 #pragma unroll
         for (int i = 0; i < SEGMENT; i++)
-            if (i < live) copy_sixteen(own + (i * SPAN + lane * 8) * 2, x + i * SPAN);
-        if (lane < live * 2) copy_sixteen(own + SUMS_AT + lane * 16, p.sums + at * 16 + lane * 8);
-        if (lane == 31) copy_four(to + segment * bytes + powers_at(p) + row * 4, p.factors + at);
-        arrive_with_copies(barriers + segment * 8);
+            if (i < live) copy_async_16(own + (i * SPAN + lane * 8) * 2, x + i * SPAN);
+        if (lane < live * 2) copy_async_16(own + SUMS_AT + lane * 16, p.sums + at * 16 + lane * 8);
+        if (lane == 31) copy_async_4(to + segment * bytes + factors_at(p) + row * 4, p.factors + at);
+        arrive_after_copies(barriers + segment * 8);
     }
 }
 
-// Sums of items, in shared memory: `count` of them from `slot` on are added to `total`, one behind the other.
-__device__ __forceinline__ void add_kept(float (&total)[TILES][4], const float4 *kept, int slot, int count) {
+// Adds `count` stored sums of items in shared memory, from `slot` on, to `total` in order.
+__device__ __forceinline__ void add_stored(float (&total)[TILES][4], const float4 *stored, int slot, int count) {
     for (int i = slot; i < slot + count; i++)
 #pragma unroll
-        for (int n = 0; n < TILES; n++) add_to(total[n], kept[(i * TILES + n) * 32]);
+        for (int n = 0; n < TILES; n++) add_to(total[n], stored[(i * TILES + n) * 32]);
 }
 
-// Where nobody has handed a sum on: no sum has these bits. So a sum says by itself that it is there.
-#define NOBODYS 0xFFFFFFFFu
+// Marks an empty carry entry; no sum has these bits (a NaN), so no separate flag is needed.
+#define CARRY_EMPTY 0xFFFFFFFFu
 
-// The sum of the items that lead, from the last warp that has one: to the next block
-__device__ __forceinline__ void pass_on(const Product &p, const Run &run, const float4 *kept, word counter) {
+// Sends the sum of the carried items to the next block, from the last warp that finishes one of them.
+__device__ __forceinline__ void send_carry(const ProductArguments &p, const BlockItems &own_items, const float4 *stored, word counter) {
     const int lane = threadIdx.x & 31;
     __syncwarp();
-    const int before = lane == 0 ? counted_here(counter) : 0;
-    if (__shfl_sync(0xFFFFFFFFu, before, 0) != run.lead - 1) return;
-    __syncwarp();  // a shuffle does not put memory in order
+    const int before = lane == 0 ? atomic_increment_shared(counter) : 0;
+    if (__shfl_sync(0xFFFFFFFFu, before, 0) != own_items.carried - 1) return;
+    __syncwarp();  // a shuffle does not order memory
     float total[TILES][4];
     clear(total);
-    add_kept(total, kept, run.end - run.lead - run.rest, run.lead);
+    add_stored(total, stored, own_items.end - own_items.carried - own_items.distributed_from, own_items.carried);
 #pragma unroll
     for (int n = 0; n < TILES; n++)
-        if (n * 8 + 2 * (lane & 3) < p.rows) write_now((float4 *)p.handed + (blockIdx.x * TILES + n) * 32 + lane, four(total[n]));
+        if (n * 8 + 2 * (lane & 3) < p.rows) store_relaxed((float4 *)p.carry + (blockIdx.x * TILES + n) * 32 + lane, four(total[n]));
 }
 
-// The same, from the block before: into shared memory. That one waits for nobody before it hands its sum on, and it runs: blocks start
-// in the order of their numbers, and even if they did not, a device has room for all of a product's at once.
-__device__ __forceinline__ void take_over(const Product &p, float4 *to) {
-    float4 *from = (float4 *)p.handed + (blockIdx.x - 1) * TILES * 32 + (threadIdx.x & 31);
+// Receives the carry of the preceding block into shared memory. That block sends its carry without waiting for another block, and it is
+// running: blocks start in order of their index, and all blocks of a product fit on the device at once.
+__device__ __forceinline__ void receive_carry(const ProductArguments &p, float4 *to) {
+    float4 *from = (float4 *)p.carry + (blockIdx.x - 1) * TILES * 32 + (threadIdx.x & 31);
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
         if (n * 8 + 2 * (int)(threadIdx.x & 3) >= p.rows) continue;
         uint4 found;
-        do found = read_now(from + n * 32);
-        while (found.x == NOBODYS || found.y == NOBODYS || found.z == NOBODYS || found.w == NOBODYS);
+        do found = load_relaxed(from + n * 32);
+        while (found.x == CARRY_EMPTY || found.y == CARRY_EMPTY || found.z == CARRY_EMPTY || found.w == CARRY_EMPTY);
         *(uint4 *)(to + n * 32) = found;
-        const float nobodys = __uint_as_float(NOBODYS);
-        write_now(from + n * 32, make_float4(nobodys, nobodys, nobodys, nobodys));
+        const float empty = __uint_as_float(CARRY_EMPTY);
+        store_relaxed(from + n * 32, make_float4(empty, empty, empty, empty));
     }
 }
 
-// What is added to sums of a unit, as this lane has them: it is there before the sums are
-__device__ __forceinline__ void read_residual(const Product &p, float (&residual)[TILES][4], int tall) {
+// Loads this lane's residuals of a unit, before its sums are complete
+__device__ __forceinline__ void read_residual(const ProductArguments &p, float (&residual)[TILES][4], int unit_index) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const int output = tall * 16 + (lane >> 2) + 8 * (c >> 1), row = n * 8 + 2 * (lane & 3) + (c & 1);
+            const int output = unit_index * 16 + (lane >> 2) + 8 * (c >> 1), row = n * 8 + 2 * (lane & 3) + (c & 1);
             const bool there = p.residual && output < p.outputs && row < p.rows;
             residual[n][c] = there ? residual_at(p, row, output) : 0.0f;
         }
 }
 
-// Sums of the units whose items the warps have shared, but for those that lead
-__device__ __forceinline__ void add_inside(const Product &p, const Run &run, const float4 *kept, int taken) {
-    const int begin = quotient(run.rest, p.per_segment), end = quotient(run.end - run.lead, p.per_segment);
-    int tall = begin + (threadIdx.x >> 5);
+// Adds the sums of distributed items and writes their units, except for the carried items.
+__device__ __forceinline__ void finish_distributed(const ProductArguments &p, const BlockItems &own_items, const float4 *stored, int taken) {
+    const int begin = quotient(own_items.distributed_from, p.per_segment), end = quotient(own_items.end - own_items.carried, p.per_segment);
+    int unit_index = begin + (threadIdx.x >> 5);
     float residual[TILES][4];
-    if (tall < end) read_residual(p, residual, tall);
+    if (unit_index < end) read_residual(p, residual, unit_index);
     __syncthreads();
-    for (; tall < end; tall += blockDim.x >> 5) {
-        const int missing = max(run.rest - tall * run.segments, 0);  // that the block before has
+    for (; unit_index < end; unit_index += blockDim.x >> 5) {
+        const int missing = max(own_items.distributed_from - unit_index * own_items.segments, 0);  // segments that the preceding block computed
         float total[TILES][4];
         clear(total);
-        if (missing) add_kept(total, kept, taken, 1);
-        add_kept(total, kept, tall * run.segments + missing - run.rest, run.segments - missing);
-        finish(p, total, tall, [&](int n, int c, int, int) { return residual[n][c]; });
-        if (tall + (blockDim.x >> 5) < end) read_residual(p, residual, tall + (blockDim.x >> 5));
+        if (missing) add_stored(total, stored, taken, 1);
+        add_stored(total, stored, unit_index * own_items.segments + missing - own_items.distributed_from, own_items.segments - missing);
+        write_outputs(p, total, unit_index, [&](int n, int c, int, int) { return residual[n][c]; });
+        if (unit_index + (blockDim.x >> 5) < end) read_residual(p, residual, unit_index + (blockDim.x >> 5));
     }
 }
 
-extern "C" __global__ void BOUNDS rows_product(const __grid_constant__ Product p) {
+extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ ProductArguments p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
-    const Run run = run_of(p, segments);
-    float4 *kept = (float4 *)(rows + segments * bytes) + lane;  // of a warp its own unit, then items that are shared, and what is taken over
+    const BlockItems own_items = block_items(p, segments);
+    float4 *stored = (float4 *)(rows + segments * bytes) + lane;  // per warp its own unit; then distributed items and the received carry
     const word barriers = (word)__cvta_generic_to_shared(rows) + p.barriers, counter = barriers + segments * 8;
-    int row_of[TILES];
+    int row_offsets[TILES];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(row_at(p, n));
+    for (int n = 0; n < TILES; n++) row_offsets[n] = opaque(row_offset(p, n));
     Item own;
-    bool live = first_item(p, run, own);
-    // Weights hang on nothing that runs before this kernel: the first are on their way before it waits.
+    bool live = first_item(p, own_items, own);
+    // Weights do not depend on the preceding kernel: their first loads are issued before waiting for it.
     Unit unit;
     load_unit(unit, own.at, lane, live);
     clear_rows(p, rows, bytes, segments);
-    if (threadIdx.x < segments) make_barrier(barriers + threadIdx.x * 8, ARRIVALS * p.rows);
+    if (threadIdx.x < segments) init_barrier(barriers + threadIdx.x * 8, ARRIVALS * p.rows);
     if (threadIdx.x == 0) *(int *)(rows + p.barriers + segments * 8) = 0;
     __syncthreads();
-    begin_turn(p);
-    bring_all_rows(p, (word)__cvta_generic_to_shared(rows), bytes, segments, barriers);
+    begin_pdl(p);
+    copy_all_rows(p, (word)__cvta_generic_to_shared(rows), bytes, segments, barriers);
 #pragma unroll 1
     while (live) {
         Item next = own;
-        const int number = number_of(run, own);
-        const bool more = next_item(p, run, own, next), whole = number < run.rest;
+        const int number = item_number(own_items, own);
+        const bool more = next_item(p, own_items, own, next), whole = number < own_items.distributed_from;
         float sums[TILES][4];
-        await_copies(barriers + own.segment * 8);
-        add_own_item(p, sums, unit, own, next, more, rows + own.segment * bytes, row_of);
-        float4 *place = kept + (whole ? warp : number - run.rest) * TILES * 32;
-        if (whole) add_before(sums, own.segment > 0 ? place : nullptr);
+        wait_barrier(barriers + own.segment * 8);
+        add_own_item(p, sums, unit, own, next, more, rows + own.segment * bytes, row_offsets);
+        float4 *place = stored + (whole ? warp : number - own_items.distributed_from) * TILES * 32;
+        if (whole) add_previous(sums, own.segment > 0 ? place : nullptr);
         if (whole && own.segment == segments - 1) {
-            finish(p, sums, own.tall);
+            write_outputs(p, sums, own.unit_index);
         } else {
 #pragma unroll
             for (int n = 0; n < TILES; n++) place[n * 32] = four(sums[n]);
-            if (leads(run, number)) pass_on(p, run, kept, counter);
+            if (is_carried(own_items, number)) send_carry(p, own_items, stored, counter);
         }
         own = next;
         live = more;
     }
-    if (run.rest < run.end) {
-        const int taken = run.end - run.rest;
-        if (p.granule != segments && quotient(run.first, p.per_segment) * segments != run.first && warp == warps - 1)
-            take_over(p, kept + taken * TILES * 32);
-        add_inside(p, run, kept, taken);
+    if (own_items.distributed_from < own_items.end) {
+        const int taken = own_items.end - own_items.distributed_from;
+        if (p.granule != segments && quotient(own_items.first, p.per_segment) * segments != own_items.first && warp == warps - 1)
+            receive_carry(p, stored + taken * TILES * 32);
+        finish_distributed(p, own_items, stored, taken);
     }
-    end_turn(p);
+    end_pdl(p);
 }
 #else
-// Where the share of a block begins, of so many
-__device__ __forceinline__ int share_of(int all, int block) { return (int)((long long)all * block / gridDim.x); }
+// First item of a block, of `all` items
+__device__ __forceinline__ int first_item_of(int all, int block) { return (int)((long long)all * block / gridDim.x); }
 
-extern "C" __global__ void BOUNDS rows_product(const __grid_constant__ Product p) {
+extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ ProductArguments p) {
     extern __shared__ __align__(16) byte rows[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
-    const int end = share_of(segments * p.tall, blockIdx.x + 1);
-    int begin = share_of(segments * p.tall, blockIdx.x);
-    int row_of[TILES];
+    const int end = first_item_of(segments * p.unit_count, blockIdx.x + 1);
+    int begin = first_item_of(segments * p.unit_count, blockIdx.x);
+    int row_offsets[TILES];
 #pragma unroll
-    for (int n = 0; n < TILES; n++) row_of[n] = kept_apart(row_at(p, n));
+    for (int n = 0; n < TILES; n++) row_offsets[n] = opaque(row_offset(p, n));
     clear_rows(p, rows, bytes, p.buffers);
     bool starts = true;
-    while (begin < end) {  // once, but where there is no room for rows of all segments
-        const int segment = begin / p.tall, stop = min(end, (segment + p.buffers) * p.tall);
-        // Blocks that have other segments of the same outputs begin elsewhere among them: so each is the last to finish some of them,
-        // and none has to add up all.
+    while (begin < end) {  // one iteration, unless the block's segments do not fit into shared memory at once
+        const int segment = begin / p.unit_count, stop = min(end, (segment + p.buffers) * p.unit_count);
+        // Blocks with different segments of the same units start at different units, so that the final additions are spread over all
+        // blocks.
         const int items = stop - begin, turn = (int)((long long)items * segment / segments);
-        const int most_unsettled = segments > FEW_SEGMENTS || items < MANY_ITEMS * warps ? 1 : MOST_UNSETTLED;
-        int item = warp, unsettled = 0, mine = 0;
-        Item own = place_of(p, begin + turned(min(item, items - 1), turn, items));
+        const int max_uncounted = segments > FEW_SEGMENTS || items < MANY_ITEMS * warps ? 1 : MAX_UNCOUNTED;
+        int item = warp, uncounted = 0, mine = 0;
+        Item own = locate_item(p, begin + rotated(min(item, items - 1), turn, items));
         Unit unit;
         load_unit(unit, own.at, lane, item < items);
         __syncthreads();
-        if (starts) begin_turn(p);
+        if (starts) begin_pdl(p);
         starts = false;
-        for (int i = segment; i * p.tall < stop; i++) bring_rows(p, (word)__cvta_generic_to_shared(rows) + (i - segment) * bytes, i * SEGMENT);
+        for (int i = segment; i * p.unit_count < stop; i++) copy_rows(p, (word)__cvta_generic_to_shared(rows) + (i - segment) * bytes, i * SEGMENT);
         asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
         __syncthreads();
 #pragma unroll 1
         for (; item < items; item += warps) {
             const bool more = item + warps < items;
-            const Item next = place_of(p, begin + turned(more ? item + warps : item, turn, items));
+            const Item next = locate_item(p, begin + rotated(more ? item + warps : item, turn, items));
             float sums[TILES][4];
-            add_own_item(p, sums, unit, own, next, more, rows + (own.segment - segment) * bytes, row_of);
-            keep(p, (float4 *)p.parts + ((long long)own.tall * segments + own.segment) * TILES * 32 + lane, sums);
-            if (lane == unsettled) mine = own.tall;
-            if (++unsettled == most_unsettled || !more) {
-                settle(p, mine, unsettled, segments);
-                unsettled = 0;
+            add_own_item(p, sums, unit, own, next, more, rows + (own.segment - segment) * bytes, row_offsets);
+            store_partial_sums(p, (float4 *)p.partial_sums + ((long long)own.unit_index * segments + own.segment) * TILES * 32 + lane, sums);
+            if (lane == uncounted) mine = own.unit_index;
+            if (++uncounted == max_uncounted || !more) {
+                finish_counted(p, mine, uncounted, segments);
+                uncounted = 0;
             }
             own = next;
         }
         begin = stop;
-        if (begin == end) end_turn(p);  // behind the loop the compiler would keep less in registers
+        if (begin == end) end_pdl(p);  // after the loop the compiler would spill registers
     }
 }
 #endif

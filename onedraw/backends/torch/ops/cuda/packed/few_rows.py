@@ -1,9 +1,9 @@
-"""Products of packed weights with few rows on a GPU, weights as plain float16, and rows of weights as numbers.
+"""Launches the CUDA kernels that read packed weights: products of few rows, products of experts, dequantization.
 
-In: `Fragments` (fragments.py), and rows made ready (spans.py, which says the rule of the arithmetic). Out: `skinny_product` gives
-[T, N]; `grouped_product` the same for rows that go to experts; `opened` a slice of outputs as the product of many rows reads it;
-`unpacked_rows` numbers, as the file has them. The kernels are `few_rows.cu`, `experts.cu` and `dequantize.cu`,
-compiled when the first weight of a kind is made ready.
+In: `PackedWeight` (tensor_core_layout.py) and `PackedActivations` (activations.py, which defines the arithmetic). Out:
+`few_rows_product` [T, N]; `experts_product`, the same for rows routed to experts; `dequantize`, a slice of outputs as the
+products of many rows read it; `dequantize_rows`, rows of a weight as floats. The kernels (`few_rows.cu`, `experts.cu`,
+`dequantize.cu`) are compiled when the first weight of a quantization type is loaded.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from onedraw.backends.packing import FEW_ROWS, SEGMENT, SPAN, UNIT_ROWS, gpu_uni
 from onedraw.backends.torch.ops.cuda.experts import Routes
 from onedraw.backends.torch.ops.cuda.linear import shared_memory
 from onedraw.backends.torch.ops.cuda.nvrtc import Kernel, Module, compile_for
-from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Prepared, beside
-from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments
+from onedraw.backends.torch.ops.cuda.packed.activations import DequantizedWeight, PackedActivations, padded_outputs
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight
 from onedraw.backends.torch.ops.cuda.packed.work_split import (
-    APART_WARPS,
-    GROUP_BLOCKS,
-    GROUP_WARPS,
-    INSIDE_WARPS,
-    RESERVED,
+    EXPERT_BLOCKS,
+    EXPERT_WARPS,
+    RESERVED_SHARED,
+    SPLIT_K_WARPS,
     TILE_ROWS,
-    defines_of,
-    group_fits,
-    group_tiles,
+    WHOLE_K_WARPS,
+    expert_tiles,
+    expert_tiles_fit,
+    output_slabs,
     rows_at_once,
-    share_borders,
-    share_group,
-    share_out,
-    slabs_of,
+    split_borders,
+    split_defines,
+    split_expert_work,
+    split_work,
 )
 from onedraw.checkpoints.dequantize import QUANT_TYPES
 
-PRODUCT, EXPERTS, OPENED = "few_rows.cu", "experts.cu", "dequantize.cu"
-WHOLE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # one scale for a span of 256, on top of small ones
-OPENED_WARPS = LOOKED_WARPS = 4
-PDL, JOINS, JOINED = 1, 2, 4  # as work_items.cuh has them
+FEW_ROWS_SOURCE, EXPERTS_SOURCE, DEQUANTIZE_SOURCE = "few_rows.cu", "experts.cu", "dequantize.cu"
+SPAN_SCALE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # types with a float scale per span of 256 and integer scales within it
+DEQUANTIZE_WARPS = ROW_WARPS = 4  # warps per thread block, as in dequantize.cu
+PDL, OVERLAPS_PREVIOUS, OVERLAPS_NEXT = 1, 2, 4  # flags, as in work_items.cuh
 DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -52,94 +52,139 @@ def has_minima(kind: str) -> bool:
     return kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
-def empty_opened(fragments: Fragments, count: int) -> Opened:
-    """Room for so many outputs of a weight."""
-    device, spans, whole = fragments.units.device, fragments.spans, fragments.kind in WHOLE_KINDS
-    minima, per_span = has_minima(fragments.kind), 1 if whole else 8
-    return Opened(
+def empty_dequantized(weight: PackedWeight, count: int) -> DequantizedWeight:
+    """An uninitialized buffer for `count` outputs of a weight."""
+    device, spans, whole = weight.units.device, weight.spans, weight.kind in SPAN_SCALE_KINDS
+    minima, per_span = has_minima(weight.kind), 1 if whole else 8
+    return DequantizedWeight(
         weights=torch.empty(count, spans * SPAN, dtype=torch.float16, device=device),
-        scales=torch.empty(spans * per_span, beside(count), dtype=torch.float32, device=device),
+        scales=torch.empty(spans * per_span, padded_outputs(count), dtype=torch.float32, device=device),
         minima=torch.empty(count, spans, 8, dtype=torch.float16, device=device) if whole and minima else None,
-        least=torch.empty(spans * per_span, beside(count), dtype=torch.float32, device=device) if minima else None,
+        min_scales=torch.empty(spans * per_span, padded_outputs(count), dtype=torch.float32, device=device) if minima else None,
     )
 
 
-class _Opened(ctypes.Structure):
+class _DequantizeArguments(ctypes.Structure):
+    """`DequantizeArguments` of dequantize.cu."""
+
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("units", "weights", "scales", "minima", "least")),
+        *((name, ctypes.c_void_p) for name in ("units", "weights", "scales", "minima", "min_scales")),
         *((name, ctypes.c_int) for name in ("first", "count", "spans", "stride")),
     )
 
 
-class _Looked(ctypes.Structure):
+class _DequantizeRowsArguments(ctypes.Structure):
+    """`DequantizeRowsArguments` of dequantize.cu."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("units", "wanted", "out")),
         *((name, ctypes.c_int) for name in ("count", "spans", "width", "dtype")),
     )
 
 
-def _place(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
 _COMMON: tuple[tuple[str, Any], ...] = (
-    *((name, ctypes.c_void_p) for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "parts", "counters")),
+    *(
+        (name, ctypes.c_void_p)
+        for name in ("units", "x", "factors", "sums", "bias", "residual", "out", "partial_sums", "counters")
+    ),
     *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
-    *((name, ctypes.c_int) for name in ("outputs", "tall", "spans", "rows", "barriers", "buffers", "bf16", "pdl")),
+    *((name, ctypes.c_int) for name in ("outputs", "unit_count", "spans", "rows", "barriers", "buffers", "bf16", "pdl")),
 )
 
 
-class _Product(ctypes.Structure):
+class _FewRowsArguments(ctypes.Structure):
+    """`ProductArguments` of work_items.cuh."""
+
     _fields_ = (
         *_COMMON,
-        ("handed", ctypes.c_void_p),
+        ("carry", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("granule", "even", "odd")),
         ("per_segment", ctypes.c_float),
     )
 
 
-class _Grouped(ctypes.Structure):
+class _ExpertsArguments(ctypes.Structure):
+    """`ExpertsArguments` of experts.cu."""
+
     _fields_ = (
         *_COMMON,
         ("pairs", ctypes.c_void_p),
         ("divide", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("order", "tiles")),
         ("expert_bytes", ctypes.c_longlong),
-        ("sides", ctypes.c_int),
+        ("split_k", ctypes.c_int),
     )
 
 
-@lru_cache(maxsize=64)
-def _rest(kind: str, device: torch.device) -> Module:
-    return Module(OPENED, device, {"KIND": _number(kind)})
+# ------------------------------------------------------------------ compiling
+
+
+def kind_number(kind: str) -> int:
+    """KIND of the CUDA sources: the ggml type number."""
+    return QUANT_TYPES[kind].ggml_type or 0
+
+
+def few_rows_defines(kind: str, tiles: int, whole_k: bool) -> dict[str, int]:
+    return {"KIND": kind_number(kind), **split_defines(tiles, whole_k)}
+
+
+def experts_defines(kind: str, tiles: int) -> dict[str, int]:
+    return {"KIND": kind_number(kind), "TILES": tiles, "WARPS": EXPERT_WARPS, "BLOCKS": EXPERT_BLOCKS[tiles]}
 
 
 @lru_cache(maxsize=64)
-def _kernel(kind: str, device: torch.device, name: str) -> Kernel:
-    return _rest(kind, device).kernel(name)
+def _dequantize_module(kind: str, device: torch.device) -> Module:
+    return Module(DEQUANTIZE_SOURCE, device, {"KIND": kind_number(kind)})
 
 
-@cache  # recorded turns hold them
-def _product(kind: str, device: torch.device, tiles: int, inside: bool) -> Kernel:
-    return Module(PRODUCT, device, _defines(kind, tiles, inside)).kernel("rows_product", shared_memory(device))
+@lru_cache(maxsize=64)
+def _dequantize_kernel(kind: str, device: torch.device, name: str) -> Kernel:
+    return _dequantize_module(kind, device).kernel(name)
 
 
-def _defines(kind: str, tiles: int, inside: bool) -> dict[str, int]:
-    return {"KIND": _number(kind), **defines_of(tiles, inside)}
+@cache  # unbounded: CUDA graphs keep references to the kernels
+def _few_rows_kernel(kind: str, device: torch.device, tiles: int, whole_k: bool) -> Kernel:
+    return Module(FEW_ROWS_SOURCE, device, few_rows_defines(kind, tiles, whole_k)).kernel(
+        "few_rows_product", shared_memory(device)
+    )
 
 
 @cache
-def _group(kind: str, device: torch.device, tiles: int) -> Kernel:
-    shared = shared_memory(device) - RESERVED  # the kernel has a little of its own
-    return Module(EXPERTS, device, _group_defines(kind, tiles)).kernel("grouped_product", shared)
+def _experts_kernel(kind: str, device: torch.device, tiles: int) -> Kernel:
+    shared = shared_memory(device) - RESERVED_SHARED  # the kernel also has static shared memory
+    return Module(EXPERTS_SOURCE, device, experts_defines(kind, tiles)).kernel("experts_product", shared)
 
 
-def _group_defines(kind: str, tiles: int) -> dict[str, int]:
-    return {"KIND": _number(kind), "TILES": tiles, "WARPS": GROUP_WARPS, "BLOCKS": GROUP_BLOCKS[tiles]}
+@lru_cache(maxsize=64)
+def compile_kernels(kind: str, device: torch.device) -> None:
+    """Compile, or load from the cache folder, all kernels of a quantization type, so that no step compiles anything."""
+    variants = [(tiles, False) for tiles in SPLIT_K_WARPS] + [(tiles, True) for tiles in WHOLE_K_WARPS]
+    sources = [
+        (DEQUANTIZE_SOURCE, {"KIND": kind_number(kind)}),
+        *((FEW_ROWS_SOURCE, few_rows_defines(kind, *variant)) for variant in variants),
+    ]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda source: compile_for(source[0], device, source[1]), sources))
+    _dequantize_kernel(kind, device, "dequantize")
+    for variant in variants:
+        _few_rows_kernel(kind, device, *variant)
 
 
-def _number(kind: str) -> int:
-    return QUANT_TYPES[kind].ggml_type or 0
+@lru_cache(maxsize=64)
+def compile_expert_kernels(kind: str, device: torch.device) -> None:
+    """`compile_kernels` for the products of experts."""
+    fitting = [tiles for tiles in EXPERT_BLOCKS if expert_tiles_fit(tiles, shared_memory(device))]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda tiles: compile_for(EXPERTS_SOURCE, device, experts_defines(kind, tiles)), fitting))
+    for tiles in fitting:
+        _experts_kernel(kind, device, tiles)
+
+
+# ------------------------------------------------------------------ products of few rows
 
 
 @lru_cache(maxsize=8)
@@ -147,188 +192,188 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def skinny_borders(fragments: Fragments) -> tuple[int, ...]:
-    """Row counts from which on a product of few rows is another."""
-    device, segments = fragments.units.device, -(-fragments.spans // SEGMENT)
+def few_rows_borders(weight: PackedWeight) -> tuple[int, ...]:
+    """Row counts from which a product of few rows uses another kernel or work split."""
+    device, segments = weight.units.device, -(-weight.spans // SEGMENT)
     multiprocessors, shared = _multiprocessors(device), shared_memory(device)
-    return share_borders(len(fragments.units), segments, multiprocessors=multiprocessors, shared=shared, most=FEW_ROWS)
+    return split_borders(len(weight.units), segments, multiprocessors=multiprocessors, shared=shared, most=FEW_ROWS)
 
 
-def skinny_product(
-    prepared: Prepared,
-    fragments: Fragments,
+def few_rows_product(
+    activations: PackedActivations,
+    weight: PackedWeight,
     *,
     out: Tensor,
-    parts: Tensor | None = None,
+    partial_sums: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     pdl: bool = False,
-    joins: bool = False,
-    joined: bool = False,
-    handed: Tensor | None = None,
-    inside: bool | None = None,
+    overlaps_previous: bool = False,
+    overlaps_next: bool = False,
+    carry: Tensor | None = None,
+    whole_k: bool | None = None,
 ) -> Tensor:
-    """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual are of its dtype.
-    `parts`: float32, where sums of segments wait; where it is too short for all outputs they come slab by slab. Without it they
-    have memory of their own. `joins`: the product launched before this one reads the same rows and is `joined`, so both may run
-    at once; they have different `parts` and `handed` (`empty_handed`). `inside` (shares.py) changes no bit."""
-    rows, device = len(prepared), fragments.units.device
-    assert rows <= FEW_ROWS, "more rows than this product is for"
+    """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual have its dtype.
+    `partial_sums`: a float32 buffer for sums of segments; if it is too small for all outputs, they are computed slab by slab; if
+    None, it is allocated here. `overlaps_previous`: with PDL this product may run concurrently with the one launched before it,
+    which reads the same rows and was launched with `overlaps_next`; the two have different `partial_sums` and `carry`
+    (`empty_carry`). `whole_k` (work_split.py) does not change the result."""
+    rows, device = len(activations), weight.units.device
+    assert rows <= FEW_ROWS, f"{rows} rows: at most {FEW_ROWS} are supported"
     if rows == 0:
         return out
-    shared, again = shared_memory(device), partial(skinny_product, parts=parts, pdl=pdl, handed=handed, inside=inside)
+    shared = shared_memory(device)
+    again = partial(few_rows_product, partial_sums=partial_sums, pdl=pdl, carry=carry, whole_k=whole_k)
     most = rows_at_once(rows, shared)
     if rows > most:
         for part in (slice(0, most), slice(most, rows)):
             added = None if residual is None else residual[part]
-            first, last = joins and part.start == 0, joined and part.start > 0
-            again(prepared.rows(part), fragments, out=out[part], bias=bias, residual=added, joins=first, joined=last)
+            first, last = overlaps_previous and part.start == 0, overlaps_next and part.start > 0
+            again(
+                activations.rows(part),
+                weight,
+                out=out[part],
+                bias=bias,
+                residual=added,
+                overlaps_previous=first,
+                overlaps_next=last,
+            )
         return out
-    tall, segments = len(fragments.units), -(-fragments.spans // SEGMENT)
-    share = share_out(rows, tall, segments, multiprocessors=_multiprocessors(device), shared=shared, inside=inside)
-    if handed is None and share.inside:
-        handed = empty_handed(device)
-    if parts is None:
-        parts = torch.empty(tall * share.sums, dtype=torch.float32, device=device)
-    if tall * share.sums > parts.numel():
-        for units in slabs_of(tall, parts.numel() // share.sums):
+    unit_count, segments = len(weight.units), -(-weight.spans // SEGMENT)
+    split = split_work(rows, unit_count, segments, multiprocessors=_multiprocessors(device), shared=shared, whole_k=whole_k)
+    if carry is None and split.whole_k:
+        carry = empty_carry(device)
+    if partial_sums is None:
+        partial_sums = torch.empty(unit_count * split.sums, dtype=torch.float32, device=device)
+    if unit_count * split.sums > partial_sums.numel():
+        for units in output_slabs(unit_count, partial_sums.numel() // split.sums):
             here = slice(units.start * UNIT_ROWS, units.stop * UNIT_ROWS)
-            own = None if bias is None else bias[here]
-            added = None if residual is None else residual[:, here]
-            first, last = joins and units.start == 0, joined and units.stop == tall
-            again(prepared, fragments.some(units), out=out[:, here], bias=own, residual=added, joins=first, joined=last)
+            first, last = overlaps_previous and units.start == 0, overlaps_next and units.stop == unit_count
+            again(
+                activations,
+                weight.units_slice(units),
+                out=out[:, here],
+                bias=None if bias is None else bias[here],
+                residual=None if residual is None else residual[:, here],
+                overlaps_previous=first,
+                overlaps_next=last,
+            )
         return out
-    given = _Product(
-        *(fragments.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
-        *(_place(bias), _place(residual), out.data_ptr(), _place(parts), fragments.counters.data_ptr()),
+    arguments = _FewRowsArguments(
+        *(weight.units.data_ptr(), activations.x.data_ptr(), activations.factors.data_ptr(), activations.sums.data_ptr()),
+        *(_address(bias), _address(residual), out.data_ptr(), _address(partial_sums), weight.counters.data_ptr()),
         *(0 if residual is None else residual.stride(0), out.stride(0)),
         *(
-            fragments.rows,
-            tall,
-            fragments.spans,
+            weight.rows,
+            unit_count,
+            weight.spans,
             rows,
-            share.barriers,
-            share.buffers,
+            split.barriers,
+            split.buffers,
             DTYPE_NUMBERS[out.dtype],
-            (PDL | JOINS * joins | JOINED * joined) * pdl,
-            _place(handed),
-            share.granule,
-            *divmod(tall * segments // share.granule, share.blocks),
+            (PDL | OVERLAPS_PREVIOUS * overlaps_previous | OVERLAPS_NEXT * overlaps_next) * pdl,
+            _address(carry),
+            split.granule,
+            *divmod(unit_count * segments // split.granule, split.blocks),
             1 / segments,
         ),
     )
-    kernel = _product(fragments.kind, device, share.tiles, share.inside)
-    kernel.launch(given, grid=(share.blocks, 1), threads=share.threads, shared=share.shared, pdl=pdl)
+    kernel = _few_rows_kernel(weight.kind, device, split.tiles, split.whole_k)
+    kernel.launch(arguments, grid=(split.blocks, 1), threads=split.threads, shared=split.shared, pdl=pdl)
     return out
 
 
-def empty_handed(device: torch.device) -> Tensor:
-    """Where blocks of a product hand sums on to each other, when none has: NOBODYS in few_rows.cu."""
+def empty_carry(device: torch.device) -> Tensor:
+    """A buffer through which thread blocks pass partial sums to their successors, filled with CARRY_EMPTY of few_rows.cu."""
     return torch.full(
-        (_multiprocessors(device) * max(INSIDE_WARPS) * TILE_ROWS * UNIT_ROWS,), -1, dtype=torch.int32, device=device
+        (_multiprocessors(device) * max(WHOLE_K_WARPS) * TILE_ROWS * UNIT_ROWS,), -1, dtype=torch.int32, device=device
     )
 
 
-def waiting_sums(rows: int, fragments: Fragments) -> int:
-    """Numbers that `parts` has for a product of so many rows, those that come at once and those behind them."""
-    device, segments = fragments.units.device, -(-fragments.spans // SEGMENT)
-    tall, shared = len(fragments.units), shared_memory(device)
+def partial_sum_count(rows: int, weight: PackedWeight) -> int:
+    """Floats of `partial_sums` that a product of `rows` rows uses; several launches share the buffer."""
+    device, segments = weight.units.device, -(-weight.spans // SEGMENT)
+    unit_count, shared = len(weight.units), shared_memory(device)
     needed = 0
     while rows:
         count = rows_at_once(rows, shared)
-        share = share_out(count, tall, segments, multiprocessors=_multiprocessors(device), shared=shared)
-        needed = max(needed, tall * share.sums)
+        split = split_work(count, unit_count, segments, multiprocessors=_multiprocessors(device), shared=shared)
+        needed = max(needed, unit_count * split.sums)
         rows -= count
     return needed
 
 
+# ------------------------------------------------------------------ products of experts
+
+
 def tile_height(pairs: int, count: int, device: torch.device) -> int:
-    """Rows of an expert that a block takes at once, where so many pairs go to so many experts. It changes no bit."""
-    return TILE_ROWS * group_tiles(pairs, count, shared=shared_memory(device))
+    """Rows per tile for `pairs` (row, expert) pairs routed to `count` experts. It does not change the result."""
+    return TILE_ROWS * expert_tiles(pairs, count, shared=shared_memory(device))
 
 
-def grouped_product(
-    prepared: Prepared, experts: Fragments, routes: Routes, *, divide: int, out: Tensor, pdl: bool = False
+def experts_product(
+    activations: PackedActivations, experts: PackedWeight, routes: Routes, *, divide: int, out: Tensor, pdl: bool = False
 ) -> Tensor:
-    """out[pair] = prepared[pair // divide] · expertᵀ for all pairs, each with its own expert; out [pairs, N] in bf16 or f16,
-    which may be columns of a wider tensor. Nothing here looks at the host, whatever the routes are."""
-    device, rows = experts.units.device, len(prepared)
+    """out[pair] = activations[pair // divide] · expertᵀ for all pairs, each with its own expert; out [pairs, N] in bf16 or f16,
+    which may be columns of a wider tensor. The launch does not depend on the routes, so it needs no synchronization."""
+    device, rows = experts.units.device, len(activations)
     if not len(routes.order):
         return out
-    assert routes.height % TILE_ROWS == 0, "tiles of rows are whole tiles of the matrix unit"
-    assert prepared.factors.shape[1] == experts.spans, "rows of another width"
+    assert routes.height % TILE_ROWS == 0, f"row tiles must be multiples of {TILE_ROWS} rows"
+    assert activations.factors.shape[1] == experts.spans, "activations and experts differ in width"
     tiles, segments = routes.height // TILE_ROWS, -(-experts.spans // SEGMENT)
-    most = min(routes.height, len(routes.weights))  # a row goes to an expert once
-    share = share_group(most, tiles, experts.tall, segments, shared=shared_memory(device))
-    given = _Grouped(
-        *(experts.units.data_ptr(), prepared.x.data_ptr(), prepared.factors.data_ptr(), prepared.sums.data_ptr()),
-        *(None, None, out.data_ptr(), None, None, 0, out.stride(0), experts.rows, experts.tall, experts.spans, rows),
+    most = min(routes.height, len(routes.weights))  # a row is routed to an expert at most once
+    split = split_expert_work(most, tiles, experts.unit_count, segments, shared=shared_memory(device))
+    arguments = _ExpertsArguments(
+        *(experts.units.data_ptr(), activations.x.data_ptr(), activations.factors.data_ptr(), activations.sums.data_ptr()),
+        *(None, None, out.data_ptr(), None, None, 0, out.stride(0), experts.rows, experts.unit_count, experts.spans, rows),
         *(0, 0, DTYPE_NUMBERS[out.dtype], int(pdl), None, divide),
         *(
             routes.order.data_ptr(),
             routes.tiles.data_ptr(),
-            experts.tall * experts.spans * gpu_unit_bytes(experts.kind),
-            share.sides,
+            experts.unit_count * experts.spans * gpu_unit_bytes(experts.kind),
+            split.split_k,
         ),
     )
-    kernel = _group(experts.kind, device, tiles)
-    kernel.launch(given, grid=(len(routes.tiles), share.across), threads=share.threads, shared=share.shared, pdl=pdl)
+    kernel = _experts_kernel(experts.kind, device, tiles)
+    kernel.launch(arguments, grid=(len(routes.tiles), split.blocks_per_tile), threads=split.threads, shared=split.shared, pdl=pdl)
     return out
 
 
-@lru_cache(maxsize=64)
-def make_groups_ready(kind: str, device: torch.device) -> None:
-    """The same as `make_ready`, for experts."""
-    fitting = [tiles for tiles in GROUP_BLOCKS if group_fits(tiles, shared_memory(device))]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda tiles: compile_for(EXPERTS, device, _group_defines(kind, tiles)), fitting))
-    for tiles in fitting:
-        _group(kind, device, tiles)
+# ------------------------------------------------------------------ dequantization
 
 
-@lru_cache(maxsize=64)
-def make_ready(kind: str, device: torch.device) -> None:
-    """Compile, or find in the cache folder, what the products of a kind need: nothing is compiled in the middle of a turn."""
-    ways = [(tiles, False) for tiles in APART_WARPS] + [(tiles, True) for tiles in INSIDE_WARPS]
-    needed = [(OPENED, {"KIND": _number(kind)}), *((PRODUCT, _defines(kind, *way)) for way in ways)]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda one: compile_for(one[0], device, one[1]), needed))
-    _kernel(kind, device, "opened")
-    for way in ways:
-        _product(kind, device, *way)
-
-
-def opened(fragments: Fragments, first: int, count: int, out: Opened | None = None) -> Opened:
+def dequantize(weight: PackedWeight, first: int, count: int, out: DequantizedWeight | None = None) -> DequantizedWeight:
     """Outputs first … first + count; `first` is a multiple of 16."""
-    assert first % UNIT_ROWS == 0, "units hold 16 outputs"
-    assert first + count <= len(fragments.units) * UNIT_ROWS, "outputs past the weight's end"
-    out = empty_opened(fragments, count) if out is None else out
-    given = _Opened(
-        fragments.units.data_ptr(),
+    assert first % UNIT_ROWS == 0, f"the first output must be a multiple of {UNIT_ROWS}"
+    assert first + count <= len(weight.units) * UNIT_ROWS, "outputs past the weight's end"
+    out = empty_dequantized(weight, count) if out is None else out
+    arguments = _DequantizeArguments(
+        weight.units.data_ptr(),
         out.weights.data_ptr(),
         out.scales.data_ptr(),
-        _place(out.minima),
-        _place(out.least),
+        _address(out.minima),
+        _address(out.min_scales),
         first // UNIT_ROWS,
         count,
-        fragments.spans,
+        weight.spans,
         out.scales.stride(0),
     )
-    units = -(-count // UNIT_ROWS) * fragments.spans
-    kernel = _kernel(fragments.kind, fragments.units.device, "opened")
-    kernel.launch(given, grid=(-(-units // OPENED_WARPS), 1), threads=32 * OPENED_WARPS)
+    units = -(-count // UNIT_ROWS) * weight.spans
+    kernel = _dequantize_kernel(weight.kind, weight.units.device, "dequantize")
+    kernel.launch(arguments, grid=(-(-units // DEQUANTIZE_WARPS), 1), threads=32 * DEQUANTIZE_WARPS)
     return out
 
 
-def unpacked_rows(fragments: Fragments, wanted: Tensor | None, *, out: Tensor) -> Tensor:
-    """Rows of a weight as numbers, those wanted (int64) or all: out [T, K]."""
+def dequantize_rows(weight: PackedWeight, wanted: Tensor | None, *, out: Tensor) -> Tensor:
+    """Rows of a weight as floats, the wanted ones (int64) or all: out [T, K], contiguous."""
     if len(out):
-        assert out.is_contiguous(), "numbers are written row behind row"
+        assert out.is_contiguous(), "the output must be contiguous"
         wanted = None if wanted is None else wanted.long().contiguous()
-        given = _Looked(
-            *(fragments.units.data_ptr(), _place(wanted), out.data_ptr()),
-            *(len(out), fragments.spans, fragments.width, DTYPE_NUMBERS[out.dtype]),
+        arguments = _DequantizeRowsArguments(
+            *(weight.units.data_ptr(), _address(wanted), out.data_ptr()),
+            *(len(out), weight.spans, weight.width, DTYPE_NUMBERS[out.dtype]),
         )
-        kernel = _kernel(fragments.kind, fragments.units.device, "looked_up")
-        kernel.launch(given, grid=(-(-len(out) * fragments.spans // LOOKED_WARPS), 1), threads=32 * LOOKED_WARPS)
+        kernel = _dequantize_kernel(weight.kind, weight.units.device, "dequantize_rows")
+        kernel.launch(arguments, grid=(-(-len(out) * weight.spans // ROW_WARPS), 1), threads=32 * ROW_WARPS)
     return out

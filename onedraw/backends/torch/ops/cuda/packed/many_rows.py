@@ -1,8 +1,8 @@
-"""Products of packed weights with many rows, over weights written out in float16: for GPUs other than Hopper,
-which has `many_rows_hopper.cu`, and the judge of both.
+"""Products of many rows with dequantized weights, in Triton: for GPUs other than Hopper, which has `many_rows_hopper.cu`, and the
+reference that tests compare both with.
 
-In: prepared rows (spans.py, whose docstring has the rule) and a slice of a weight's outputs, opened. Out: [T, N]. One program has
-a tile of rows and outputs and walks the inputs from front to back; no number of a tile shows in the bits.
+In: `PackedActivations` and a dequantized slice of outputs (activations.py, which defines the arithmetic). Out: [T, N]. A program
+computes one tile of rows and outputs, with inputs in order; tile sizes do not change the result.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef, untyped-decorator, misc"
@@ -15,24 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from onedraw.backends.packing import SPAN
-from onedraw.backends.torch.ops.cuda.packed.activations import Opened, Prepared
+from onedraw.backends.torch.ops.cuda.packed.activations import DequantizedWeight, PackedActivations
 
 
 @dataclass(frozen=True, slots=True)
-class WideTile:
-    """How one program cuts its work. No number here can change a bit of the result."""
+class ManyRowsTile:
+    """Tile sizes and launch options. They do not change the result."""
 
     rows: int = 128
     columns: int = 64
     depth: int = 64
     warps: int = 8
     stages: int = 3
-    group: int = 8  # neighbouring programs share so many blocks of rows
+    group: int = 8  # row blocks that neighbouring programs share, for L2 reuse
 
 
 @triton.jit
-def _place(rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Which tile a program has: neighbours share rows or weights."""
+def _tile_index(rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """The tile of a program (row block, output block), ordered so that neighbours share rows or weights."""
     program = tl.program_id(0)
     blocks_m = tl.cdiv(rows, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
@@ -43,14 +43,14 @@ def _place(rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.cons
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
-def _wide(
+def _many_rows_product(
     x,
     factors,
     sums,
     weights,
     scales,
     minima,
-    least,
+    min_scales,
     bias,
     residual,
     y,
@@ -69,8 +69,8 @@ def _wide(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """PER: scales of a span, 1 or 8. BLOCK_K: 64, or 32 where every block has a scale."""
-    block_m, block_n = _place(rows, n, BLOCK_M, BLOCK_N, GROUP)
+    """PER: scales per span, 1 or 8. BLOCK_K: inputs per step, 32 if PER is 8."""
+    block_m, block_n = _tile_index(rows, n, BLOCK_M, BLOCK_N, GROUP)
     m = (block_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     live = m < rows
@@ -98,7 +98,7 @@ def _wide(
             if MINIMA:
                 at = sums + (m_safe * spans + span) * 16 + step % 8
                 whole = tl.load(at).to(tl.float32) + tl.load(at + 8).to(tl.float32)
-                low = tl.load(least + step * scale_stride + safe)
+                low = tl.load(min_scales + step * scale_stride + safe)
                 spread = whole[:, None] + tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 segment = tl.fma(spread, factor[:, None] * low[None, :], segment)
             part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -111,7 +111,7 @@ def _wide(
                     tl.load(sums + (m_safe[:, None] * spans + span) * 16 + sixteen[None, :]),
                     tl.load(minima + (safe[None, :] * spans + span) * 8 + (sixteen % 8)[:, None]),
                 )
-                low = tl.load(least + span * scale_stride + safe)
+                low = tl.load(min_scales + span * scale_stride + safe)
                 segment = tl.fma(met, factor[:, None] * -low[None, :], segment)
             part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if step % (4 * STEPS) == 4 * STEPS - 1:
@@ -129,42 +129,42 @@ def _wide(
     tl.store(y + m[:, None] * y_stride + column[None, :], out, mask=keep)
 
 
-def wide_product(
-    prepared: Prepared,
-    opened: Opened,
+def many_rows_product(
+    activations: PackedActivations,
+    dequantized: DequantizedWeight,
     *,
     out: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    tile: WideTile | None = None,
+    tile: ManyRowsTile | None = None,
 ) -> Tensor:
-    """Outputs may be columns of a wider tensor, and so may the residual's."""
-    rows, (n, width) = len(prepared), opened.weights.shape
+    """`out` [T, N] and `residual` may be columns of wider tensors."""
+    rows, (n, width) = len(activations), dequantized.weights.shape
     if rows == 0:
         return out
-    tile = tile or WideTile()
-    _wide[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)](
-        prepared.x,
-        prepared.factors,
-        prepared.sums,
-        opened.weights,
-        opened.scales,
-        opened.minima,
-        opened.least,
+    tile = tile or ManyRowsTile()
+    _many_rows_product[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)](
+        activations.x,
+        activations.factors,
+        activations.sums,
+        dequantized.weights,
+        dequantized.scales,
+        dequantized.minima,
+        dequantized.min_scales,
         bias,
         residual,
         out,
         rows,
         n,
         width // SPAN,
-        opened.scales.stride(0),
+        dequantized.scales.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
-        PER=8 if opened.by_block else 1,
-        MINIMA=opened.least is not None,
+        PER=8 if dequantized.by_block else 1,
+        MINIMA=dequantized.min_scales is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
-        BLOCK_K=32 if opened.by_block else tile.depth,
+        BLOCK_K=32 if dequantized.by_block else tile.depth,
         GROUP=tile.group,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,

@@ -18,15 +18,15 @@ struct __align__(64) TensorMap {
 };
 
 constexpr int TILE = 128, DEPTH = 64, SPAN = 256;
-constexpr int OPERAND = TILE * DEPTH * 2;  // bytes of a tile of X, and of W
-constexpr int HALVES = TILE * 16;          // bytes of eight float16 for 128 rows or outputs
-constexpr int FLOATS = TILE * 4;
+constexpr int OPERAND_BYTES = TILE * DEPTH * 2;  // bytes of a tile of X, and of W
+constexpr int HALF_BYTES = TILE * 16;          // bytes of eight float16 for 128 rows or outputs
+constexpr int FLOAT_BYTES = TILE * 4;
 // A slot holds what belongs to a span: sums hi and lo, minima twice, scales, minima's scales, powers of two.
-constexpr int AT_MINIMA = 2 * HALVES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALVES;
-constexpr int AT_LEAST = AT_SCALES + PER * FLOATS, AT_FACTORS = AT_LEAST + PER * FLOATS;
-constexpr int SLOT = AT_FACTORS + FLOATS;
+constexpr int AT_MINIMA = 2 * HALF_BYTES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALF_BYTES;
+constexpr int AT_MIN_SCALES = AT_SCALES + PER * FLOAT_BYTES, AT_FACTORS = AT_MIN_SCALES + PER * FLOAT_BYTES;
+constexpr int SLOT_BYTES = AT_FACTORS + FLOAT_BYTES;
 
-__device__ __forceinline__ void start(u32 barrier, u32 count) {
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
@@ -34,11 +34,11 @@ __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+__device__ __forceinline__ void arrive_expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
     asm volatile(
         "{ .reg .pred p;\n"
         "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-__device__ __forceinline__ void bring(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(barrier)
@@ -55,7 +55,7 @@ __device__ __forceinline__ void bring(u32 to, const TensorMap *map, int column, 
 }
 
 // The same into all blocks of the cluster, each at the same place.
-__device__ __forceinline__ void bring_to_all(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
+__device__ __forceinline__ void copy_tile_multicast(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
         "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
@@ -64,7 +64,7 @@ __device__ __forceinline__ void bring_to_all(u32 to, const TensorMap *map, int c
 }
 
 // Tell a block of the cluster, at its own barrier of this place.
-__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+__device__ __forceinline__ void arrive_remote(u32 barrier, int rank) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
@@ -73,66 +73,66 @@ __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
 }
 
 // A warp needs a stage no longer: whoever fills it is told, in every block of the cluster.
-__device__ __forceinline__ void leave(u32 barrier, int lane) {
+__device__ __forceinline__ void release_stage(u32 barrier, int lane) {
     if (CLUSTER == 1) {
         if (lane == 0) arrive(barrier);
     } else if (lane < CLUSTER) {
-        arrive_at(barrier, lane);
+        arrive_remote(barrier, lane);
     }
 }
 
-__device__ __forceinline__ void meet_cluster() {
+__device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // 128 floats that lie one behind the other.
-__device__ __forceinline__ void bring_floats(u32 to, const float *from, u32 barrier) {
+__device__ __forceinline__ void copy_floats(u32 to, const float *from, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "n"(FLOATS), "r"(barrier)
+                 "n"(FLOAT_BYTES), "r"(barrier)
                  : "memory");
 }
 
-__device__ __forceinline__ float2 two_floats(u32 at) {
+__device__ __forceinline__ float2 load_float2(u32 at) {
     float2 found;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(found.x), "=f"(found.y) : "r"(at));
     return found;
 }
 
-__device__ __forceinline__ float one_float(u32 at) {
+__device__ __forceinline__ float load_float(u32 at) {
     float found;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(at));
     return found;
 }
 
-__device__ __forceinline__ float one_half(u32 at) {
+__device__ __forceinline__ float load_half(u32 at) {
     float found;
     asm volatile("{ .reg .b16 h; ld.shared.b16 h, [%1]; cvt.f32.f16 %0, h; }" : "=f"(found) : "r"(at));
     return found;
 }
 
 // Where an operand lies: rows of 128 bytes, swizzled, eight of them 1,024 bytes apart.
-__device__ __forceinline__ u64 swizzled(u32 at) {
+__device__ __forceinline__ u64 descriptor_swizzled(u32 at) {
     return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(1) << 16 | (at >> 4 & 0x3FFF);
 }
 
 // Groups of eight rows of 16 bytes, 128 bytes apart; the other eight inputs HALVES bytes on.
-__device__ __forceinline__ u64 plain(u32 at) {
-    return u64(128 >> 4) << 32 | u64(HALVES >> 4) << 16 | (at >> 4 & 0x3FFF);
+__device__ __forceinline__ u64 descriptor_plain(u32 at) {
+    return u64(128 >> 4) << 32 | u64(HALF_BYTES >> 4) << 16 | (at >> 4 & 0x3FFF);
 }
 
 // The two warpgroups that multiply take turns at the matrix unit: named barriers 1 and 2 say that it is the first's and the
 // second's. Whoever has been served scales what came out of it while the other one is served.
-__device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
-__device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
+__device__ __forceinline__ void pingpong_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void pingpong_signal(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
 
-__device__ __forceinline__ void ready() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void finished() {
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
 // d [64, 128] = a [64, 16] b [128, 16]ᵀ, plus d where `adds`.
-__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int adds) {
+__device__ __forceinline__ void wgmma(float (&d)[64], u64 a, u64 b, int adds) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
@@ -153,18 +153,18 @@ __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int adds)
 }
 
 // Two numbers as y has them, the first in the lower half, and back.
-__device__ __forceinline__ u32 rounded(float low, float high) {
+__device__ __forceinline__ u32 round_pair(float low, float high) {
     u32 both;
-    if (BRAIN)
+    if (BF16)
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     else
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
 
-__device__ __forceinline__ float2 widened(u32 both) {
+__device__ __forceinline__ float2 widen_pair(u32 both) {
     float2 found;
-    if (BRAIN) {
+    if (BF16) {
         found.x = __uint_as_float(both << 16);
         found.y = __uint_as_float(both & 0xFFFF0000u);
     } else {
@@ -175,24 +175,24 @@ __device__ __forceinline__ float2 widened(u32 both) {
     return found;
 }
 
-__device__ __forceinline__ u32 loaded(const u16 *at, bool first, bool second, bool paired) {
+__device__ __forceinline__ u32 load_pair(const u16 *at, bool first, bool second, bool paired) {
     if (paired && second) return *reinterpret_cast<const u32 *>(at);
     return (first ? u32(at[0]) : 0u) | (second ? u32(at[1]) << 16 : 0u);
 }
 
-struct Place {
+struct TilePosition {
     int row, column;
 };
 
 // Neighbouring tiles share rows or weights; the blocks of a cluster have tiles below each other, and share the weights.
-__device__ __forceinline__ Place placed(int tile, int high, int wide, int rank) {
+__device__ __forceinline__ TilePosition tile_position(int tile, int high, int wide, int rank) {
     const int band = tile / (GROUP * wide), within = tile % (GROUP * wide), height = min(high - band * GROUP, GROUP);
     return {((band * GROUP + within % height) * CLUSTER + rank) * TILE, within / height * TILE};
 }
 
-struct Given {
+struct ManyRowsArguments {
     TensorMap x, weights, sums, minima;
-    const float *factors, *scales, *least;
+    const float *factors, *scales, *min_scales;
     const u16 *bias, *residual;
     u16 *y;
     int rows, n, spans, scale_stride, factor_stride, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
@@ -202,7 +202,7 @@ struct Given {
 __device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)[64], u32 scales, float f0, float f1) {
 #pragma unroll
     for (int j = 0; j < 16; j++) {
-        const float2 d = two_floats(scales + 32 * j);
+        const float2 d = load_float2(scales + 32 * j);
         sum[4 * j] = __fmaf_rn(part[4 * j], d.x * f0, sum[4 * j]);
         sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], d.y * f0, sum[4 * j + 1]);
         sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], d.x * f1, sum[4 * j + 2]);
@@ -211,10 +211,10 @@ __device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)
 }
 
 // The same with a block of inputs' minima, which meet the block's sum in either row.
-__device__ __forceinline__ void add_minima(float (&sum)[64], float s0, float s1, u32 least, float f0, float f1) {
+__device__ __forceinline__ void add_minima(float (&sum)[64], float s0, float s1, u32 min_scales, float f0, float f1) {
 #pragma unroll
     for (int j = 0; j < 16; j++) {
-        const float2 m = two_floats(least + 32 * j);
+        const float2 m = load_float2(min_scales + 32 * j);
         sum[4 * j] = __fmaf_rn(s0, m.x * f0, sum[4 * j]);
         sum[4 * j + 1] = __fmaf_rn(s0, m.y * f0, sum[4 * j + 1]);
         sum[4 * j + 2] = __fmaf_rn(s1, m.x * f1, sum[4 * j + 2]);
@@ -223,27 +223,27 @@ __device__ __forceinline__ void add_minima(float (&sum)[64], float s0, float s1,
 }
 
 // A thread's numbers of a tile, rounded, with bias and residual, each sum rounded. row, column: of its first.
-__device__ __forceinline__ void write_out(const Given &given, const float (&total)[64], int first_row, int first_column) {
+__device__ __forceinline__ void write_outputs(const ManyRowsArguments &args, const float (&total)[64], int first_row, int first_column) {
 #pragma unroll
     for (int side = 0; side < 2; side++) {
         const int row = first_row + 8 * side;
-        if (row >= given.rows) continue;
+        if (row >= args.rows) continue;
 #pragma unroll
         for (int j = 0; j < 16; j++) {
             const int column = first_column + 8 * j;
-            const bool first = column < given.n, second = column + 1 < given.n;
-            u32 out = rounded(total[4 * j + 2 * side], total[4 * j + 2 * side + 1]);
-            if (given.bias) {
-                const float2 made = widened(out), more = widened(loaded(given.bias + column, first, second, false));
-                out = rounded(made.x + more.x, made.y + more.y);
+            const bool first = column < args.n, second = column + 1 < args.n;
+            u32 out = round_pair(total[4 * j + 2 * side], total[4 * j + 2 * side + 1]);
+            if (args.bias) {
+                const float2 made = widen_pair(out), more = widen_pair(load_pair(args.bias + column, first, second, false));
+                out = round_pair(made.x + more.x, made.y + more.y);
             }
-            if (given.residual) {
-                const u16 *from = given.residual + u64(row) * given.residual_stride + column;
-                const float2 made = widened(out), more = widened(loaded(from, first, second, given.paired));
-                out = rounded(made.x + more.x, made.y + more.y);
+            if (args.residual) {
+                const u16 *from = args.residual + u64(row) * args.residual_stride + column;
+                const float2 made = widen_pair(out), more = widen_pair(load_pair(from, first, second, args.paired));
+                out = round_pair(made.x + more.x, made.y + more.y);
             }
-            u16 *to = given.y + u64(row) * given.y_stride + column;
-            if (given.paired && second) {
+            u16 *to = args.y + u64(row) * args.y_stride + column;
+            if (args.paired && second) {
                 *reinterpret_cast<u32 *>(to) = out;
             } else {
                 if (first) to[0] = u16(out);
@@ -255,21 +255,21 @@ __device__ __forceinline__ void write_out(const Given &given, const float (&tota
 
 #if PER > 1
 // A block of 32 inputs, from zero: on its way when this returns.
-__device__ __forceinline__ void multiply_block(float (&part)[64], u32 rows, u32 weights) {
-    const u64 a = swizzled(rows), b = swizzled(weights);
-    ready();
-    multiply(part, a, b, 0);
-    multiply(part, a + 2, b + 2, 1);
-    commit();
+__device__ __forceinline__ void wgmma_block(float (&part)[64], u32 rows, u32 weights) {
+    const u64 a = descriptor_swizzled(rows), b = descriptor_swizzled(weights);
+    wgmma_fence();
+    wgmma(part, a, b, 0);
+    wgmma(part, a + 2, b + 2, 1);
+    wgmma_commit();
 }
 
 __device__ __forceinline__ void add_block(float (&sum)[64], const float (&part)[64], u32 slot, int block, int r, int c, float f0,
                                           float f1) {
-    add_scaled(sum, part, slot + AT_SCALES + block * FLOATS + 4 * c, f0, f1);
+    add_scaled(sum, part, slot + AT_SCALES + block * FLOAT_BYTES + 4 * c, f0, f1);
     if (MINIMA) {
-        const u32 hi = slot + 16 * r + 2 * block, lo = hi + HALVES;
-        const float s0 = one_half(hi) + one_half(lo), s1 = one_half(hi + 128) + one_half(lo + 128);
-        add_minima(sum, s0, s1, slot + AT_LEAST + block * FLOATS + 4 * c, f0, f1);
+        const u32 hi = slot + 16 * r + 2 * block, lo = hi + HALF_BYTES;
+        const float s0 = load_half(hi) + load_half(lo), s1 = load_half(hi + 128) + load_half(lo + 128);
+        add_minima(sum, s0, s1, slot + AT_MIN_SCALES + block * FLOAT_BYTES + 4 * c, f0, f1);
     }
     // All of it is done here: what is left for later would need copies of `part`, which is about to be filled again.
 #pragma unroll
@@ -278,29 +278,29 @@ __device__ __forceinline__ void add_block(float (&sum)[64], const float (&part)[
 #endif
 
 #if CLUSTER > 1
-#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
-#define TOGETHER
+#define CLUSTER_DIMS
 #endif
 
-extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_constant__ Given given) {
-    const int rows = given.rows, n = given.n, spans = given.spans;
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1) many_rows_product(const __grid_constant__ ManyRowsArguments args) {
+    const int rows = args.rows, n = args.n, spans = args.spans;
     extern __shared__ unsigned char memory[];
     u32 base;
     asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(base) : "l"(memory));
     base = (base + 1023) & ~1023u;
-    const u32 slots = base + STAGES * 2 * OPERAND, barriers = slots + SLOTS * SLOT;
+    const u32 slots = base + STAGES * 2 * OPERAND_BYTES, barriers = slots + SLOTS * SLOT_BYTES;
     const u32 full = barriers, empty = full + 8 * STAGES, slot_full = empty + 8 * STAGES, slot_empty = slot_full + 8 * SLOTS;
     const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     const int high = (rows + TILE * CLUSTER - 1) / (TILE * CLUSTER), across = (n + TILE - 1) / TILE, tiles = high * across;
     if (thread == 0) {
-        for (int i = 0; i < STAGES; i++) start(full + 8 * i, 1), start(empty + 8 * i, 8 * CLUSTER);
-        for (int i = 0; i < SLOTS; i++) start(slot_full + 8 * i, 1), start(slot_empty + 8 * i, 8);
+        for (int i = 0; i < STAGES; i++) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, 8 * CLUSTER);
+        for (int i = 0; i < SLOTS; i++) init_barrier(slot_full + 8 * i, 1), init_barrier(slot_empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if (CLUSTER > 1) meet_cluster();  // everybody's barriers are there
+    if (CLUSTER > 1) sync_cluster();  // everybody's barriers are there
 
     if (thread >= 256) {  // the warpgroup that brings
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -309,17 +309,17 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
             int stage = 0;
             u32 phase = 1;
             for (int tile = first; tile < tiles; tile += stride) {
-                const Place place = placed(tile, high, across, rank);
+                const TilePosition place = tile_position(tile, high, across, rank);
                 for (int step = 0; step < spans * (SPAN / DEPTH); step++) {
-                    wait(empty + 8 * stage, phase);
-                    expect(full + 8 * stage, 2 * OPERAND);
-                    bring(base + stage * 2 * OPERAND, &given.x, step * DEPTH, place.row, full + 8 * stage);
-                    const u32 to = base + stage * 2 * OPERAND + OPERAND + rank * (OPERAND / CLUSTER);
+                    wait_barrier(empty + 8 * stage, phase);
+                    arrive_expect_bytes(full + 8 * stage, 2 * OPERAND_BYTES);
+                    copy_tile(base + stage * 2 * OPERAND_BYTES, &args.x, step * DEPTH, place.row, full + 8 * stage);
+                    const u32 to = base + stage * 2 * OPERAND_BYTES + OPERAND_BYTES + rank * (OPERAND_BYTES / CLUSTER);
                     const int column = place.column + rank * (TILE / CLUSTER);
                     if (CLUSTER > 1)
-                        bring_to_all(to, &given.weights, step * DEPTH, column, full + 8 * stage);
+                        copy_tile_multicast(to, &args.weights, step * DEPTH, column, full + 8 * stage);
                     else
-                        bring(to, &given.weights, step * DEPTH, column, full + 8 * stage);
+                        copy_tile(to, &args.weights, step * DEPTH, column, full + 8 * stage);
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
@@ -327,24 +327,24 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
             int slot = 0;
             u32 phase = 1;
             for (int tile = first; tile < tiles; tile += stride) {
-                const Place place = placed(tile, high, across, rank);
+                const TilePosition place = tile_position(tile, high, across, rank);
                 for (int span = 0; span < spans; span++) {
-                    const u32 at = slots + slot * SLOT, barrier = slot_full + 8 * slot;
-                    wait(slot_empty + 8 * slot, phase);
-                    expect(barrier, (PER * (1 + MINIMA) + 1) * FLOATS + (MINIMA ? AT_SCALES : 0));
+                    const u32 at = slots + slot * SLOT_BYTES, barrier = slot_full + 8 * slot;
+                    wait_barrier(slot_empty + 8 * slot, phase);
+                    arrive_expect_bytes(barrier, (PER * (1 + MINIMA) + 1) * FLOAT_BYTES + (MINIMA ? AT_SCALES : 0));
                     if (MINIMA) {
-                        bring(at, &given.sums, span * 16, place.row, barrier);
-                        bring(at + HALVES, &given.sums, span * 16 + 8, place.row, barrier);
+                        copy_tile(at, &args.sums, span * 16, place.row, barrier);
+                        copy_tile(at + HALF_BYTES, &args.sums, span * 16 + 8, place.row, barrier);
                         if (PER == 1) {
-                            bring(at + AT_MINIMA, &given.minima, span * 8, place.column, barrier);
-                            bring(at + AT_MINIMA + HALVES, &given.minima, span * 8, place.column, barrier);
+                            copy_tile(at + AT_MINIMA, &args.minima, span * 8, place.column, barrier);
+                            copy_tile(at + AT_MINIMA + HALF_BYTES, &args.minima, span * 8, place.column, barrier);
                         }
                     }
-                    bring_floats(at + AT_FACTORS, given.factors + u64(span) * given.factor_stride + place.row, barrier);
+                    copy_floats(at + AT_FACTORS, args.factors + u64(span) * args.factor_stride + place.row, barrier);
                     for (int b = 0; b < PER; b++) {
-                        const u64 from = u64(span * PER + b) * given.scale_stride + place.column;
-                        bring_floats(at + AT_SCALES + b * FLOATS, given.scales + from, barrier);
-                        if (MINIMA) bring_floats(at + AT_LEAST + b * FLOATS, given.least + from, barrier);
+                        const u64 from = u64(span * PER + b) * args.scale_stride + place.column;
+                        copy_floats(at + AT_SCALES + b * FLOAT_BYTES, args.scales + from, barrier);
+                        if (MINIMA) copy_floats(at + AT_MIN_SCALES + b * FLOAT_BYTES, args.min_scales + from, barrier);
                     }
                     if (++slot == SLOTS) slot = 0, phase ^= 1;
                 }
@@ -361,41 +361,41 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
         float part[64], total[64];
 #pragma unroll
         for (int i = 0; i < 64; i++) part[i] = 0.0f;
-        if (group == 1) pass_turn(group);
+        if (group == 1) pingpong_signal(group);
         for (int tile = first; tile < tiles; tile += stride) {
 #pragma unroll
             for (int i = 0; i < 64; i++) sum[i] = total[i] = 0.0f;
             for (int span = 0; span < spans; span++) {
-                const u32 at = slots + slot * SLOT;
+                const u32 at = slots + slot * SLOT_BYTES;
                 u32 before = 0;
-                await_turn(group);
+                pingpong_wait(group);
 #pragma unroll
                 for (int step = 0; step < SPAN / DEPTH; step++) {
-                    const u64 a = swizzled(own + stage * 2 * OPERAND), b = swizzled(base + stage * 2 * OPERAND + OPERAND);
-                    wait(full + 8 * stage, phase);
-                    ready();
+                    const u64 a = descriptor_swizzled(own + stage * 2 * OPERAND_BYTES), b = descriptor_swizzled(base + stage * 2 * OPERAND_BYTES + OPERAND_BYTES);
+                    wait_barrier(full + 8 * stage, phase);
+                    wgmma_fence();
 #pragma unroll
-                    for (int k = 0; k < DEPTH / 16; k++) multiply(part, a + 2 * k, b + 2 * k, step + k > 0);
-                    commit();
-                    if (step == SPAN / DEPTH - 1) pass_turn(group);
+                    for (int k = 0; k < DEPTH / 16; k++) wgmma(part, a + 2 * k, b + 2 * k, step + k > 0);
+                    wgmma_commit();
+                    if (step == SPAN / DEPTH - 1) pingpong_signal(group);
                     if (step > 0) {
-                        finished<1>();
-                        leave(before, lane);
+                        wgmma_wait<1>();
+                        release_stage(before, lane);
                     }
                     before = empty + 8 * stage;
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
-                finished<0>();
-                leave(before, lane);
-                wait(slot_full + 8 * slot, slot_phase);
-                const float f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+                wgmma_wait<0>();
+                release_stage(before, lane);
+                wait_barrier(slot_full + 8 * slot, slot_phase);
+                const float f0 = load_float(at + AT_FACTORS + 4 * r), f1 = load_float(at + AT_FACTORS + 4 * r + 32);
                 add_scaled(sum, part, at + AT_SCALES + 4 * c, f0, f1);
                 if (MINIMA) {
-                    ready();
-                    multiply(part, plain(at + group * 64 * 16), plain(at + AT_MINIMA), 0);
-                    commit();
-                    finished<0>();
-                    add_scaled(sum, part, at + AT_LEAST + 4 * c, -f0, -f1);
+                    wgmma_fence();
+                    wgmma(part, descriptor_plain(at + group * 64 * 16), descriptor_plain(at + AT_MINIMA), 0);
+                    wgmma_commit();
+                    wgmma_wait<0>();
+                    add_scaled(sum, part, at + AT_MIN_SCALES + 4 * c, -f0, -f1);
                 }
                 __syncwarp();  // all lanes have read the slot
                 if (lane == 0) arrive(slot_empty + 8 * slot);
@@ -405,8 +405,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                     for (int i = 0; i < 64; i++) total[i] += sum[i], sum[i] = 0.0f;
                 }
             }
-            const Place place = placed(tile, high, across, rank);
-            write_out(given, total, place.row + r, place.column + c);
+            const TilePosition place = tile_position(tile, high, across, rank);
+            write_outputs(args, total, place.row + r, place.column + c);
         }
 #else
         // Two blocks of inputs are on their way, one multiplied while the other is scaled. What segments add up to lies in shared
@@ -420,27 +420,27 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
             float f0 = 0.0f, f1 = 0.0f;
 #pragma unroll
             for (int i = 0; i < 64; i++) sum[i] = 0.0f;
-            wait(full + 8 * stage, phase);
-            multiply_block(even, own + stage * 2 * OPERAND, base + stage * 2 * OPERAND + OPERAND);
-            finished<0>();
+            wait_barrier(full + 8 * stage, phase);
+            wgmma_block(even, own + stage * 2 * OPERAND_BYTES, base + stage * 2 * OPERAND_BYTES + OPERAND_BYTES);
+            wgmma_wait<0>();
             for (int pair = 0; pair < pairs; pair++) {
-                const u32 at = slots + slot * SLOT, before = empty + 8 * stage;
+                const u32 at = slots + slot * SLOT_BYTES, before = empty + 8 * stage;
                 const int block = pair % 4 * 2;
                 if (block == 0) {
-                    wait(slot_full + 8 * slot, slot_phase);
-                    f0 = one_float(at + AT_FACTORS + 4 * r), f1 = one_float(at + AT_FACTORS + 4 * r + 32);
+                    wait_barrier(slot_full + 8 * slot, slot_phase);
+                    f0 = load_float(at + AT_FACTORS + 4 * r), f1 = load_float(at + AT_FACTORS + 4 * r + 32);
                 }
-                multiply_block(odd, own + stage * 2 * OPERAND + 64, base + stage * 2 * OPERAND + OPERAND + 64);
+                wgmma_block(odd, own + stage * 2 * OPERAND_BYTES + 64, base + stage * 2 * OPERAND_BYTES + OPERAND_BYTES + 64);
                 add_block(sum, even, at, block, r, c, f0, f1);
-                finished<0>();
-                leave(before, lane);
+                wgmma_wait<0>();
+                release_stage(before, lane);
                 if (++stage == STAGES) stage = 0, phase ^= 1;
                 if (pair + 1 < pairs) {
-                    wait(full + 8 * stage, phase);
-                    multiply_block(even, own + stage * 2 * OPERAND, base + stage * 2 * OPERAND + OPERAND);
+                    wait_barrier(full + 8 * stage, phase);
+                    wgmma_block(even, own + stage * 2 * OPERAND_BYTES, base + stage * 2 * OPERAND_BYTES + OPERAND_BYTES);
                 }
                 add_block(sum, odd, at, block + 1, r, c, f0, f1);
-                finished<0>();
+                wgmma_wait<0>();
                 if (block == 6) {
                     __syncwarp();  // all lanes have read the slot
                 if (lane == 0) arrive(slot_empty + 8 * slot);
@@ -449,7 +449,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                 if (pair % 16 == 15 || pair + 1 == pairs) {
 #pragma unroll
                     for (int i = 0; i < 64; i++) {
-                        sum[i] = (pair < 16 ? 0.0f : one_float(totals + 1024 * i)) + sum[i];
+                        sum[i] = (pair < 16 ? 0.0f : load_float(totals + 1024 * i)) + sum[i];
                         if (pair + 1 < pairs) {
                             asm volatile("st.shared.f32 [%0], %1;" ::"r"(totals + 1024 * i), "f"(sum[i]) : "memory");
                             sum[i] = 0.0f;
@@ -457,10 +457,10 @@ extern "C" __global__ void TOGETHER __launch_bounds__(384, 1) wide(const __grid_
                     }
                 }
             }
-            const Place place = placed(tile, high, across, rank);
-            write_out(given, sum, place.row + r, place.column + c);
+            const TilePosition place = tile_position(tile, high, across, rank);
+            write_outputs(args, sum, place.row + r, place.column + c);
         }
 #endif
     }
-    if (CLUSTER > 1) meet_cluster();  // nobody leaves while others may still write here
+    if (CLUSTER > 1) sync_cluster();  // nobody leaves while others may still write here
 }

@@ -16,9 +16,9 @@ from onedraw.backends.packing import FEW_ROWS, why_not_gpu_packed
 from onedraw.backends.torch.model.weight_loader import LANE
 from onedraw.backends.torch.ops.cuda.norm import gated_activation, rms_norm
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
-from onedraw.backends.torch.ops.cuda.packed.activations import Ready, empty_prepared
-from onedraw.backends.torch.ops.cuda.packed.experts import PackedBank, load_bank
-from onedraw.backends.torch.ops.cuda.packed.linear import Courier, PackedLinear, packed_linear
+from onedraw.backends.torch.ops.cuda.packed.activations import PendingActivations, empty_packed_activations
+from onedraw.backends.torch.ops.cuda.packed.experts import PackedExpertBank, load_expert_bank
+from onedraw.backends.torch.ops.cuda.packed.linear import HostToDeviceCopy, PackedLinear, packed_linear
 from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
@@ -28,14 +28,19 @@ class PackedOps(TritonOps):
     def __init__(self, device: torch.device, dtype: torch.dtype, *, pdl: bool = False) -> None:
         super().__init__(device, pdl=pdl)
         self.name = f"{device.type}-triton-packed"
-        self._dtype, self._courier, self._ready, self._workspace = dtype, Courier(device), Ready(), Workspace(device)
+        self._dtype, self._copier, self._pending, self._workspace = (
+            dtype,
+            HostToDeviceCopy(device),
+            PendingActivations(),
+            Workspace(device),
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         if x.dim() != 2 or x.dtype != self._dtype:
             return super().rms_norm(x, weight, eps)
-        prepared = empty_prepared(len(x), x.shape[1], x.device)
-        y = rms_norm(x, weight, eps, packed=prepared, pdl=self._pdl)
-        self._ready.put(y, prepared)
+        activations = empty_packed_activations(len(x), x.shape[1], x.device)
+        y = rms_norm(x, weight, eps, packed=activations, pdl=self._pdl)
+        self._pending.put(y, activations)
         return y
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
@@ -44,9 +49,9 @@ class PackedOps(TritonOps):
         return tuple(sorted({*known, FEW_ROWS + 1})) if known else ()
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        prepared = empty_prepared(len(gate_up), gate_up.shape[1] // 2, gate_up.device)
-        y = gated_activation(gate_up, activation, packed=prepared, pdl=self._pdl)
-        self._ready.put(y, prepared)
+        activations = empty_packed_activations(len(gate_up), gate_up.shape[1] // 2, gate_up.device)
+        y = gated_activation(gate_up, activation, packed=activations, pdl=self._pdl)
+        self._pending.put(y, activations)
         return y
 
     def packed_linear(
@@ -56,26 +61,28 @@ class PackedOps(TritonOps):
             tensors,
             dtype=self._dtype,
             device=self._device,
-            courier=self._courier,
+            copier=self._copier,
             workspace=self._workspace,
             bias=bias,
             pad=pad,
             pad_columns=pad_columns,
-            ready=self._ready,
+            pending=self._pending,
             pdl=self._pdl,
         )
 
-    def packed_expert_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> PackedBank | None:
+    def packed_expert_bank(
+        self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation
+    ) -> PackedExpertBank | None:
         if any(map(why_not_gpu_packed, [*gate_up, down])):
             return None
-        return load_bank(
+        return load_expert_bank(
             gate_up,
             down,
             activation,
             pad=LANE,
-            courier=self._courier,
+            copier=self._copier,
             device=self._device,
-            ready=self._ready,
+            pending=self._pending,
             pdl=self._pdl,
         )
 

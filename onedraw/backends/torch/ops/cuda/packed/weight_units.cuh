@@ -1,8 +1,8 @@
-// Units of packed weights, sixteen outputs by 256 inputs, in the registers of a warp.
+// Dequantizes units of packed weights, sixteen outputs by 256 inputs, in the registers of a warp.
 //
-// In: units as fragments.py lays them, of a KIND (the kind's number in GGUF). Out: the numbers of a step of sixteen inputs as the matrix
-// unit takes them, exact or rounded once as spans.py says, and the scales and minima of a span or a block. Tests run everything
-// behind the single instructions on a CPU, with their own instead (tests/backends/torch/emulated.h).
+// In: units in the layout of tensor_core_layout.py, of a KIND (the ggml type number). Out: float16 weights of a step of sixteen inputs as
+// the A fragment of mma.m16n8k16, exact or rounded once as activations.py defines, and the scales and minima of a span or a block. Tests
+// run this code on a CPU with the section of PTX instructions replaced (tests/backends/torch/emulated.h).
 
 #define Q4_0 2
 #define Q4_1 3
@@ -15,20 +15,20 @@
 #define MXFP4 39
 #define NVFP4 40
 
-#define FIVE (KIND == Q5_0 || KIND == Q5_1 || KIND == Q5_K)
+#define FIFTH_BIT (KIND == Q5_0 || KIND == Q5_1 || KIND == Q5_K)
 #define SIX_BIT_SCALES (KIND == Q4_K || KIND == Q5_K)
-#define FOURS (KIND == MXFP4 || KIND == NVFP4)    // codes of a sign, two bits of exponent and one of mantissa
-#define WHOLE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // one scale for a whole span on top of small ones
-#define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a minimum of float16 per block
-// Codes are taken as the last bits of a float16 without more, so numbers are whole multiples of 2^-24 (outputs g) and 2^-20 (g + 8).
-#define TINY (SIX_BIT_SCALES || KIND == Q6_K)
+#define FP4 (KIND == MXFP4 || KIND == NVFP4)    // codes e2m1: sign, two bits of exponent, one of mantissa
+#define SPAN_SCALE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // a float scale per span and integer scales within it
+#define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a float16 minimum per block
+// Codes are used as the low mantissa bits of a subnormal float16: weights are multiples of 2^-24 (outputs g) and 2^-20 (outputs g + 8).
+#define SUBNORMAL (SIX_BIT_SCALES || KIND == Q6_K)
 
 typedef unsigned int word;
 typedef unsigned short halfword;
 typedef unsigned char byte;
 
 #define CODE_LOADS (KIND == Q8_0 ? 8 : 4)
-#define HIGH_LOADS (FIVE ? 1 : KIND == Q6_K ? 2 : 0)
+#define HIGH_LOADS (FIFTH_BIT ? 1 : KIND == Q6_K ? 2 : 0)
 #define SCALE_LOADS (SIX_BIT_SCALES || KIND == MXFP4 ? 1 : MINIMA ? 4 : 2)
 #define CODE_BYTES (CODE_LOADS * 512)
 #define HIGH_BYTES (HIGH_LOADS * 512)
@@ -38,15 +38,15 @@ typedef unsigned char byte;
 #define SPAN 256
 #define SEGMENT 4
 
-// ------------------------------------------------------------------ single instructions
+// ------------------------------------------------------------------ PTX instructions
 
-// What is read once. Where there is nothing more to read nobody uses what the register has.
-__device__ __forceinline__ void load_once(uint4 &v, const byte *at, bool more) {
+// A load without caching, for data that is read once. Without `more` the register stays undefined and is not used.
+__device__ __forceinline__ void load_streaming(uint4 &v, const byte *at, bool more) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "r"((int)more));
 }
 
-__device__ __forceinline__ void load_once(word &v, const byte *at, bool more) {
+__device__ __forceinline__ void load_streaming(word &v, const byte *at, bool more) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1];}"
                  : "=r"(v) : "l"(at), "r"((int)more));
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ word fma2(word a, word b, word c) {
     return v;
 }
 
-// One half of it, the lower or the upper, in both places. An instruction that takes it reads the half itself, so this is none.
+// Broadcasts one half of a word to both. f16x2 instructions select halves of operands, so this compiles to no instruction.
 template <int HALF> __device__ __forceinline__ word both(word a) {
     word v;
     if (HALF) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ float half_to_float(word bits) {
     return v;
 }
 
-__device__ __forceinline__ float rounded_to(float value, int bf16) {  // to the result's dtype and back
+__device__ __forceinline__ float rounded_to(float value, int bf16) {  // to the output dtype and back
     float v;
     if (bf16) {
         asm("{.reg .b16 h; .reg .b32 w; cvt.rn.bf16.f32 h, %1; mov.b32 w, {0, h}; mov.b32 %0, w;}" : "=f"(v) : "f"(value));
@@ -108,7 +108,7 @@ __device__ __forceinline__ float rounded_to(float value, int bf16) {  // to the 
     return v;
 }
 
-__device__ __forceinline__ float read_number(const halfword *at, int bf16) {  // past the first cache, where something old might lie
+__device__ __forceinline__ float read_number(const halfword *at, int bf16) {  // bypasses L1, which may hold stale data
     const word bits = __ldcg(at);
     return bf16 ? __uint_as_float(bits << 16) : half_to_float(bits);
 }
@@ -123,42 +123,42 @@ __device__ __forceinline__ void write_number(halfword *at, float value, int bf16
     *at = v;
 }
 
-// One step of the matrix unit: sums [16, 8] += a [16, 16] * b [16, 8]
-__device__ __forceinline__ void step(float (&sums)[4], const word (&a)[4], word b0, word b1) {
+// sums [16, 8] += a [16, 16] * b [16, 8]
+__device__ __forceinline__ void mma(float (&sums)[4], const word (&a)[4], word b0, word b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void matrices(word (&v)[4], word at) {
+__device__ __forceinline__ void ldmatrix_x4(word (&v)[4], word at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
 
-__device__ __forceinline__ void two_matrices(word &v0, word &v1, word at) {
+__device__ __forceinline__ void ldmatrix_x2(word &v0, word &v1, word at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(v0), "=r"(v1) : "r"(at));
 }
 
-// The same number, of which the compiler knows nothing: it is kept in a register, and what is added to it becomes part of an address.
-__device__ __forceinline__ word kept_apart(word v) {
+// The same value, opaque to the compiler: it stays in a register, and constants added to it become immediate offsets of addresses.
+__device__ __forceinline__ word opaque(word v) {
     asm volatile("mov.b32 %0, %0;" : "+r"(v));
     return v;
 }
 
-__device__ __forceinline__ void copy_sixteen(word to, const void *from) {
+__device__ __forceinline__ void copy_async_16(word to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
-__device__ __forceinline__ void copy_four(word to, const void *from) {
+__device__ __forceinline__ void copy_async_4(word to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
 }
 
-// A barrier in shared memory that so many threads arrive at, each when what it copies is there; and whether all are
-__device__ __forceinline__ void make_barrier(word at, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory"); }
+// An mbarrier in shared memory at which `count` threads arrive, each when its asynchronous copies are complete
+__device__ __forceinline__ void init_barrier(word at, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory"); }
 
-__device__ __forceinline__ void arrive_with_copies(word at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory"); }
+__device__ __forceinline__ void arrive_after_copies(word at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory"); }
 
-__device__ __forceinline__ void await_copies(word at) {
+__device__ __forceinline__ void wait_barrier(word at) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], 0; @!p bra again; }" ::"r"(at) : "memory");
 #else
@@ -166,60 +166,60 @@ __device__ __forceinline__ void await_copies(word at) {
 #endif
 }
 
-// Programmatic launch: what was launched before is done and seen, and what is launched next may take free places
-__device__ __forceinline__ void await_grid() {
+// Programmatic dependent launch: wait until the preceding grid has finished and its writes are visible; let the next grid start
+__device__ __forceinline__ void wait_previous_grid() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void let_next_come() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Counts one up. What this thread has seen is seen by whoever counts later, and what earlier ones had seen is seen here.
-__device__ __forceinline__ int counted(int *counter) {
+// Atomic increment with acquire and release: writes before it are visible to threads that increment later. Returns the old value.
+__device__ __forceinline__ int atomic_increment(int *counter) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
     return before;
 }
 
-// The same in shared memory, for threads of a block
-__device__ __forceinline__ int counted_here(word counter) {
+// The same in shared memory, among the threads of a block
+__device__ __forceinline__ int atomic_increment_shared(word counter) {
     int before;
     asm volatile("atom.acq_rel.cta.shared.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(counter) : "memory");
     return before;
 }
 
-// What lies there now, whoever wrote it; and what everybody finds there from now on
-__device__ __forceinline__ uint4 read_now(const float4 *at) {
+// Relaxed loads and stores at device scope, for polling data of another block
+__device__ __forceinline__ uint4 load_relaxed(const float4 *at) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(at)) : "memory");
     return v;
 }
 
-__device__ __forceinline__ void write_now(float4 *at, float4 v) {
+__device__ __forceinline__ void store_relaxed(float4 *at, float4 v) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(at)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
 }
 
-__device__ __forceinline__ word &part_of(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ word &component(uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-__device__ __forceinline__ word part_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ word component(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// ------------------------------------------------------------------ one unit in the registers of a warp
+// ------------------------------------------------------------------ a unit in the registers of a warp
 
-#define MAGIC 0x64006400u        // 1024 in float16, twice: its last ten bits are a whole number on top
-#define TOP_MAGIC 0x54005400u    // 64, twice: the same without the last four bits
+#define MAGIC 0x64006400u        // float16 1024, twice: an integer in the ten mantissa bits is added to 1024
+#define TOP_MAGIC 0x54005400u    // float16 64, twice: the same for an integer in the upper six mantissa bits
 #define MINUS_1024 0xE400E400u
 #define MINUS_1152 0xE480E480u
 #define MINUS_64 0xD400D400u
-#define TINY_MINUS_32 0x82008020u  // 32 steps of 2^-24, and of 2^-20, below nothing
+#define SUBNORMAL_MINUS_32 0x82008020u  // -32 · 2^-24 and -32 · 2^-20
 
-__constant__ word sixty_fours = 0x64646464u;  // the compiler may not see what it is, or it would put the selectors into registers
+__constant__ word sixty_fours = 0x64646464u;  // in constant memory: known to the compiler, permute selectors would take registers
 
 struct Unit {
     uint4 codes[CODE_LOADS];
@@ -232,22 +232,22 @@ struct Unit {
 };
 
 __device__ __forceinline__ void load_codes(Unit &unit, const byte *at, int lane, int which, bool more) {
-    load_once(unit.codes[which], at + which * 512 + lane * 16, more);
+    load_streaming(unit.codes[which], at + which * 512 + lane * 16, more);
 }
 
 __device__ __forceinline__ void load_high(Unit &unit, const byte *at, int lane, int which, bool more) {
-    load_once(unit.high[which], at + CODE_BYTES + which * 512 + lane * 16, more);
+    load_streaming(unit.high[which], at + CODE_BYTES + which * 512 + lane * 16, more);
 }
 
 __device__ __forceinline__ void load_scales(Unit &unit, const byte *at, int lane, bool more) {
     const byte *scales = at + CODE_BYTES + HIGH_BYTES;
 #pragma unroll
-    for (int i = 0; i < SCALE_LOADS; i++) load_once(unit.scales[i], scales + (lane >> 2) * (16 * SCALE_LOADS) + i * 16, more);
-    if (SIX_BIT_SCALES) load_once(unit.extra, scales + SCALE_BYTES + lane * 4, more);
-    if (KIND == Q6_K) load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 4, more);
+    for (int i = 0; i < SCALE_LOADS; i++) load_streaming(unit.scales[i], scales + (lane >> 2) * (16 * SCALE_LOADS) + i * 16, more);
+    if (SIX_BIT_SCALES) load_streaming(unit.extra, scales + SCALE_BYTES + lane * 4, more);
+    if (KIND == Q6_K) load_streaming(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 4, more);
 #if KIND == NVFP4
-    load_once(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 8, more);
-    load_once(unit.second, scales + SCALE_BYTES + (lane >> 2) * 8 + 4, more);
+    load_streaming(unit.extra, scales + SCALE_BYTES + (lane >> 2) * 8, more);
+    load_streaming(unit.second, scales + SCALE_BYTES + (lane >> 2) * 8 + 4, more);
 #endif
 }
 
@@ -259,11 +259,11 @@ __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, 
     load_scales(unit, at, lane, more);
 }
 
-// Small scales of outputs g and g + 8 in the shape that the codes are multiplied with, that of output g in the lower half.
+// Integer scales of outputs g (lower half) and g + 8 (upper half) in the form that codes are multiplied with
 struct Scales {
     word magic;
-    word pairs[8];  // of K kinds: bytes of output g and g + 8 side by side, two of each in a word
-    word factor, zero;  // zero: what a code of nothing stands for, where that is not nothing
+    word pairs[8];  // K types: bytes of outputs g and g + 8 interleaved, two of each in a word
+    word factor, zero;  // zero: the value of code 0 (Q6_K)
 };
 
 __device__ __forceinline__ void pair_up(word (&pairs)[8], int i, word first, word second) {
@@ -271,7 +271,7 @@ __device__ __forceinline__ void pair_up(word (&pairs)[8], int i, word first, wor
     pairs[2 * i + 1] = permute(first, second, 0x7362u);
 }
 
-__device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
+__device__ __forceinline__ void unpack_scales(Scales &scales, const Unit &unit) {
     scales.magic = sixty_fours;
     if (SIX_BIT_SCALES) {
         const uint4 s = unit.scales[0];
@@ -283,45 +283,45 @@ __device__ __forceinline__ void open_scales(Scales &scales, const Unit &unit) {
         const word sign = KIND == Q6_K ? 0x80808080u : 0;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            pair_up(scales.pairs, i, part_of(unit.scales[0], i) ^ sign, part_of(unit.scales[1 % SCALE_LOADS], i) ^ sign);
+            pair_up(scales.pairs, i, component(unit.scales[0], i) ^ sign, component(unit.scales[1 % SCALE_LOADS], i) ^ sign);
     }
 }
 
-// Small scales number `which` of both outputs, less what stands on top of them
-__device__ __forceinline__ word small_scales(const Scales &scales, int which, word off) {
+// Integer scale `which` of both outputs as float16, with `off` added to remove the magic number
+__device__ __forceinline__ word integer_scales(const Scales &scales, int which, word off) {
     return add2(permute(scales.pairs[which >> 1], scales.magic, which & 1 ? 0x4342u : 0x4140u), off);
 }
 
-// Before step i: K kinds whose small scales change there
-__device__ __forceinline__ void next_scales(Scales &scales, int i) {
-    if (SIX_BIT_SCALES && i % 2 == 0) scales.factor = small_scales(scales, i / 2, MINUS_1024);
+// Select the integer scales of step i, for types that have them
+__device__ __forceinline__ void select_scales(Scales &scales, int i) {
+    if (SIX_BIT_SCALES && i % 2 == 0) scales.factor = integer_scales(scales, i / 2, MINUS_1024);
     if (KIND == Q6_K) {
-        scales.factor = small_scales(scales, i, MINUS_1152);
-        scales.zero = mul2(scales.factor, TINY_MINUS_32);
+        scales.factor = integer_scales(scales, i, MINUS_1152);
+        scales.zero = mul2(scales.factor, SUBNORMAL_MINUS_32);
     }
-    if (KIND == NVFP4) {  // four bits of exponent and three of mantissa, brought into float16's places, and half of that
+    if (KIND == NVFP4) {  // e4m3 shifted into the bits of float16, times a power of two
         const word times = 0x58005800u;
         scales.factor = mul2(permute(scales.pairs[i >> 1], 0, i & 1 ? 0x3424u : 0x1404u) >> 1, times);
     }
 }
 
-// What is taken off 1024 + code, and off 64 + code, for a kind whose codes are multiplied with nothing
+// Subtracted from 1024 + code and from 64 + code, for types without integer scales
 #define OFF_1024 (KIND == Q4_0 ? 0xE408E408u : KIND == Q5_0 ? 0xE410E410u : MINUS_1024)
 #define OFF_64 (KIND == Q4_0 ? 0xD480D480u : KIND == Q5_0 ? 0xD500D500u : MINUS_64)
 
-// The weights of step i of sixteen inputs, in float16: a[0] and a[2] of output g, the others of g + 8
-__device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const Scales &scales, int i) {
+// The float16 weights of step i of sixteen inputs: a[0] and a[2] of output g, a[1] and a[3] of output g + 8
+__device__ __forceinline__ void dequantize_step(word (&a)[4], const Unit &unit, const Scales &scales, int i) {
     if (KIND == Q8_0) {
 #pragma unroll
         for (int u = 0; u < 2; u++) {
-            const word w = part_of(unit.codes[i / 2], 2 * (i & 1) + u) ^ 0x80808080u;
+            const word w = component(unit.codes[i / 2], 2 * (i & 1) + u) ^ 0x80808080u;
             a[2 * u] = add2(permute(w, scales.magic, 0x4140u), MINUS_1152);
             a[2 * u + 1] = add2(permute(w, scales.magic, 0x4342u), MINUS_1152);
         }
         return;
     }
-    const word w = part_of(unit.codes[i / 4], i & 3);
-    if (FOURS) {  // sign, two bits of exponent and one of mantissa, brought into float16's places
+    const word w = component(unit.codes[i / 4], i & 3);
+    if (FP4) {  // e2m1 shifted into the bits of float16
         const word times = 0x78007800u;
         a[0] = mul2(and_or(w << 9, 0x0E000E00u, (w << 2) & 0x80008000u), times);
         a[1] = mul2(and_or(w << 6, 0x0E000E00u, (w << 1) & 0x80008000u), times);
@@ -339,17 +339,17 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
 #pragma unroll
     for (int u = 0; u < 2; u++) {
         const word own = u ? w >> 8 : w;
-        word low = and_or(own, 0x000F000Fu, TINY ? 0 : MAGIC);  // code · 2^-24, or 1024 + code
-        word top = and_or(own, 0x00F000F0u, TINY ? 0 : TOP_MAGIC);  // code · 2^-20, or 64 + code
-        if (FIVE) {
-            const word high = part_of(unit.high[0], i / 4);
+        word low = and_or(own, 0x000F000Fu, SUBNORMAL ? 0 : MAGIC);  // code · 2^-24, or 1024 + code
+        word top = and_or(own, 0x00F000F0u, SUBNORMAL ? 0 : TOP_MAGIC);  // code · 2^-20, or 64 + code
+        if (FIFTH_BIT) {
+            const word high = component(unit.high[0], i / 4);
             const int place = 2 * (i & 3) + u;
             const word moved = place < 4 ? high << (4 - place) : high >> place;
             low = and_or(moved, 0x00100010u, low);
             top = and_or(moved, 0x01000100u, top);
         }
         if (KIND == Q6_K) {
-            const word high = part_of(unit.high[i / 8], (i / 2) & 3);
+            const word high = component(unit.high[i / 8], (i / 2) & 3);
             const int place = 2 * (i & 1) + u;
             const word moved = place == 0 ? high << 4 : place == 1 ? high << 2 : place == 2 ? high >> 4 : high >> 6;
             low = and_or(moved, 0x00300030u, low);
@@ -368,11 +368,11 @@ __device__ __forceinline__ void open_step(word (&a)[4], const Unit &unit, const 
     }
 }
 
-// What brings sums of tiny numbers of output g + 8 h back to their size
-__device__ __forceinline__ float size_of(int h) { return TINY ? (h ? 1048576.0f : 16777216.0f) : 1.0f; }
+// The factor 1 / t that undoes the subnormal scaling of output g + 8 h
+__device__ __forceinline__ float subnormal_inverse(int h) { return SUBNORMAL ? (h ? 1048576.0f : 16777216.0f) : 1.0f; }
 
-// The scale of the whole span of output g + 8 h
-__device__ __forceinline__ float whole_scale(const Unit &unit, int h) {
+// The span scale of output g + 8 h
+__device__ __forceinline__ float span_scale(const Unit &unit, int h) {
 #if KIND == NVFP4
     return __uint_as_float(h ? unit.second : unit.extra);
 #endif
@@ -380,29 +380,29 @@ __device__ __forceinline__ float whole_scale(const Unit &unit, int h) {
     return half_to_float(h ? pair >> 16 : pair & 0xFFFFu);
 }
 
-// The factor of the minima of both outputs, float16 each; all four lanes of a group take part
-__device__ __forceinline__ word minima_factors(const Unit &unit, int lane) {
+// The scales of the minima of both outputs, float16 each; all four lanes with the same g must call this
+__device__ __forceinline__ word minima_scales(const Unit &unit, int lane) {
     word mine = ((unit.extra >> 12) & 15u) | ((unit.extra >> 24) & 0xF0u);
     mine <<= 8 * (lane & 3);
     mine |= __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
     return mine | __shfl_xor_sync(0xFFFFFFFFu, mine, 2);
 }
 
-// Minima 2 t and 2 t + 1 of output g + 8 h, in float16 and as tiny as its numbers
+// Minima 2 t and 2 t + 1 of output g + 8 h, float16 with the subnormal scaling of its weights
 __device__ __forceinline__ word minima_pair(const Unit &unit, int h) { return h ? (unit.extra >> 2) & 0x03F003F0u : unit.extra & 0x003F003Fu; }
 
 __device__ __forceinline__ float power_of_two(word exponent) {  // 2^(exponent - 128)
     return __uint_as_float(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
 }
 
-// The scale, and the minimum, of a block of 32 inputs of output g + 8 h
+// The scale and the minimum of a block of 32 inputs of output g + 8 h
 __device__ __forceinline__ float block_scale(const Unit &unit, int block, int h) {
-    if (MINIMA) return half_to_float(part_of(unit.scales[SCALE_LOADS / 2 * h + block / 4], block & 3) & 0xFFFFu);
-    if (KIND == MXFP4) return power_of_two((part_of(unit.scales[0], 2 * h + block / 4) >> (8 * (block & 3))) & 255u);
-    const word pair = part_of(unit.scales[SCALE_LOADS > 1 ? h : 0], block / 2);
+    if (MINIMA) return half_to_float(component(unit.scales[SCALE_LOADS / 2 * h + block / 4], block & 3) & 0xFFFFu);
+    if (KIND == MXFP4) return power_of_two((component(unit.scales[0], 2 * h + block / 4) >> (8 * (block & 3))) & 255u);
+    const word pair = component(unit.scales[SCALE_LOADS > 1 ? h : 0], block / 2);
     return half_to_float(block & 1 ? pair >> 16 : pair & 0xFFFFu);
 }
 
 __device__ __forceinline__ float block_minimum(const Unit &unit, int block, int h) {
-    return half_to_float(part_of(unit.scales[(SCALE_LOADS / 2 * h + block / 4) % SCALE_LOADS], block & 3) >> 16);
+    return half_to_float(component(unit.scales[(SCALE_LOADS / 2 * h + block / 4) % SCALE_LOADS], block & 3) >> 16);
 }

@@ -10,7 +10,7 @@ import torch
 
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.ops.cpu import build as builder
-from onedraw.backends.torch.ops.cpu.library import Kernels, runnable
+from onedraw.backends.torch.ops.cpu.library import Kernels, supported_instruction_sets
 from onedraw.backends.torch.ops.cpu.sampler import WISH, CpuSampler
 from onedraw.sampling.noise import gumbel
 from onedraw.settings import default_cache_dir
@@ -20,7 +20,7 @@ from tests.backends.torch.judge import Case, choices, disagreements, random_case
 LIBRARY = builder.build(default_cache_dir()).library
 if LIBRARY is None:
     pytest.skip("no C compiler", allow_module_level=True)
-PATHS = runnable(LIBRARY)
+PATHS = supported_instruction_sets(LIBRARY)
 
 
 def made(vocab: int, *, path: str = PATHS[0], threads: int = 2, kind: type[CpuSampler] = CpuSampler) -> CpuSampler:

@@ -8,7 +8,12 @@ import torch
 
 from onedraw.backends.packing import SPAN_BYTES, UNIT_ROWS, gpu_packed_bytes, gpu_unit_bytes
 from onedraw.backends.torch.ops.cuda.packed import tensor_core_layout as fragments_module
-from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments, slices_of
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import (
+    PackedWeight,
+    empty_packed_weight,
+    fill_packed_weight,
+    row_slices,
+)
 from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
 
@@ -78,17 +83,21 @@ class Warp:
             for i in range(16):
                 for register in range(4):
                     h = register & 1
-                    scale, least = self.scale(lane, i, h)
+                    scale, min_scales = self.scale(lane, i, h)
                     for e in range(2):
                         value = np.float32(self.code(lane, i, register, e)) * scale
                         value = (
-                            value - least if self.kind in WHOLES else value + least if self.kind in ("Q4_1", "Q5_1") else value
+                            value - min_scales
+                            if self.kind in WHOLES
+                            else value + min_scales
+                            if self.kind in ("Q4_1", "Q5_1")
+                            else value
                         )
                         out[lane // 4 + 8 * h, 16 * i + 8 * (register >> 1) + 2 * (lane % 4) + e] = value
         return out
 
 
-def numbers(made: Fragments, *, tall: int, span: int) -> np.ndarray:
+def numbers(made: PackedWeight, *, tall: int, span: int) -> np.ndarray:
     return Warp(made.units[tall, span].numpy(), made.kind).numbers()
 
 
@@ -101,8 +110,8 @@ def stored_numbers(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS_HERE)
 def test_a_warp_finds_the_numbers_of_the_file_in_its_registers(kind: str) -> None:
     raw = random_blocks(kind, 16, 512, np.random.default_rng(1))
-    made = empty_fragments(kind, rows=16, width=512, device=CPU)
-    fill_fragments(made, torch.from_numpy(raw), first=0)
+    made = empty_packed_weight(kind, rows=16, width=512, device=CPU)
+    fill_packed_weight(made, torch.from_numpy(raw), first=0)
     expected = stored_numbers(raw, kind, 512)
     for span in range(2):
         assert np.array_equal(numbers(made, tall=0, span=span), expected[:, 256 * span :][:, :256])
@@ -113,11 +122,11 @@ def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch
     width = 256 if QUANT_TYPES[kind].block_values == 256 else 192
     monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", 16 * width)
     raw = random_blocks(kind, 21, width, np.random.default_rng(2))
-    made = empty_fragments(kind, rows=40, width=width, device=CPU)
-    slices = [part for _, part in slices_of(1, 21, width)]
+    made = empty_packed_weight(kind, rows=40, width=width, device=CPU)
+    slices = [part for _, part in row_slices(1, 21, width)]
     assert [part.stop - part.start for part in slices] == [16, 5]
     for part in slices:
-        fill_fragments(made, torch.from_numpy(raw)[part], first=5 + part.start)
+        fill_packed_weight(made, torch.from_numpy(raw)[part], first=5 + part.start)
     expected = np.zeros((48, 256), np.float32)
     expected[5:26, :width] = stored_numbers(raw, kind, width)
     found = np.concatenate([numbers(made, tall=tall, span=0) for tall in range(3)])
@@ -130,8 +139,8 @@ def test_units_take_what_is_stored_and_what_the_plan_says(kind: str) -> None:
     assert gpu_unit_bytes(kind) == UNIT_ROWS * 256 // QUANT_TYPES[kind].block_values * QUANT_TYPES[kind].block_bytes + factors
     assert gpu_unit_bytes(kind) % 16 == 0  # loads of 16 bytes
     for rows, width in ((32, 512), (7, 768), (33, 256)):
-        assert empty_fragments(kind, rows=rows, width=width, device=CPU).nbytes == gpu_packed_bytes((rows, width), kind)
-        assert empty_fragments(kind, rows=rows, width=width, device=CPU, count=3).nbytes == gpu_packed_bytes(
+        assert empty_packed_weight(kind, rows=rows, width=width, device=CPU).nbytes == gpu_packed_bytes((rows, width), kind)
+        assert empty_packed_weight(kind, rows=rows, width=width, device=CPU, count=3).nbytes == gpu_packed_bytes(
             (3, rows, width), kind
         )
 
@@ -142,14 +151,14 @@ def test_matrices_of_a_stack_lie_one_behind_the_other_each_as_if_alone(monkeypat
     above, below = (random_blocks("Q5_K", count * rows, width, np.random.default_rng(rows)) for rows in (21, 8))
     for at_once in (16 * width, 48 * width, 1 << 24):
         monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", at_once)
-        made = empty_fragments("Q5_K", rows=40, width=width, device=CPU, count=count)
+        made = empty_packed_weight("Q5_K", rows=40, width=width, device=CPU, count=count)
         for stack, rows, first in ((above, 21, 0), (below, 8, 32)):
             raw = torch.from_numpy(stack).view(count, rows, -1)
-            for matrices, part in slices_of(count, rows, width):
-                fill_fragments(made, raw[matrices, part], first=first + part.start, number=matrices.start)
+            for matrices, part in row_slices(count, rows, width):
+                fill_packed_weight(made, raw[matrices, part], first=first + part.start, number=matrices.start)
         for number in range(count):
-            alone = empty_fragments("Q5_K", rows=40, width=width, device=CPU)
-            fill_fragments(alone, torch.from_numpy(above[number * 21 : (number + 1) * 21]), first=0)
-            fill_fragments(alone, torch.from_numpy(below[number * 8 : (number + 1) * 8]), first=32)
+            alone = empty_packed_weight("Q5_K", rows=40, width=width, device=CPU)
+            fill_packed_weight(alone, torch.from_numpy(above[number * 21 : (number + 1) * 21]), first=0)
+            fill_packed_weight(alone, torch.from_numpy(below[number * 8 : (number + 1) * 8]), first=32)
             assert torch.equal(made.matrix(number).units, alone.units)
             assert made.matrix(number).count == 1

@@ -13,11 +13,17 @@ from onedraw.backends.packing import SPAN, SPAN_BYTES
 from onedraw.backends.torch.ops.cuda.experts import Routes
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed import work_split as shares
-from onedraw.backends.torch.ops.cuda.packed.activations import Prepared
-from onedraw.backends.torch.ops.cuda.packed.few_rows import grouped_product, opened, skinny_product, unpacked_rows
-from onedraw.backends.torch.ops.cuda.packed.linear import Courier, bring_fragments
-from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import Fragments, empty_fragments, fill_fragments
-from onedraw.backends.torch.ops.cuda.packed.work_split import GROUP_BLOCKS, RESERVED, group_fits, share_group, tiles_of
+from onedraw.backends.torch.ops.cuda.packed.activations import PackedActivations
+from onedraw.backends.torch.ops.cuda.packed.few_rows import dequantize, dequantize_rows, experts_product, few_rows_product
+from onedraw.backends.torch.ops.cuda.packed.linear import HostToDeviceCopy, read_packed_weight
+from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight, empty_packed_weight, fill_packed_weight
+from onedraw.backends.torch.ops.cuda.packed.work_split import (
+    EXPERT_BLOCKS,
+    RESERVED_SHARED,
+    expert_tiles_fit,
+    split_expert_work,
+    tiles_of,
+)
 from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
@@ -40,11 +46,11 @@ def width_of(kind: str) -> int:
     return 1280 if QUANT_TYPES[kind].block_values == SPAN else 1088
 
 
-def made(kind: str, *, rows: int, width: int, count: int = 1, seed: int = 0) -> tuple[Fragments, Tensor]:
+def made(kind: str, *, rows: int, width: int, count: int = 1, seed: int = 0) -> tuple[PackedWeight, Tensor]:
     """Matrices as products keep them, and their stored bytes [count, rows, bytes]."""
     raw = torch.from_numpy(random_blocks(kind, count * rows, width, np.random.default_rng(seed), width**-0.5))
-    found = empty_fragments(kind, rows=rows, width=width, device=CPU, count=count)
-    fill_fragments(found, raw.view(count, rows, -1), first=0)
+    found = empty_packed_weight(kind, rows=rows, width=width, device=CPU, count=count)
+    fill_packed_weight(found, raw.view(count, rows, -1), first=0)
     return found, raw.view(count, rows, -1)
 
 
@@ -57,12 +63,12 @@ def nothing(rows: int, columns: int) -> Tensor:
     return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16)
 
 
-def dense(prepared: Prepared, weight: Fragments) -> Tensor:
+def dense(activations: PackedActivations, weight: PackedWeight) -> Tensor:
     """The product with one matrix, eight rows at a time: a row's bits are its own (tests/device/test_packed.py)."""
-    out = nothing(len(prepared), weight.rows)
-    for start in range(0, len(prepared), 8):
+    out = nothing(len(activations), weight.rows)
+    for start in range(0, len(activations), 8):
         here = slice(start, start + 8)
-        skinny_product(prepared.rows(here), weight, out=out[here], inside=True)
+        few_rows_product(activations.rows(here), weight, out=out[here], whole_k=True)
     return out
 
 
@@ -73,37 +79,37 @@ def dense(prepared: Prepared, weight: Fragments) -> Tensor:
 def test_outputs_that_are_opened_and_rows_that_are_looked_up_are_those_of_the_file(kind: str) -> None:
     width = width_of(kind)
     weight, raw = made(kind, rows=40, width=width)
-    expected, found = reference_weights(raw[0], kind), opened(weight, 16, 24)
+    expected, found = reference_weights(raw[0], kind), dequantize(weight, 16, 24)
     assert torch.equal(found.weights, expected.weights[16:])
     assert torch.equal(found.scales[:, :24], expected.scales[:, 16:40])
     assert (found.minima is None) == (expected.minima is None)
     assert found.minima is None or torch.equal(found.minima, expected.minima[16:])
-    assert (found.least is None) == (expected.least is None)
-    assert found.least is None or torch.equal(found.least[:, :24], expected.least[:, 16:40])
+    assert (found.min_scales is None) == (expected.min_scales is None)
+    assert found.min_scales is None or torch.equal(found.min_scales[:, :24], expected.min_scales[:, 16:40])
     values = np.empty((40, width), np.float32)
     dequantize_into(raw.numpy().reshape(-1), kind, values)
     wanted = torch.tensor([3, 39, 0, 3])
-    looked_up = unpacked_rows(weight, wanted, out=torch.full((4, width), torch.nan))
+    looked_up = dequantize_rows(weight, wanted, out=torch.full((4, width), torch.nan))
     assert np.array_equal(looked_up.numpy(), values[wanted])
 
 
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
     weight, raw = made(kind, rows=40, width=width_of(kind))
-    prepared = reference_activations(normal(5, width_of(kind), seed=1))
-    expected = reference_product(prepared, reference_weights(raw[0], kind))
-    found = dense(prepared, weight)
+    activations = reference_activations(normal(5, width_of(kind), seed=1))
+    expected = reference_product(activations, reference_weights(raw[0], kind))
+    found = dense(activations, weight)
     assert float((found.double() - expected).norm() / expected.norm()) < 4e-3
-    assert torch.equal(skinny_product(prepared, weight, out=nothing(5, 40), inside=False), found)
+    assert torch.equal(few_rows_product(activations, weight, out=nothing(5, 40), whole_k=False), found)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q8_0"])
 @pytest.mark.parametrize("size", [2.0**113, 2.0**-100])
 def test_products_of_very_large_and_very_small_rows_are_near_the_rule(kind: str, size: float) -> None:
     weight, raw = made(kind, rows=40, width=width_of(kind))
-    prepared = reference_activations(normal(3, width_of(kind), seed=1).float().clamp(-2, 2).mul(size).bfloat16())
-    expected = reference_product(prepared, reference_weights(raw[0], kind))
-    found = dense(prepared, weight).double()
+    activations = reference_activations(normal(3, width_of(kind), seed=1).float().clamp(-2, 2).mul(size).bfloat16())
+    expected = reference_product(activations, reference_weights(raw[0], kind))
+    found = dense(activations, weight).double()
     assert bool(found.isfinite().all())
     assert float((found - expected).norm() / expected.norm()) < 4e-3
 
@@ -113,9 +119,9 @@ def test_shares_of_two_segments_have_the_bits_of_blocks_by_themselves(processors
     """Blocks whose items begin in one segment and end in another, or that have to bring rows again."""
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: processors)
     weight, _ = made("Q4_K", rows=5 * 16, width=2816)
-    prepared = reference_activations(normal(3, 2816, seed=1))
-    found = skinny_product(prepared, weight, out=nothing(3, weight.rows), inside=False)
-    assert torch.equal(found, dense(prepared, weight))
+    activations = reference_activations(normal(3, 2816, seed=1))
+    found = few_rows_product(activations, weight, out=nothing(3, weight.rows), whole_k=False)
+    assert torch.equal(found, dense(activations, weight))
     assert not weight.counters.any()
 
 
@@ -123,57 +129,57 @@ def test_shares_of_two_segments_have_the_bits_of_blocks_by_themselves(processors
 def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two warps for nine items: one settles two by two, and one is left with an item in the end. Three blocks have the segments
     of the same outputs, and begin at different ones."""
-    monkeypatch.setitem(shares.APART_WARPS, 1, 2)
-    monkeypatch.setattr(packed_rows, "share_out", shares.share_out.__wrapped__)
+    monkeypatch.setitem(shares.SPLIT_K_WARPS, 1, 2)
+    monkeypatch.setattr(packed_rows, "split_work", shares.split_work.__wrapped__)
     weight, _ = made(kind, rows=9 * 16 - 3, width=2816)
-    prepared = reference_activations(normal(3, 2816, seed=1))
-    found = skinny_product(prepared, weight, out=nothing(3, weight.rows), inside=False)
-    assert torch.equal(found, dense(prepared, weight))
+    activations = reference_activations(normal(3, 2816, seed=1))
+    found = few_rows_product(activations, weight, out=nothing(3, weight.rows), whole_k=False)
+    assert torch.equal(found, dense(activations, weight))
     assert not weight.counters.any()
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("Q4_K", 1), ("Q4_K", 11), ("Q6_K", 3), ("Q4_1", 9), ("Q8_0", 8)])
 @pytest.mark.parametrize("units", [4, 7, 9, 10])
-@pytest.mark.parametrize(("processors", "busy"), [(2, 0.0), (2, 2.0), (3, 2.0)])
+@pytest.mark.parametrize(("processors", "balanced"), [(2, 0.0), (2, 2.0), (3, 2.0)])
 def test_units_whole_in_a_warp_and_units_spread_over_all_have_the_bits_of_items(
-    kind: str, rows: int, units: int, processors: int, busy: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, rows: int, units: int, processors: int, balanced: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two blocks of two warps: each has one or two units for every warp, and one more, or none, whose items they share. Or blocks
     share units: then one hands on to the next what it has summed up of one."""
-    monkeypatch.setitem(shares.INSIDE_WARPS, tiles_of(rows), 2)
-    monkeypatch.setattr(shares, "BUSY", busy)
-    monkeypatch.setattr(packed_rows, "share_out", shares.share_out.__wrapped__)
+    monkeypatch.setitem(shares.WHOLE_K_WARPS, tiles_of(rows), 2)
+    monkeypatch.setattr(shares, "BALANCED", balanced)
+    monkeypatch.setattr(packed_rows, "split_work", shares.split_work.__wrapped__)
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: processors)
     weight, _ = made(kind, rows=units * 16 - 3, width=2816)
     room = {"multiprocessors": processors, "shared": packed_rows.shared_memory(CPU)}
-    share = shares.share_out.__wrapped__(rows, len(weight.units), 3, **room, inside=True)
-    assert share.inside
-    assert share.granule == (1 if busy else 3)
-    prepared, bias, residual = (normal(rows, width, seed=width) for width in (2816, weight.rows, weight.rows))
-    handed = packed_rows.empty_handed(CPU)
-    given = {"bias": bias[0], "residual": residual, "handed": handed}
+    share = shares.split_work.__wrapped__(rows, len(weight.units), 3, **room, whole_k=True)
+    assert share.whole_k
+    assert share.granule == (1 if balanced else 3)
+    activations, bias, residual = (normal(rows, width, seed=width) for width in (2816, weight.rows, weight.rows))
+    carry = packed_rows.empty_carry(CPU)
+    given = {"bias": bias[0], "residual": residual, "carry": carry}
     found, expected = (
-        skinny_product(reference_activations(prepared), weight, out=nothing(rows, weight.rows), inside=inside, **given)
-        for inside in (True, False)
+        few_rows_product(reference_activations(activations), weight, out=nothing(rows, weight.rows), whole_k=whole_k, **given)
+        for whole_k in (True, False)
     )
     assert torch.equal(found, expected)
-    assert bool((handed == -1).all())
+    assert bool((carry == -1).all())
 
 
 @pytest.mark.parametrize("rows", [3, 20])
 def test_outputs_that_come_slab_by_slab_have_the_bits_of_all_at_once(rows: int) -> None:
     """Where there is room for the sums of two units of outputs at a time, and of seven in all."""
     weight, _ = made("Q4_K", rows=104, width=1280)
-    prepared, bias, residual = (
+    activations, bias, residual = (
         reference_activations(normal(rows, 1280, seed=1)),
         normal(1, 104, seed=2)[0],
         normal(rows, 104, seed=3),
     )
-    follows = {"bias": bias, "residual": residual, "inside": False}
-    whole = skinny_product(prepared, weight, out=nothing(rows, 104), **follows)
+    follows = {"bias": bias, "residual": residual, "whole_k": False}
+    whole = few_rows_product(activations, weight, out=nothing(rows, 104), **follows)
     few = torch.full((2 * 16 * 8 * tiles_of(rows) * 2,), torch.nan)
     wide = nothing(rows, 300)
-    skinny_product(prepared, weight, out=wide[:, 50:154], parts=few, **follows)
+    few_rows_product(activations, weight, out=wide[:, 50:154], partial_sums=few, **follows)
     assert torch.equal(wide[:, 50:154], whole)
     assert bool(wide[:, :50].isnan().all())
     assert bool(wide[:, 154:].isnan().all())
@@ -186,21 +192,21 @@ def test_nvfp4_is_what_numpy_makes_of_it_times_the_factor_of_its_matrix(factors:
     rng, width = np.random.default_rng(7), 320
     stored = StoredTensor("w", (3, 20, width), "NVFP4", rng.integers(0, 256, 3 * 20 * width // 64 * 36, dtype=np.uint8))
     tensor = stored if factors is None else ScaledRows(stored, np.array(factors, np.float32))
-    made = bring_fragments([tensor], pad=32, courier=Courier(CPU), device=CPU)
+    made = read_packed_weight([tensor], pad=32, copier=HostToDeviceCopy(CPU), device=CPU)
     assert (made.count, made.rows) == (3, 32)
     known = torch.ones(60) if factors is None else torch.tensor(factors).repeat_interleave(20)
     values, raw = torch.from_numpy(tensor.float32()), torch.from_numpy(stored.packed()).view(3, 20, -1)
     for number in range(3):
         matrix = made.matrix(number)
-        numbers = unpacked_rows(matrix, None, out=torch.full((32, width), torch.nan))
+        numbers = dequantize_rows(matrix, None, out=torch.full((32, width), torch.nan))
         assert torch.equal(numbers[:20], values[number])
         assert not numbers[20:].any()
         expected = reference_weights(raw[number], "NVFP4", known[20 * number : 20 * number + 20])
-        found = opened(matrix, 0, 32)
+        found = dequantize(matrix, 0, 32)
         assert torch.equal(found.weights[:20], expected.weights)
         assert torch.equal(found.scales[:, :20], expected.scales[:, :20])
-        prepared = reference_activations(normal(3, width, seed=number))
-        product, judge = dense(prepared, matrix)[:, :20].double(), reference_product(prepared, expected)
+        activations = reference_activations(normal(3, width, seed=number))
+        product, judge = dense(activations, matrix)[:, :20].double(), reference_product(activations, expected)
         assert float((product - judge).norm() / judge.norm()) < 4e-3
 
 
@@ -219,18 +225,18 @@ def routes_to(counts: Sequence[int], height: int) -> Routes:
     return Routes(torch.tensor(order, dtype=torch.int32), torch.tensor(tiles, dtype=torch.int32), weights, height)
 
 
-def by_expert(prepared: Prepared, experts: Fragments, counts: Sequence[int], height: int) -> Tensor:
+def by_expert(activations: PackedActivations, experts: PackedWeight, counts: Sequence[int], height: int) -> Tensor:
     """[rows, experts, outputs]; what nobody asked for is no number."""
-    out = nothing(len(prepared) * len(counts), experts.rows)
-    grouped_product(prepared, experts, routes_to(counts, height), divide=len(counts), out=out)
-    return out.view(len(prepared), len(counts), -1)
+    out = nothing(len(activations) * len(counts), experts.rows)
+    experts_product(activations, experts, routes_to(counts, height), divide=len(counts), out=out)
+    return out.view(len(activations), len(counts), -1)
 
 
-def agrees(prepared: Prepared, experts: Fragments, counts: Sequence[int], height: int) -> bool:
+def agrees(activations: PackedActivations, experts: PackedWeight, counts: Sequence[int], height: int) -> bool:
     """Has each expert's product the very bits of a product with its matrix alone, and is nothing else written?"""
-    found = by_expert(prepared, experts, counts, height)
+    found = by_expert(activations, experts, counts, height)
     whole = [
-        torch.equal(found[:count, e], dense(prepared.rows(slice(count)), experts.matrix(e))) for e, count in enumerate(counts)
+        torch.equal(found[:count, e], dense(activations.rows(slice(count)), experts.matrix(e))) for e, count in enumerate(counts)
     ]
     return all(whole) and all(bool(found[count:, e].isnan().all()) for e, count in enumerate(counts))
 
@@ -243,8 +249,8 @@ def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: LARGE_SHARED)
     counts = (1, 2, 0, 300, 7, 8, 9, 65, 33) if kind == "Q4_K" else (1, 0, 9, 300)
     experts, _ = made(kind, rows=24, width=width_of(kind), count=len(counts))
-    prepared = reference_activations(normal(max(counts), width_of(kind), seed=2))
-    assert agrees(prepared, experts, counts, height)
+    activations = reference_activations(normal(max(counts), width_of(kind), seed=2))
+    assert agrees(activations, experts, counts, height)
 
 
 @pytest.mark.parametrize("shared", [99 << 10, LARGE_SHARED])
@@ -252,27 +258,27 @@ def test_neither_tiles_nor_warps_that_share_outputs_show_in_the_bits(shared: int
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: shared)
     counts, width = (1, 19), 9 * 256
     experts, _ = made("Q4_0", rows=40, width=width, count=2)
-    prepared = reference_activations(normal(19, width, seed=3))
-    heights = [8 * tiles for tiles in (1, 2, 4) if group_fits(tiles, shared)]
-    sides = {share_group(min(height, 19), height // 8, 3, 3, shared=shared).sides for height in heights}
+    activations = reference_activations(normal(19, width, seed=3))
+    heights = [8 * tiles for tiles in (1, 2, 4) if expert_tiles_fit(tiles, shared)]
+    sides = {split_expert_work(min(height, 19), height // 8, 3, 3, shared=shared).sides for height in heights}
     assert sides == ({1, 2} if shared < LARGE_SHARED else {2, 4})
-    assert all(agrees(prepared, experts, counts, height) for height in heights)
+    assert all(agrees(activations, experts, counts, height) for height in heights)
 
 
 def test_a_tile_may_have_more_rows_than_its_block_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: LARGE_SHARED)
     experts, _ = made("Q4_K", rows=8, width=256, count=2)
-    assert share_group(64, 8, experts.tall, 1, shared=LARGE_SHARED).threads == 32
+    assert split_expert_work(64, 8, experts.unit_count, 1, shared=LARGE_SHARED).threads == 32
     assert agrees(reference_activations(normal(70, 256, seed=6)), experts, (70, 40), 64)
 
 
 def test_a_row_of_its_own_for_every_pair_is_read_where_it_stands() -> None:
     """As the second product of an expert reads what the first one made."""
     experts, _ = made("Q8_0", rows=24, width=288, count=3)
-    routes, prepared = routes_to((2, 4, 3), 8), reference_activations(normal(12, 288, seed=4))
-    found = grouped_product(prepared, experts, routes, divide=1, out=nothing(12, 24))
+    routes, activations = routes_to((2, 4, 3), 8), reference_activations(normal(12, 288, seed=4))
+    found = experts_product(activations, experts, routes, divide=1, out=nothing(12, 24))
     for pair in routes.order.tolist():
-        alone = dense(prepared.rows(slice(pair, pair + 1)), experts.matrix(pair % 3))
+        alone = dense(activations.rows(slice(pair, pair + 1)), experts.matrix(pair % 3))
         assert torch.equal(found[pair : pair + 1], alone)
 
 
@@ -280,9 +286,9 @@ def test_a_row_of_its_own_for_every_pair_is_read_where_it_stands() -> None:
 def test_a_planted_fault_is_caught(fault: str) -> None:
     counts = (3, 5)
     experts, _ = made("Q4_0", rows=24, width=512, count=2)
-    prepared = reference_activations(normal(5, 512, seed=5))
-    assert agrees(prepared, experts, counts, 8)
-    routes, given = routes_to(counts, 8), prepared
+    activations = reference_activations(normal(5, 512, seed=5))
+    assert agrees(activations, experts, counts, 8)
+    routes, given = routes_to(counts, 8), activations
     match fault:
         case "a tile of another expert":
             routes.tiles[1, 0] = 0
@@ -290,26 +296,26 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
             routes.order[[3, 4]] = routes.order[[4, 3]].clone()
             routes.order[0] = 2  # row 1's pair instead of row 0's
         case _:
-            factors = prepared.factors.clone()
+            factors = activations.factors.clone()
             factors[2, 0] *= 2
-            given = Prepared(prepared.x, factors, prepared.sums)
-    found = grouped_product(given, experts, routes, divide=2, out=nothing(10, 24)).view(5, 2, -1)
+            given = PackedActivations(activations.x, factors, activations.sums)
+    found = experts_product(given, experts, routes, divide=2, out=nothing(10, 24)).view(5, 2, -1)
     assert not all(
-        torch.equal(found[:count, e], dense(prepared.rows(slice(count)), experts.matrix(e))) for e, count in enumerate(counts)
+        torch.equal(found[:count, e], dense(activations.rows(slice(count)), experts.matrix(e))) for e, count in enumerate(counts)
     )
 
 
 @pytest.mark.parametrize("shared", [99 << 10, LARGE_SHARED])
 def test_shares_of_experts_fit_and_have_all_outputs(shared: int) -> None:
-    for tiles in GROUP_BLOCKS:
-        if not group_fits(tiles, shared):
+    for tiles in EXPERT_BLOCKS:
+        if not expert_tiles_fit(tiles, shared):
             assert (tiles, shared) == (8, 99 << 10)
             continue
         for tall, segments in ((1, 1), (3, 2), (64, 2), (128, 1), (256, 14)):
             for rows in {1, tiles * 8}:
-                share = share_group(rows, tiles, tall, segments, shared=shared)
+                share = split_expert_work(rows, tiles, tall, segments, shared=shared)
                 units = share.threads // 32 // share.sides
-                assert share.shared <= shared - RESERVED
+                assert share.shared <= shared - RESERVED_SHARED
                 assert units >= 1
                 assert share.threads <= 256
                 assert (share.across - 1) * units < tall <= share.across * units

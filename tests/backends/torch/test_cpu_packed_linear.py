@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onedraw.backends.torch.ops.cpu.build import build
-from onedraw.backends.torch.ops.cpu.library import runnable
+from onedraw.backends.torch.ops.cpu.library import supported_instruction_sets
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear
 from onedraw.checkpoints.base import StoredTensor
@@ -21,7 +21,7 @@ from tests.support.quantized_weights import FLOAT_KINDS, QUANTIZED_KINDS, random
 LIBRARY = build(default_cache_dir()).library
 if LIBRARY is None:
     pytest.skip("no C compiler", allow_module_level=True)
-PATHS = runnable(LIBRARY)
+PATHS = supported_instruction_sets(LIBRARY)
 GROUP = 32
 
 
@@ -233,7 +233,7 @@ def test_a_forked_child_computes_the_same_alone() -> None:
     code = """
 import os
 import numpy as np, torch
-from tests.backends.torch.test_packed import linear_of
+from tests.backends.torch.test_cpu_packed_linear import linear_of
 from tests.support.quantized_weights import random_tensor
 linear = linear_of([random_tensor("w", (300, 512), "Q4_1", np.random.default_rng(0))], threads=3)
 x = torch.from_numpy(np.random.default_rng(1).standard_normal((9, 512), dtype=np.float32))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.backends.torch.ops.cuda.packed.work_split import Share, buffer_bytes, rows_at_once, share_out, tiles_of
+from onedraw.backends.torch.ops.cuda.packed.work_split import WorkSplit, buffer_bytes, rows_at_once, split_work, tiles_of
 
 LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory of an sm_90 and of an sm_86
 
 
-def shares(share: Share, tall: int, segments: int) -> list[set[tuple[int, int]]]:
+def shares(share: WorkSplit, tall: int, segments: int) -> list[set[tuple[int, int]]]:
     """What each block does: (unit of outputs, segment), as the kernel counts."""
-    if share.inside:
+    if share.whole_k:
         even, odd = divmod(tall * segments // share.granule, share.blocks)
         edges = [(block * even + min(block, odd)) * share.granule for block in range(share.blocks + 1)]
         return [{divmod(item, segments) for item in range(*edges[block : block + 2])} for block in range(share.blocks)]
@@ -23,8 +23,8 @@ def shares(share: Share, tall: int, segments: int) -> list[set[tuple[int, int]]]
 @pytest.mark.parametrize(("tall", "segments"), [(2176, 5), (320, 17), (320, 6), (384, 5), (640, 5), (1, 1), (3, 200), (64, 4)])
 @pytest.mark.parametrize(("rows", "shared", "processors"), [(1, LARGE, 132), (16, LARGE, 132), (64, LARGE, 132), (32, SMALL, 82)])
 def test_every_item_belongs_to_one_block(tall: int, segments: int, rows: int, shared: int, processors: int) -> None:
-    for inside in (None, True, False):
-        share = share_out(rows, tall, segments, multiprocessors=processors, shared=shared, inside=inside)
+    for whole_k in (None, True, False):
+        share = split_work(rows, tall, segments, multiprocessors=processors, shared=shared, whole_k=whole_k)
         found = shares(share, tall, segments)
         assert sum(map(len, found)) == tall * segments
         assert set().union(*found) == {(unit, s) for unit in range(tall) for s in range(segments)}
@@ -32,32 +32,32 @@ def test_every_item_belongs_to_one_block(tall: int, segments: int, rows: int, sh
         assert share.blocks <= processors
         assert share.shared <= shared
         assert 32 <= share.threads <= 32 * share.warps
-        assert max(map(len, found)) - min(map(len, found)) <= (share.granule if share.inside else 1)
+        assert max(map(len, found)) - min(map(len, found)) <= (share.granule if share.whole_k else 1)
         assert share.buffers >= 1
-        if share.inside:  # a unit goes on in the next block, but not behind it
+        if share.whole_k:  # a unit goes on in the next block, but not behind it
             assert share.granule == segments or min(map(len, found)) >= segments
 
 
 def test_blocks_have_rows_of_one_segment_where_that_costs_next_to_nothing() -> None:
-    share = share_out(24, 2176, 5, multiprocessors=132, shared=LARGE)
-    assert not share.inside
+    share = split_work(24, 2176, 5, multiprocessors=132, shared=LARGE)
+    assert not share.whole_k
     assert share.blocks == 130
     assert all(len({segment for _, segment in items}) == 1 for items in shares(share, 2176, 5))
 
 
 def test_outputs_stay_inside_a_block_where_that_was_faster() -> None:
-    def inside(rows: int, tall: int, segments: int) -> bool:
-        return share_out(rows, tall, segments, multiprocessors=132, shared=LARGE).inside
+    def whole_k(rows: int, tall: int, segments: int) -> bool:
+        return split_work(rows, tall, segments, multiprocessors=132, shared=LARGE).whole_k
 
-    assert [inside(rows, 2176, 5) for rows in (1, 8, 16, 24)] == [True, True, False, False]
-    assert [inside(rows, 384, 5) for rows in (1, 8, 16)] == [True, False, False]
-    assert [inside(rows, 320, 17) for rows in (1, 5, 16)] == [True, False, False]
-    assert [inside(rows, 15520, 5) for rows in (1, 16, 24)] == [True, True, False]
+    assert [whole_k(rows, 2176, 5) for rows in (1, 8, 16, 24)] == [True, True, False, False]
+    assert [whole_k(rows, 384, 5) for rows in (1, 8, 16)] == [True, False, False]
+    assert [whole_k(rows, 320, 17) for rows in (1, 5, 16)] == [True, False, False]
+    assert [whole_k(rows, 15520, 5) for rows in (1, 16, 24)] == [True, True, False]
 
 
 def test_blocks_share_units_where_some_would_wait_a_fifth_of_the_time_for_the_others() -> None:
     def granule(tall: int, segments: int) -> int:
-        return share_out(1, tall, segments, multiprocessors=132, shared=LARGE).granule
+        return split_work(1, tall, segments, multiprocessors=132, shared=LARGE).granule
 
     assert granule(320, 17) == 1  # two units or three
     assert granule(384, 5) == 5  # three but for some
