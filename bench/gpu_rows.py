@@ -137,7 +137,7 @@ def copies_of(weight: PackedWeight, size: int) -> list[PackedWeight]:
 def cold_us(ready: PackedActivations, copies: list[PackedWeight], form: bool | None, *, pdl: bool, repeats: int = 7) -> float:
     out = torch.empty(len(ready), copies[0].rows, dtype=torch.bfloat16, device=DEVICE)
     workspace = Workspace(DEVICE)  # as the operations have it
-    room = {"parts": workspace.partial_sums(copies[0]), "carry": workspace.carry(0)}
+    room = {"partial_sums": workspace.partial_sums(copies[0]), "carry": workspace.carry(0)}
     graph = captured(lambda: [few_rows_product(ready, one, out=out, whole_k=form, pdl=pdl, **room) for one in copies])
     return timed_ms(graph.replay, repeats) / len(copies) * 1e3
 

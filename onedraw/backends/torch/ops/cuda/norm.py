@@ -65,7 +65,9 @@ def _rms_norm(
         store_span(scaled, power, hi, lo, x_out, factors, sums, row, tl.program_id(1) * SPANS, (W + 255) // 256, SPANS)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, packed: PackedActivations | None = None, pdl: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, packed: PackedActivations | None = None, pdl: bool = False
+) -> Tensor:
     """x [..., W], rows of stride 1. A float32 weight is applied before the normalized values are rounded. `packed`: also store
     the rows as activations of packed products, as `pack_activations` would."""
     width = x.shape[-1]
