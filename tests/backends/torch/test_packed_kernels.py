@@ -260,8 +260,8 @@ def test_neither_tiles_nor_warps_that_share_outputs_show_in_the_bits(shared: int
     experts, _ = made("Q4_0", rows=40, width=width, count=2)
     activations = reference_activations(normal(19, width, seed=3))
     heights = [8 * tiles for tiles in (1, 2, 4) if expert_tiles_fit(tiles, shared)]
-    sides = {split_expert_work(min(height, 19), height // 8, 3, 3, shared=shared).sides for height in heights}
-    assert sides == ({1, 2} if shared < LARGE_SHARED else {2, 4})
+    splits = {split_expert_work(min(height, 19), height // 8, 3, 3, shared=shared).split_k for height in heights}
+    assert splits == ({1, 2} if shared < LARGE_SHARED else {2, 4})
     assert all(agrees(activations, experts, counts, height) for height in heights)
 
 
@@ -314,8 +314,8 @@ def test_shares_of_experts_fit_and_have_all_outputs(shared: int) -> None:
         for tall, segments in ((1, 1), (3, 2), (64, 2), (128, 1), (256, 14)):
             for rows in {1, tiles * 8}:
                 share = split_expert_work(rows, tiles, tall, segments, shared=shared)
-                units = share.threads // 32 // share.sides
+                units = share.threads // 32 // share.split_k
                 assert share.shared <= shared - RESERVED_SHARED
                 assert units >= 1
                 assert share.threads <= 256
-                assert (share.across - 1) * units < tall <= share.across * units
+                assert (share.blocks_per_tile - 1) * units < tall <= share.blocks_per_tile * units
