@@ -68,4 +68,4 @@ def test_nothing_is_recorded_unless_a_folder_is_named(terminal: Terminal, tmp_pa
     assert terminal.run("generate", *FAKE, "hello", *SHORT, "--record-text") == 2
     assert "--record-text: only with --record" in terminal.err
     assert terminal.run("replay", str(tmp_path), "--backend", "fake") == 2
-    assert "holds no record yet" in terminal.err
+    assert "holds no records yet" in terminal.err

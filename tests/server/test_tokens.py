@@ -17,6 +17,7 @@ def prepared(*lengths: int, n: int) -> PreparedRequest:
         id="cmpl-1",
         kind="completion",
         generations=generations,
+        choices=(),
         n=n,
         echoes=(None,) * len(generations),
         logprobs=False,
