@@ -128,14 +128,14 @@ def run(arguments: argparse.Namespace) -> int:
     options = read_request_options(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
     work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats}
     contexts: list[tuple[int, float]] = []
-    with terminal.progress() as tell:
+    with terminal.progress() as notify:
         floor = decode_step_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
         # Each batch size runs once before it is measured, which captures exactly the CUDA graphs it needs.
-        with build_llm(settings, tell, speculator=speculator, warm_up=False) as llm:
-            measures = measure_all(llm, options, batches=batches, tell=tell, recorded=recorded, **work)
+        with build_llm(settings, notify, speculator=speculator, warm_up=False) as llm:
+            measures = measure_all(llm, options, batches=batches, notify=notify, recorded=recorded, **work)
             if arguments.plot is not None:
-                contexts = _over_contexts(llm, options, arguments.prompt_tokens, tell)
+                contexts = _over_contexts(llm, options, arguments.prompt_tokens, notify)
             card = llm.card
         if floor is not None:
             measures = [with_floor(m, floor, arguments.prompt_tokens + arguments.new_tokens // 2) for m in measures]
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
             sampling = (
                 {"temperature": options.temperature or 1.0, "top_p": options.top_p or 1.0} if options.temperature != 0 else {}
             )
-            rates = peer_rates(settings, tell, batches=batches, prompt_tokens=arguments.prompt_tokens, sampling=sampling)
+            rates = peer_rates(settings, notify, batches=batches, prompt_tokens=arguments.prompt_tokens, sampling=sampling)
             measures = [replace(m, peer_tokens_per_second=rates[m.batch]) for m in measures]
     title = f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens"
     if arguments.plot is not None:
@@ -185,21 +185,21 @@ def measure_all(
     batches: Sequence[int],
     prompt_tokens: int,
     repeats: int,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     recorded: RecordedProposer | None = None,
 ) -> list[Measure]:
     """Measure every batch size, each after one warm-up run."""
     prompts = Prompts(llm, prompt_tokens)
     measures = []
     for batch in batches:
-        tell(f"batch {batch}, warm-up")
+        notify(f"batch {batch}, warm-up")
         generations = [_generation(llm, options, prompts.next()) for _ in range(batch)]
         first = _together(llm, generations)
         if recorded is not None:
             _replayed(llm, generations, first, recorded)
         runs, plain = [], []
         for repeat in range(repeats):
-            tell(f"batch {batch}, run {repeat + 1} of {repeats}")
+            notify(f"batch {batch}, run {repeat + 1} of {repeats}")
             generations = [_generation(llm, options, prompts.next()) for _ in range(batch)]
             runs.append(_together(llm, generations))
             if recorded is not None:
@@ -231,11 +231,11 @@ def with_floor(measure: Measure, floor: Callable[[int, int], float], context: in
     return replace(measure, floor_share=floor(measure.batch, context) / step_seconds)
 
 
-def _over_contexts(llm: LLM, options: RequestOptions, longest: int, tell: Callable[[str], None]) -> list[tuple[int, float]]:
+def _over_contexts(llm: LLM, options: RequestOptions, longest: int, notify: Callable[[str], None]) -> list[tuple[int, float]]:
     """Milliseconds per token of one request, for prompts up to `longest` tokens."""
     found = []
     for length in sorted({max(longest // part, 1) for part in (16, 8, 4, 2, 1)}):
-        tell(f"context of {length}")
+        notify(f"context of {length}")
         measured = summarise(1, [_together(llm, [_generation(llm, options, Prompts(llm, length).next())])])
         found.append((length, measured.inter_token_ms))
     return found

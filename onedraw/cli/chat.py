@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.build.llm import build_llm
 
     settings, options = read_settings(arguments), read_request_options(arguments)
-    with terminal.progress() as tell:
-        llm = build_llm(settings, tell)
+    with terminal.progress() as notify:
+        llm = build_llm(settings, notify)
     with llm:
         if llm.template is None:
             raise BadRequest("this model has no chat template; use `onedraw generate`", param="messages", code="no_chat_template")

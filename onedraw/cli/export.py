@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     given = {name: getattr(arguments, name) for name in ("max_batch", "max_context", "turn_tokens", "page_size", "cache_dir")}
     settings = Settings.of(model=arguments.model, backend="xla", draft="none", **given)
-    with terminal.progress() as tell:
-        path = export_graphs(settings, arguments.out, tell)
+    with terminal.progress() as notify:
+        path = export_graphs(settings, arguments.out, notify)
     print(path)
     return 0

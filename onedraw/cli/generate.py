@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.build.llm import build_llm
 
     prompt, settings, options = read_prompt(arguments), read_settings(arguments), read_request_options(arguments)
-    with terminal.progress() as tell:
-        llm = build_llm(settings, tell)
+    with terminal.progress() as notify:
+        llm = build_llm(settings, notify)
     with llm, recorded(llm, arguments) as llm:
         generation = generation_for(llm, prompt, options)
         if arguments.json:

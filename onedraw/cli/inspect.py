@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = read_settings(arguments)
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
-    with terminal.progress() as tell:
-        checkpoint = find_checkpoint(settings, tell)
+    with terminal.progress() as notify:
+        checkpoint = find_checkpoint(settings, notify)
     try:
         info = read_model_info(checkpoint)
         xla = settings.backend == "xla"
@@ -163,7 +163,7 @@ def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
         case AttentionSpec():
             partial = f" over {mixer.rope.dims} of {mixer.head_dim}" if mixer.rope.dims != mixer.head_dim else ""
             kind = f" {mixer.rope.kind}" if mixer.rope.kind != "default" else ""
-            said = [
+            parts = [
                 f"{mixer.heads} heads, {mixer.kv_heads} for keys and values, {mixer.head_dim} wide",
                 f"rope {mixer.rope.theta:g}{kind}{partial}",
                 *([f"window {mixer.window}"] if mixer.window else []),
@@ -173,7 +173,7 @@ def mixer_in_words(mixer: AttentionSpec | DeltaSpec) -> str:
                 *([f"{mixer.gate} gate per {mixer.gate_per}"] if mixer.gate else []),
                 *([f"keys and values of layer {mixer.reuses}"] if mixer.reuses is not None else []),
             ]
-            return f"attention ({', '.join(said)})"
+            return f"attention ({', '.join(parts)})"
         case _:
             assert_never(mixer)
 
@@ -215,7 +215,7 @@ def tokenizer_kind(checkpoint: Checkpoint) -> str:
 
 
 def memory_json(plan: MemoryPlan, drafter: int) -> dict[str, Any]:
-    """`drafter`: bytes that one takes beside the model."""
+    """`drafter`: bytes of the drafter, in addition to the model's."""
     return {
         **asdict(plan),
         "sequence_bytes": plan.sequence_bytes,
@@ -272,13 +272,13 @@ def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def step_rows(turns: Mapping[str, int] | None) -> list[list[str]]:
+def step_rows(scratch: Mapping[str, int] | None) -> list[list[str]]:
     """Scratch memory of steps on an accelerator, by purpose."""
-    if turns is None:
+    if scratch is None:
         return []
     names = {"opened": "dequantized weights", "parts": "partial sums of packed products", "recorded": "CUDA graphs"}
-    parts = [f"{name} {human_bytes(turns[key])}" for key, name in {"numbers": "activations", **names}.items() if turns[key]]
-    return [["steps", f"{human_bytes(sum(turns.values()))} of scratch on each device ({', '.join(parts)})"]]
+    parts = [f"{name} {human_bytes(scratch[key])}" for key, name in {"numbers": "activations", **names}.items() if scratch[key]]
+    return [["steps", f"{human_bytes(sum(scratch.values()))} of scratch on each device ({', '.join(parts)})"]]
 
 
 def holding_rows(holding: Mapping[str, Any] | None, dtype: str) -> list[list[str]]:

@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.contract.prove import prove
 
     settings = read_settings(arguments)
-    with terminal.progress() as tell:
-        table = prove(settings, quick=arguments.quick, tell=tell)
+    with terminal.progress() as notify:
+        table = prove(settings, quick=arguments.quick, notify=notify)
     if arguments.json:
         terminal.print_json(table_json(table))
     else:

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.checkpoints.download import resolve_model
 
     settings = Settings.of(model=arguments.model, cache_dir=arguments.cache_dir)
-    with terminal.progress() as tell:
-        path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=tell)
+    with terminal.progress() as notify:
+        path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=notify)
     print(path)
     return 0

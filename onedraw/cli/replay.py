@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     records = read_records(arguments.records)
     arguments.model = arguments.model or source_of(records)
     settings = read_settings(arguments)
-    with terminal.progress() as tell, build_llm(settings, tell) as llm:
-        report = replay(records, llm, tell=tell)
+    with terminal.progress() as notify, build_llm(settings, notify) as llm:
+        report = replay(records, llm, notify=notify)
         rows = [row_of(verdict, llm) for verdict in report.verdicts if verdict.result != "same"]
     if arguments.json:
         terminal.print_json(report_json(report))

@@ -107,8 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         log_prompts=arguments.log_prompts,
     )
     with closing(bind(options.host, options.port)) as listener:  # bind before the slow load, so a taken port fails at once
-        with terminal.progress() as tell:
-            llm = build_llm(settings, tell)
+        with terminal.progress() as notify:
+            llm = build_llm(settings, notify)
         with llm, recorded(llm, arguments) as llm:
             serve(llm, options, listener)
     return 0

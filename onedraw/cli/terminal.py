@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from onedraw.types import Piece
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 PLAIN_INTERVAL = 2.0  # seconds between two progress lines in a log
 
@@ -78,26 +78,26 @@ def print_json(value: Any, *, out: TextIO | None = None) -> None:
 
 
 @contextlib.contextmanager
-def progress(*, out: TextIO | None = None) -> Iterator[Tell]:
+def progress(*, out: TextIO | None = None) -> Iterator[Progress]:
     """Report progress: a terminal shows one status line that is rewritten; a log gets a line every few seconds."""
     out = out or sys.stderr
     if decorated(out):
         status = StatusLine(out)
         try:
-            yield status.tell
+            yield status.show
         finally:
             status.clear()
         return
     last = -PLAIN_INTERVAL
 
-    def tell(text: str) -> None:
+    def notify(text: str) -> None:
         nonlocal last
         if time.monotonic() - last >= PLAIN_INTERVAL:
             last = time.monotonic()
             out.write(text + "\n")
             out.flush()
 
-    yield tell
+    yield notify
 
 
 class StatusLine:
@@ -106,7 +106,7 @@ class StatusLine:
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
-    def tell(self, text: str) -> None:
+    def show(self, text: str) -> None:
         width = max(_terminal_width() - 1, 20)
         self._out.write("\r\x1b[2K\x1b[2m" + text.replace("\n", " ")[:width] + "\x1b[0m")
         self._out.flush()
@@ -124,7 +124,7 @@ def _terminal_width() -> int:
 
 
 def _numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
-    """Whether a column holds numbers, with or without units; a dash or nothing stands for a missing value."""
+    """Whether a column holds numbers, with or without units; a dash or an empty cell is a missing value."""
     return index > 0 and bool(rows) and all(row[index][:1].isdigit() or row[index] in ("-", "") for row in rows)
 
 

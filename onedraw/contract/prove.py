@@ -28,7 +28,7 @@ from onedraw.settings import Settings
 from onedraw.text.constraints.grammar import structured_output_available
 
 BuildLLM: TypeAlias = Callable[[Settings], LLM]
-Tell: TypeAlias = Callable[[str], None]
+Progress: TypeAlias = Callable[[str], None]
 
 NEW_TOKENS = 48
 QUICK_NEW_TOKENS = 12
@@ -72,7 +72,7 @@ def prove(
     build: BuildLLM | None = None,
     quick: bool = False,
     page_bytes: int | None = None,
-    tell: Tell = lambda text: None,
+    notify: Progress = lambda text: None,
 ) -> ProofTable:
     """Compare every variation of a model with its plain run. Each builds its own LLM, one at a time.
 
@@ -93,8 +93,8 @@ def prove(
     )
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
     if not structured_output_available():
-        tell("llguidance is not installed: no constrained replies")
-    tell("the plain run")
+        notify("llguidance is not installed: no constrained replies")
+    notify("the plain run")
     with build(plain_settings) as llm:
         card, generations = llm.card, requests(llm, new_tokens=new_tokens)
         plain, evidence = drive(llm, generations, "one by one", settings=plain_settings)
@@ -107,7 +107,7 @@ def prove(
             folder=Path(folder),
         )
         for variation in variations(base, threads=threads):
-            tell(variation.name)
+            notify(variation.name)
             given = {"max_batch": len(generations), "self_check": False, "ahead": base.ahead}
             settings = replace(plain_settings, **{**given, **variation.changes(facts)})
             found = _compare(variation, settings, generations, plain, evidence, build)

@@ -18,7 +18,7 @@ from onedraw.llm.generation import Generation
 from onedraw.llm.llm import LLM, idle_stats
 from onedraw.llm.reply import Reply
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class ReplayReport:
         return all(verdict.result == "same" for verdict in self.verdicts)
 
 
-def replay(records: Sequence[Record], llm: LLM, *, tell: Tell = lambda text: None) -> ReplayReport:
+def replay(records: Sequence[Record], llm: LLM, *, notify: Progress = lambda text: None) -> ReplayReport:
     """Run the records again, in order, as many at once as the LLM accepts."""
     before = idle_stats(llm)
-    verdicts = asyncio.run(_all(records, llm, tell))
+    verdicts = asyncio.run(_all(records, llm, notify))
     return ReplayReport(
         model=llm.card.name,
         fingerprint=llm.card.fingerprint,
@@ -66,7 +66,7 @@ def replay(records: Sequence[Record], llm: LLM, *, tell: Tell = lambda text: Non
     )
 
 
-async def _all(records: Sequence[Record], llm: LLM, tell: Tell) -> list[Verdict]:
+async def _all(records: Sequence[Record], llm: LLM, notify: Progress) -> list[Verdict]:
     slots = asyncio.Semaphore(min(llm.service.max_requests, 2 * llm.service.capacity.lanes))
     done = 0
 
@@ -75,7 +75,7 @@ async def _all(records: Sequence[Record], llm: LLM, tell: Tell) -> list[Verdict]
         async with slots:
             verdict = await _again(record, llm)
         done += 1
-        tell(f"replayed {done} of {len(records)}")
+        notify(f"replayed {done} of {len(records)}")
         return verdict
 
     return list(await asyncio.gather(*(one(record) for record in records)))

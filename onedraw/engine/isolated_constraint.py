@@ -1,7 +1,7 @@
 """Wraps a request's constraint so that an exception in it fails only this request, not the other rows of the step.
 
-A constraint that raises counts as one that allows no token. The engine then asks `failure` for the cause: an error made for
-the user, or any other exception, which goes to the log under an error id.
+A constraint that raises counts as one that allows no token. The engine then takes the cause from `failure`: an error made for
+the user, or any other exception, which is logged with an error id.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Sequence:
         kept = len(outcome.kept)
         self.computed = row.stop + kept
         sampled, finish = self._append(outcome.sampled)
-        kept_in_reply = min(kept, len(sampled))  # a correct draft behind a stop id is not part of the reply
+        kept_in_reply = min(kept, len(sampled))  # a correct draft after a stop id is not part of the reply
         self.kept += kept_in_reply
         self.rejected += len(row.drafts) - kept_in_reply
         return sampled, finish

@@ -43,7 +43,7 @@ class Stats:
     drafts: int = 0  # rows that carried drafts
     draft_trees: int = 0  # rows whose drafts branch
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # drafts kept by verification, also those behind a stop id
+    accepted_tokens: int = 0  # drafts kept by verification, also those after a stop id
     accepted_per_position: tuple[int, ...] = ()  # rows that kept a draft at depth 1, 2, …
     drafted_by: tuple[DraftStats, ...] = ()
     propose_seconds: float = 0.0  # spent in proposers on the host

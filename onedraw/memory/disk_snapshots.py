@@ -276,7 +276,7 @@ class SnapshotFolder:
             self._skip(path, error)
 
     def _header(self, content: bytes | memoryview) -> tuple[dict[str, Any], int]:
-        """The header, and the offset behind it."""
+        """The header, and the offset of its end."""
         length = _header_length(content)
         start = len(MAGIC) + 8
         header = json.loads(bytes(content[start : start + length]))

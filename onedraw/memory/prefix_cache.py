@@ -36,7 +36,7 @@ class PrefixCheckpoint:
     """The recurrent state after `position` tokens, in `slot`; with `logits`, those of the last of them too.
 
     If the position is inside a page, `tail` has the tokens after the node and `pages` the partly filled page of each group.
-    The sequence that saved it may still write to these pages behind the tail.
+    The sequence that saved it may still write to these pages after the tail.
     """
 
     node: Node

@@ -85,7 +85,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer of a checkpoint folder: tokenizer.json, with tokenizer_config.json beside it.
+        """The tokenizer of a checkpoint folder: tokenizer.json, with the tokenizer_config.json of the same folder.
 
         tokenizer.json alone decides what `add_special` adds, as in transformers.
         """

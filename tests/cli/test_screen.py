@@ -62,9 +62,9 @@ def test_a_remark_is_faint_where_somebody_looks() -> None:
 
 def test_progress_leaves_no_trace_on_a_terminal() -> None:
     out = Terminal()
-    with terminal.progress(out=out) as tell:
-        tell("loading")
-        tell("still loading")
+    with terminal.progress(out=out) as notify:
+        notify("loading")
+        notify("still loading")
     assert "still loading" in out.getvalue()
     assert "\n" not in out.getvalue()
     assert out.getvalue().endswith("\r\x1b[2K")
@@ -72,8 +72,8 @@ def test_progress_leaves_no_trace_on_a_terminal() -> None:
 
 def test_a_log_is_not_flooded_by_progress() -> None:
     out = io.StringIO()
-    with terminal.progress(out=out) as tell:
+    with terminal.progress(out=out) as notify:
         for percent in range(100):
-            tell(f"{percent} %")
+            notify(f"{percent} %")
     assert out.getvalue().startswith("0 %\n")
     assert out.getvalue().count("\n") < 5

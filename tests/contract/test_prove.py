@@ -305,7 +305,7 @@ def test_every_way_of_running_the_default_model_is_the_same() -> None:
 def test_without_llguidance_the_rest_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    table = prove(FAKE, quick=True, tell=told.append)
+    table = prove(FAKE, quick=True, notify=told.append)
     assert told[0] == "llguidance is not installed: no constrained replies"
     assert table.requests == sum(not constrained(options) for _, options in PROMPTS)
     assert table.holds

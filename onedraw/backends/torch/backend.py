@@ -206,7 +206,7 @@ class TorchBackend:
         return self._capacity
 
     @torch.inference_mode()
-    def warm_up(self, tell: Callable[[str], None], *, drafts: int = 0) -> None:
+    def warm_up(self, notify: Callable[[str], None], *, drafts: int = 0) -> None:
         """Capture the steps that will come, where steps are captured; rows may have so many drafts. Before the first request."""
         graphs = self.graph_runner
         if graphs is None:
@@ -218,7 +218,7 @@ class TorchBackend:
             with suppress(StagingBufferFull):
                 self._open.executor.start(graphs, Step(plan, self._probe(), 0), SameThread())
 
-        graphs.warm_up(capacity.lanes, min(limit for limit in limits if limit is not None), start, tell)
+        graphs.warm_up(capacity.lanes, min(limit for limit in limits if limit is not None), start, notify)
 
     def submit(self, plan: Plan) -> StepHandle:
         awaits = any(row.awaits_token for row in plan.rows)

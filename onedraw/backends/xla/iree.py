@@ -1,7 +1,7 @@
 """Run an export of `onedraw export` with IREE on the CPU: graphs return logits, and the host samples.
 
 In: the folder of an export. Out: a Backend for the same engine; tokens are sampled by `sampling/law.py`. Needs no jax. Graphs are
-compiled on first use and cached beside their text. Supports neither drafts nor checkpoints.
+compiled on first use and cached in the same folder as their text. Supports neither drafts nor checkpoints.
 """
 
 from __future__ import annotations

@@ -333,9 +333,9 @@ def _dense(positions: Sequence[SamplingPosition], rows: int, vocab: int, lanes: 
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
-def add_counts(output: Array, prompt: Array, opened: Array, grown: Array, prompted: Array) -> tuple[Array, Array]:
-    """Clear the `opened` lanes, then count tokens given as rows of (lane, token)."""
-    output, prompt = jnp.where(opened[:, None], 0, output), jnp.where(opened[:, None], False, prompt)
+def add_counts(output: Array, prompt: Array, new_lanes: Array, grown: Array, prompted: Array) -> tuple[Array, Array]:
+    """Clear the lanes in `new_lanes`, then count tokens given as rows of (lane, token)."""
+    output, prompt = jnp.where(new_lanes[:, None], 0, output), jnp.where(new_lanes[:, None], False, prompt)
     return output.at[grown[:, 0], grown[:, 1]].add(1), prompt.at[prompted[:, 0], prompted[:, 1]].set(True)
 
 
@@ -351,7 +351,7 @@ class XlaTokenCounts:
 
     def follow(self, positions: Sequence[SamplingPosition]) -> None:
         """Update the lanes of positions with penalties. A lane that continues its request adds only the new tokens."""
-        opened = np.zeros(self._lanes + 1, dtype=np.bool_)
+        new_lanes = np.zeros(self._lanes + 1, dtype=np.bool_)
         grown: list[tuple[int, int]] = []
         prompted: list[tuple[int, int]] = []
         for position in positions:
@@ -360,15 +360,15 @@ class XlaTokenCounts:
             history, counted, lane = position.history, self._counted[position.lane], position.lane
             start = len(history.prompt)
             if counted is None or not counted.is_prefix_of(position):
-                opened[lane] = True
+                new_lanes[lane] = True
                 prompted += [(lane, token) for token in history.prompt]
             else:
                 start = counted.known
             grown += [(lane, token) for token in history.slice(start, len(history))]
             self._counted[lane] = CountedHistory(position.request_id, history.prompt, len(history))
-        for part in range(-(-max(len(grown), len(prompted), int(opened.any())) // COUNT_BATCH)):
+        for part in range(-(-max(len(grown), len(prompted), int(new_lanes.any())) // COUNT_BATCH)):
             pairs = self._part(grown, part), self._part(prompted, part)
-            self.output, self.prompt = add_counts(self.output, self.prompt, opened & (part == 0), *pairs)
+            self.output, self.prompt = add_counts(self.output, self.prompt, new_lanes & (part == 0), *pairs)
 
     def _part(self, pairs: list[tuple[int, int]], part: int) -> Any:
         found = np.full((COUNT_BATCH, 2), (self._lanes, 0), dtype=np.int32)

@@ -379,7 +379,7 @@ class GraphRunner:
         plan, inputs = laid.step.plan, laid.stages[-1].inputs
         return CapturedStep(plan, inputs, sampled.hidden, laid.seen, sampled.positions, answers, arrived)
 
-    def warm_up(self, lanes: int, drafts: int, start: Callable[[Plan], None], tell: Callable[[str], None]) -> None:
+    def warm_up(self, lanes: int, drafts: int, start: Callable[[Plan], None], notify: Callable[[str], None]) -> None:
         """Capture decode steps before the first request, greedy and sampled, without drafts and with up to so many. Their rows
         write to scratch pages. Shapes whose time is over are captured at their first use."""
         begin, late = time.monotonic(), False
@@ -389,11 +389,11 @@ class GraphRunner:
             if time.monotonic() - begin > seconds:
                 late = True
                 continue
-            tell(f"capturing CUDA graphs, {number} of {len(shapes)}")
+            notify(f"capturing CUDA graphs, {number} of {len(shapes)}")
             for params in WARM_UP_PARAMS:
                 start(Plan(tuple(self._warm_up_row(lane, shape, params) for lane in range(shape.rows))))
         if late:
-            tell(f"capturing CUDA graphs: the rest at first use, after {time.monotonic() - begin:.0f} s")
+            notify(f"capturing CUDA graphs: the rest at first use, after {time.monotonic() - begin:.0f} s")
 
     def _warm_up_row(self, lane: int, shape: WarmUpShape, params: SamplingParams) -> Row:
         start, drafts = shape.start, tuple(Draft(0, i - 1) for i in range(shape.drafts))
