@@ -130,7 +130,7 @@ def commit_drafts(
 
 
 def verified(sampled: Array, drafts: dict[str, Any], shape: CompiledShapes) -> Array:
-    """Which drafts are kept: the parent is kept and sampled this token. As `sampling.verify.kept_drafts`, for all rows.   [D] bool"""
+    """Which drafts are kept: the parent is kept and sampled this token (`sampling.verify.kept_drafts` for all rows).   [D]"""
     rows = shape.lanes + 1
 
     def one(index: jax.Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
