@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
 
 
 class Pace:
-    """How long a turn takes, whatever it was said to take."""
+    """The duration of an engine step, which tests change while the server runs."""
 
     usual = 0.004
     seconds = usual
@@ -59,7 +59,7 @@ def pace() -> Pace:
 
 @pytest.fixture(scope="module")
 def model(browser: Any, pace: Pace) -> Iterator[Served]:
-    """A small real model with its drafter, so that drafts are kept and thrown away. Turns take a while, as with a large one."""
+    """A small real model with its drafter, so that drafts are kept and rejected. Steps are slowed as in a larger model."""
     settings = Settings(
         model=str(TRAINED / "trained_qwen3"),
         draft=("ngram", str(TRAINED / "trained_dflash_qwen3")),

@@ -1,4 +1,4 @@
-"""The web page in a real browser: a person's walk, what it shows, whom it locks out, and how it reads aloud."""
+"""The web page in a real browser: a typical session, its contents, authentication and accessibility."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEED = "7"
 
 
 class Visit:
-    """A person at the page. Whatever goes wrong in the console fails the test."""
+    """A user's session on the page. Any error in the browser console fails the test."""
 
     def __init__(self, page: Any, url: str) -> None:
         self.page = page
@@ -60,7 +60,7 @@ class Visit:
         return str(self.page.locator(".verdict").last.inner_text())
 
     def findings(self) -> list[str]:
-        """What axe finds wrong, seriously."""
+        """Serious accessibility violations that axe reports."""
         self.page.evaluate(AXE)
         found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         grave = [finding for finding in found["violations"] if finding["impact"] in ("serious", "critical")]
@@ -79,8 +79,8 @@ def visit(browser: Any, model: Served) -> Iterator[Visit]:
     assert visitor.mistakes == []
 
 
-def test_a_persons_walk(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask, watch, stop, edit, draw again with the same seed, replay without drafts."""
+def test_a_typical_session(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send a message, stop the reply, edit, generate again with the same seed, replay without drafts."""
     visit.set("max_tokens", "400")
     with monkeypatch.context() as patched:
         patched.setattr(pace, "seconds", 0.25)  # slow enough to be stopped, however slow the browser is
@@ -119,7 +119,7 @@ def test_a_persons_walk(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatc
     assert visit.page.locator(".message").count() == 4
 
 
-def test_the_speculation_is_seen(visit: Visit) -> None:
+def test_kept_drafts_are_marked(visit: Visit) -> None:
     visit.set("temperature", "0")
     visit.set("max_tokens", "80")
     with visit.page.expect_request("**/v1/chat/completions") as asked:
@@ -148,7 +148,7 @@ def test_the_speculation_is_seen(visit: Visit) -> None:
     assert card.is_hidden()
 
 
-def test_tokens_are_reached_by_keyboard_and_said_aloud(visit: Visit) -> None:
+def test_tokens_are_reached_by_keyboard_and_announced_to_screen_readers(visit: Visit) -> None:
     visit.ask("hello")
     visit.wait_for_end()
     visit.page.locator(".assistant > .said").focus()
@@ -164,13 +164,13 @@ def test_tokens_are_reached_by_keyboard_and_said_aloud(visit: Visit) -> None:
 def test_a_difference_is_shown_where_it_begins(visit: Visit) -> None:
     """Planted: the replay is run with another seed."""
 
-    def lie(route: Any) -> None:
+    def change_the_seed(route: Any) -> None:
         body = route.request.post_data_json
         if body.get("speculation") is False:
             body["seed"] += 1
         route.continue_(post_data=json.dumps(body))
 
-    visit.page.route("**/v1/chat/completions", lie)
+    visit.page.route("**/v1/chat/completions", change_the_seed)
     visit.set("temperature", "1")
     visit.ask("hello")
     visit.wait_for_end()
@@ -198,8 +198,8 @@ BREAKS = """() => {
 }"""  # the first reply's connection breaks off in the middle
 
 
-def test_a_reply_that_broke_off_is_compared_as_far_as_it_came(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "seconds", 0.05)  # so that the stream comes in pieces
+def test_an_incomplete_reply_is_compared_up_to_its_end(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "seconds", 0.05)  # so that the stream arrives in several reads
     visit.page.evaluate(BREAKS)
     visit.ask("def add(a, b):")
     visit.wait_for_end()
@@ -212,7 +212,7 @@ def test_a_reply_that_broke_off_is_compared_as_far_as_it_came(visit: Visit, pace
     assert "Same tokens with the same seed" in visit.verdict()
 
 
-def test_a_panel_filled_in_wrongly_costs_nothing_that_was_said(visit: Visit) -> None:
+def test_an_invalid_setting_does_not_lose_the_conversation(visit: Visit) -> None:
     messages = visit.page.locator(".message")
     for text in ("one", "two"):
         visit.ask(text)
@@ -305,7 +305,7 @@ TOOL = {
 
 
 def test_calls_are_answered_with_results(visit: Visit) -> None:
-    """A call that must be, its result by hand, what the model says to it, and the result written again."""
+    """A required call, its result typed in, the model's reply to it, and an edit of the result."""
     visit.page.locator("summary", has_text="Tools and reasoning").click()
     visit.set("tools", json.dumps([{"type": "function", "function": {"name": "weather", "strict": True, "parameters": TOOL}}]))
     visit.page.locator("#p-tool_choice").select_option("required")
@@ -344,7 +344,7 @@ def test_calls_are_answered_with_results(visit: Visit) -> None:
     assert "rain" in visit.page.locator(".results").inner_text()
 
 
-def test_a_refusal_is_told_in_the_servers_words(visit: Visit) -> None:
+def test_an_error_is_shown_with_the_servers_message(visit: Visit) -> None:
     visit.page.locator("summary", has_text="More fields").click()
     visit.set("more", '{"frobnicate": 1}')
     visit.ask("hello")
@@ -357,7 +357,7 @@ def test_a_refusal_is_told_in_the_servers_words(visit: Visit) -> None:
     assert visit.page.locator(".assistant").count() == 1
 
 
-# ---------------------------------------------------------------------------------------------- whom it is for
+# ---------------------------------------------------------------------------------------------- accessibility
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_the_colours_can_be_switched(visit: Visit) -> None:
     assert visit.page.evaluate(ground) != light
 
 
-# ---------------------------------------------------------------------------------------------- whom it lets in
+# ---------------------------------------------------------------------------------------------- authentication and network
 
 
 def test_a_key_locks_the_interface_and_not_the_page(browser: Any) -> None:
@@ -435,7 +435,7 @@ def test_a_key_locks_the_interface_and_not_the_page(browser: Any) -> None:
         context.close()
 
 
-def test_the_page_asks_nobody_else(browser: Any, model: Served) -> None:
+def test_the_page_sends_requests_to_its_own_server_only(browser: Any, model: Served) -> None:
     context = browser.new_context()
     page = context.new_page()
     asked: list[str] = []
@@ -449,7 +449,7 @@ def test_the_page_asks_nobody_else(browser: Any, model: Served) -> None:
 
 
 def test_tokens_are_given_the_text_that_the_stream_shows(browser: Any, model: Served) -> None:
-    """Half characters, markers that are left out, a first space that is dropped, a stop string that cuts a token."""
+    """Incomplete characters, markers that are removed, a first space that is dropped, a stop string that cuts a token."""
     context = browser.new_context()
     page = context.new_page()
     page.goto(model.url)

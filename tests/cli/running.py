@@ -13,7 +13,7 @@ FAKE = ("fake", "--backend", "fake")
 
 
 class Terminal:
-    """Runs commands and keeps what they said."""
+    """Runs commands and keeps their output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys

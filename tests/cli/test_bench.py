@@ -1,4 +1,4 @@
-"""`onedraw bench`: what is measured, and how it is summed up."""
+"""`onedraw bench`: measured values and their summary."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_every_batch_size_has_its_line(terminal: Terminal) -> None:
     ]
 
 
-def test_what_came_of_drafts_has_columns_of_its_own(terminal: Terminal) -> None:
-    """A reply under a strong bias says one thing again and again, so that there is something to draft."""
+def test_accepted_drafts_have_their_own_columns(terminal: Terminal) -> None:
+    """A strong bias makes the reply repeat one token, so that n-gram drafts are found."""
     given = ("bench", *FAKE, "--batch", "2", "--prompt-tokens", "8", "--new-tokens", "24", "--repeats", "2")
     given = (*given, "--temperature", "0", "--logit-bias", "72=100", "--draft", "ngram", "--draft-tokens", "3")
     (line,) = terminal.json(*given)["batches"]
@@ -49,12 +49,12 @@ def test_what_came_of_drafts_has_columns_of_its_own(terminal: Terminal) -> None:
     assert f"{line['accepted_tokens']}/{line['draft_tokens']}" in cells
 
 
-def test_the_engine_is_made_large_enough_for_what_is_asked(terminal: Terminal) -> None:
+def test_the_engine_is_sized_for_the_requested_batch(terminal: Terminal) -> None:
     report = terminal.json("bench", *FAKE, "--batch", "12", "--prompt-tokens", "4000", "--new-tokens", "2", "--repeats", "1")
     assert report["batches"][0]["batch"] == 12
 
 
-def test_more_may_wait_than_run(terminal: Terminal) -> None:
+def test_more_requests_may_wait_than_run(terminal: Terminal) -> None:
     sizes = ("--batch", "300", "--prompt-tokens", "4", "--new-tokens", "2", "--repeats", "1")
     (line,) = terminal.json("bench", *FAKE, "--max-batch", "1", *sizes)["batches"]
     assert line["batch"] == 300
@@ -76,18 +76,18 @@ def test_figures_are_medians_and_rates() -> None:
     assert measure.turns_per_second == pytest.approx(2.0)
 
 
-def test_the_decode_rate_counts_only_while_all_have_started() -> None:
+def test_the_decode_rate_counts_only_the_time_when_all_requests_decode() -> None:
     first = Timing(first=1.0, gaps=(0.5,) * 8, tokens=9)  # tokens until 5.0
     second = Timing(first=2.0, gaps=(0.5,) * 8, tokens=9)  # until 6.0
     assert summarise(2, [BenchRun(6.0, (first, second), Stats())]).decode_tokens_per_second == pytest.approx(4.0)
 
 
-def test_one_token_each_has_no_gap() -> None:
+def test_a_reply_of_one_token_has_no_gap() -> None:
     measure = summarise(1, [BenchRun(1.0, (Timing(first=1.0, gaps=(), tokens=1),), Stats())])
     assert (measure.inter_token_ms, measure.decode_tokens_per_second) == (0.0, 0.0)
 
 
-def test_no_two_prompts_begin_alike() -> None:
+def test_no_two_prompts_share_a_prefix() -> None:
     with build_llm(Settings(model="fake", backend="fake")) as llm:
         prompts = Prompts(llm, 40)
         made = [prompts.next() for _ in range(8)]
@@ -96,16 +96,16 @@ def test_no_two_prompts_begin_alike() -> None:
 
 
 @pytest.mark.parametrize("given", [("--batch", "0"), ("--new-tokens", "0"), ("--repeats", "-1"), ("--batch", "")])
-def test_nothing_to_measure_is_a_mistake(terminal: Terminal, given: tuple[str, ...]) -> None:
+def test_an_empty_measurement_is_refused(terminal: Terminal, given: tuple[str, ...]) -> None:
     assert terminal.run("bench", *FAKE, *given) == 2
     assert "must be at least 1" in terminal.err
 
 
-def test_recorded_answers_are_replayed_as_drafts_of_which_so_many_are_kept(terminal: Terminal) -> None:
+def test_recorded_replies_are_replayed_as_drafts_with_a_set_acceptance(terminal: Terminal) -> None:
     given = ("--batch", "1", "--prompt-tokens", "8", "--new-tokens", "24", "--repeats", "1", "--draft-tokens", "6")
     report = terminal.json("bench", *FAKE, *given, "--draft", "replay:3")
     (measure,) = report["batches"]
     assert measure["tokens_per_turn"] > 3
-    assert measure["accepted_tokens"] < measure["draft_tokens"]  # the planted lies
+    assert measure["accepted_tokens"] < measure["draft_tokens"]  # the drafts made wrong on purpose
     assert measure["plain_tokens_per_second"] > 0
     assert terminal.run("bench", *FAKE, *given, "--draft", "replay:many") == 2

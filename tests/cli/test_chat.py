@@ -1,4 +1,4 @@
-"""`onedraw chat`: a conversation that a person steers."""
+"""`onedraw chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def a_conversation(**options: object) -> Conversation:
 
 
 def typing(*lines: str | type[BaseException]) -> Callable[[], str]:
-    """A person who types these lines, presses ctrl-C where KeyboardInterrupt stands, and leaves with ctrl-D."""
+    """Input lines; KeyboardInterrupt in the list is ctrl-C, and the end of the list is ctrl-D."""
     script = iter(lines)
 
     def read() -> str:
@@ -44,7 +44,7 @@ def typing(*lines: str | type[BaseException]) -> Callable[[], str]:
 
 
 class Interrupting(io.StringIO):
-    """A terminal at which somebody presses ctrl-C while the answer is being written."""
+    """Output during which ctrl-C is pressed."""
 
     pressed = False
 
@@ -55,7 +55,7 @@ class Interrupting(io.StringIO):
         return super().write(text)
 
 
-def test_an_answer_is_remembered_and_its_seed_is_shown(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reply_becomes_part_of_the_conversation_and_its_seed_is_shown(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = a_conversation(seed=5)
     answer(llm, conversation, "hello")
     out = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_an_answer_is_remembered_and_its_seed_is_shown(llm: LLM, capsys: pytest.
     assert "seed 5" in out
 
 
-def test_the_next_question_is_asked_with_all_that_was_said(llm: LLM) -> None:
+def test_the_next_prompt_contains_the_whole_conversation(llm: LLM) -> None:
     conversation = a_conversation(seed=5)
     chat_loop(llm, conversation, read=typing("hello", "and again"))
     replayed = a_conversation(seed=5)
@@ -81,7 +81,7 @@ def test_a_seed_repeats_an_answer(llm: LLM) -> None:
     assert conversation.turns[1] == first
 
 
-def test_control_c_stops_the_answer_and_keeps_what_was_said(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_c_stops_the_reply_and_keeps_its_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Interrupting()
     monkeypatch.setattr(sys, "stdout", screen)
     conversation = a_conversation(max_tokens=1500)
@@ -91,7 +91,7 @@ def test_control_c_stops_the_answer_and_keeps_what_was_said(llm: LLM, monkeypatc
     assert idle_stats(llm).completion_tokens < 1500
 
 
-def test_an_answer_stopped_before_its_first_word_leaves_no_question(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_stopped_before_its_first_token_removes_its_question(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(choices: object) -> Iterator[object]:
         raise KeyboardInterrupt
         yield
@@ -102,34 +102,34 @@ def test_an_answer_stopped_before_its_first_word_leaves_no_question(llm: LLM, mo
     assert conversation.turns == []
 
 
-def test_control_c_at_the_prompt_does_not_leave(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_c_at_the_prompt_does_not_exit(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = a_conversation()
     chat_loop(llm, conversation, read=typing(KeyboardInterrupt, "hello"))
     assert len(conversation.turns) == 2
     assert "/quit quits" in capsys.readouterr().out
 
 
-def test_quit_leaves_before_the_next_line(llm: LLM) -> None:
+def test_quit_exits_before_the_next_line(llm: LLM) -> None:
     conversation = a_conversation()
     chat_loop(llm, conversation, read=typing("/quit", "hello"))
     assert conversation.turns == []
 
 
-def test_a_question_that_cannot_be_answered_is_taken_back(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_that_is_refused_is_removed_from_the_conversation(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = a_conversation(max_tokens=5000)
     chat_loop(llm, conversation, read=typing("hello"))
     assert conversation.turns == []
     assert "over the context" in capsys.readouterr().out
 
 
-def test_an_answer_that_fails_under_way_takes_its_question_back(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reply_that_fails_midway_removes_its_question(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = a_conversation(min_tokens=1, stop_token_ids=tuple(range(llm.card.vocab)))
     chat_loop(llm, conversation, read=typing("hello"))
     assert conversation.turns == []
     assert "leave no token to sample" in capsys.readouterr().out
 
 
-def test_control_c_before_an_answer_begins_does_not_leave(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_c_before_a_reply_begins_does_not_exit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     render, pressed = llm.chat_prompt, iter([True])
 
     def interrupted(*given: Any, **named: Any) -> ChatPrompt:
@@ -143,7 +143,7 @@ def test_control_c_before_an_answer_begins_does_not_leave(llm: LLM, monkeypatch:
     assert [t["content"] for t in conversation.turns[:1]] == ["once more"]
 
 
-def test_settings_change_while_talking() -> None:
+def test_settings_change_during_a_conversation() -> None:
     conversation = a_conversation()
     assert run_command(conversation, "/temperature 0.3") == "temperature 0.3"
     run_command(conversation, "/max 77")
@@ -157,7 +157,7 @@ def test_settings_change_while_talking() -> None:
     assert conversation.messages() == []
 
 
-def test_undo_takes_back_one_exchange_and_reset_all() -> None:
+def test_undo_removes_one_exchange_and_reset_removes_all() -> None:
     conversation = a_conversation()
     for word in ("one", "two"):
         conversation.turns += [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
@@ -178,12 +178,12 @@ def test_a_saved_conversation_can_be_read_again(tmp_path: Path) -> None:
     assert saved == {"messages": conversation.turns, "seeds": [3]}
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     assert "cannot write" in run_command(a_conversation(), f"/save {tmp_path / 'no' / 'folder'}")
     assert "save where" in run_command(a_conversation(), "/save")
 
 
-def test_mistyped_commands_are_answered(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_commands_are_reported(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     chat_loop(llm, a_conversation(), read=typing("/sed 5", "/temperature warm", "/help"))
     out = capsys.readouterr().out
     assert "no command /sed" in out

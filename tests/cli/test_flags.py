@@ -1,4 +1,4 @@
-"""Flags come from the dataclasses, all of them, and go back into them."""
+"""Every dataclass field has a flag, and parsed flags become those dataclasses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def parsed(*given: str, command: str = "generate") -> argparse.Namespace:
     return command_parser(command).parse_intermixed_args(["tiny", *given])
 
 
-def test_every_wish_is_an_option_of_generate() -> None:
+def test_every_request_option_is_a_flag_of_generate() -> None:
     spellings = {a.dest for a in command_parser("generate")._actions if a.option_strings}
     assert {f.name for f in fields(RequestOptions)} <= spellings
 
 
-def test_every_setting_but_the_model_is_an_option_of_serve() -> None:
+def test_every_setting_but_the_model_is_a_flag_of_serve() -> None:
     spellings = {a.dest for a in command_parser("serve")._actions if a.option_strings}
     assert {f.name for f in fields(Settings)} - {"model"} <= spellings
 
@@ -39,13 +39,13 @@ def test_a_field_without_a_line_of_help_is_an_error() -> None:
         flags._flags(Grown, {"known": "a line"})
 
 
-def test_nothing_given_leaves_every_default() -> None:
+def test_without_flags_every_value_is_the_default() -> None:
     arguments = parsed()
     assert flags.read_settings(arguments) == Settings.of(model="tiny")
     assert flags.read_request_options(arguments) == RequestOptions()
 
 
-def test_settings_come_through(tmp_path: Path) -> None:
+def test_flags_become_settings(tmp_path: Path) -> None:
     settings = flags.read_settings(
         parsed(
             *("--max-context", "99", "--max-batch", "3", "--turn-tokens", "32", "--page-size", "8", "--kv-memory", "1.5GiB"),
@@ -75,7 +75,7 @@ def test_settings_come_through(tmp_path: Path) -> None:
     )
 
 
-def test_wishes_come_through() -> None:
+def test_flags_become_request_options() -> None:
     options = flags.read_request_options(
         parsed(
             *("--temperature", "0.5", "--top-k", "40", "--stop", "END", "--stop", "\n", "--stop-token-ids", "3,4"),
@@ -103,7 +103,7 @@ def test_wishes_come_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (("--kv-memory", "lots"), "not a size: 'lots'"),
         (("--prompt-ids", "1,x"), "not a list of token ids"),
@@ -116,18 +116,18 @@ def test_wishes_come_through() -> None:
         (("--draft-window",), "could change the answer"),
     ],
 )
-def test_a_bad_value_is_refused_in_words(given: tuple[str, ...], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_a_bad_value_is_refused_with_a_message(given: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parsed(*given)
 
 
 @pytest.mark.parametrize("text", ["inf", "1e400", "nan", "-", "GiB", ""])
-def test_what_is_no_size_is_said_to_be_none(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(BadSetting, match="not a size"):
         size_in_bytes(text)
 
 
-def test_a_number_of_threads_that_no_machine_has_is_a_mistake() -> None:
+def test_an_impossible_number_of_threads_is_refused() -> None:
     with pytest.raises(BadSetting, match="--threads: must be at most"):
         Settings(threads=10**12)
 
@@ -137,6 +137,6 @@ def test_auto_is_the_default_number_of_drafts() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "serve", "chat", "bench", "inspect", "prove"])
-def test_no_command_has_a_window_that_would_shorten_verification(command: str) -> None:
+def test_every_command_refuses_a_verification_window(command: str) -> None:
     with pytest.raises(UsageError, match="full attention"):
         parsed("--draft-window", "64", command=command)

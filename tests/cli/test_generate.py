@@ -45,7 +45,7 @@ def test_chat_goes_through_the_template(terminal: Terminal) -> None:
     assert len(plain) < len(chat) < len(system)
 
 
-def test_several_replies_are_kept_apart(terminal: Terminal) -> None:
+def test_several_replies_are_separate(terminal: Terminal) -> None:
     whole = terminal.json("generate", *FAKE, "hello", *SHORT, "--seed", "5", "--n", "3")
     texts, seeds = ([c[name] for c in whole["choices"]] for name in ("text", "seed"))
     assert len(set(seeds)) == 3
@@ -53,7 +53,7 @@ def test_several_replies_are_kept_apart(terminal: Terminal) -> None:
     assert terminal.out == "".join(f"--- {i} (seed {s})\n{t}\n" for i, (s, t) in enumerate(zip(seeds, texts, strict=True)))
 
 
-def test_logprobs_and_checksums_come_when_asked_for(terminal: Terminal) -> None:
+def test_logprobs_and_checksums_are_returned_if_requested(terminal: Terminal) -> None:
     whole = terminal.json("generate", *FAKE, "hello", *SHORT, "--temperature", "0", "--logprobs", "2", "--checksums")
     assert len(whole["logprobs"]) == len(whole["checksums"]) == 12
     for token, scored in zip(whole["token_ids"], whole["logprobs"], strict=True):
@@ -65,25 +65,25 @@ def test_logprobs_and_checksums_come_when_asked_for(terminal: Terminal) -> None:
     assert bare["token_ids"] == whole["token_ids"]
 
 
-def test_prompt_logprobs_alone_choose_nothing(terminal: Terminal) -> None:
+def test_prompt_logprobs_alone_sample_nothing(terminal: Terminal) -> None:
     whole = terminal.json("generate", *FAKE, "hello", "--max-tokens", "0", "--prompt-logprobs", "1")
     assert whole["token_ids"] == []
     assert len(whole["prompt_logprobs"]) == len(whole["prompt_ids"]) - 1
 
 
-def test_the_default_length_yields_to_a_small_context(terminal: Terminal) -> None:
+def test_the_default_length_is_reduced_to_a_small_context(terminal: Terminal) -> None:
     whole = terminal.json("generate", *FAKE, "hello", "--ignore-eos", "--max-context", "32")
     assert len(whole["prompt_ids"]) + len(whole["token_ids"]) == 32
 
 
-def test_an_asked_length_over_the_context_names_both_numbers(terminal: Terminal) -> None:
+def test_a_requested_length_over_the_context_names_both_numbers(terminal: Terminal) -> None:
     assert terminal.run("generate", *FAKE, "hello", "--max-tokens", "40", "--max-context", "32") == 2
     assert "the reply may have 40" in terminal.err
     assert "context of 32" in terminal.err
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ((), "give either PROMPT (or - for stdin) or --prompt-ids"),
         (("x", "--prompt-ids", "1"), "give either PROMPT (or - for stdin) or --prompt-ids"),
@@ -96,15 +96,15 @@ def test_an_asked_length_over_the_context_names_both_numbers(terminal: Terminal)
         (("x", "--n", "0"), "n: must be at least 1"),
     ],
 )
-def test_a_mistake_is_one_line_and_no_output(terminal: Terminal, given: tuple[str, ...], said: str) -> None:
+def test_a_usage_error_is_one_line_and_no_output(terminal: Terminal, given: tuple[str, ...], message: str) -> None:
     assert terminal.run("generate", *FAKE, *given) == 2
     assert terminal.out == ""
     assert terminal.err.startswith("onedraw: ")
-    assert said in terminal.err
+    assert message in terminal.err
     assert terminal.err.count("\n") == 1
 
 
-def test_every_walk_of_verification_can_be_watched(terminal: Terminal) -> None:
+def test_every_verified_draft_can_be_traced(terminal: Terminal) -> None:
     given = ("generate", *FAKE, "la la la la", *SHORT, "--temperature", "0", "--logit-bias", "72=100", "--draft-tokens", "2")
     given = (*given, "--seed", "1")
     quiet = terminal.json(*given)

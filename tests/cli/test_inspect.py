@@ -1,4 +1,4 @@
-"""`onedraw inspect`: what a model is and costs, read from a few kilobytes."""
+"""`onedraw inspect`: a model's layers and memory, read from a few kilobytes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-def test_the_object_tells_what_the_model_is(terminal: Terminal, folder: Path) -> None:
+def test_the_object_describes_the_model(terminal: Terminal, folder: Path) -> None:
     report = terminal.json("inspect", str(folder))
     assert report["architecture"] == "llama"
     assert report["parameters"] == sum(t.size for t in tensors().values())
@@ -87,7 +87,7 @@ def test_the_memory_plan_follows_the_flags(terminal: Terminal, folder: Path) -> 
     assert memory["total_bytes"] == memory["weight_bytes"] + memory["kv_bytes"] + memory["checkpoints_bytes"]
 
 
-def test_no_room_says_how_much_is_needed(terminal: Terminal, folder: Path) -> None:
+def test_the_out_of_memory_error_states_the_bytes_needed(terminal: Terminal, folder: Path) -> None:
     assert terminal.run("inspect", str(folder), "--kv-memory", "1KiB", "--max-context", "256") == 1
     assert "one sequence of 256 tokens needs" in terminal.err
 
@@ -98,7 +98,7 @@ def test_the_table_has_the_same_facts(terminal: Terminal, folder: Path) -> None:
         assert fact in terminal.out
 
 
-def test_a_tokenizer_that_cannot_be_rebuilt_is_said(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_rebuilt_is_reported(terminal: Terminal, tmp_path: Path) -> None:
     file = tiny.write_gguf("llama", tmp_path / "m.gguf")
     fine = terminal.json("inspect", str(file))["tokenizer"]
     assert "not supported" not in fine
@@ -108,7 +108,7 @@ def test_a_tokenizer_that_cannot_be_rebuilt_is_said(terminal: Terminal, tmp_path
     assert f"tokenizer.ggml.pre '{size * 'x'}' is not supported" in terminal.json("inspect", str(file))["tokenizer"]
 
 
-def test_a_missing_tokenizer_is_said(terminal: Terminal, folder: Path) -> None:
+def test_a_missing_tokenizer_is_reported(terminal: Terminal, folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     assert terminal.json("inspect", str(folder))["tokenizer"].startswith("missing")
 
@@ -130,7 +130,7 @@ def test_no_weight_is_loaded_and_no_torch(folder: Path) -> None:
     assert json.loads(done.stdout)["parameters"] > 0
 
 
-def test_who_would_guess_is_said(folder: Path, terminal: Terminal) -> None:
+def test_the_drafters_are_listed(folder: Path, terminal: Terminal) -> None:
     assert terminal.json("inspect", str(folder))["drafts"][:2] == ["prediction", "ngram"]
     assert terminal.json("inspect", str(folder), "--draft", "ngram", "--draft", str(folder))["drafts"] == ["ngram", str(folder)]
     assert terminal.run("inspect", str(folder), "--draft", "none") == 0
@@ -153,9 +153,9 @@ def test_who_would_guess_is_said(folder: Path, terminal: Terminal) -> None:
         ("laguna", 0, ["rope 500000 yarn over 8 of 16", "feed-forward (104 wide, silu)"]),
     ],
 )
-def test_every_kind_of_layer_is_told_in_words(name: str, index: int, words: list[str]) -> None:
-    told = in_words(tiny_modern.spec(name).layers[index])
-    assert [word for word in words if word not in told] == []
+def test_every_kind_of_layer_is_described(name: str, index: int, words: list[str]) -> None:
+    report = in_words(tiny_modern.spec(name).layers[index])
+    assert [word for word in words if word not in report] == []
 
 
 def test_devices_that_are_only_described_are_planned_for(folder: Path, terminal: Terminal) -> None:
@@ -173,7 +173,7 @@ def test_devices_that_are_only_described_are_planned_for(folder: Path, terminal:
     assert "stagings" in terminal.out
 
 
-def test_a_weaker_device_decides_for_all(folder: Path, terminal: Terminal) -> None:
+def test_the_weakest_device_decides_the_dtype_of_all(folder: Path, terminal: Terminal) -> None:
     given = ("inspect", str(folder), "--devices", "cuda/sm86/24GiB,cuda/sm75/8GiB", "--split", "2,1")
     assert terminal.json(*given)["activation_dtype"] == "f16"
     assert terminal.json(*given, "--activation-dtype", "bf16")["activation_dtype"] == "bf16"
@@ -181,7 +181,7 @@ def test_a_weaker_device_decides_for_all(folder: Path, terminal: Terminal) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (("--devices", "cuda/sm86/0.2MiB,cuda/sm86/0.2MiB"), "too many"),
         (("--devices", "cpu,tpu"), "'tpu' is not a device"),
@@ -190,18 +190,18 @@ def test_a_weaker_device_decides_for_all(folder: Path, terminal: Terminal) -> No
         (("--split", "2,1"), "needs --devices"),
     ],
 )
-def test_a_split_that_cannot_be_is_said(folder: Path, terminal: Terminal, given: tuple[str, ...], said: str) -> None:
+def test_an_impossible_split_is_refused(folder: Path, terminal: Terminal, given: tuple[str, ...], message: str) -> None:
     assert terminal.run("inspect", str(folder), *given) != 0
-    assert said in terminal.err
+    assert message in terminal.err
 
 
-def test_what_stays_packed_and_what_does_not_is_said(terminal: Terminal, tmp_path: Path) -> None:
+def test_packed_and_converted_weights_are_listed(terminal: Terminal, tmp_path: Path) -> None:
     file = tiny.write_gguf("llama", tmp_path / "tiny.gguf", kind="Q8_0")
-    told = terminal.json("inspect", str(file), "--device", "cpu", "--json")
-    assert told["memory"]["dtype"] == "packed"
-    assert told["holding"]["kept"] == [["Q8_0", 22]]
-    assert told["holding"]["converted"] == []
-    assert told["memory"]["weight_bytes"] < told["parameters"] * 2
+    report = terminal.json("inspect", str(file), "--device", "cpu", "--json")
+    assert report["memory"]["dtype"] == "packed"
+    assert report["holding"]["kept"] == [["Q8_0", 22]]
+    assert report["holding"]["converted"] == []
+    assert report["memory"]["weight_bytes"] < report["parameters"] * 2
     assert terminal.run("inspect", str(file), "--device", "cpu") == 0
     assert "Q8_0 × 22; norms and biases are f32" in terminal.out
     assert terminal.json("inspect", str(file), "--device", "cpu", "--dtype", "f32", "--json")["holding"] is None
@@ -209,19 +209,19 @@ def test_what_stays_packed_and_what_does_not_is_said(terminal: Terminal, tmp_pat
 
 def test_a_27b_model_in_four_bits_fits_a_card_of_24_gib(terminal: Terminal) -> None:
     model = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-batch", "1")
-    told = terminal.json(*model, "--max-context", "32768", "--json")
-    assert told["memory"]["dtype"] == "packed-bf16"
-    assert told["memory"]["kv_dtype"] == "bf16"
-    assert 15e9 < told["memory"]["weight_bytes"] < 17.5e9
-    assert told["stages"][0]["total_bytes"] < 24 * 2**30
-    assert told["holding"]["converted"] == []
-    assert told["turns"]["opened"] == 256 << 20
-    assert told["turns"]["parts"] == 160 << 20  # of a head that would take 303 MiB at 64 rows
+    report = terminal.json(*model, "--max-context", "32768", "--json")
+    assert report["memory"]["dtype"] == "packed-bf16"
+    assert report["memory"]["kv_dtype"] == "bf16"
+    assert 15e9 < report["memory"]["weight_bytes"] < 17.5e9
+    assert report["stages"][0]["total_bytes"] < 24 * 2**30
+    assert report["holding"]["converted"] == []
+    assert report["turns"]["opened"] == 256 << 20
+    assert report["turns"]["parts"] == 160 << 20  # of a head that would take 303 MiB at 64 rows
     assert terminal.run(*model, "--max-context", "32768") == 0
     assert "dequantized weights 256.0 MiB, partial sums of packed products 160.0 MiB, CUDA graphs 512.0 MiB" in terminal.out
 
 
-def test_what_would_fit_is_said_where_something_does_not(terminal: Terminal) -> None:
+def test_if_the_context_does_not_fit_the_longest_that_does_is_stated(terminal: Terminal) -> None:
     model = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-context", "131072")
     assert terminal.run(*model) != 0
     found = re.search(r"--max-context (\d+) fits here, (\d+) with --kv-dtype int8", terminal.err)
@@ -233,8 +233,8 @@ def test_what_would_fit_is_said_where_something_does_not(terminal: Terminal) -> 
     assert "sequence of 0 tokens" not in terminal.err
 
 
-def test_how_long_a_context_fits_is_said_with_a_drafter_and_without(terminal: Terminal) -> None:
-    """With nothing asked, a drafter of the model's own shape is planned with; what fits here was refused in no other test."""
+def test_the_longest_context_that_fits_is_stated_with_and_without_a_drafter(terminal: Terminal) -> None:
+    """Without --draft, a drafter made for this shape is planned with."""
     model = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB")
     fits = {(fit["kv_dtype"], bool(fit["drafter"])): fit["context"] for fit in terminal.json(*model, "--json")["fits"]}
     assert fits["int8", False] > 131_072 > fits["bf16", False] > fits["bf16", True] > 32_768
@@ -256,9 +256,9 @@ def test_a_dtype_of_keys_and_values_is_planned_with_its_scales(terminal: Termina
         "--max-context",
         "131072",
     )
-    told = terminal.json(*model, "--kv-dtype", "int8", "--json")["memory"]
-    assert told["kv_dtype"] == "int8"
-    [group] = told["groups"]
+    report = terminal.json(*model, "--kv-dtype", "int8", "--json")["memory"]
+    assert report["kv_dtype"] == "int8"
+    [group] = report["groups"]
     attending, kv_heads, dim = 16, 4, 256
     assert group["page_bytes"] == 16 * attending * 2 * kv_heads * (dim + 4)
     assert terminal.run(*model, "--kv-dtype", "int8") == 0
@@ -279,14 +279,14 @@ def test_a_long_context_over_two_described_cards_is_planned(terminal: Terminal, 
     assert (first["start"], first["stop"], second["stop"]) == (0, second["start"], 24)
     assert all(2 * 2**30 < stage["total_bytes"] <= 0.95 * 24 * 2**30 for stage in (first, second))
     table = 248320 * 1024 * 2
-    assert all(stage["weight_bytes"] > table for stage in (first, second))  # the tied head is on the other card once more
+    assert all(stage["weight_bytes"] > table for stage in (first, second))  # the tied head is copied to the second card
     assert report["memory"]["max_context"] == 262144
     assert report["activation_dtype"] == "bf16"
-    rows = 512 + 64  # of a turn and a chunk, not of the context
+    rows = 512 + 64  # of a step and a chunk, not of the context
     assert first["staging_bytes"] == second["staging_bytes"] == rows * 2 * 1024 * 2 < 64 * 2**20
 
 
-def test_what_does_not_fit_says_what_would(terminal: Terminal, tmp_path: Path) -> None:
+def test_if_a_split_does_not_fit_the_error_states_what_would(terminal: Terminal, tmp_path: Path) -> None:
     folder = str(write_empty_checkpoint("Qwen3.6-27B", tmp_path / "hf"))
     assert terminal.run("inspect", folder, *CARDS) != 0
     assert "too many. Lower --max-context, --max-batch or --kv-memory" in terminal.err
@@ -299,7 +299,7 @@ def test_what_does_not_fit_says_what_would(terminal: Terminal, tmp_path: Path) -
     assert terminal.run("inspect", folder, *larger, "--max-context", str(int(context) + 64)) != 0
 
 
-def test_the_xla_backend_says_what_it_compiles_and_refuses_what_it_does_not_know(terminal: Terminal, tmp_path: Path) -> None:
+def test_the_xla_backend_lists_its_programs_and_refuses_unsupported_models(terminal: Terminal, tmp_path: Path) -> None:
     known = tiny.write_safetensors("qwen3", tmp_path / "qwen3")
     assert terminal.run("inspect", str(known), "--backend", "xla", "--max-batch", "5", "--json") == 0
     report = json.loads(terminal.out)
@@ -311,7 +311,7 @@ def test_the_xla_backend_says_what_it_compiles_and_refuses_what_it_does_not_know
     assert "--backend xla does not support qwen3_moe yet" in terminal.err
 
 
-def test_several_cards_have_the_context_that_their_memory_has_room_for(terminal: Terminal) -> None:
+def test_several_cards_get_the_longest_context_that_fits_their_memory(terminal: Terminal) -> None:
     reports = []
     for devices in ("cuda/sm86/24GiB", "cuda/sm86/24GiB,cuda/sm86/24GiB"):
         assert terminal.run("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", devices, "--json") == 0
@@ -321,13 +321,13 @@ def test_several_cards_have_the_context_that_their_memory_has_room_for(terminal:
     assert all(stage["total_bytes"] <= stage["device"]["memory"] for stage in reports[1]["stages"])
 
 
-def test_several_cards_with_little_room_have_a_short_context_and_not_none(terminal: Terminal) -> None:
+def test_several_cards_with_little_memory_get_a_short_context(terminal: Terminal) -> None:
     given = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/11GiB,cuda/sm86/11GiB", "--draft", "none", "--json")
-    told = terminal.json(*given)
-    assert 4096 < told["memory"]["max_context"] < 32_768
+    report = terminal.json(*given)
+    assert 4096 < report["memory"]["max_context"] < 32_768
 
 
-def test_what_a_drafter_takes_is_part_of_the_total(terminal: Terminal) -> None:
+def test_the_bytes_of_a_drafter_are_part_of_the_total(terminal: Terminal) -> None:
     given = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm86/24GiB", "--max-context", "16384", "--json")
     totals = []
     for draft in ("none", "random:qwen3.6-27b-dflash-q4_k_m"):

@@ -1,4 +1,4 @@
-"""The command itself: what it says when used wrongly, and how it ends."""
+"""The command itself: usage errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ WEB_AND_TERMINAL = (
 )
 
 
-def test_the_version_is_the_packages(terminal: Terminal) -> None:
+def test_the_version_is_that_of_the_package(terminal: Terminal) -> None:
     assert terminal.run("--version") == 0
     assert terminal.out == f"onedraw {__version__}\n"
 
 
-def test_no_command_shows_the_overview_and_is_a_mistake(terminal: Terminal) -> None:
+def test_without_a_command_the_overview_is_shown_with_status_2(terminal: Terminal) -> None:
     assert terminal.run() == 2
     assert all(f"  {name} " in terminal.err for name in COMMANDS)
 
 
-def test_help_is_no_mistake(terminal: Terminal) -> None:
+def test_help_has_status_0(terminal: Terminal) -> None:
     assert terminal.run("--help") == 0
     assert "commands:" in terminal.out
 
@@ -52,7 +52,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert f"  onedraw {name}" in out.partition("examples:")[2]
 
 
-def test_a_misspelled_command_is_guessed(terminal: Terminal) -> None:
+def test_a_misspelled_command_gets_a_suggestion(terminal: Terminal) -> None:
     assert terminal.run("genrate") == 2
     assert terminal.err == "onedraw: no command 'genrate': did you mean `onedraw generate`?\n"
 
@@ -62,7 +62,7 @@ def test_an_unknown_command_lists_the_known_ones(terminal: Terminal) -> None:
     assert terminal.err.startswith("onedraw: no command 'xyzzy': the commands are serve, generate")
 
 
-def test_a_wrong_use_is_one_line_and_status_2(terminal: Terminal) -> None:
+def test_a_usage_error_is_one_line_and_status_2(terminal: Terminal) -> None:
     assert terminal.run("generate") == 2
     assert terminal.err == "onedraw: the following arguments are required: MODEL; see `onedraw generate --help`\n"
 
@@ -72,7 +72,7 @@ def test_a_bad_setting_is_one_line_and_status_2(terminal: Terminal) -> None:
     assert terminal.err == "onedraw: --page-size: must divide 64 (1, 2, 4, 8, 16, 32 or 64), not 5\n"
 
 
-def test_what_is_missing_is_one_line_and_status_1(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_one_line_and_status_1(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(arguments: object) -> int:
         raise ModelNotFound("no such model; pull it first")
 
@@ -95,14 +95,14 @@ def test_control_c_ends_quietly_with_130(terminal: Terminal, monkeypatch: pytest
     assert (terminal.out, terminal.err) == ("", "")
 
 
-def test_options_may_stand_anywhere(terminal: Terminal) -> None:
+def test_options_may_come_before_or_after_arguments(terminal: Terminal) -> None:
     assert terminal.run("generate", "--max-tokens", "3", "fake", "--backend", "fake", "hello", "--temperature", "0") == 0
     first = terminal.out
     assert terminal.run("generate", "fake", "hello", "--backend", "fake", "--max-tokens", "3", "--temperature", "0") == 0
     assert terminal.out == first
 
 
-def test_a_reader_that_leaves_early_gets_no_complaint() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     script = f"{sys.executable} -m onedraw.cli.main generate fake hello --backend fake --max-tokens 1500 --ignore-eos | head -c 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, errors="replace", timeout=300, check=False)
     assert len(done.stdout.encode()) <= 3
@@ -111,7 +111,7 @@ def test_a_reader_that_leaves_early_gets_no_complaint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "status", "said"),
+    ("line", "status", "message"),
     [
         ("generate fake hi --backend fake --max-tokens 2 --seed 7 >&-", 0, "seed 7 "),
         ("generate fake hi --backend fake --max-tokens 2 > /dev/full", 1, "onedraw: the output: No space left on device"),
@@ -121,14 +121,14 @@ def test_a_reader_that_leaves_early_gets_no_complaint() -> None:
         ("generate fake hi --backend fake --max-tokens 2 --seed 9", 0, "seed 9 "),
     ],
 )
-def test_streams_that_cannot_be_used_and_names_that_cannot_be_are_said_in_a_line(line: str, status: int, said: str) -> None:
+def test_unusable_streams_and_invalid_names_are_reported_in_one_line(line: str, status: int, message: str) -> None:
     script = f"{sys.executable} -m onedraw.cli.main {line}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, errors="replace", timeout=300, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
 
 
-def test_what_was_printed_before_a_file_could_not_be_used_is_there() -> None:
+def test_output_printed_before_a_file_error_is_flushed() -> None:
     code = "import sys; from onedraw.cli import main as cli; "
     code += "cli._run = lambda given: (print('a result'), open('/no/such/file'))[1]; sys.exit(cli.main([]))"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -136,7 +136,7 @@ def test_what_was_printed_before_a_file_could_not_be_used_is_there() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "a result\n", "onedraw: /no/such/file: No such file or directory\n")
 
 
-def test_a_character_that_the_terminal_has_no_code_for_is_spelled() -> None:
+def test_a_character_that_the_terminal_cannot_encode_is_escaped() -> None:
     script = f"PYTHONIOENCODING=latin-1 {sys.executable} -m onedraw.cli.main --help"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -159,7 +159,7 @@ def test_commands_run_where_neither_web_nor_terminal_packages_are_installed(give
     assert done.returncode == 0, done.stderr
 
 
-def test_serve_without_the_web_packages_says_how_to_get_them() -> None:
+def test_serve_without_the_web_packages_names_the_extra_to_install() -> None:
     blocked = f"import sys; sys.modules.update(dict.fromkeys({WEB_AND_TERMINAL!r})); from onedraw.cli.main import main; "
     done = subprocess.run(
         [sys.executable, "-c", blocked + "sys.exit(main(['serve', '--backend', 'fake']))"],
@@ -173,7 +173,7 @@ def test_serve_without_the_web_packages_says_how_to_get_them() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_every_command_module_keeps_its_promise() -> None:
+def test_every_command_module_has_the_required_functions() -> None:
     for name in COMMANDS:
         module = command_module(name)
         assert {"HELP", "EXAMPLES", "add", "run"} <= set(vars(module))

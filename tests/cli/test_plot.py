@@ -1,4 +1,4 @@
-"""`bench --plot`: a picture where matplotlib is, the line to install it where it is not."""
+"""`bench --plot`: an image if matplotlib is installed, otherwise an error with the command that installs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.running import FAKE, Terminal
 GIVEN = ("bench", *FAKE, "--batch", "1,2", "--prompt-tokens", "16", "--new-tokens", "4", "--repeats", "1")
 
 
-def test_without_matplotlib_the_line_to_install_it_is_said_before_anything_runs(
+def test_without_matplotlib_the_error_comes_before_anything_runs(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -21,7 +21,7 @@ def test_without_matplotlib_the_line_to_install_it_is_said_before_anything_runs(
     assert terminal.out == ""
 
 
-def test_a_picture_is_drawn(terminal: Terminal, tmp_path: Path) -> None:
+def test_an_image_is_written(terminal: Terminal, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
     assert terminal.run(*GIVEN, "--plot", str(path)) == 0

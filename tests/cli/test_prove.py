@@ -17,7 +17,7 @@ def test_the_table_has_a_line_per_variation(terminal: Terminal) -> None:
     assert found["2 threads"] == "not exercised"
 
 
-def test_the_object_says_the_same(terminal: Terminal) -> None:
+def test_the_json_object_has_the_same_rows(terminal: Terminal) -> None:
     report = terminal.json("prove", *FAKE, "--quick")
     assert report["holds"] is True
     assert {f["result"] for f in report["findings"]} <= {"same", "not exercised"}

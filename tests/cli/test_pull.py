@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.cli.running import Terminal
 
 
-def test_a_model_that_is_here_already_is_its_own_path(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_local_model_is_its_own_path(terminal: Terminal, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -15,7 +15,7 @@ def test_a_model_that_is_here_already_is_its_own_path(terminal: Terminal, tmp_pa
     assert terminal.out == f"{model}\n"
 
 
-def test_an_unknown_name_says_what_may_be_pulled(terminal: Terminal, tmp_path: Path) -> None:
+def test_an_unknown_name_lists_the_built_in_models(terminal: Terminal, tmp_path: Path) -> None:
     assert terminal.run("pull", "no-such-model", "--cache-dir", str(tmp_path)) == 1
     assert "smollm2" in terminal.err
     assert terminal.out == ""

@@ -1,4 +1,4 @@
-"""docs/cli.md says what the parsers say."""
+"""docs/cli.md agrees with the parsers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_every_option_is_on_the_page() -> None:
     for name in COMMANDS:
         section = page.partition(f"## onedraw {name}\n")[2].partition("\n## ")[0]
         for action in command_parser(name)._actions:
-            if action.help is argparse.SUPPRESS:  # what is only there to be refused
+            if action.help is argparse.SUPPRESS:  # defined only to be refused with a reason
                 continue
             assert not action.option_strings or action.dest == "help" or action.option_strings[-1] in section

@@ -19,15 +19,15 @@ def folder(terminal: Terminal, tmp_path: Path) -> Path:
     return tmp_path / "records"
 
 
-def lie(folder: Path) -> None:
+def change_a_token(folder: Path) -> None:
     file = folder / "requests-000002.jsonl"
     line = json.loads(file.read_text())
-    assert line["reply"][4] != 65, "the lie below would be the truth"
+    assert line["reply"][4] != 65, "the changed token must differ"
     line["reply"][4] = 65
     file.write_text(json.dumps(line) + "\n")
 
 
-def test_what_generate_recorded_is_the_same_again(terminal: Terminal, folder: Path) -> None:
+def test_a_request_recorded_by_generate_replays_with_the_same_tokens(terminal: Terminal, folder: Path) -> None:
     assert terminal.run("replay", str(folder), "--backend", "fake", "--draft", "none") == 0, terminal.err
     assert terminal.out.startswith("2 requests, 24 tokens: 2 the same, 0 different, 0 not run\n")
 
@@ -38,7 +38,7 @@ def test_one_file_can_be_replayed(terminal: Terminal, folder: Path) -> None:
 
 
 def test_a_difference_is_shown_and_is_status_1(terminal: Terminal, folder: Path) -> None:
-    lie(folder)
+    change_a_token(folder)
     assert terminal.run("replay", str(folder), "--backend", "fake") == 1
     (row,) = [line for line in terminal.out.splitlines() if line.startswith("requests-000002.jsonl:1")]
     assert '65 "b"' in row
@@ -49,7 +49,7 @@ def test_a_difference_is_shown_and_is_status_1(terminal: Terminal, folder: Path)
     assert (verdict["result"], verdict["index"], verdict["recorded"]) == ("different", 4, 65)
 
 
-def test_another_fingerprint_is_pointed_out(terminal: Terminal, folder: Path) -> None:
+def test_a_different_fingerprint_is_reported(terminal: Terminal, folder: Path) -> None:
     file = folder / "requests-000001.jsonl"
     file.write_text(file.read_text().replace('"fingerprint":"', '"fingerprint":"other-'))
     assert terminal.run("replay", str(folder), "--backend", "fake") == 0

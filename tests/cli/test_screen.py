@@ -1,4 +1,4 @@
-"""What reaches a terminal, and what reaches a pipe."""
+"""Output to a terminal and output to a pipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onedraw.cli import terminal
 
 
 class Terminal(io.StringIO):
-    """A stream that a person looks at."""
+    """A stream that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -29,7 +29,7 @@ def test_a_piped_table_is_plain_and_aligned() -> None:
     assert out.getvalue() == "sizes\nname     count\n-------  -----\none          1\nhundred    100\n"
 
 
-def test_a_looked_at_table_has_frames_and_the_same_cells() -> None:
+def test_a_table_on_a_terminal_has_frames_and_the_same_cells() -> None:
     pytest.importorskip("rich")
     out = Terminal()
     terminal.table("sizes", ("name", "count"), [["[one]", "1"], ["hundred", "100"]], out=out)
@@ -52,7 +52,7 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue() == "aside\n"
 
 
-def test_a_remark_is_faint_where_somebody_looks() -> None:
+def test_a_note_is_dimmed_on_a_terminal() -> None:
     out, piped = Terminal(), io.StringIO()
     terminal.dim("aside", out=out)
     terminal.dim("aside", out=piped)
@@ -60,7 +60,7 @@ def test_a_remark_is_faint_where_somebody_looks() -> None:
     assert piped.getvalue() == "aside\n"
 
 
-def test_progress_leaves_no_trace_on_a_terminal() -> None:
+def test_progress_is_cleared_from_a_terminal() -> None:
     out = Terminal()
     with terminal.progress(out=out) as notify:
         notify("loading")

@@ -1,4 +1,4 @@
-"""`onedraw serve` as a person starts it: it says how to ask, answers, and stops when told."""
+"""`onedraw serve` as a process: it prints a curl command, answers it, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_the_printed_line_works_when_pasted(server: subprocess.Popen[str]) -> None:
+def test_the_printed_curl_command_works(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     line = server.stdout.readline()
     assert line.startswith("curl http://127.0.0.1:")
@@ -41,7 +41,7 @@ def test_the_printed_line_works_when_pasted(server: subprocess.Popen[str]) -> No
     assert reply["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_it_stops_with_status_0_when_told(server: subprocess.Popen[str]) -> None:
+def test_a_signal_stops_it_with_status_0(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     server.stdout.readline()
     server.send_signal(signal.SIGTERM)
@@ -52,7 +52,15 @@ def test_a_port_in_use_is_one_line_and_no_traceback(server: subprocess.Popen[str
     assert server.stdout is not None
     port = server.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0]
     second = subprocess.run(
-        [sys.executable, "-m", "onedraw.cli.main", "serve", "no-such-model", "--port", port],  # said before it is looked for
+        [
+            sys.executable,
+            "-m",
+            "onedraw.cli.main",
+            "serve",
+            "no-such-model",
+            "--port",
+            port,
+        ],  # the port is checked before the model
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,7 +1,7 @@
-"""A real server in a process of its own, for clients that live in another environment and know nothing of ours.
+"""A real server in its own process, for third-party clients installed in a separate virtual environment.
 
-Run by `make test-clients`. ONEDRAW_PYTHON is the interpreter that has Onedraw. What a server cannot do yet its OpenAPI document
-does not say, and the tests of it are skipped with that reason: they begin to run when it can.
+Run by `make test-clients`. ONEDRAW_PYTHON is the interpreter that has Onedraw. A test of a feature that is
+not in the server's OpenAPI document is skipped with that reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(os.environ.get("ONEDRAW_ROOT", Path(__file__).parents[2]))
 KEY = "sesame"
-PATIENCE = 300.0  # seconds, on a machine that does other things
+PATIENCE = 300.0  # seconds, generous, for a busy machine
 HELLO = [{"role": "user", "content": "Hello."}]
 WEATHER = {
     "type": "object",
@@ -43,13 +43,13 @@ class Server:
         return f"{self.url}/v1"
 
     def field(self, name: str) -> dict[str, Any]:
-        """What the document says of a field of chat requests."""
+        """The schema of a field of chat requests in the OpenAPI document."""
         found: dict[str, Any] = self.document["components"]["schemas"]["ChatRequest"]["properties"].get(name, {"type": "null"})
         return found
 
-    def said(self, **asked: Any) -> str:
-        """What the server says without any client, to hold clients to."""
-        body = {"messages": HELLO, **asked}
+    def reply(self, **fields: Any) -> str:
+        """The reply over plain HTTP, which clients' replies are compared with."""
+        body = {"messages": HELLO, **fields}
         answer = httpx.post(
             f"{self.base}/chat/completions", json=body, headers={"authorization": f"Bearer {self.key}"}, timeout=PATIENCE
         )
@@ -83,7 +83,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def needs(server: Server) -> Callable[..., None]:
-    """Skips a test of what the server does not have: a path, or a field of chat requests that asks for something."""
+    """Skips a test if the server lacks a path or a field of chat requests."""
 
     def check(*, path: str | None = None, field: str | None = None) -> None:
         if path is not None and path not in server.document["paths"]:

@@ -55,16 +55,16 @@ def test_tools(server: Server, client: anthropic.Anthropic) -> None:
         for block in reply.content
         if block.type == "tool_use"
     ]
-    told = [*HELLO, {"role": "assistant", "content": reply.content}, {"role": "user", "content": results}]
-    second = client.messages.create(model=server.model, messages=told, tools=[tool], max_tokens=8)
+    result = [*HELLO, {"role": "assistant", "content": reply.content}, {"role": "user", "content": results}]
+    second = client.messages.create(model=server.model, messages=result, tools=[tool], max_tokens=8)
     assert second.usage.output_tokens <= 8
 
 
 def test_a_call_is_streamed(server: Server, client: anthropic.Anthropic) -> None:
     tool = {"name": "weather", "input_schema": WEATHER, "strict": True}
     choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
-    asked = {"model": server.model, "messages": HELLO, "tools": [tool], "tool_choice": choice, "max_tokens": 2000}
-    with client.messages.stream(**asked, extra_body=SEEDED) as stream:
+    body = {"model": server.model, "messages": HELLO, "tools": [tool], "tool_choice": choice, "max_tokens": 2000}
+    with client.messages.stream(**body, extra_body=SEEDED) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         (block,) = stream.get_final_message().content
     assert len(pieces) > 5

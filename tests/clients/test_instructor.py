@@ -38,11 +38,11 @@ def test_chat(server: Server) -> None:
     reply = client.chat.completions.create(
         model=server.model, messages=HELLO, response_model=None, max_retries=0, seed=7, max_tokens=12
     )
-    assert reply.choices[0].message.content == server.said(seed=7, max_tokens=12)
+    assert reply.choices[0].message.content == server.reply(seed=7, max_tokens=12)
 
 
 def test_streaming(server: Server, needs: Callable[..., None]) -> None:
-    """A typed reply that fills up while it comes."""
+    """A typed reply that is parsed while it is streamed."""
     needs(field="response_format")
     client = instructor.from_openai(
         openai.OpenAI(base_url=server.base, api_key=server.key, max_retries=0), mode=instructor.Mode.JSON_SCHEMA

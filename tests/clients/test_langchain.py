@@ -21,13 +21,13 @@ def model(server: Server, **more: Any) -> ChatOpenAI:
 
 def test_chat(server: Server) -> None:
     reply = model(server).invoke("Hello.")
-    assert reply.content == server.said(seed=7, max_tokens=12)
+    assert reply.content == server.reply(seed=7, max_tokens=12)
     assert reply.usage_metadata["output_tokens"] <= 12
 
 
 def test_streaming(server: Server) -> None:
     text = "".join(str(chunk.content) for chunk in model(server).stream("Hello."))
-    assert text == server.said(seed=7, max_tokens=12)
+    assert text == server.reply(seed=7, max_tokens=12)
 
 
 def test_errors(server: Server) -> None:
@@ -58,9 +58,9 @@ def test_tools(server: Server, needs: Callable[..., None]) -> None:
 
 def test_responses(server: Server, needs: Callable[..., None]) -> None:
     needs(path="/v1/responses")
-    asked = {"use_responses_api": True, "seed": None, "extra_body": {"seed": 7}, "max_tokens": 16}
-    assert model(server, **asked).invoke("Hello.").usage_metadata["output_tokens"] <= 16
-    structured = model(server, **{**asked, "max_tokens": 2000}).with_structured_output(Weather, method="json_schema")
+    body = {"use_responses_api": True, "seed": None, "extra_body": {"seed": 7}, "max_tokens": 16}
+    assert model(server, **body).invoke("Hello.").usage_metadata["output_tokens"] <= 16
+    structured = model(server, **{**body, "max_tokens": 2000}).with_structured_output(Weather, method="json_schema")
     assert isinstance(structured.invoke("Hello."), Weather)
 
 

@@ -25,12 +25,12 @@ def ask(server: Server, **more: Any) -> Any:
 
 
 def test_chat(server: Server) -> None:
-    assert ask(server, seed=7, max_tokens=12).choices[0].message.content == server.said(seed=7, max_tokens=12)
+    assert ask(server, seed=7, max_tokens=12).choices[0].message.content == server.reply(seed=7, max_tokens=12)
 
 
 def test_streaming(server: Server) -> None:
     chunks = list(ask(server, seed=7, max_tokens=12, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == server.said(seed=7, max_tokens=12)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == server.reply(seed=7, max_tokens=12)
 
 
 def test_errors(server: Server) -> None:
@@ -48,8 +48,8 @@ def test_tools(server: Server, needs: Callable[..., None]) -> None:
     message = ask(server, tools=[tool], tool_choice="required", seed=3, max_tokens=2000).choices[0].message
     (call,) = message.tool_calls
     assert 1 <= json.loads(call.function.arguments)["days"] <= 9
-    told = [*HELLO, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    assert ask(server, messages=told, tools=[tool], max_tokens=8).usage.completion_tokens <= 8
+    result = [*HELLO, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert ask(server, messages=result, tools=[tool], max_tokens=8).usage.completion_tokens <= 8
 
 
 class Weather(BaseModel):

@@ -1,4 +1,4 @@
-"""Clients from the npm registry: openai and the Vercel AI SDK, each a script that says what it saw as JSON."""
+"""Clients from the npm registry: openai and the Vercel AI SDK, each a script that prints its results as JSON."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def run(server: Server, script: str, part: str, *, key: str | None = None) -> An
 @pytest.mark.parametrize("script", ["openai.js", "ai.js"])
 @pytest.mark.parametrize("part", ["chat", "stream"])
 def test_chat_and_streaming(server: Server, script: str, part: str) -> None:
-    assert run(server, script, part)["text"] == server.said(seed=7, max_tokens=12)
+    assert run(server, script, part)["text"] == server.reply(seed=7, max_tokens=12)
 
 
 @pytest.mark.parametrize("script", ["openai.js", "ai.js"])
 def test_errors(server: Server, script: str) -> None:
-    told = run(server, script, "error")
-    assert (told["status"], "temperature" in told["message"]) == (400, True)
+    result = run(server, script, "error")
+    assert (result["status"], "temperature" in result["message"]) == (400, True)
     assert run(server, script, "chat-error", key="wrong")["status"] == 401
 
 
@@ -55,12 +55,12 @@ def test_structured_output(server: Server, needs: Callable[..., None], script: s
 
 
 @pytest.mark.parametrize("script", ["openai.js", "ai.js"])
-def test_a_tool_makes_its_round_trip(server: Server, needs: Callable[..., None], script: str) -> None:
+def test_a_tool_call_and_its_result(server: Server, needs: Callable[..., None], script: str) -> None:
     needs(field="tools")
     for part in ("round", "responses-round")[: 2 if script == "ai.js" else 1]:
-        told = run(server, script, part)
-        assert 1 <= told["days"] <= 9
-        assert told["steps"] == 2
+        result = run(server, script, part)
+        assert 1 <= result["days"] <= 9
+        assert result["steps"] == 2
 
 
 @pytest.mark.parametrize("script", ["openai.js", "ai.js"])
@@ -70,9 +70,9 @@ def test_responses(server: Server, needs: Callable[..., None], script: str, part
     assert run(server, script, part)["text"]
 
 
-def test_responses_refer_to_what_was_said_before(server: Server, needs: Callable[..., None]) -> None:
-    """The AI SDK's own way with OpenAI's provider: what was said before is named by its id."""
+def test_responses_refer_to_earlier_ones_by_id(server: Server, needs: Callable[..., None]) -> None:
+    """The AI SDK's OpenAI provider refers to earlier items by their ids."""
     needs(path="/v1/responses")
-    told = run(server, "ai.js", "responses-refer")
-    assert told["text"]
-    assert told["referred"]
+    result = run(server, "ai.js", "responses-refer")
+    assert result["text"]
+    assert result["referred"]

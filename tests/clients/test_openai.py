@@ -19,7 +19,7 @@ def client(server: Server) -> openai.OpenAI:
 
 def test_chat(server: Server, client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model=server.model, messages=HELLO, seed=7, max_tokens=12)
-    assert reply.choices[0].message.content == server.said(seed=7, max_tokens=12)
+    assert reply.choices[0].message.content == server.reply(seed=7, max_tokens=12)
     assert reply.usage is not None
     assert reply.usage.completion_tokens <= 12
 
@@ -30,7 +30,7 @@ def test_streaming(server: Server, client: openai.OpenAI) -> None:
     )
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == server.said(seed=7, max_tokens=12)
+    assert text == server.reply(seed=7, max_tokens=12)
     assert chunks[-1].usage is not None
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
 
@@ -52,13 +52,13 @@ def test_models(server: Server, client: openai.OpenAI) -> None:
 def test_tools(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
     needs(field="tools")
     tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}
-    asked = {"model": server.model, "tools": [tool], "tool_choice": "required", "seed": 3, "max_tokens": 2000}
-    message = client.chat.completions.create(messages=HELLO, **asked).choices[0].message  # type: ignore[call-overload]
+    body = {"model": server.model, "tools": [tool], "tool_choice": "required", "seed": 3, "max_tokens": 2000}
+    message = client.chat.completions.create(messages=HELLO, **body).choices[0].message  # type: ignore[call-overload]
     (call,) = message.tool_calls
     assert call.function.name == "weather"
     assert 1 <= json.loads(call.function.arguments)["days"] <= 9
-    told = [*HELLO, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    reply = client.chat.completions.create(messages=told, model=server.model, max_tokens=8, seed=1)  # type: ignore[arg-type]
+    result = [*HELLO, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    reply = client.chat.completions.create(messages=result, model=server.model, max_tokens=8, seed=1)  # type: ignore[arg-type]
     assert reply.choices[0].message.content is not None
 
 
@@ -75,15 +75,15 @@ def test_structured_output(server: Server, client: openai.OpenAI, needs: Callabl
 
 
 def test_the_stream_helper(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
-    """It folds chunks by itself, and parses what they join to."""
+    """The helper joins the chunks and parses the result."""
     needs(field="response_format")
-    asked = {"model": server.model, "messages": HELLO, "max_tokens": 2000, "seed": 2}
-    with client.chat.completions.stream(response_format=Weather, **asked) as stream:
+    body = {"model": server.model, "messages": HELLO, "max_tokens": 2000, "seed": 2}
+    with client.chat.completions.stream(response_format=Weather, **body) as stream:
         kinds = {event.type for event in stream}
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
     assert {"chunk", "content.delta", "content.done"} <= kinds
     tool = openai.pydantic_function_tool(Weather)
-    with client.chat.completions.stream(tools=[tool], tool_choice="required", parallel_tool_calls=False, **asked) as stream:
+    with client.chat.completions.stream(tools=[tool], tool_choice="required", parallel_tool_calls=False, **body) as stream:
         kinds = {event.type for event in stream}
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Weather)
@@ -92,26 +92,26 @@ def test_the_stream_helper(server: Server, client: openai.OpenAI, needs: Callabl
 
 def test_responses(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
     needs(path="/v1/responses")
-    asked = {"model": server.model, "input": "Hello.", "max_output_tokens": 16, "extra_body": {"seed": 7}}
-    assert client.responses.create(**asked).output_text
-    events = [event.type for event in client.responses.create(**asked, stream=True)]
+    body = {"model": server.model, "input": "Hello.", "max_output_tokens": 16, "extra_body": {"seed": 7}}
+    assert client.responses.create(**body).output_text
+    events = [event.type for event in client.responses.create(**body, stream=True)]
     assert events[0] == "response.created"
     assert events[-1] in ("response.completed", "response.incomplete")
 
 
-def test_responses_with_tools_and_forms(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
+def test_responses_with_tools_and_response_formats(server: Server, client: openai.OpenAI, needs: Callable[..., None]) -> None:
     needs(path="/v1/responses")
     tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
-    asked = {"model": server.model, "extra_body": {"seed": 7}}
+    body = {"model": server.model, "extra_body": {"seed": 7}}
     must = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 2000}
-    first = client.responses.create(input="Hello.", **must, **asked)
+    first = client.responses.create(input="Hello.", **must, **body)
     (call,) = first.output
     assert 1 <= json.loads(call.arguments)["days"] <= 9
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    second = client.responses.create(input=[result], previous_response_id=first.id, tools=[tool], max_output_tokens=16, **asked)
+    second = client.responses.create(input=[result], previous_response_id=first.id, tools=[tool], max_output_tokens=16, **body)
     assert client.responses.retrieve(second.id).output == second.output
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    parsed = client.responses.parse(input="Hello.", text_format=Weather, max_output_tokens=2000, **asked)
+    parsed = client.responses.parse(input="Hello.", text_format=Weather, max_output_tokens=2000, **body)
     assert isinstance(parsed.output_parsed, Weather)

@@ -24,7 +24,7 @@ from tests.clients.conftest import Server
 
 @pytest.fixture(autouse=True)
 def no_tracing() -> None:
-    """Tracing would send every run to its maker."""
+    """Tracing would send every run to OpenAI."""
     set_tracing_disabled(True)
 
 
@@ -33,22 +33,22 @@ def agent(
 ) -> Agent:
     client = openai.AsyncOpenAI(base_url=server.base, api_key=key or server.key, max_retries=0)
     model = kind(model=server.model, openai_client=client)
-    asked = ModelSettings(**{"max_tokens": 12, "extra_body": {"seed": 7}, **settings})
-    return Agent(name="a", model=model, model_settings=asked, **(more or {}))
+    model_settings = ModelSettings(**{"max_tokens": 12, "extra_body": {"seed": 7}, **settings})
+    return Agent(name="a", model=model, model_settings=model_settings, **(more or {}))
 
 
 def test_chat(server: Server) -> None:
     reply = Runner.run_sync(agent(server), "Hello.")
-    assert reply.final_output == server.said(seed=7, max_tokens=12)
+    assert reply.final_output == server.reply(seed=7, max_tokens=12)
 
 
 def test_streaming(server: Server) -> None:
     async def streamed() -> str:
         run = Runner.run_streamed(agent(server), "Hello.")
-        told = [event.data async for event in run.stream_events() if event.type == "raw_response_event"]
-        return "".join(data.delta for data in told if data.type == "response.output_text.delta")
+        result = [event.data async for event in run.stream_events() if event.type == "raw_response_event"]
+        return "".join(data.delta for data in result if data.type == "response.output_text.delta")
 
-    assert asyncio.run(streamed()) == server.said(seed=7, max_tokens=12)
+    assert asyncio.run(streamed()) == server.reply(seed=7, max_tokens=12)
 
 
 def test_errors(server: Server) -> None:
@@ -68,10 +68,10 @@ def weather(city: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
-def test_a_tool_makes_its_round_trip(server: Server, needs: Callable[..., None], kind: Any) -> None:
+def test_a_tool_call_and_its_result(server: Server, needs: Callable[..., None], kind: Any) -> None:
     needs(field="tools", path="/v1/responses")
     must = {"kind": kind, "more": {"tools": [weather]}, "tool_choice": "required", "max_tokens": 500}
-    run = Runner.run_sync(agent(server, **must), "Hello.", max_turns=3)  # its result goes back with the choice left open
+    run = Runner.run_sync(agent(server, **must), "Hello.", max_turns=3)  # the result is sent back with tool_choice auto
     kinds = [item.type for item in run.new_items]
     assert kinds[0] == "tool_call_item"
     assert "tool_call_output_item" in kinds

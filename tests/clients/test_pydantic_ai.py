@@ -23,7 +23,7 @@ def agent(server: Server, *, key: str | None = None, **more: Any) -> Agent[None,
 
 def test_chat(server: Server) -> None:
     reply = agent(server).run_sync("Hello.", model_settings={"seed": 7, "max_tokens": 12})
-    assert reply.output == server.said(seed=7, max_tokens=12)
+    assert reply.output == server.reply(seed=7, max_tokens=12)
     assert reply.usage.output_tokens <= 12
 
 
@@ -32,7 +32,7 @@ def test_streaming(server: Server) -> None:
         async with agent(server).run_stream("Hello.", model_settings={"seed": 7, "max_tokens": 12}) as run:
             return "".join([piece async for piece in run.stream_text(delta=True)])
 
-    assert asyncio.run(streamed()) == server.said(seed=7, max_tokens=12)
+    assert asyncio.run(streamed()) == server.reply(seed=7, max_tokens=12)
 
 
 def test_errors(server: Server) -> None:
@@ -55,7 +55,7 @@ def test_a_typed_reply(server: Server, needs: Callable[..., None]) -> None:
     assert isinstance(reply.output, Weather)
 
 
-def test_a_tool_makes_its_round_trip(server: Server, needs: Callable[..., None]) -> None:
+def test_a_tool_call_and_its_result(server: Server, needs: Callable[..., None]) -> None:
     needs(field="tools")
     called: list[str] = []
 
@@ -65,7 +65,7 @@ def test_a_tool_makes_its_round_trip(server: Server, needs: Callable[..., None])
         return "sunny"
 
     typed = agent(server, output_type=Weather, tools=[weather])
-    for seed in range(20):  # every turn calls a tool or gives the typed reply, as the dice fall
+    for seed in range(20):  # each turn calls a tool or gives the typed reply, depending on the seed
         reply = typed.run_sync("Hello.", model_settings={"seed": seed, "max_tokens": 2000, "temperature": 5.0})
         assert isinstance(reply.output, Weather)
         if called:

@@ -17,12 +17,12 @@ from tests.clients.conftest import Server, running
 EXAMPLES = os.environ.get("ONEDRAW_SCHEMATHESIS_EXAMPLES", "60")
 
 
-def test_the_server_does_what_its_document_says(tmp_path: Path) -> None:
+def test_the_server_conforms_to_its_openapi_document(tmp_path: Path) -> None:
     with running("--max-context", "64", "--max-batch", "32") as server:  # replies are short
-        judge(server, tmp_path)
+        run_schemathesis(server, tmp_path)
 
 
-def judge(server: Server, tmp_path: Path) -> None:
+def run_schemathesis(server: Server, tmp_path: Path) -> None:
     command = [
         *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json", "--no-color"),
         *("--header", f"Authorization: Bearer {server.key}", "--exclude-checks", "positive_data_acceptance"),

@@ -1,7 +1,7 @@
-"""Every object and every event has every field that the types of the official clients ask for.
+"""Every object and every event has every field that the types of the official clients require.
 
-The clients themselves take what they are given; their types, held to, say what is missing. /v1/completions is left out: its
-type rules out the null of an unfinished choice and of a prompt's first token, which its own server sends.
+The clients do not validate replies; validating with their types shows missing fields. /v1/completions is left out: its type
+forbids the null of an unfinished choice and of a prompt's first token, which OpenAI's server sends.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ def http(server: Server) -> httpx.Client:
 
 @cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Unions of dozens of events take a second to make."""
+    """Cached: an adapter for a union of dozens of events takes a second to build."""
     return TypeAdapter(kind)
 
 
-def judge(http: httpx.Client, path: str, asked: dict[str, Any], *, whole: Any, event: Any) -> None:
-    """Both ways of an answer; seeds make them long or short, so several."""
+def check_shapes(http: httpx.Client, path: str, body: dict[str, Any], *, whole: Any, event: Any) -> None:
+    """Validate whole and streamed replies, for several seeds because their lengths differ."""
     for seed in range(2):
-        answer = http.post(path, json={**asked, "seed": seed})
+        answer = http.post(path, json={**body, "seed": seed})
         assert answer.status_code == 200, answer.text
         adapter(whole).validate_python(answer.json())
-        streamed = http.post(path, json={**asked, "seed": seed, "stream": True}).text
+        streamed = http.post(path, json={**body, "seed": seed, "stream": True}).text
         events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
         assert len(events) > 2
-        for told in events:
-            adapter(event).validate_python(told)
+        for result in events:
+            adapter(event).validate_python(result)
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         {},
         {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"},
@@ -61,13 +61,13 @@ def judge(http: httpx.Client, path: str, asked: dict[str, Any], *, whole: Any, e
     ],
     ids=["plain", "tools", "thinking", "logprobs", "form"],
 )
-def test_chat(http: httpx.Client, wish: dict[str, Any]) -> None:
-    asked = {"messages": HELLO, "max_tokens": 200, **wish}
-    judge(http, "/v1/chat/completions", asked, whole=ChatCompletion, event=ChatCompletionChunk)
+def test_chat(http: httpx.Client, options: dict[str, Any]) -> None:
+    body = {"messages": HELLO, "max_tokens": 200, **options}
+    check_shapes(http, "/v1/chat/completions", body, whole=ChatCompletion, event=ChatCompletionChunk)
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         {},
         {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
@@ -79,14 +79,14 @@ def test_chat(http: httpx.Client, wish: dict[str, Any]) -> None:
     ],
     ids=["plain", "tools", "named", "thinking", "summary", "logprobs", "form"],
 )
-def test_responses(http: httpx.Client, needs: Callable[..., None], wish: dict[str, Any]) -> None:
+def test_responses(http: httpx.Client, needs: Callable[..., None], options: dict[str, Any]) -> None:
     needs(path="/v1/responses")
-    asked = {"input": "Hello.", "max_output_tokens": 200, **wish}
-    judge(http, "/v1/responses", asked, whole=Response, event=ResponseStreamEvent)
+    body = {"input": "Hello.", "max_output_tokens": 200, **options}
+    check_shapes(http, "/v1/responses", body, whole=Response, event=ResponseStreamEvent)
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         {},
         {"tools": [{"name": "weather", "input_schema": WEATHER}], "tool_choice": {"type": "any"}},
@@ -95,9 +95,11 @@ def test_responses(http: httpx.Client, needs: Callable[..., None], wish: dict[st
     ],
     ids=["plain", "tools", "thinking", "stop"],
 )
-def test_messages(http: httpx.Client, needs: Callable[..., None], wish: dict[str, Any]) -> None:
+def test_messages(http: httpx.Client, needs: Callable[..., None], options: dict[str, Any]) -> None:
     needs(path="/v1/messages")
-    judge(http, "/v1/messages", {"messages": HELLO, "max_tokens": 200, **wish}, whole=Message, event=RawMessageStreamEvent)
+    check_shapes(
+        http, "/v1/messages", {"messages": HELLO, "max_tokens": 200, **options}, whole=Message, event=RawMessageStreamEvent
+    )
 
 
 def test_models_and_counts(http: httpx.Client, needs: Callable[..., None]) -> None:
