@@ -1,7 +1,7 @@
-"""One way to run requests through an engine, for every law: a schedule in, answers and counters out.
+"""Runs requests through an engine for every law: a schedule in, answers and counters out.
 
-An answer is the tokens and the checksum of the scores at every chosen position: a difference of 1e-7 almost never flips
-a token, so token equality alone would let it pass.
+An answer holds the tokens and the checksum of the scores at every sampled position. A difference of 1e-7 in the scores almost
+never changes a token, so comparing tokens alone would miss it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Answer:
     cached: int = 0
 
     def add_event(self, event: Event) -> None:
-        for choice in event.sampled:
-            self.tokens.append(choice.token)
-            self.checksums.append(choice.checksum)
-            if choice.logprobs is not None:
-                self.logprobs.append(choice.logprobs.logprob)
+        for sampled in event.sampled:
+            self.tokens.append(sampled.token)
+            self.checksums.append(sampled.checksum)
+            if sampled.logprobs is not None:
+                self.logprobs.append(sampled.logprobs.logprob)
         if event.scored is not None:
             self.scored = [s.logprob for s in event.scored]
         self.finish = event.finish
@@ -48,17 +48,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How requests meet the engine."""
+    """The engine's settings for one run, and the steps at which requests arrive or are cancelled."""
 
     step_tokens: int = 4096
     reuse: bool = False
-    proposer: Proposer | None = None  # drafts as much as there is room for
-    speculator: Speculator | None = None  # instead of `proposer`: decides by itself who drafts and how much
-    arrivals: tuple[int, ...] = ()  # the turn before which each request arrives; missing: 0
-    cancels: tuple[tuple[int, int], ...] = ()  # (turn, index of the request)
+    proposer: Proposer | None = None  # drafts as many tokens as fit
+    speculator: Speculator | None = None  # instead of `proposer`: selects the proposer and the number of drafts
+    arrivals: tuple[int, ...] = ()  # the step before which each request arrives; 0 if missing
+    cancels: tuple[tuple[int, int], ...] = ()  # (step, index of the request)
     allocator: type[Allocator] = Allocator
-    snapshots: SnapshotFolder | None = None  # on disk, and closed at the end
-    snapshot_tokens: int = 8  # shorter prompts get no snapshot
+    snapshots: SnapshotFolder | None = None  # closed at the end of the run
+    snapshot_tokens: int = 8  # minimum prompt length for a snapshot
     async_scheduling: bool = (
         True  # a step may be submitted before the tokens of the previous one are known, if the backend allows it
     )
@@ -72,7 +72,7 @@ class LiveConstraint(ConstraintSpec):
 
 
 def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tuple[list[Answer], Stats]:
-    """All requests through one engine, until it is idle. Fails if a page or a lane is lost on the way."""
+    """Run all requests in one engine until it is idle. Fails if a page or a lane is leaked."""
     capacity = replace(backend.capacity, async_scheduling=schedule.async_scheduling and backend.capacity.async_scheduling)
     allocator = schedule.allocator(capacity, reuse=schedule.reuse)
     proposers = [schedule.proposer] if schedule.proposer else []
@@ -93,19 +93,19 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
     engine = Engine(backend=backend, scheduler=scheduler, offload=offload)
     answers = [Answer() for _ in requests]
     pending = sorted(range(len(requests)), key=lambda i: schedule.arrivals[i] if i < len(schedule.arrivals) else 0)
-    turn = 0
+    step = 0
     while pending or engine.busy:
-        while pending and (pending[0] >= len(schedule.arrivals) or schedule.arrivals[pending[0]] <= turn):
+        while pending and (pending[0] >= len(schedule.arrivals) or schedule.arrivals[pending[0]] <= step):
             index = pending.pop(0)
             spec = requests[index].constraint
             engine.add(requests[index], answers[index].add_event, spec.constraint if isinstance(spec, LiveConstraint) else None)
         for when, index in schedule.cancels:
-            if when == turn:
+            if when == step:
                 engine.cancel(requests[index].id)
         engine.step()
         allocator.audit_all()
-        turn += 1
-        assert turn < 20_000, "the engine does not come to an end"
+        step += 1
+        assert step < 20_000, "the engine did not become idle"
     if folder is not None:
         folder.close()
     assert allocator.pages_held == 0
@@ -114,12 +114,17 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
 
 
 def plain(make_backend: Callable[[], Backend], requests: Sequence[Request]) -> list[Answer]:
-    """The run every variation is compared with: alone, no drafts, cold, one turn after the other."""
+    """The run every variation is compared with: one request at a time, no drafts, empty caches, one step in flight."""
     return [run(make_backend(), [request], Schedule(async_scheduling=False))[0][0] for request in requests]
 
 
+def same(got: Sequence[Answer], expected: Sequence[Answer]) -> bool:
+    """Whether answers are equal except for the number of prompt tokens found in a cache."""
+    return [replace(a, cached=0) for a in got] == [replace(a, cached=0) for a in expected]
+
+
 def random_params(rng: np.random.Generator, *, vocab: int, max_tokens: int, calm: bool = False) -> SamplingParams:
-    """A mix of sampling parameters; `calm` leaves out what can end a request early."""
+    """A mix of sampling parameters; `calm` leaves out parameters that can end a request early."""
 
     def maybe(value: float, neutral: float, p: float = 0.4) -> float:
         return value if rng.random() < p else neutral
@@ -146,7 +151,7 @@ def random_params(rng: np.random.Generator, *, vocab: int, max_tokens: int, calm
 
 
 def random_requests(rng: np.random.Generator, *, count: int, vocab: int, longest: int, max_tokens: int) -> list[Request]:
-    """Prompts that partly share their beginnings, with mixed parameters."""
+    """Prompts of which some share a prefix, with mixed parameters."""
     stem = tuple(int(t) for t in rng.integers(0, vocab, longest))
     requests = []
     for i in range(count):
@@ -169,14 +174,14 @@ def follow_ups(
     longest: int,
     max_tokens: int,
 ) -> list[Request]:
-    """What is asked later: some of the prompts again under other parameters, and the next turns of conversations."""
+    """Later requests: some of the prompts again with other parameters, and next turns of conversations."""
     later = []
     for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         kind = rng.random()
         if kind < 0.4 or answer.error:
             continue
-        said = tuple(int(t) for t in rng.integers(0, vocab, int(rng.integers(1, 7))))
-        prompt = request.prompt if kind < 0.7 else (*request.prompt, *answer.tokens, *said)
+        message = tuple(int(t) for t in rng.integers(0, vocab, int(rng.integers(1, 7))))
+        prompt = request.prompt if kind < 0.7 else (*request.prompt, *answer.tokens, *message)
         params = random_params(rng, vocab=vocab, max_tokens=int(rng.integers(1, max_tokens + 1)))
         later.append(Request(id=f"q{len(requests)}.{number}", prompt=prompt[:longest], params=params))
     return later
@@ -184,15 +189,15 @@ def follow_ups(
 
 @dataclass
 class KnownAnswerProposer:
-    """Knows the answers and lies at fixed places: long accepts, rejections, empty drafts, drafts past the room."""
+    """Drafts the known answers with errors at fixed positions: long accepted runs, rejections, empty drafts, too many drafts."""
 
     answers: dict[str, list[int]]
     vocab: int
     wrong_every: int = 4
     empty_every: int = 5
-    tree: bool = False  # a wrong sibling before and behind every truth
+    tree: bool = False  # adds a wrong sibling before or after every right draft
 
-    name = "clairvoyant"
+    name = "known answers"
 
     def forget(self, request_id: str) -> None: ...
 
@@ -200,23 +205,23 @@ class KnownAnswerProposer:
         done = len(history.output)
         if self.empty_every and len(history) % self.empty_every == 0:
             return ()
-        truth = self.answers[request.id][done : done + 6]
-        guess = [
+        right = self.answers[request.id][done : done + 6]
+        tokens = [
             (token + 1) % self.vocab if self.wrong_every and (done + i) % self.wrong_every == 0 else token
-            for i, token in enumerate(truth)
+            for i, token in enumerate(right)
         ]
         if len(history) % 7 == 0:
-            guess = [*guess[:1], self.vocab + 5, *guess[1:]]  # out of vocabulary: the scheduler cuts there
-        return self._branched(guess) if self.tree else chain(tuple(guess))
+            tokens = [*tokens[:1], self.vocab + 5, *tokens[1:]]  # out of vocabulary: the scheduler cuts the drafts here
+        return self._branched(tokens) if self.tree else chain(tuple(tokens))
 
-    def _branched(self, guess: list[int]) -> tuple[Draft, ...]:
+    def _branched(self, tokens: list[int]) -> tuple[Draft, ...]:
         drafts: list[Draft] = []
         parent = -1
-        for depth, token in enumerate(guess):
+        for depth, token in enumerate(tokens):
             wrong = Draft((token + 7) % self.vocab, parent)
             if depth % 2:
                 drafts.append(wrong)
-                drafts.append(Draft((token + 9) % self.vocab, len(drafts) - 1))  # a child of the wrong one
+                drafts.append(Draft((token + 9) % self.vocab, len(drafts) - 1))  # a child of the wrong draft
             drafts.append(Draft(token, parent))
             parent = len(drafts) - 1
             if not depth % 2:

@@ -1,4 +1,4 @@
-"""Constrained replies: drafts, trees, batches and small turns never change them, and a mask from another history is caught."""
+"""Constrained replies: drafts, trees, batches and small steps never change them, and a mask from a wrong history is caught."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def backend() -> FakeBackend:
 
 
 def requests(constraints: Sequence[Constraint], *, max_tokens: int = 40, seed: int = 0) -> list[Request]:
-    """Mixed parameters, one request per constraint and one without, each with a walk of its own."""
+    """One request per constraint and one without, each with its own random parameters and prompt."""
     rng = np.random.default_rng(seed)
     made = []
     for number, constraint in enumerate([*constraints, None]):
@@ -57,12 +57,12 @@ def requests(constraints: Sequence[Constraint], *, max_tokens: int = 40, seed: i
 
 
 def schedules(expected: Sequence[Answer]) -> dict[str, Schedule]:
-    truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
+    known = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
     return {
         "batched": Schedule(),
-        "chain": Schedule(proposer=KnownAnswerProposer(truth, VOCAB, empty_every=0)),
-        "tree": Schedule(proposer=KnownAnswerProposer(truth, VOCAB, empty_every=0, tree=True)),
-        "tree, small turns": Schedule(proposer=KnownAnswerProposer(truth, VOCAB, tree=True), step_tokens=7),
+        "chain": Schedule(proposer=KnownAnswerProposer(known, VOCAB, empty_every=0)),
+        "tree": Schedule(proposer=KnownAnswerProposer(known, VOCAB, empty_every=0, tree=True)),
+        "tree, small steps": Schedule(proposer=KnownAnswerProposer(known, VOCAB, tree=True), step_tokens=7),
     }
 
 
@@ -79,11 +79,11 @@ def test_drafts_never_change_where_thinking_ends(seed: int) -> None:
     closing = TOKENIZER.encode(THINK.closing, add_special=False)
     for answer, limit in zip(expected, (0, 5, 11), strict=False):
         begins = [start for start in range(limit, limit + 4) if answer.tokens[start : start + len(closing)] == closing]
-        assert begins, "closed at its limit, or behind the character that it fell into"
+        assert begins, "thinking did not end at its limit or at the end of the character that contains it"
 
 
-class Breaks:
-    """A constraint that raises once a reply is so long, or is another one than `only`."""
+class FailingConstraint:
+    """Raises once the reply has `length` tokens, or once it differs from `only`."""
 
     def __init__(self, length: int, only: Sequence[int] | None = None) -> None:
         self._length, self._only = length, only
@@ -95,9 +95,9 @@ class Breaks:
         return None
 
 
-def test_a_constraint_that_fails_fails_its_own_request_and_nobody_elses() -> None:
+def test_a_failing_constraint_fails_only_its_own_request() -> None:
     def wanted() -> list[Request]:
-        return requests([Breaks(7), budget(5), Breaks(3)], seed=2)
+        return requests([FailingConstraint(7), budget(5), FailingConstraint(3)], seed=2)
 
     expected = plain(backend, wanted())
     assert [answer.error for answer in expected] == ["internal_error", None, "internal_error", None]
@@ -108,16 +108,16 @@ def test_a_constraint_that_fails_fails_its_own_request_and_nobody_elses() -> Non
         assert not stats.failed_steps
 
 
-def test_a_constraint_that_fails_behind_wrong_drafts_changes_nothing() -> None:
-    expected = plain(backend, requests([Breaks(1000)], seed=3))
+def test_a_constraint_that_fails_after_wrong_drafts_changes_nothing() -> None:
+    expected = plain(backend, requests([FailingConstraint(1000)], seed=3))
     for name, schedule in schedules(expected).items():
-        answers, stats = run(backend(), requests([Breaks(1000, expected[0].tokens)], seed=3), schedule)
+        answers, stats = run(backend(), requests([FailingConstraint(1000, expected[0].tokens)], seed=3), schedule)
         assert answers == expected, name
         assert schedule.proposer is None or stats.accepted_tokens < stats.draft_tokens, name
 
 
-def test_drafts_that_no_token_of_the_tokenizer_stands_for_change_nothing() -> None:
-    """A model's head may have more rows than there are tokens."""
+def test_drafts_outside_the_tokenizers_vocabulary_change_nothing() -> None:
+    """A model's head may have more rows than its tokenizer has tokens."""
     grammars = GrammarCompiler(TOKENIZER, (256,))
     size = VOCAB + 40
 
@@ -130,24 +130,24 @@ def test_drafts_that_no_token_of_the_tokenizer_stands_for_change_nothing() -> No
         )
 
     expected = plain(larger, wanted())
-    truth = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
+    known = {f"q{i}": answer.tokens for i, answer in enumerate(expected)}
     for tree in (False, True):
-        schedule = Schedule(proposer=KnownAnswerProposer(truth, size, empty_every=0, tree=tree))
+        schedule = Schedule(proposer=KnownAnswerProposer(known, size, empty_every=0, tree=tree))
         answers, stats = run(larger(), wanted(), schedule)
         assert answers == expected
         assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
-class Forgetful(FakeBackend):
-    """Planted fault: the mask of a position is made without the draft just before it."""
+class MaskWithoutTheLastDraft(FakeBackend):
+    """Planted fault: the mask of a position is computed without the draft just before it."""
 
     def sample(self, row: Row, logits: np.ndarray, drafts: tuple[int, ...]) -> SampledToken | None:
         constraint = row.history.constraint
-        late = None if constraint is None else Late(constraint)
-        return sample(logits, row.params, replace(row.history, constraint=late), drafts)
+        short = None if constraint is None else ShortHistory(constraint)
+        return sample(logits, row.params, replace(row.history, constraint=short), drafts)
 
 
-class Late:
+class ShortHistory:
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
 
@@ -160,19 +160,19 @@ def test_a_mask_from_a_history_short_by_one_is_caught() -> None:
         return requests([budget(n) for n in (0, 5, 11)])
 
     expected = plain(backend, wanted())
-    faulty = Forgetful(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
+    faulty = MaskWithoutTheLastDraft(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
     for name in ("chain", "tree"):
         answers, _ = run(faulty, wanted(), schedules(expected)[name])
         assert answers != expected, name
 
 
-def test_the_law_lets_no_other_token_through() -> None:
+def test_the_sampling_rule_samples_no_token_outside_the_mask() -> None:
     logits = np.zeros(VOCAB, dtype=np.float32)
     for seed in range(20):
         params = SamplingParams(temperature=1.5, seed=seed)
-        chosen = sample(logits, params, History((1,), [65, 66], budget(2)))
-        assert chosen is not None
-        assert chosen.token == TOKENIZER.encode("\n", add_special=False)[0]
+        sampled = sample(logits, params, History((1,), [65, 66], budget(2)))
+        assert sampled is not None
+        assert sampled.token == TOKENIZER.encode("\n", add_special=False)[0]
 
 
 # ---------------------------------------------------------------------------------------------- grammars
@@ -183,7 +183,7 @@ SCHEMA = {
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
-GUIDES: tuple[ReplyFormat, ...] = (
+FORMATS: tuple[ReplyFormat, ...] = (
     JsonFormat.of(SCHEMA, "x"),
     RegexFormat("([a-f]{2,4}-[0-9]{1,3};)+", "x"),
     ChoiceFormat(("yes, of course", "yes, perhaps", "no"), "x"),
@@ -191,19 +191,19 @@ GUIDES: tuple[ReplyFormat, ...] = (
 GRAMMARS = GrammarCompiler(TOKENIZER, (256,))
 
 
-def held() -> list[Constraint]:
-    """Each guide alone, and one behind a thinking budget."""
+def constraints() -> list[Constraint]:
+    """One constraint per format, and one that starts after a thinking budget."""
     thinking = ReplySyntax(reasoning=THINK, thinking="open")
-    plainly = [GRAMMARS.constraint(guide, PLAIN_TEXT) for guide in GUIDES]
-    behind = combine(budget(4), GRAMMARS.constraint(GUIDES[0], thinking))
-    assert behind is not None
-    return [*plainly, behind]
+    without_thinking = [GRAMMARS.constraint(reply_format, PLAIN_TEXT) for reply_format in FORMATS]
+    after_thinking = combine(budget(4), GRAMMARS.constraint(FORMATS[0], thinking))
+    assert after_thinking is not None
+    return [*without_thinking, after_thinking]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_never_change_a_reply_that_is_held_to_a_form(seed: int) -> None:
+def test_drafts_never_change_a_constrained_reply(seed: int) -> None:
     def wanted() -> list[Request]:
-        return requests(held(), seed=10 + seed, max_tokens=60)
+        return requests(constraints(), seed=10 + seed, max_tokens=60)
 
     expected = plain(backend, wanted())
     assert not any(answer.error for answer in expected)
@@ -218,10 +218,10 @@ def test_drafts_never_change_a_reply_that_is_held_to_a_form(seed: int) -> None:
 
 def test_a_grammar_that_misses_the_last_draft_is_caught() -> None:
     def wanted() -> list[Request]:
-        return requests(held(), seed=10, max_tokens=60)
+        return requests(constraints(), seed=10, max_tokens=60)
 
     expected = plain(backend, wanted())
-    faulty = Forgetful(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
+    faulty = MaskWithoutTheLastDraft(vocab=VOCAB, pages=64, lanes=4, page_size=4, max_context=256)
     for name in ("chain", "tree"):
         answers, _ = run(faulty, wanted(), schedules(expected)[name])
         assert answers != expected, name
@@ -238,34 +238,34 @@ class NotRolledBack(GrammarConstraint):
 
 
 def test_a_matcher_that_is_not_rolled_back_is_caught() -> None:
-    guide = RegexFormat("([a-f]{2,4}-[0-9]{1,3};)+", "x")
-    wanted = requests([GRAMMARS.constraint(guide, PLAIN_TEXT)], seed=10, max_tokens=60)
+    reply_format = RegexFormat("([a-f]{2,4}-[0-9]{1,3};)+", "x")
+    wanted = requests([GRAMMARS.constraint(reply_format, PLAIN_TEXT)], seed=10, max_tokens=60)
     expected = plain(backend, wanted)
-    faulty = NotRolledBack(GRAMMARS._compile(guide, PLAIN_TEXT), VOCAB, "x")
+    faulty = NotRolledBack(GRAMMARS._compile(reply_format, PLAIN_TEXT), VOCAB, "x")
     broken = [replace(wanted[0], constraint=LiveConstraint(faulty)), *wanted[1:]]
     for name in ("chain", "tree"):
         answers, _ = run(backend(), broken, schedules(expected)[name])
         assert answers != expected, name
 
 
-# ---------------------------------------------------------------------------------------------- on torch
+# ---------------------------------------------------------------------- on torch
 
 
 @pytest.mark.parametrize("ops", ["kernels", "torch"])
-def test_the_same_on_real_arithmetic(ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_never_change_a_constrained_reply_on_torch(ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_torch.OPS, "kind", ops)
     folder = tiny.write_safetensors("qwen3", tmp_path / "hf")
     tokenizer = Tokenizer.from_folder(folder)
     grammars = GrammarCompiler(tokenizer, (tiny.IM_END,))
 
     def wanted() -> list[Request]:
-        made = requests([grammars.constraint(guide, PLAIN_TEXT) for guide in GUIDES], seed=5, max_tokens=40)
+        made = requests([grammars.constraint(reply_format, PLAIN_TEXT) for reply_format in FORMATS], seed=5, max_tokens=40)
         return [replace(r, params=replace(r.params, stop_ids=frozenset({tiny.IM_END}))) for r in made]
 
     expected = plain(lambda: test_torch.backend_of(folder), wanted())
-    truth = {r.id: answer.tokens for r, answer in zip(wanted(), expected, strict=True)}
+    known = {r.id: answer.tokens for r, answer in zip(wanted(), expected, strict=True)}
     for tree in (False, True):
-        proposer = KnownAnswerProposer(truth, tiny.VOCAB, empty_every=0, tree=tree)
+        proposer = KnownAnswerProposer(known, tiny.VOCAB, empty_every=0, tree=tree)
         answers, stats = run(test_torch.backend_of(folder), wanted(), Schedule(proposer=proposer))
         assert answers == expected
         assert 0 < stats.accepted_tokens < stats.draft_tokens
@@ -273,8 +273,8 @@ def test_the_same_on_real_arithmetic(ops: str, tmp_path: Path, monkeypatch: pyte
     assert re.fullmatch("([a-f]{2,4}-[0-9]{1,3};)+", text) or expected[1].finish == "length"
 
 
-def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None:
-    """Against the definition, with a set that is shorter than the vocabulary, one that is longer, and rows without one."""
+def test_the_torch_sampler_allows_only_tokens_of_the_mask_and_gives_the_bits_of_the_sampling_rule() -> None:
+    """With a mask that is shorter than the vocabulary, one that is longer, and rows without a mask."""
     rng = np.random.default_rng(0)
     vocab = 203
     logits = rng.normal(0, 3, (6, vocab)).astype(np.float32)
@@ -286,7 +286,7 @@ def test_the_device_keeps_only_what_is_allowed_and_gives_the_laws_bits() -> None
         params = SamplingParams(temperature=1.2, top_p=0.9, seed=row, checksums=True)
         history = History((1,), constraint=Fixed(bits) if row % 3 else None)
         positions.append(SamplingPosition(row, params, history, (), f"q{row}"))
-    chosen = sampler.sample(torch.from_numpy(logits), positions)
+    sampled = sampler.sample(torch.from_numpy(logits), positions)
     for row, position in enumerate(positions):
         expected = sample(logits[row], position.params, position.history)
-        assert chosen[row] == expected
+        assert sampled[row] == expected

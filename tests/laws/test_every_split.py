@@ -1,5 +1,5 @@
-"""Every tiny checkpoint there is, at every legal cut into two and three, with everybody who drafts, at three temperatures:
-tokens and checksums of one stage. The whole of it takes long; a sample of it runs always (see also test_split.py)."""
+"""Every tiny checkpoint, split at every legal cut into two and three stages, with every drafter, at three temperatures, gives
+the tokens and checksums of one stage. All combinations take long (`-m long`); a sample always runs (see also test_split.py)."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ from onedraw.models.mtp import read_mtp_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.ngram import NgramProposer
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
-from tests.laws.test_modern import same
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same
 from tests.laws.test_split import FAMILIES, splits_of
 from tests.support import tiny, tiny_drafters
 from tests.support.torch_backend import make_backend
 
 ALL = (*tiny.NAMES, *tiny.MODERN)
 TEMPERATURES = (0.0, 0.7, 1.0)
-ON_THE_HOST = ("nobody", "ngram", "a chain", "a tree")
+HOST_PROPOSERS = ("none", "ngram", "chain", "tree")
 CONTEXT = 128
 SIZES = {"kernels": False, "check": False, "max_context": CONTEXT, "pages": 60, "drafts": 32, "checkpoints": 4}
 SHAPE = {"lanes": 4, "max_context": CONTEXT}
-LATE = (0, 0, 7)  # the last comes when the first, whose prompt it has, is through
+LATE = (0, 0, 7)  # the last request arrives when the first one, which has the same prompt, has finished
 
 
 def requests_at(temperature: float) -> list[Request]:
-    """Three tokens are likely, so that guesses at random are right now and then. The first prompt comes back."""
+    """Three tokens are likely, so that random drafts are sometimes right. The first prompt is sent twice."""
     rng = np.random.default_rng(4)
     long, short = (tuple(int(t) for t in rng.integers(0, tiny.VOCAB, length)) for length in (70, 9))
     params = {
@@ -57,26 +56,26 @@ def requests_at(temperature: float) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("every")
 
 
 @lru_cache
-def model(place: Path, name: str) -> Path:
-    return tiny.write_safetensors(name, place / name)
+def model(root: Path, name: str) -> Path:
+    return tiny.write_safetensors(name, root / name)
 
 
 @lru_cache
-def alone(place: Path, name: str, temperature: float) -> tuple[Answer, ...]:
-    one_lane = make_backend(model(place, name), **{**SIZES, "lanes": 1})
+def plain_answers(root: Path, name: str, temperature: float) -> tuple[Answer, ...]:
+    one_lane = make_backend(model(root, name), **{**SIZES, "lanes": 1})
     return tuple(plain(lambda: one_lane, requests_at(temperature)))
 
 
-# ---------------------------------------------------------------------- who drafts on the device
+# ---------------------------------------------------------------------- drafters on the device
 
 
-def small_model(place: Path, target: ModelInfo) -> Callable[..., Any]:
-    info = read_model_info(open_checkpoint(model(place, "llama")))
+def small_model(root: Path, target: ModelInfo) -> Callable[..., Any]:
+    info = read_model_info(open_checkpoint(model(root, "llama")))
 
     def make(target: Transformer, sampler: object, layout: Any) -> DraftModel:
         stage_device = StageDevice(target.device, target.ops)
@@ -86,10 +85,10 @@ def small_model(place: Path, target: ModelInfo) -> Callable[..., Any]:
     return make
 
 
-def block_drafter(place: Path, target: ModelInfo, budget: int) -> Callable[..., Any]:
-    """Random, reading the first layer and the last: features of the first stage cross to the last."""
+def block_drafter(root: Path, target: ModelInfo, budget: int) -> Callable[..., Any]:
+    """A random DFlash drafter that reads the first and the last layer, so features of the first stage cross to the last."""
     depth = len(target.spec.layers)
-    folder = place / f"dflash {depth}"
+    folder = root / f"dflash {depth}"
     if not folder.exists():
         tiny_drafters.write_zlab(folder, ids=(0, depth - 1), num_target_layers=depth)
     found = read_drafter_info(open_checkpoint(folder))
@@ -100,38 +99,38 @@ def block_drafter(place: Path, target: ModelInfo, budget: int) -> Callable[..., 
     )
 
 
-def own_head(place: Path, name: str, target: ModelInfo) -> Callable[..., Any]:
-    head = read_mtp_info(open_checkpoint(model(place, name)), target)
+def mtp_head(root: Path, name: str, target: ModelInfo) -> Callable[..., Any]:
+    head = read_mtp_info(open_checkpoint(model(root, name)), target)
 
     def make(target: Transformer, sampler: object, layout: Any) -> DraftModel:
-        ahead = MtpHead(head.spec, head.weights, target=target, layout=layout, max_context=CONTEXT)
-        return DraftModel(ahead, layout=layout, length=3, **SHAPE)
+        proposer = MtpHead(head.spec, head.weights, target=target, layout=layout, max_context=CONTEXT)
+        return DraftModel(proposer, layout=layout, length=3, **SHAPE)
 
     return make
 
 
-def drafters_of(place: Path, name: str) -> dict[str, Callable[[], Callable[..., Any]] | None]:
-    target = read_model_info(open_checkpoint(model(place, name)))
-    found: dict[str, Callable[[], Callable[..., Any]] | None] = dict.fromkeys(ON_THE_HOST)
-    found["a small model"] = lambda: small_model(place, target)
+def drafters_of(root: Path, name: str) -> dict[str, Callable[[], Callable[..., Any]] | None]:
+    target = read_model_info(open_checkpoint(model(root, name)))
+    found: dict[str, Callable[[], Callable[..., Any]] | None] = dict.fromkeys(HOST_PROPOSERS)
+    found["draft model"] = lambda: small_model(root, target)
     if target.spec.hidden == tiny_drafters.HIDDEN:
-        found["dflash"] = lambda: block_drafter(place, target, 0)
-        found["dflash, a tree"] = lambda: block_drafter(place, target, 9)
+        found["dflash"] = lambda: block_drafter(root, target, 0)
+        found["dflash tree"] = lambda: block_drafter(root, target, 9)
     if name.endswith("_mtp"):
-        found["its own head"] = lambda: own_head(place, name, target)
+        found["mtp head"] = lambda: mtp_head(root, name, target)
     return found
 
 
-def compare(place: Path, name: str, cuts: tuple[int, ...], drafter: str, temperature: float) -> Stats:
-    requests, expected = requests_at(temperature), list(alone(place, name, temperature))
-    make = drafters_of(place, name)[drafter]
-    knowing = KnownAnswerProposer({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
+def compare(root: Path, name: str, cuts: tuple[int, ...], drafter: str, temperature: float) -> Stats:
+    requests, expected = requests_at(temperature), list(plain_answers(root, name, temperature))
+    make = drafters_of(root, name)[drafter]
+    known = KnownAnswerProposer({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, tiny.VOCAB)
     proposers = {
         "ngram": NgramProposer(),
-        "a chain": knowing,
-        "a tree": KnownAnswerProposer(knowing.answers, tiny.VOCAB, tree=True),
+        "chain": known,
+        "tree": KnownAnswerProposer(known.answers, tiny.VOCAB, tree=True),
     }
-    backend = make_backend(model(place, name), cuts=cuts, make_drafter=None if make is None else make(), **SIZES)
+    backend = make_backend(model(root, name), cuts=cuts, make_drafter=None if make is None else make(), **SIZES)
     got, stats = run(backend, requests, Schedule(proposer=proposers.get(drafter), reuse=True, step_tokens=64, arrivals=LATE))
     assert same(got, expected), (name, cuts, drafter, temperature)
     return stats
@@ -151,14 +150,14 @@ SEEN: dict[str, list[Stats]] = {}
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_sample_of_the_other_checkpoints(place: Path, name: str) -> None:
-    """Who drafts and how hot takes turns; the first cut and the last."""
+def test_a_sample_of_the_other_checkpoints(root: Path, name: str) -> None:
+    """The first and the last cut, with drafters and temperatures that alternate between checkpoints."""
     number = SAMPLED.index(name)
-    drafters = [drafter for drafter in drafters_of(place, name) if drafter != "nobody"]
-    picks = [drafters[-1], drafters[number % len(drafters)]]
-    cuts = splits_of(model(place, name))
-    for turn, (drafter, at) in enumerate(zip(picks, (cuts[0], cuts[-1]), strict=True)):
-        SEEN.setdefault(name, []).append(compare(place, name, at, drafter, TEMPERATURES[(number + turn) % 3]))
+    drafters = [drafter for drafter in drafters_of(root, name) if drafter != "none"]
+    selected = [drafters[-1], drafters[number % len(drafters)]]
+    cuts = splits_of(model(root, name))
+    for offset, (drafter, at) in enumerate(zip(selected, (cuts[0], cuts[-1]), strict=True)):
+        SEEN.setdefault(name, []).append(compare(root, name, at, drafter, TEMPERATURES[(number + offset) % 3]))
 
 
 def test_the_sample_kept_rejected_and_restored() -> None:
@@ -171,7 +170,7 @@ def test_the_sample_kept_rejected_and_restored() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", ALL)
-def test_no_cut_no_drafter_and_no_temperature_changes_a_bit(place: Path, name: str, temperature: float) -> None:
-    ways = itertools.product(splits_of(model(place, name)), drafters_of(place, name))
-    counted = counts([compare(place, name, cuts, drafter, temperature) for cuts, drafter in ways])
+def test_no_cut_no_drafter_and_no_temperature_changes_a_bit(root: Path, name: str, temperature: float) -> None:
+    combinations = itertools.product(splits_of(model(root, name)), drafters_of(root, name))
+    counted = counts([compare(root, name, cuts, drafter, temperature) for cuts, drafter in combinations])
     assert all(counted[what] for what in ("kept", "rejected", "restores")), counted

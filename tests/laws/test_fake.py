@@ -18,7 +18,7 @@ from onedraw.memory.allocator import Allocator, CacheSizes, Lease
 from onedraw.memory.pages import most_pages
 from onedraw.memory.prefix_cache import ReuseRules
 from onedraw.types import History, Request, Row, RowOutcome, SamplingParams
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, follow_ups, plain, random_requests, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, follow_ups, plain, random_requests, run, same
 
 VOCAB = 61
 EXERCISED: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -29,7 +29,7 @@ KINDS = ("pages", "groups", "recurrent", "both")
 
 @dataclass
 class Scenario:
-    """Requests, what becomes of each alone, the backend they meet on, and the engine's numbers."""
+    """Requests, the expected answer of each, the backend's arguments, and the schedule's."""
 
     requests: list[Request]
     expected: list[Answer]
@@ -41,18 +41,18 @@ class Scenario:
 
 
 def random_scenario(seed: int, kind: str | None = None) -> Scenario:
-    """All from one seed. First come some prompts, then prompts that repeat them or continue their answers, twice over."""
+    """A scenario drawn from one seed: some prompts, then two rounds of prompts that repeat them or continue their answers."""
     rng = np.random.default_rng(seed)
     kind = kind or KINDS[seed % len(KINDS)]
     backend = random_backend(rng, windowed=kind in ("groups", "both"), recurrent=kind in ("recurrent", "both"))
     requests = random_requests(rng, count=int(rng.integers(1, 5)), vocab=VOCAB, longest=24, max_tokens=10)
-    alone = lambda found: plain(lambda: FakeBackend(**{**backend, "lanes": 1, "pages": 128}), found)  # noqa: E731
-    expected = alone(requests)
+    plain_answers = lambda found: plain(lambda: FakeBackend(**{**backend, "lanes": 1, "pages": 128}), found)  # noqa: E731
+    expected = plain_answers(requests)
     for _ in range(2):
         later = follow_ups(rng, requests, expected, vocab=VOCAB, longest=40, max_tokens=10)
-        requests, expected = requests + later, expected + alone(later)
+        requests, expected = requests + later, expected + plain_answers(later)
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests) + 1
-    backend["pages"] = [_enough(rng, longest, window, backend) for window in backend["windows"]]
+    backend["pages"] = [_enough_pages(rng, longest, window, backend) for window in backend["windows"]]
     first = int(rng.integers(1, 20))
     schedule = {
         "step_tokens": int(rng.integers(1, 40)),
@@ -81,14 +81,10 @@ def random_backend(rng: np.random.Generator, *, windowed: bool, recurrent: bool)
     }
 
 
-def _enough(rng: np.random.Generator, longest: int, window: int | None, backend: dict[str, Any]) -> int:
-    """Pages with which the longest request comes to its end alone, or some more."""
+def _enough_pages(rng: np.random.Generator, longest: int, window: int | None, backend: dict[str, Any]) -> int:
+    """At least as many pages as the longest request needs when it runs alone."""
     least = most_pages(longest, window=window, step=backend["chunk"], page_size=backend["page_size"])
     return int(least + rng.integers(0, 2 * least + 1))
-
-
-def same(got: list[Answer], expected: list[Answer]) -> bool:
-    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
 def proposer_for(seed: int, scenario: Scenario) -> KnownAnswerProposer:
@@ -103,15 +99,15 @@ def proposer_for(seed: int, scenario: Scenario) -> KnownAnswerProposer:
     )
 
 
-class Watching(FakeBackend):
-    """Notes what the counters of an engine do not tell."""
+class CountingBackend(FakeBackend):
+    """Counts events that the engine's statistics do not contain."""
 
-    noted: ClassVar[Counter[str]] = Counter()
+    counted: ClassVar[Counter[str]] = Counter()
 
     def run(self, row: Row) -> RowOutcome:
         answer = row.stop > row.prompt_stop and len(row.tokens) > 1
-        self.noted["answers_recomputed"] += answer
-        self.noted["answers_resumed"] += answer and row.restore is not None and row.start == row.prompt_stop
+        self.counted["answers_recomputed"] += answer
+        self.counted["answers_resumed"] += answer and row.restore is not None and row.start == row.prompt_stop
         return super().run(row)
 
 
@@ -119,10 +115,10 @@ class Watching(FakeBackend):
 @given(seed=st.integers(0, 2**40), kind=st.sampled_from(KINDS), drafting=st.booleans())
 def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bool) -> None:
     scenario = random_scenario(seed, kind)
-    Watching.noted = Counter()
-    got, stats = scenario.run(Watching, proposer=proposer_for(seed, scenario) if drafting else None)
+    CountingBackend.counted = Counter()
+    got, stats = scenario.run(CountingBackend, proposer=proposer_for(seed, scenario) if drafting else None)
     assert same(got, scenario.expected)
-    EXERCISED[kind].update(Watching.noted)
+    EXERCISED[kind].update(CountingBackend.counted)
     EXERCISED[kind].update(
         kept=stats.accepted_tokens,
         rejected=stats.draft_tokens - stats.accepted_tokens,
@@ -138,7 +134,7 @@ def test_no_schedule_changes_tokens_or_scores(seed: int, kind: str, drafting: bo
         whole=stats.whole_prompts,
         midway=stats.restores - stats.whole_prompts,
         copies=stats.page_copies,
-        let_go=stats.window_pages_freed,
+        freed=stats.window_pages_freed,
     )
 
 
@@ -147,31 +143,31 @@ EVERYWHERE = (
     *("saved", "evicted", "whole", "copies", "answers_recomputed"),
 )
 RESUMED = ("midway", "answers_resumed")
-THERE = {"pages": (), "groups": ("let_go",), "recurrent": RESUMED, "both": ("let_go", *RESUMED)}
+BY_KIND = {"pages": (), "groups": ("freed",), "recurrent": RESUMED, "both": ("freed", *RESUMED)}
 
 
 def test_the_schedules_exercised_everything() -> None:
-    """Runs after the law above, in the same process: a law that exercised nothing proves nothing."""
+    """Runs after the law above, in the same process: a law whose cases never occurred proves nothing."""
     law = test_no_schedule_changes_tokens_or_scores.hypothesis.inner_test  # type: ignore[attr-defined]
     for kind in KINDS:
-        for seed in range(300):  # what the drawn worlds happened to miss, fixed ones meet
-            if all(EXERCISED[kind][what] > 0 for what in (*EVERYWHERE, *THERE[kind])):
+        for seed in range(300):  # fixed seeds cover the cases that the random scenarios missed
+            if all(EXERCISED[kind][what] > 0 for what in (*EVERYWHERE, *BY_KIND[kind])):
                 break
             law(seed=seed, kind=kind, drafting=bool(seed % 2))
-        for what in (*EVERYWHERE, *THERE[kind]):
+        for what in (*EVERYWHERE, *BY_KIND[kind]):
             assert EXERCISED[kind][what] > 0, f"{kind}: {what} never happened"
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**40))
-def test_cancelling_frees_everything_and_disturbs_nobody(seed: int) -> None:
+def test_a_cancelled_request_frees_its_memory_and_changes_no_other_answer(seed: int) -> None:
     scenario = random_scenario(seed)
     rng = np.random.default_rng(seed + 2)
-    gone = {int(i) for i in rng.integers(0, len(scenario.requests), 2)}
-    cancels = tuple((int(rng.integers(0, 25)), i) for i in sorted(gone))
+    cancelled = {int(i) for i in rng.integers(0, len(scenario.requests), 2)}
+    cancels = tuple((int(rng.integers(0, 25)), i) for i in sorted(cancelled))
     got, _ = scenario.run(cancels=cancels)  # run() fails on a leaked page, slot or lane
     for i, (answer, whole) in enumerate(zip(got, scenario.expected, strict=True)):
-        if i not in gone:
+        if i not in cancelled:
             assert same([answer], [whole])
         else:
             assert answer.tokens == whole.tokens[: len(answer.tokens)]
@@ -180,7 +176,7 @@ def test_cancelling_frees_everything_and_disturbs_nobody(seed: int) -> None:
 # ---------------------------------------------------------------------- conversations
 
 
-def ask(name: str, prompt: tuple[int, ...], **params: Any) -> Request:
+def request(name: str, prompt: tuple[int, ...], **params: Any) -> Request:
     return Request(id=name, prompt=prompt, params=SamplingParams(**{"max_tokens": 9, "checksums": True, "seed": 5, **params}))
 
 
@@ -195,14 +191,18 @@ def test_the_second_turn_of_a_conversation_is_the_same_cold_and_warm(kind: str, 
         checkpoints=6,
         **more,
     )
-    how: dict[str, Any] = {"temperature": temperature, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
-    first = ask("first", tuple(range(3, 21)), **how)
-    (said,) = plain(make, [first])
-    turns = [first, ask("turn", (*first.prompt, *said.tokens, 40, 41), **how), ask("again", first.prompt, **{**how, "seed": 6})]
+    sampling: dict[str, Any] = {"temperature": temperature, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    first = request("first", tuple(range(3, 21)), **sampling)
+    (reply,) = plain(make, [first])
+    turns = [
+        first,
+        request("turn", (*first.prompt, *reply.tokens, 40, 41), **sampling),
+        request("again", first.prompt, **{**sampling, "seed": 6}),
+    ]
     cold = plain(make, turns)
     warm, stats = run(make(), turns, Schedule(reuse=True, arrivals=(0, 30, 60)))
     assert same(warm, cold)
-    # On recurrent backends the answer is computed again as prompt: 18 tokens reach the boundary at 16.
+    # On recurrent backends the answer is recomputed as prompt: the first prompt of 18 tokens is reused up to its boundary at 16.
     assert [a.cached for a in warm] == [0, 16 if recurrent else 24, 18]
     assert (stats.whole_prompts, stats.restores) == (1, 2 if recurrent else 1)
 
@@ -211,14 +211,14 @@ def test_the_second_turn_of_a_conversation_is_the_same_cold_and_warm(kind: str, 
 
 
 class ForgetsToRollBack(FakeBackend):
-    """Keeps the state after the last draft, kept or not."""
+    """Commits the state after the last draft, whether or not that draft was kept."""
 
     def commit(self, row: Row, states, length) -> None:  # type: ignore[no-untyped-def]
         super().commit(row, states, len(states) - 1)
 
 
 class NoiseByLane(FakeBackend):
-    """Draws by the row's place in the batch instead of the request's seed."""
+    """Keys the noise by the row's lane instead of the request's seed."""
 
     def sample(self, row, logits, drafts):  # type: ignore[no-untyped-def]
         params = dataclasses.replace(row.params, seed=row.lane + 17)
@@ -226,7 +226,7 @@ class NoiseByLane(FakeBackend):
 
 
 class HistoryShortByOne(FakeBackend):
-    """Verifies each draft as if the draft before it had not been said."""
+    """Verifies each draft with a history that lacks the draft before it."""
 
     def sample(self, row, logits, drafts):  # type: ignore[no-untyped-def]
         from onedraw.sampling.law import sample
@@ -245,7 +245,7 @@ class ChunkCutOffTheGrid(FakeBackend):
 
 
 class StaleLane(FakeBackend):
-    """A sequence that begins finds its predecessor's state."""
+    """A new sequence starts from the state of the sequence that used the lane before."""
 
     def _states(self, row):  # type: ignore[no-untyped-def]
         states = super()._states(row)
@@ -254,8 +254,8 @@ class StaleLane(FakeBackend):
         return states
 
 
-class NeighboursPage(FakeBackend):
-    """Writes the last token of a row one page too early."""
+class WritesToTheWrongPage(FakeBackend):
+    """Overwrites the last token of the page before the one a row starts in."""
 
     def _write(self, row):  # type: ignore[no-untyped-def]
         super()._write(row)
@@ -269,7 +269,7 @@ class ForgetsToCompact(FakeBackend):
     def compact(self, row, kept) -> None: ...  # type: ignore[no-untyped-def]
 
 
-class ReadsTheElderSibling(FakeBackend):
+class IgnoresDraftParents(FakeBackend):
     """Computes a node of a tree as if it followed the draft before it, not its parent."""
 
     def _states(self, row):  # type: ignore[no-untyped-def]
@@ -278,21 +278,21 @@ class ReadsTheElderSibling(FakeBackend):
 
 
 class AnotherPromptsState(FakeBackend):
-    """Restores the slot beside the one that was meant."""
+    """Restores the checkpoint of the neighbouring slot."""
 
     def restore(self, row: Row) -> None:
         super().restore(dataclasses.replace(row, restore=(row.restore or 0) - 1))
 
 
 class AnotherPromptsLogits(FakeBackend):
-    """Chooses a whole prompt's first token from the logits of the slot beside."""
+    """Samples the first token after a fully cached prompt from the logits of the neighbouring slot."""
 
     def all_logits(self, row, states):  # type: ignore[no-untyped-def]
         return super().all_logits(row if row.tokens else dataclasses.replace(row, restore=row.restore - 1), states)
 
 
 class ForgetsTheLogits(FakeBackend):
-    """Saves the state of a prompt's end and leaves the logits that were in the slot."""
+    """Saves the state of a prompt's end and keeps the logits that were in the slot before."""
 
     def save(self, row, save, state, logits):  # type: ignore[no-untyped-def]
         before = self._kept[save.slot].logits
@@ -300,11 +300,13 @@ class ForgetsTheLogits(FakeBackend):
 
 
 class ForgetsTheCopy(FakeBackend):
+    """Does not copy the page that a new sequence shares in part."""
+
     def copy(self, row: Row) -> None: ...
 
 
-class SavesALittleLate(FakeBackend):
-    """Keeps the state one position past the one that was meant, where the row goes on."""
+class SavesOnePositionLate(FakeBackend):
+    """Saves the state one position after the requested one, if the row continues that far."""
 
     def save(self, row, save, state, logits):  # type: ignore[no-untyped-def]
         late = min(save.position + 1, row.stop) - row.start
@@ -318,15 +320,15 @@ class SavesALittleLate(FakeBackend):
         AnotherPromptsLogits,
         ForgetsTheLogits,
         ForgetsTheCopy,
-        SavesALittleLate,
+        SavesOnePositionLate,
         ForgetsToCompact,
-        ReadsTheElderSibling,
+        IgnoresDraftParents,
         ForgetsToRollBack,
         NoiseByLane,
         HistoryShortByOne,
         ChunkCutOffTheGrid,
         StaleLane,
-        NeighboursPage,
+        WritesToTheWrongPage,
     ],
     ids=lambda c: c.__name__,
 )
@@ -366,15 +368,15 @@ class IndexesAnswers(Allocator):
         return lease
 
 
-class LetsGoTooEarly(Allocator):
-    """Counts a window one position short when it lets go of pages."""
+class FreesWindowPagesTooEarly(Allocator):
+    """Frees the pages of a sliding window one position too early."""
 
     def first_visible(self, length: int, window: int | None) -> int:
         return super().first_visible(length + 1, window)
 
 
-@pytest.mark.parametrize("faulty", [CheckpointsOffTheGrid, IndexesAnswers, LetsGoTooEarly], ids=lambda c: c.__name__)
-def test_a_fault_in_the_books_is_caught(faulty: type[Allocator]) -> None:
+@pytest.mark.parametrize("faulty", [CheckpointsOffTheGrid, IndexesAnswers, FreesWindowPagesTooEarly], ids=lambda c: c.__name__)
+def test_a_planted_fault_of_the_allocator_is_caught(faulty: type[Allocator]) -> None:
     for seed in range(120):
         scenario = random_scenario(seed)
         if not same(scenario.run(allocator=faulty)[0], scenario.expected):
@@ -382,7 +384,7 @@ def test_a_fault_in_the_books_is_caught(faulty: type[Allocator]) -> None:
     pytest.fail("the fault went unnoticed in 120 schedules")
 
 
-def test_a_law_that_leaves_no_token_ends_the_request_by_name() -> None:
+def test_a_request_whose_sampling_rule_leaves_no_token_ends_with_a_named_error() -> None:
     banned = tuple((t, float("-inf")) for t in range(VOCAB))
     request = Request(id="x", prompt=(1, 2, 3), params=SamplingParams(logit_bias=banned, max_tokens=4))
     [answer], _ = run(FakeBackend(vocab=VOCAB), [request], Schedule())
@@ -390,8 +392,8 @@ def test_a_law_that_leaves_no_token_ends_the_request_by_name() -> None:
     assert answer.tokens == []
 
 
-def test_a_failing_turn_fails_its_rows_and_the_others_go_on() -> None:
-    class Fragile(FakeBackend):
+def test_a_failing_step_fails_its_rows_and_other_requests_continue() -> None:
+    class FailingBackend(FakeBackend):
         def run(self, row):  # type: ignore[no-untyped-def]
             if row.request_id == "bad" and row.start > 0:
                 raise RuntimeError("planted")
@@ -400,7 +402,7 @@ def test_a_failing_turn_fails_its_rows_and_the_others_go_on() -> None:
     make = lambda name: Request(id=name, prompt=(1, 2, 3), params=SamplingParams(max_tokens=5, checksums=True))  # noqa: E731
     requests = [make("bad"), make("late")]
     expected = plain(lambda: FakeBackend(vocab=VOCAB), [requests[1]])
-    got, stats = run(Fragile(vocab=VOCAB), requests, Schedule(arrivals=(0, 3)))
+    got, stats = run(FailingBackend(vocab=VOCAB), requests, Schedule(arrivals=(0, 3)))
     assert got[0].error == "internal_error"
     assert same(got[1:], expected)
     assert stats.failed_steps == 1

@@ -13,10 +13,10 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.plain import delta
 from onedraw.backends.torch.state import model_state as state
-from onedraw.backends.torch.state import recurrent_spans as runs
+from onedraw.backends.torch.state import recurrent_spans
 from onedraw.backends.torch.state import recurrent_state as lanes
 from onedraw.types import DryParams, Request, SamplingParams
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
+from tests.laws.harness import KnownAnswerProposer, Schedule, plain, run, same
 from tests.support import tiny
 from tests.support.torch_backend import make_backend
 
@@ -48,24 +48,20 @@ def params(seed: int) -> SamplingParams:
 
 
 def conversation() -> list[Request]:
-    """Openings, the same prompts again, prompts that begin alike, and second turns that quote a first prompt."""
+    """First messages, the same prompts again, prompts with a common prefix, and second turns that contain a first prompt."""
     rng = np.random.default_rng(5)
     text = [tuple(int(t) for t in rng.integers(0, tiny.VOCAB, n)) for n in (150, 70, 90, 40)]
     prompts = [
         text[0],
         text[0],  # exactly the same prompt, another seed
-        text[0] + text[1],  # the next turn: leaves the first at its end
-        text[0][:100] + text[2],  # leaves it in the middle of a chunk
+        text[0] + text[1],  # the next turn of the conversation: extends the first prompt
+        text[0][:100] + text[2],  # differs from the first prompt from the middle of a chunk on
         text[3],
-        text[0][:128],  # ends where a checkpoint may lie
+        text[0][:128],  # ends at a chunk boundary, where a checkpoint may be saved
         text[3],
         text[0] + text[1] + text[3],
     ]
     return [Request(f"q{i}", prompt, params(i)) for i, prompt in enumerate(prompts)]
-
-
-def same(got: list[Answer], expected: list[Answer]) -> bool:
-    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
 LATE = tuple(range(0, 8 * 16, 16))  # each arrives when the one before has finished
@@ -80,7 +76,7 @@ def variations(folder: Path, kind: str, drafts: KnownAnswerProposer) -> dict[str
     trees = dataclasses.replace(drafts, tree=True)
     return {
         "batched": (make(), Schedule()),
-        "small turns": (make(), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        "small steps": (make(), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
         "checkpoints": (make(), Schedule(reuse=True, arrivals=LATE)),
         "few pages, few slots": (make(pages=PAGES + 8, checkpoints=2), Schedule(reuse=True, step_tokens=100)),
         "drafts": (make(), Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2])),
@@ -103,8 +99,8 @@ def test_no_schedule_changes_a_bit(folders: dict[str, Path], name: str, kind: st
             {field: getattr(stats, field) for field in (*STATES, *WINDOWS, "preemptions", "middle_chunks", "draft_trees")}
         )
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens, hits=stats.prefix_hits)
-    silent = [what for what, count in counted.items() if not count]
-    assert silent == ([] if name in SLIDING else [*WINDOWS]), counted
+    missing = [what for what, count in counted.items() if not count]
+    assert missing == ([] if name in SLIDING else [*WINDOWS]), counted
 
 
 @pytest.mark.parametrize("name", [HYBRIDS[0], SLIDING[0]])
@@ -123,10 +119,10 @@ def test_the_second_turn_of_a_conversation_is_the_same_cold_warm_and_after_a_res
 
 
 def forget_to_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts move the lane itself, kept or not."""
+    """Every draft is committed to the lane's state, kept or not."""
     real = delta._recur
 
-    def recur(run: runs.RecurrentSpan, gated: delta.DeltaGates, out: torch.Tensor, store: lanes.LaneStore) -> None:
+    def recur(run: recurrent_spans.RecurrentSpan, gated: delta.DeltaGates, out: torch.Tensor, store: lanes.LaneStore) -> None:
         real(run, gated, out, store)
         if run.drafts:
             delta.commit(store, [lanes.KeptDrafts(run.lane, tuple(run.held + i for i in range(len(run.drafts))))])
@@ -135,16 +131,16 @@ def forget_to_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_stale_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit takes the place after the one the turn wrote."""
+    """A commit reads the slot after the one that the step wrote."""
     real = state.KeptDrafts
-    monkeypatch.setattr(state, "KeptDrafts", lambda lane, places: real(lane, tuple(place + 1 for place in places)))
+    monkeypatch.setattr(state, "KeptDrafts", lambda lane, slots: real(lane, tuple(slot + 1 for slot in slots)))
 
 
 def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The convolution's window closes one position early."""
-    real = runs.recurrent_spans
+    """The convolution window ends one position early."""
+    real = recurrent_spans.recurrent_spans
 
-    def off_by_one(*given: object, **named: object) -> runs.RecurrentSpans:
+    def off_by_one(*given: object, **named: object) -> recurrent_spans.RecurrentSpans:
         found = real(*given, **named)  # type: ignore[arg-type]
         return dataclasses.replace(found, host_closings=np.maximum(found.host_closings - 1, 0))
 
@@ -154,16 +150,19 @@ def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut_off_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are counted from the row's start, and rows stop anywhere."""
     monkeypatch.setattr("onedraw.engine.scheduler.Scheduler._chunk_length", lambda self, sequence, budget: min(budget, 36))
-    real = runs._run
-    monkeypatch.setattr(runs, "_run", lambda span: real(dataclasses.replace(span, start=span.start and 64, prompt_stop=9999)))
+    real = recurrent_spans._run
+    monkeypatch.setattr(
+        recurrent_spans, "_run", lambda span: real(dataclasses.replace(span, start=span.start and 64, prompt_stop=9999))
+    )
 
 
 def keep_the_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is restored to pages, not to the lane."""
+    """A checkpoint restores the pages and leaves the lane's state as it was."""
     monkeypatch.setattr(lanes.LaneStore, "restore", lambda self, slots, lanes: None)
 
 
-def take_anybodys_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def save_logits_in_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a prompt's end are saved in the slot of another prompt."""
     real = state.CheckpointLogits.keep
     monkeypatch.setattr(
         state.CheckpointLogits, "keep", lambda self, slot, logits: real(self, (slot + 1) % len(self.rows), logits)
@@ -176,7 +175,7 @@ FAULTS = (
     shift_the_window,
     cut_off_the_grid,
     keep_the_old_state,
-    take_anybodys_logits,
+    save_logits_in_another_slot,
 )
 
 

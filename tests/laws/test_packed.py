@@ -1,4 +1,4 @@
-"""The contract with packed weights: tiny models of every kind through the engine, tokens and checksums."""
+"""The contract with quantized weights that stay packed: tiny models of every block format, compared by tokens and checksums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onedraw.models.spec import ModelSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Plan, Request
 from tests.backends.torch.test_cpu_kernels import _row
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, random_requests, run
+from tests.laws.harness import KnownAnswerProposer, Schedule, plain, random_requests, run, same
 from tests.support.quantized_weights import QUANTIZED_KINDS, quantized_weights, tiny_spec
 
 LIBRARY = builder.build(default_cache_dir()).library
@@ -51,10 +51,6 @@ def requests_of(seed: int) -> list[Request]:
     return [dataclasses.replace(r, id=f"{r.id}-{seed}") for r in requests]
 
 
-def same(got: list[Answer], expected: list[Answer]) -> bool:
-    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
-
-
 def check_schedules(name: str, ops: CpuOps, *, seed: int = 3) -> Counter[str]:
     requests = requests_of(seed)
     one_lane = backend_of(name, ops, lanes=1)
@@ -65,7 +61,7 @@ def check_schedules(name: str, ops: CpuOps, *, seed: int = 3) -> Counter[str]:
     longest = max(len(r.prompt) + r.params.max_tokens for r in requests)
     variations = {
         "batched": (ops, Schedule(), 200),
-        "small turns": (ops, Schedule(step_tokens=7), 200),
+        "small steps": (ops, Schedule(step_tokens=7), 200),
         "prefix hits": (ops, Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12)), 200),
         "drafts, few pages": (ops, Schedule(proposer=drafts, step_tokens=40, reuse=True), -(-longest // 8) + 6),
         "trees": (ops, Schedule(proposer=dataclasses.replace(drafts, tree=True)), 200),
@@ -88,7 +84,7 @@ def test_no_schedule_changes_a_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", OTHERS)
-def test_nor_on_the_other_paths_of_this_processor(path: str) -> None:
+def test_no_schedule_changes_a_bit_on_lower_instruction_sets(path: str) -> None:
     check_schedules("mixed", ops_of(path=path))
 
 
@@ -103,7 +99,7 @@ def hidden_of(name: str, ops: CpuOps, dtype: str = "packed") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "mixed"])
-def test_layers_in_one_call_have_the_bits_of_their_operations(name: str) -> None:
+def test_fused_layers_have_the_bits_of_separate_operations(name: str) -> None:
     assert torch.equal(hidden_of(name, ops_of()), hidden_of(name, ops_of(fuses=False)))
 
 
@@ -118,7 +114,7 @@ def test_float_activations_have_the_bits_of_float32_weights(name: str) -> None:
 
 
 def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of four rows and more add the blocks of a row from the other end: a fault of the last bit."""
+    """Tiles of four and more rows add the blocks of a row in reverse order, which changes the last bit."""
     folder = tmp_path / "kernels"
     shutil.copytree(builder.FOLDER, folder)
     source = (folder / "packed_linear.c").read_text()
@@ -132,7 +128,7 @@ def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeyp
     ops = CpuOps(built.library, threads=2, packing=Packing(as_stored=True, coded=True), path=BEST)
     report = backend_of("Q4_1", ops).report
     assert report is not None
-    assert not report.passed or report.rule.block is not None  # only blocks of one fixed size can hold here
+    assert not report.passed or report.rule.block is not None  # only tiles of one fixed height can pass here
     requests = requests_of(3)
     free = {"lanes": 4, "pages": 200, "page_size": 8, "max_context": 400, "check": False}
     spec = spec_of("Q4_1")

@@ -1,8 +1,7 @@
-"""The contract with keys and values as codes of 8 bits: written once, read by every form alike, their scales beside them."""
+"""The contract with 8-bit keys and values: quantized once when written, with one scale per vector, and read by every kernel."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.plain.ops import TorchAttentionInputs
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
-from tests.laws.test_modern import LATE, PAGES, same
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same
+from tests.laws.test_modern import LATE, PAGES
 from tests.laws.test_modern import REQUESTS as CONVERSATION
 from tests.laws.test_snapshots import folder_of
 from tests.support import tiny
@@ -24,7 +23,7 @@ from tests.support.torch_backend import make_backend
 
 KINDS = ("int8", "fp8")
 FAMILIES = ("llama", "qwen3_5_odd", "gemma4_e2b", "laguna_odd")
-REQUESTS = [CONVERSATION[i] for i in (0, 2, 3, 4)]  # openings, a second turn, one that leaves the first in its middle
+REQUESTS = [CONVERSATION[i] for i in (0, 2, 3, 4)]  # first messages, a second turn, a prompt that shares a part of the first one
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +32,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny.write_safetensors(name, place / name) for name in FAMILIES}
 
 
-def made(folder: Path, kind: str | None, **changes: Any) -> TorchBackend:
+def backend_of(folder: Path, kind: str | None, **changes: Any) -> TorchBackend:
     return make_backend(folder, kv_dtype=kind, **{"check": False, **changes})
 
 
-def alone(folder: Path, kind: str, **changes: Any) -> list[Answer]:
-    one_lane = made(folder, kind, lanes=1, **changes)
+def plain_answers(folder: Path, kind: str, **changes: Any) -> list[Answer]:
+    one_lane = backend_of(folder, kind, lanes=1, **changes)
     return plain(lambda: one_lane, REQUESTS)
 
 
@@ -46,83 +45,91 @@ def drafts_of(expected: list[Answer], *, tree: bool = False) -> KnownAnswerPropo
     return KnownAnswerProposer({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB, tree=tree)
 
 
-SHOWN = [
+COVERED = [
     *((name, kind, "kernels") for name in FAMILIES for kind in KINDS),
     ("llama", "fp8", "torch"),
     ("gemma4_e2b", "int8", "torch"),
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "ops"), SHOWN)
+@pytest.mark.parametrize(("name", "kind", "ops"), COVERED)
 def test_no_schedule_changes_a_bit(folders: dict[str, Path], tmp_path: Path, name: str, kind: str, ops: str) -> None:
-    """Batched, in small chunks, preempted, restarted, drafted, in trees, split: the bits of the plain run."""
+    """Batches, small chunks, preemption, restart, drafts, draft trees and splits give the bits of the plain run."""
     folder, given = folders[name], {"kernels": ops == "kernels"}
-    expected = alone(folder, kind, **given)
+    expected = plain_answers(folder, kind, **given)
     drafts, trees = drafts_of(expected), drafts_of(expected, tree=True)
-    run(made(folder, kind, **given), REQUESTS[:1], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
+    run(backend_of(folder, kind, **given), REQUESTS[:1], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
     counted: Counter[str] = Counter()
     for label, backend, schedule in (
-        ("small turns", made(folder, kind, **given), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
-        ("restarted", made(folder, kind, **given), Schedule(reuse=True, arrivals=LATE, snapshots=folder_of(tmp_path))),
-        ("drafts, split", made(folder, kind, cuts=(1,), **given), Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2])),
-        ("trees, few pages", made(folder, kind, pages=PAGES + 10, **given), Schedule(proposer=trees, step_tokens=80, reuse=True)),
+        ("small steps", backend_of(folder, kind, **given), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        ("restarted", backend_of(folder, kind, **given), Schedule(reuse=True, arrivals=LATE, snapshots=folder_of(tmp_path))),
+        (
+            "drafts, split",
+            backend_of(folder, kind, cuts=(1,), **given),
+            Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2]),
+        ),
+        (
+            "trees, few pages",
+            backend_of(folder, kind, pages=PAGES + 10, **given),
+            Schedule(proposer=trees, step_tokens=80, reuse=True),
+        ),
     ):
         got, stats = run(backend, REQUESTS, schedule)
         assert same(got, expected), label
         counted.update(kept=stats.accepted_tokens, trees=stats.draft_trees, hits=stats.prefix_hits, chunks=stats.middle_chunks)
         counted.update(preempted=stats.preemptions, copies=stats.page_copies, restored=stats.snapshots_restored)
     assert all(counted.values()), counted
-    exact = plain(lambda: made(folder, None, lanes=1, **given), REQUESTS[:1])
-    assert exact[0].checksums != expected[0].checksums  # the codes are what is read
+    exact = plain(lambda: backend_of(folder, None, lanes=1, **given), REQUESTS[:1])
+    assert exact[0].checksums != expected[0].checksums  # attention reads the quantized values
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_narrower_numbers_keep_the_contract_too(folders: dict[str, Path], kind: str) -> None:
-    expected = alone(folders["llama"], kind)
-    got, _ = run(made(folders["llama"], kind), REQUESTS, Schedule(proposer=drafts_of(expected, tree=True), step_tokens=64))
+def test_keys_and_values_of_16_bits_keep_the_contract_too(folders: dict[str, Path], kind: str) -> None:
+    expected = plain_answers(folders["llama"], kind)
+    got, _ = run(backend_of(folders["llama"], kind), REQUESTS, Schedule(proposer=drafts_of(expected, tree=True), step_tokens=64))
     assert same(got, expected)
 
 
 # ---------------------------------------------------------------------- planted faults
 
 
-def left_behind(name: str) -> Any:
-    """A store whose scales do not travel with `name`."""
+def without_scales(name: str) -> Any:
+    """The method `name` of a page store, except that it leaves the scales as they were."""
     real = getattr(PageStore, name)
 
-    def without(self: PageStore, *given: Any) -> None:
+    def faulty(self: PageStore, *given: Any) -> None:
         kept = [scales.clone() for scales in (self.key_scales, self.value_scales) if scales is not None]
         real(self, *given)
         for scales, before in zip((self.key_scales, self.value_scales), kept, strict=True):
             assert scales is not None
             scales.copy_(before)
 
-    return without
+    return faulty
 
 
 @pytest.mark.parametrize("fault", ["copy_pages", "move", "fill"])
-def test_a_scale_that_does_not_travel_with_its_page_is_caught(
+def test_a_scale_that_is_not_copied_with_its_page_is_caught(
     folders: dict[str, Path], tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders["llama"]
-    expected = alone(folder, "int8")
-    run(made(folder, "int8"), REQUESTS[:1], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
-    monkeypatch.setattr(PageStore, fault, left_behind(fault))
+    expected = plain_answers(folder, "int8")
+    run(backend_of(folder, "int8"), REQUESTS[:1], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
+    monkeypatch.setattr(PageStore, fault, without_scales(fault))
     schedule = {
         "copy_pages": Schedule(reuse=True, arrivals=LATE, snapshots=folder_of(tmp_path)),
         "move": Schedule(proposer=drafts_of(expected, tree=True)),
         "fill": Schedule(reuse=True, arrivals=LATE, snapshots=folder_of(tmp_path)),
     }[fault]
-    got, _ = run(made(folder, "int8"), REQUESTS, schedule)
+    got, _ = run(backend_of(folder, "int8"), REQUESTS, schedule)
     assert not same(got, expected)
 
 
-def test_a_chunk_that_reads_its_own_keys_before_they_are_codes_is_caught(
+def test_a_chunk_that_reads_its_own_keys_before_they_are_quantized_is_caught(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn's own keys and values lie in the pages of a twin in float32 while it attends, and become codes after it."""
+    """Attention reads the step's own keys and values from a float32 copy of the pages; they are quantized only afterwards."""
     folder = folders["llama"]
-    expected = alone(folder, "int8", kernels=False)
+    expected = plain_answers(folder, "int8", kernels=False)
     real = TorchAttentionInputs.attend
 
     def unrounded(self: TorchAttentionInputs, qkv: Tensor, *, spec: AttentionSpec, store: PageStore, **given: Any) -> Tensor:
@@ -139,14 +146,13 @@ def test_a_chunk_that_reads_its_own_keys_before_they_are_codes_is_caught(
         return found
 
     monkeypatch.setattr(TorchAttentionInputs, "attend", unrounded)
-    whole, _ = run(made(folder, "int8", kernels=False), REQUESTS, Schedule())
-    cut, _ = run(made(folder, "int8", kernels=False), REQUESTS, Schedule(step_tokens=64))
+    whole, _ = run(backend_of(folder, "int8", kernels=False), REQUESTS, Schedule())
+    cut, _ = run(backend_of(folder, "int8", kernels=False), REQUESTS, Schedule(step_tokens=64))
     assert not same(whole, expected)
     assert not same(cut, whole)
 
 
-def test_the_last_answer_of_a_page_store_is_its_own(folders: dict[str, Path]) -> None:
-    """Codes of another kind are other numbers: nothing is shared between them."""
-    answers = {kind: alone(folders["llama"], kind)[0].checksums for kind in (*KINDS, "bf16")}
+def test_each_kv_dtype_gives_its_own_scores(folders: dict[str, Path]) -> None:
+    answers = {kind: plain_answers(folders["llama"], kind)[0].checksums for kind in (*KINDS, "bf16")}
     assert len({str(found) for found in answers.values()}) == len(answers)
-    assert dataclasses.asdict(made(folders["llama"], "fp8").capacity)["kv_dtype"] == "fp8"
+    assert backend_of(folders["llama"], "fp8").capacity.kv_dtype == "fp8"

@@ -1,4 +1,4 @@
-"""The contract over a restart: a prompt that comes back from the disk goes on with the tokens and scores of a cold one."""
+"""The contract over a restart: a prompt restored from a disk snapshot gives the tokens and scores of a cold run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.memory.disk_snapshots import Snapshot, SnapshotFolder
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Answer, Schedule, plain, run
-from tests.laws.test_modern import same
+from tests.laws.harness import Answer, Schedule, plain, run, same
 from tests.laws.test_modern_drafters import TRAINED, dflash, mtp
 from tests.support import tiny
 from tests.support.torch_backend import make_backend
@@ -26,7 +25,7 @@ PAGE = 8
 
 
 def requests_of(vocab: int) -> list[Request]:
-    """Prompts, the same ones under other parameters, and prompts that go on from them or leave them."""
+    """Prompts, the same ones with other parameters, and prompts that extend them or share a prefix with them."""
     rng = np.random.default_rng(2)
     text = [tuple(int(t) for t in rng.integers(0, vocab, n)) for n in (150, 90, 30)]
     prompts = [text[0], text[1], text[0], text[0] + text[2], text[1][:70] + text[2], text[0][:128], text[2]]
@@ -48,21 +47,20 @@ def requests_of(vocab: int) -> list[Request]:
     ]
 
 
-def folder_of(place: Path, *, page_size: int = PAGE) -> SnapshotFolder:
-    return SnapshotFolder(place, fingerprint="one", page_size=page_size, budget=10**10, max_queued=99)
+def folder_of(path: Path, *, page_size: int = PAGE) -> SnapshotFolder:
+    return SnapshotFolder(path, fingerprint="one", page_size=page_size, budget=10**10, max_queued=99)
 
 
 def restarted(
-    make: Callable[[], Backend], again: Callable[[], Backend], requests: list[Request], place: Path
+    make: Callable[[], Backend], again: Callable[[], Backend], requests: list[Request], path: Path
 ) -> tuple[list[Answer], Counter[str]]:
-    """The first two prompts in one life, all of them in the next, each alone in a life of its own: nothing but the disk
-    can have told it."""
-    run(make(), requests[:2], Schedule(reuse=True, snapshots=folder_of(place)))
+    """Run the first two prompts, then each prompt alone with a new engine, so that only the disk can provide cached state."""
+    run(make(), requests[:2], Schedule(reuse=True, snapshots=folder_of(path)))
     answers, counted = [], Counter[str]()
     backend = again()
     for request in requests:
-        # A fresh allocator knows nothing of what a backend's pages hold.
-        [answer], stats = run(backend, [request], Schedule(reuse=True, snapshots=folder_of(place)))
+        # A new allocator does not know the content of the backend's pages.
+        [answer], stats = run(backend, [request], Schedule(reuse=True, snapshots=folder_of(path)))
         answers.append(answer)
         counted.update(restored=stats.snapshots_restored, whole=stats.whole_prompts, hits=stats.prefix_hits)
     return answers, counted
@@ -92,8 +90,8 @@ def test_restored_and_cold_are_the_same(kind: str, tmp_path: Path) -> None:
     assert got[0].cached == 150
 
 
-def test_many_at_once_and_few_pages_change_nothing(tmp_path: Path) -> None:
-    """The disk brings in what it can; who finds no room computes."""
+def test_many_requests_and_few_pages_change_nothing(tmp_path: Path) -> None:
+    """Snapshots are restored as far as there are free pages; other requests compute their prompts."""
     requests = requests_of(VOCAB)
     expected = plain(lambda: fake(recurrent=True, chunk=16), requests)
     run(fake(recurrent=True, chunk=16), requests[:2], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
@@ -136,7 +134,7 @@ def test_a_snapshot_of_one_split_restores_on_another(folders: dict[str, Path], n
 
 
 @pytest.mark.parametrize("drafter", ["dflash", "mtp"])
-def test_the_drafters_context_comes_back_too(folders: dict[str, Path], drafter: str, tmp_path: Path) -> None:
+def test_a_snapshot_restores_the_drafters_context_too(folders: dict[str, Path], drafter: str, tmp_path: Path) -> None:
     target = folders["qwen3_5_mtp"] if drafter == "mtp" else TRAINED / "trained_qwen3_5"
     make = {"dflash": lambda: dflash(target, 0), "mtp": lambda: mtp(target)}[drafter]
     prompt = tuple(int(t) for t in np.random.default_rng(1).integers(8, 500, 100))
@@ -146,7 +144,7 @@ def test_the_drafters_context_comes_back_too(folders: dict[str, Path], drafter: 
     [warm], after = run(made(), [request], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
     assert same([warm], [cold])
     assert after.whole_prompts == after.snapshots_restored == 1
-    # Guesses as good as before: without its context a drafter keeps far fewer.
+    # Without its restored context the drafter would have far fewer kept drafts.
     if drafter == "dflash":
         assert after.accepted_tokens >= 0.8 * before.accepted_tokens > 0
 
@@ -182,7 +180,7 @@ def with_pages_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def for_any_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt gets what belongs to another one."""
+    """A prompt is restored from the snapshot of another prompt."""
     real = SnapshotFolder.read
 
     def careless(self: SnapshotFolder, snapshot: Snapshot) -> Any:

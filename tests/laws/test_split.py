@@ -17,13 +17,12 @@ from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.cpu.ops import CpuOps
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.pipeline import StageBoundary
-from onedraw.backends.torch.sampling import positions as picking
+from onedraw.backends.torch.sampling import positions
 from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.types import DryParams, History, Request, SamplingParams
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
-from tests.laws.test_modern import same
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same
 from tests.laws.test_modern_drafters import TRAINED, dense, dflash, mtp
 from tests.laws.test_modern_drafters import requests_of as drafted_requests
 from tests.support import tiny
@@ -44,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def conversation() -> list[Request]:
     rng = np.random.default_rng(9)
     text = tuple(int(t) for t in rng.integers(0, tiny.VOCAB, 110))
-    prompts = [text[:80], text[:80], text, text[:9]]  # again, from a checkpoint; a second turn; a short one
+    prompts = [text[:80], text[:80], text, text[:9]]  # a prompt, the same again from its checkpoint, a second turn, a short one
     return [
         Request(
             f"q{i}",
@@ -72,14 +71,14 @@ SIZES = {"kernels": False, "check": False, "max_context": 160, "pages": 60, "dra
 
 
 def answers_of(folder: Path) -> tuple[list[Answer], KnownAnswerProposer]:
-    """What one stage says to each alone, cold and without drafts, and who knows it."""
+    """The plain answers of a single stage, and a proposer that knows them."""
     one_lane = make_backend(folder, **{**SIZES, "lanes": 1})
     expected = plain(lambda: one_lane, REQUESTS)
     return expected, KnownAnswerProposer({r.id: a.tokens for r, a in zip(REQUESTS, expected, strict=True)}, tiny.VOCAB)
 
 
 def splits_of(folder: Path) -> list[tuple[int, ...]]:
-    """Every legal cut into two and into three."""
+    """Every legal cut into two and into three stages."""
     cuts = legal_cuts(read_model_info(open_checkpoint(folder)).spec.layers)
     return [*itertools.combinations(cuts, 1), *itertools.combinations(cuts, 2)]
 
@@ -99,7 +98,7 @@ def test_no_legal_cut_changes_a_bit(folders: dict[str, Path], name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_odd", "gemma4_e4b"])
-def test_kernels_and_their_self_check_hold_over_a_cut(folders: dict[str, Path], name: str) -> None:
+def test_the_kernels_pass_their_self_check_on_a_split(folders: dict[str, Path], name: str) -> None:
     one_lane = make_backend(folders[name], lanes=1)
     expected = plain(lambda: one_lane, REQUESTS)
     split = make_backend(folders[name], cuts=splits_of(folders[name])[0])
@@ -131,8 +130,8 @@ def test_every_drafter_works_on_a_split(name: str, folders: dict[str, Path]) -> 
     assert all(counted.values()), counted
 
 
-def test_a_drafter_on_a_split_guesses_what_it_guesses_on_one_device() -> None:
-    """The features that it reads crossed from other stages; a lost one would keep the tokens and spoil the guesses."""
+def test_a_drafter_on_a_split_drafts_the_same_tokens_as_on_one_device() -> None:
+    """It reads features that cross from other stages; a lost feature would change the number of kept drafts, not the tokens."""
     target = TRAINED / "trained_qwen3_5"
     requests = drafted_requests(read_model_info(open_checkpoint(target)).spec.vocab)[:3]
     figures = []
@@ -147,55 +146,57 @@ def test_a_drafter_on_a_split_guesses_what_it_guesses_on_one_device() -> None:
 def test_a_drafter_on_a_split_has_no_embedding_and_no_head_of_its_own(
     name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks up on the first stage and multiplies on the last: of a vocabulary there is one table and one head."""
+    """It uses the embedding of the first stage and the head of the last one, so each exists once in memory."""
     target = folders["qwen3_5_mtp"] if name == "mtp" else TRAINED / "trained_qwen3_5"
     make = dflash(target, 0) if name == "dflash" else mtp(target)
-    asked: list[str] = []
+    loaded: list[str] = []
 
-    def making(*given: object) -> object:
+    def recording(*given: object) -> object:
         for method in ("linear", "kept", "norm"):
             real = getattr(WeightLoader, method)
-            noting = lambda self, layer, *names, real=real, **how: asked.extend(names) or real(self, layer, *names, **how)  # noqa: E731
-            monkeypatch.setattr(WeightLoader, method, noting)
+            recorded = lambda self, layer, *names, real=real, **how: loaded.extend(names) or real(self, layer, *names, **how)  # noqa: E731
+            monkeypatch.setattr(WeightLoader, method, recorded)
         return make(*given)
 
-    make_backend(target, kernels=False, check=False, cuts=(1, 3), make_drafter=making)
-    assert asked
-    assert not {"embed", "head"} & set(asked), asked
+    make_backend(target, kernels=False, check=False, cuts=(1, 3), make_drafter=recording)
+    assert loaded
+    assert not {"embed", "head"} & set(loaded), loaded
 
 
 # ---------------------------------------------------------------------- planted faults
 
 
 def round_at_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residual stream is rounded to bfloat16 between two stages."""
     real = StageBoundary.cross
     rounded = lambda self, x, *given: real(self, x.bfloat16().float(), *given)  # noqa: E731
     monkeypatch.setattr(StageBoundary, "cross", rounded)
 
 
 def forget_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A penalty looks at prompt and output on one device and at output alone on a split."""
-    real = picking.SamplingPosition
+    """On a split the repetition penalty counts the output alone, without the prompt."""
+    real = positions.SamplingPosition
 
     def position(lane: int, params: SamplingParams, history: History, *rest: object) -> object:
         return real(lane, params, History((0,) * len(history.prompt), history.output), *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(picking, "SamplingPosition", position)
+    monkeypatch.setattr(positions, "SamplingPosition", position)
 
 
-def commit_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def commit_only_the_last_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     for ops in (TorchOps, CpuOps):
         real = ops.commit
         late = lambda self, state, drafts, real=real: real(self, state, drafts) if state.first else None  # noqa: E731
         monkeypatch.setattr(ops, "commit", late)
 
 
-def open_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def reset_only_the_last_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ModelState.open
     monkeypatch.setattr(ModelState, "open", lambda self, rows: real(self, rows) if self.first else None)
 
 
-def lose_a_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def shift_the_per_layer_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer of the second stage reads the per-layer input of its neighbour."""
     real = StageBoundary.cross
     shifted = lambda self, x, own, *given: real(self, x, own.roll(1, dims=1), *given)  # noqa: E731
     monkeypatch.setattr(StageBoundary, "cross", shifted)
@@ -206,9 +207,9 @@ def lose_a_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (round_at_the_boundary, "qwen2"),
         (forget_the_prompt, "qwen2"),
-        (commit_the_last_stage_alone, "qwen3_5_odd"),
-        (open_the_last_stage_alone, "qwen3_5_odd"),
-        (lose_a_layers_input, "gemma4_e4b"),
+        (commit_only_the_last_stage, "qwen3_5_odd"),
+        (reset_only_the_last_stage, "qwen3_5_odd"),
+        (shift_the_per_layer_inputs, "gemma4_e4b"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -222,10 +223,10 @@ def test_a_planted_fault_is_caught(
     assert not same(got, expected)
 
 
-# ---------------------------------------------------------------------- the stream
+# ---------------------------------------------------------------------- the residual stream
 
 
-def test_a_stream_of_another_dtype_than_the_products_holds_the_law(folders: dict[str, Path]) -> None:
+def test_a_split_changes_no_bit_where_the_residual_stream_has_another_dtype_than_the_weights(folders: dict[str, Path]) -> None:
     folder, seen = folders["gemma4_e4b"], []
     for dtype, activation in (("bf16", "f32"), ("bf16", "bf16"), ("f32", "bf16")):
         sizes = {**SIZES, "dtype": dtype, "activation": activation}
@@ -234,10 +235,10 @@ def test_a_stream_of_another_dtype_than_the_products_holds_the_law(folders: dict
         got, _ = run(make_backend(folder, cuts=(1,), **sizes), REQUESTS[:3], Schedule(reuse=True, step_tokens=64))
         assert same(got, expected), (dtype, activation)
         seen.append([answer.checksums for answer in expected])
-    assert seen[0] != seen[1] != seen[2] != seen[0]  # each is a precision of its own
+    assert seen[0] != seen[1] != seen[2] != seen[0]  # three different precisions
 
 
-def test_a_boundary_holds_a_turn_and_no_more(folders: dict[str, Path]) -> None:
+def test_a_stage_boundary_has_room_for_one_step_and_refuses_more(folders: dict[str, Path]) -> None:
     boundary = make_backend(folders["gemma4_e4b"], cuts=(1,), **SIZES).model.stages[1].entrance
     assert boundary is not None
     assert boundary.nbytes == 8192 * (2 * 64 + 5 * 16) * 4

@@ -1,4 +1,4 @@
-"""The contract on real arithmetic: tiny models of each family through the torch backend, tokens and checksums."""
+"""The contract on the torch backend: tiny models of each family, compared by tokens and checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import Request
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, random_requests, run
+from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, random_requests, run, same
 from tests.support import tiny
 
 OPS = {"kind": "kernels"}
@@ -27,7 +27,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @pytest.fixture(params=["kernels", "torch"])
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every law holds on our kernels and on their slow twins."""
+    """Every law runs on our kernels and on the plain torch operations."""
     monkeypatch.setitem(OPS, "kind", request.param)
     return str(request.param)
 
@@ -41,7 +41,7 @@ def backend_of(path: Path, *, lanes: int = 4, pages: int = 200, threads: int | N
     info = read_model_info(open_checkpoint(path))
     device = torch.device("cpu")
     ours = OPS["kind"] == "kernels"
-    chosen = pick_ops("cpu", "f32", cache=default_cache_dir(), threads=threads) if ours else TorchOps(device)
+    operations = pick_ops("cpu", "f32", cache=default_cache_dir(), threads=threads) if ours else TorchOps(device)
     return TorchBackend(
         info.spec,
         info.weights,
@@ -51,7 +51,7 @@ def backend_of(path: Path, *, lanes: int = 4, pages: int = 200, threads: int | N
         pages=pages,
         page_size=8,
         max_context=400,
-        ops=chosen,
+        ops=operations,
     )
 
 
@@ -59,10 +59,6 @@ def requests_of(seed: int) -> list[Request]:
     rng = np.random.default_rng(seed)
     requests = random_requests(rng, count=6, vocab=tiny.VOCAB, longest=150, max_tokens=12)
     return [dataclasses.replace(r, id=f"{r.id}-{seed}") for r in requests]
-
-
-def same(got: list[Answer], expected: list[Answer]) -> bool:
-    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
 
 
 def answers_of(requests: list[Request], expected: list[Answer]) -> KnownAnswerProposer:
@@ -78,8 +74,8 @@ def test_no_schedule_changes_a_bit(folder: Path, ops: str) -> None:
     trees = dataclasses.replace(drafts, tree=True)
     variations = {
         "batched": (backend_of(folder), Schedule()),
-        "small turns": (backend_of(folder), Schedule(step_tokens=7)),
-        "arriving": (backend_of(folder), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
+        "small steps": (backend_of(folder), Schedule(step_tokens=7)),
+        "late arrivals": (backend_of(folder), Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3))),
         "prefix hits": (backend_of(folder), Schedule(reuse=True, arrivals=(0, 3, 6, 9, 12, 15))),
         "few pages": (backend_of(folder, pages=-(-longest // 8) + 6), Schedule(reuse=True)),
         "drafts": (backend_of(folder), Schedule(proposer=drafts)),
@@ -115,7 +111,7 @@ def test_threads_do_not_change_a_bit(folder: Path, ops: str) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_the_self_check_holds_on_this_machine(folder: Path, ops: str) -> None:
+def test_the_self_check_passes_on_this_machine(folder: Path, ops: str) -> None:
     report = backend_of(folder).report
     assert report is not None
     assert report.passed, report.results
@@ -127,7 +123,7 @@ def test_the_self_check_holds_on_this_machine(folder: Path, ops: str) -> None:
 def test_a_product_that_follows_the_row_count_is_noticed_by_the_self_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library whose bits change with the number of rows: the check must refuse the rule, then say what does not hold."""
+    """A matrix product whose bits change with the number of rows: the self-check must fall back to blocks of a fixed height."""
     from onedraw.backends.torch.ops.plain.linear import Linear
 
     monkeypatch.setitem(OPS, "kind", "torch")
@@ -136,7 +132,7 @@ def test_a_product_that_follows_the_row_count_is_noticed_by_the_self_check(
     monkeypatch.setattr(Linear, "_product", lambda self, x: real(self, x) * (1 + (len(x) % 3) * 2.0**-23))
     report = backend_of(path).report
     assert report is not None
-    assert report.rule.block is not None  # only blocks of one fixed size can hold here
+    assert report.rule.block is not None  # only blocks of one fixed height can pass here
 
 
 @pytest.mark.parametrize("fault", ["blocks by tile", "mask by batch", "stale page"])
@@ -146,24 +142,24 @@ def test_a_planted_fault_is_caught(folder: Path, fault: str, monkeypatch: pytest
     one_lane = backend_of(folder, lanes=1)
     expected = plain(lambda: one_lane, requests)
     match fault:
-        case "blocks by tile":  # the sum over blocks follows the tile's own first block instead of absolute spans
+        case "blocks by tile":  # the sum over key blocks depends on the tile height
             real = attention._ordered_sum
             monkeypatch.setattr(
                 attention, "_ordered_sum", lambda parts, group: real(parts, group) * (1 + (group.height == 16) * 2.0**-23)
             )
-        case "mask by batch":  # a query loses its last key where the turn has an odd number of pairs
+        case "mask by batch":  # a query loses its last key if the step has an odd number of queries
             from onedraw.backends.torch.ops.plain import attention as tiles
 
             mask = tiles._mask
             short = lambda highest: np.maximum(highest - len(highest) % 2, 0)  # noqa: E731
             monkeypatch.setattr(tiles, "_mask", lambda lowest, highest, block: mask(lowest, short(highest), block))
-        case "stale page":  # reused pages are one short: the last shared position keeps an older key
+        case "stale page":  # one position too many counts as cached, so its page keeps an older key
             from onedraw.memory.allocator import Allocator
 
-            lend = Allocator.allocate
+            allocate = Allocator.allocate
 
             def stale(self: Allocator, history: object, **named: object) -> object:
-                lease = lend(self, history, **named)  # type: ignore[arg-type]
+                lease = allocate(self, history, **named)  # type: ignore[arg-type]
                 if lease is not None and lease.cached:
                     lease.cached += 1
                 return lease

@@ -1,6 +1,6 @@
-"""The contract on the xla backend: tiny models of each family it interprets, tokens and checksums.
+"""The contract on the xla backend: tiny models of a dense and a hybrid family, compared by tokens and checksums.
 
-A backend's programs are compiled once; it serves one law after the other, as a server would.
+The laws share one backend per model, since compiling its programs takes long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onedraw.memory.allocator import Allocator
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
+from tests.laws.harness import KnownAnswerProposer, Schedule, plain, run, same
 from tests.laws.test_snapshots import requests_of as disk_requests
 from tests.laws.test_snapshots import restarted
 from tests.support import tiny
@@ -56,7 +56,7 @@ def params(seed: int) -> SamplingParams:
 
 
 def conversation() -> list[Request]:
-    """Openings, the same prompt again, prompts that begin alike, second turns that quote a first prompt."""
+    """First messages, the same prompt again, prompts with a common prefix, second turns that contain a first prompt."""
     rng = np.random.default_rng(5)
     text = [tuple(int(t) for t in rng.integers(0, tiny.VOCAB, n)) for n in (150, 70, 90, 40)]
     prompts = [text[0], text[0], text[0] + text[1], text[0][:100] + text[2], text[3], text[0][:128], text[3]]
@@ -67,20 +67,16 @@ REQUESTS = conversation()
 LATE = tuple(range(0, 7 * 16, 16))  # each arrives when the one before has finished
 
 
-def same(got: list[Answer], expected: list[Answer]) -> bool:
-    return [dataclasses.replace(a, cached=0) for a in got] == [dataclasses.replace(a, cached=0) for a in expected]
-
-
 class FewPages(Allocator):
-    """Lends only as many pages as one long request needs and a few more, of a backend that has plenty."""
+    """Uses only a few more pages than one long request needs, of a backend that has many."""
 
     def __init__(self, capacity: Any, **named: Any) -> None:
         groups = tuple(dataclasses.replace(group, pages=38) for group in capacity.groups)
         super().__init__(dataclasses.replace(capacity, groups=groups), **named)
 
 
-class Bench:
-    """A backend, what it answers to each alone, and who knows the answers."""
+class Case:
+    """A backend, its plain answers, and a proposer that knows them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,24 +85,24 @@ class Bench:
         answers = {r.id: a.tokens for r, a in zip(REQUESTS, self.expected, strict=True)}
         self.drafts = KnownAnswerProposer(answers, tiny.VOCAB)
 
-    def faulty(self, schedule: Schedule) -> bool:
-        """Whether a fault that was planted meanwhile shows."""
+    def differs(self, schedule: Schedule) -> bool:
+        """Whether a new backend, compiled with a planted fault, gives other answers."""
         return not same(run(xla_backend(self.folder), REQUESTS[:4], schedule)[0], self.expected[:4])
 
 
 @pytest.fixture(scope="module")
-def benches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bench]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     place = tmp_path_factory.mktemp("xla")
-    return {name: Bench(tiny.write_safetensors(name, place / name)) for name in (DENSE, HYBRID)}
+    return {name: Case(tiny.write_safetensors(name, place / name)) for name in (DENSE, HYBRID)}
 
 
 @pytest.mark.parametrize("name", [DENSE, HYBRID])
-def test_no_schedule_changes_a_bit(benches: dict[str, Bench], name: str) -> None:
-    bench = benches[name]
-    drafts, trees = bench.drafts, dataclasses.replace(bench.drafts, tree=True)
+def test_no_schedule_changes_a_bit(cases: dict[str, Case], name: str) -> None:
+    case = cases[name]
+    drafts, trees = case.drafts, dataclasses.replace(case.drafts, tree=True)
     variations = {
         "batched": Schedule(),
-        "small turns": Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3)),
+        "small steps": Schedule(step_tokens=64, arrivals=(5, 0, 2, 9, 1, 3)),
         "checkpoints": Schedule(reuse=True, arrivals=LATE),
         "few pages": Schedule(reuse=True, step_tokens=100, allocator=FewPages),
         "drafts": Schedule(proposer=drafts, reuse=True, arrivals=LATE[::2]),
@@ -115,35 +111,35 @@ def test_no_schedule_changes_a_bit(benches: dict[str, Bench], name: str) -> None
     }
     counted: Counter[str] = Counter()
     for label, schedule in variations.items():
-        got, stats = run(bench.backend, REQUESTS, schedule)
-        assert same(got, bench.expected), label
+        got, stats = run(case.backend, REQUESTS, schedule)
+        assert same(got, case.expected), label
         counted.update({field: getattr(stats, field) for field in COUNTED})
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
         counted.update(hits=stats.prefix_hits, mixed=stats.mixed_steps)
     assert [what for what, count in counted.items() if not count] == [], counted
 
 
-def test_a_prompt_from_the_disk_goes_on_as_a_cold_one(benches: dict[str, Bench], tmp_path: Path) -> None:
-    bench = benches[HYBRID]
-    cold = plain(lambda: bench.backend, disk_requests(tiny.VOCAB))
-    got, counted = restarted(lambda: bench.backend, lambda: bench.backend, disk_requests(tiny.VOCAB), tmp_path)
+def test_a_prompt_restored_from_disk_gives_the_bits_of_a_cold_run(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases[HYBRID]
+    cold = plain(lambda: case.backend, disk_requests(tiny.VOCAB))
+    got, counted = restarted(lambda: case.backend, lambda: case.backend, disk_requests(tiny.VOCAB), tmp_path)
     assert same(got, cold)
     assert counted["restored"] >= 4
     assert counted["whole"] >= 3
 
 
 @pytest.mark.parametrize(("name", "cuts"), [(DENSE, (1, 2)), (HYBRID, (2,))])
-def test_layers_on_several_devices_give_the_bits_of_one(benches: dict[str, Bench], name: str, cuts: tuple[int, ...]) -> None:
-    bench = benches[name]
-    split = xla_backend(bench.folder, cuts=cuts)
+def test_layers_on_several_devices_give_the_bits_of_one_device(cases: dict[str, Case], name: str, cuts: tuple[int, ...]) -> None:
+    case = cases[name]
+    split = xla_backend(case.folder, cuts=cuts)
     assert len({site.device for site in split._sites}) == len(cuts) + 1
-    proposer = dataclasses.replace(bench.drafts, tree=True)
+    proposer = dataclasses.replace(case.drafts, tree=True)
     got, stats = run(split, REQUESTS, Schedule(proposer=proposer, reuse=True, step_tokens=80, arrivals=(0, 9, 9)))
-    assert same(got, bench.expected)
+    assert same(got, case.expected)
     assert min(stats.restores, stats.accepted_tokens, stats.draft_trees, stats.middle_chunks, stats.mixed_steps) > 0
 
 
-def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_devices_run_one_of_eight_layers_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny.COMMON, "num_hidden_layers", 8)
     info = read_model_info(open_checkpoint(tiny.write_safetensors("llama", tmp_path / "hf")))
     names = ",".join(f"cpu:{number}" for number in range(8))
@@ -165,12 +161,12 @@ def test_eight_devices_share_eight_layers_as_the_placement_says(tmp_path: Path, 
 
 
 def forget_to_move_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept nodes of a tree stay in the slots of the tree, states in the lanes of the last turn."""
+    """Kept nodes of a tree stay in the tree's slots, and the state stays that of the previous step."""
     monkeypatch.setattr(state, "verified", lambda sampled, drafts, shape: jnp.zeros(max(shape.drafts, 1), bool))
 
 
 def commit_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts move the lane, kept or not."""
+    """Every draft is committed to the lane's state, kept or not."""
     monkeypatch.setattr(state, "verified", lambda sampled, drafts, shape: jnp.ones(max(shape.drafts, 1), bool))
 
 
@@ -180,25 +176,25 @@ def key_noise_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_the_last_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Histories of drafted positions are short by one."""
+    """Histories of drafted positions lack the last draft."""
     real = backend_module.sampling_inputs
     short = lambda p: p._replace(drafts=p.drafts[:-1])  # noqa: E731
 
-    def wants(positions: Any, *given: Any, **named: Any) -> dict[str, Any]:
+    def short_histories(positions: Any, *given: Any, **named: Any) -> dict[str, Any]:
         found, keys = real([short(p) for p in positions], *given, **named), real(positions, *given, **named)["keys"]
         return {**found, "keys": keys}
 
-    monkeypatch.setattr(backend_module, "sampling_inputs", wants)
+    monkeypatch.setattr(backend_module, "sampling_inputs", short_histories)
 
 
 def sum_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums that follow the number of rows."""
+    """Sums depend on the number of rows."""
     real = layers.row_sum
     monkeypatch.setattr(layers, "row_sum", lambda x: real(x) * (1 + (x.shape[0] == 32) * 2.0**-22))
 
 
 def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The convolution's window closes one position early."""
+    """The convolution window ends one position early."""
     real = inputs._recurrent_inputs
 
     def off_by_one(*given: Any) -> dict[str, Any]:
@@ -220,42 +216,42 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, bool]] = [
 
 @pytest.mark.parametrize(("fault", "name", "tree"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_planted_fault_is_caught(
-    benches: dict[str, Bench], fault: Callable[[pytest.MonkeyPatch], None], name: str, tree: bool, monkeypatch: pytest.MonkeyPatch
+    cases: dict[str, Case], fault: Callable[[pytest.MonkeyPatch], None], name: str, tree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = benches[name]
+    case = cases[name]
     fault(monkeypatch)
-    proposer = dataclasses.replace(bench.drafts, tree=tree)
-    assert bench.faulty(Schedule(proposer=proposer, reuse=True, step_tokens=80, arrivals=(0, 0, 16, 16)))
+    proposer = dataclasses.replace(case.drafts, tree=tree)
+    assert case.differs(Schedule(proposer=proposer, reuse=True, step_tokens=80, arrivals=(0, 0, 16, 16)))
 
 
-def test_the_self_check_holds_on_this_machine(benches: dict[str, Bench]) -> None:
-    backend = xla_backend(benches[DENSE].folder, check=True)
+def test_the_self_check_passes_on_this_machine(cases: dict[str, Case]) -> None:
+    backend = xla_backend(cases[DENSE].folder, check=True)
     assert backend.report is not None
     assert backend.report.passed, backend.report.results
     assert len(backend.report.results) == 3
     assert backend.shape != backend.shape.uniform
 
 
-def test_a_sum_that_follows_the_rows_is_noticed_and_products_get_one_height(
-    benches: dict[str, Bench], monkeypatch: pytest.MonkeyPatch
+def test_the_self_check_notices_a_sum_that_depends_on_the_rows_and_fixes_the_number_of_rows(
+    cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sum_by_rows(monkeypatch)
-    backend = xla_backend(benches[DENSE].folder, check=True)
+    backend = xla_backend(cases[DENSE].folder, check=True)
     assert backend.report is not None
     assert backend.report.passed
     assert backend.shape == backend.shape.uniform
 
 
-def test_bf16_has_one_height_from_the_start_and_holds(benches: dict[str, Bench]) -> None:
-    backend = xla_backend(benches[DENSE].folder, dtype="bf16", check=True)
+def test_bf16_uses_one_fixed_number_of_rows_and_passes_the_self_check(cases: dict[str, Case]) -> None:
+    backend = xla_backend(cases[DENSE].folder, dtype="bf16", check=True)
     assert backend.shape == backend.shape.uniform
     assert backend.report is not None
     assert backend.report.passed, backend.report.results
 
 
-def test_the_number_of_lanes_and_of_tokens_in_a_turn_changes_no_bit(benches: dict[str, Bench]) -> None:
-    bench = benches[DENSE]
-    other = xla_backend(bench.folder, lanes=9, step_tokens=256)
-    assert other.shape.decode != bench.backend.shape.decode
+def test_the_number_of_lanes_and_of_tokens_in_a_step_changes_no_bit(cases: dict[str, Case]) -> None:
+    case = cases[DENSE]
+    other = xla_backend(case.folder, lanes=9, step_tokens=256)
+    assert other.shape.decode != case.backend.shape.decode
     got, _ = run(other, REQUESTS, Schedule())
-    assert same(got, bench.expected)
+    assert same(got, case.expected)
