@@ -1,7 +1,7 @@
-"""Products of packed weights: the weights of the file, bits of the row alone, whichever kernel serves.
+"""Products of packed weights: right results, and bits that depend on the row alone, with every kernel.
 
-On an accelerator all of it; under Triton's interpreter the kernels that are written in Triton, experts, and a whole model: what
-they need in CUDA C++ runs on the CPU then (tests/backends/torch/emulated.py).
+On a GPU all tests; under Triton's interpreter the Triton kernels, experts and a whole model, with the CUDA C++ kernels emulated
+on the CPU (tests/backends/torch/emulated.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if torch.cuda.is_available() or INTERPRETED:
     from tests.reference.packed_blocks import reference_product, reference_weights
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts numbers to bf16, and does not round
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 instead of rounding
 ROUNDING = 6e-4 if INTERPRETED else 4e-3
 MOST = 20 if INTERPRETED else 700
 RNG = np.random.default_rng(0)
@@ -75,14 +75,14 @@ def nothing(rows: int, columns: int) -> Tensor:
 
 
 def slow(kind: str, rows: int, width: int) -> tuple[DequantizedWeight, Tensor]:
-    """As the rule has it, found slowly; as the file's numbers in float32."""
+    """The dequantized weight by the slow reference, and the file's values in float32."""
     tensor = random_tensor("w", (rows, width), kind, RNG, width**-0.5)
     found = reference_weights(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
     return found, torch.from_numpy(tensor.float32()).to(DEVICE)
 
 
 def weight(kind: str, rows: int, width: int) -> tuple[PackedWeight, DequantizedWeight, Tensor]:
-    """As products keep it; as the rule has it, found slowly; as the file's numbers."""
+    """The packed weight, the dequantized weight by the slow reference, and the file's values in float32."""
     tensor = random_tensor("w", (rows, width), kind, RNG, width**-0.5)
     made = load_packed_weight([tensor], pad=1, copier=HostToDeviceCopy(DEVICE), device=DEVICE, workspace=ROOM)
     dequantized = reference_weights(torch.from_numpy(tensor.packed()).to(DEVICE), kind)
@@ -90,7 +90,7 @@ def weight(kind: str, rows: int, width: int) -> tuple[PackedWeight, DequantizedW
 
 
 def short(kind: str) -> int:
-    """A width that is no whole number of spans, where the kind's blocks allow it."""
+    """A width that is not a multiple of a span, where the kind's block size allows it."""
     return 768 if QUANT_TYPES[kind].block_values == SPAN else 576
 
 
@@ -99,7 +99,7 @@ def short(kind: str) -> int:
 
 @on_device
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
-def test_rows_that_are_looked_up_and_outputs_that_are_opened_are_those_of_the_file(kind: str) -> None:
+def test_dequantized_rows_and_weights_are_those_of_the_file(kind: str) -> None:
     packed, expected, values = weight(kind, 40, short(kind))
     everything = packed_rows.dequantize_rows(packed, None, out=torch.full(values.shape, torch.nan, device=DEVICE))
     assert torch.equal(everything, values)
@@ -120,7 +120,7 @@ def test_rows_that_are_looked_up_and_outputs_that_are_opened_are_those_of_the_fi
 
 
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
-def test_a_wide_product_is_near_the_rule_in_float64(kind: str) -> None:
+def test_a_product_of_many_rows_is_close_to_float64(kind: str) -> None:
     width = 1280 if kind in ("Q4_K", "Q4_1") else short(kind)  # more than a segment
     outputs = 24 if INTERPRETED else 200
     dequantized, values = slow(kind, outputs, width)
@@ -150,7 +150,7 @@ def faulty(activations: PackedActivations, fault: str) -> PackedActivations:
 
 @pytest.mark.parametrize("fault", ["a power of two of one span", "sums of another row"])
 def test_a_planted_fault_is_caught(fault: str) -> None:
-    """What the test above compares would show it."""
+    """The comparison of the test above detects it."""
     dequantized, values = slow("Q4_K", 24, 512)
     x = normal(8, 512, seed=1)
     tile = ManyRowsTile(16, 32, 64, 4, 2)
@@ -160,7 +160,7 @@ def test_a_planted_fault_is_caught(fault: str) -> None:
 
 @on_device
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
-def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_with_every_kernel(kind: str) -> None:
     """Few rows read the blocks, many an dequantized weight; neither the kernel nor its tile shows."""
     width = 1536 if QUANT_TYPES[kind].block_values == SPAN else 1088
     packed, dequantized, values = weight(kind, 200, width)
@@ -178,7 +178,7 @@ def test_a_row_has_its_bits_alone_and_in_a_batch_whichever_kernel_serves(kind: s
 
 
 @on_device
-def test_a_weight_that_is_opened_in_slices_answers_the_same() -> None:
+def test_a_weight_dequantized_in_slices_gives_the_same_product() -> None:
     packed, _, _ = weight("Q4_K", 600, 512)
     activations, bias, residual = pack_activations(normal(300, 512, seed=2)), normal(600, seed=3), normal(300, 600, seed=4)
     follows = {"bias": bias, "residual": residual}
@@ -190,12 +190,12 @@ def test_a_weight_that_is_opened_in_slices_answers_the_same() -> None:
 
 @on_device
 @pytest.mark.parametrize("rows", [17, 64])
-def test_outputs_that_come_slab_by_slab_are_the_same(rows: int) -> None:
+def test_outputs_computed_in_slabs_are_the_same(rows: int) -> None:
     packed, _, _ = weight("Q4_K", 600, 2304)
     activations, bias, residual = pack_activations(normal(rows, 2304, seed=2)), normal(600, seed=3), normal(rows, 600, seed=4)
     follows = {"bias": bias, "residual": residual}
     whole = packed_rows.few_rows_product(activations, packed, out=nothing(rows, 600), **follows)
-    few = torch.full((3 * 16 * 64 * 7,), torch.nan, dtype=torch.float32, device=DEVICE)  # seven units of outputs at a time
+    few = torch.full((3 * 16 * 64 * 7,), torch.nan, dtype=torch.float32, device=DEVICE)  # space for seven output units at a time
     assert torch.equal(
         packed_rows.few_rows_product(activations, packed, out=nothing(rows, 600), partial_sums=few, **follows), whole
     )
@@ -204,7 +204,7 @@ def test_outputs_that_come_slab_by_slab_are_the_same(rows: int) -> None:
 
 @on_device
 @pytest.mark.parametrize("rows", [9, 300])
-def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows: int) -> None:
+def test_weights_of_several_kinds_are_concatenated_with_bias_and_residual(rows: int) -> None:
     tensors = [
         random_tensor(kind, (height, 256), kind, RNG, 1 / 16)
         for kind, height in (("Q4_K", 24), ("Q4_K", 9), ("Q6_K", 8), ("F32", 7))
@@ -232,10 +232,10 @@ def test_weights_of_several_kinds_stand_side_by_side_with_bias_and_residual(rows
         {"Q4_K": 2656, "Q6_K": 2656, "Q5_K": 3200},  # blocks share units
     ],
 )
-def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_other(rows: int, heights: dict[str, int]) -> None:
-    """Recorded, four times behind each other, and played again and again: each reads what the one before it has written."""
+def test_concurrent_products_of_the_same_rows_give_the_results_of_sequential_ones(rows: int, heights: dict[str, int]) -> None:
+    """A captured chain of four products, replayed many times: each reads the output of the one before it."""
     if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("kernels come one behind the other here")
+        pytest.skip("needs programmatic dependent launch (Hopper)")
     tensors = [random_tensor(kind, (height, 2048), kind, RNG, 2048**-0.5) for kind, height in heights.items()]
 
     def made(pdl: bool) -> PackedLinear:
@@ -267,7 +267,7 @@ def test_products_of_the_same_rows_that_run_at_once_answer_as_one_behind_the_oth
 
 
 @on_device
-def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
+def test_a_column_selection_is_applied_to_the_activations() -> None:
     tensor = random_tensor("w", (16, 512), "Q4_K", RNG, 512**-0.5)
     order = np.arange(512).reshape(4, 128)[[2, 0, 3, 1]].reshape(-1)
     ours = ColumnSelection(tensor, order)
@@ -278,7 +278,7 @@ def test_columns_stay_as_stored_and_rows_come_in_their_order() -> None:
 
 
 @on_device
-def test_rows_that_a_norm_or_a_gate_made_ready_give_the_same_product() -> None:
+def test_activations_packed_by_a_norm_or_a_gate_give_the_same_product() -> None:
     ops = PackedOps(DEVICE, DTYPE)
     made = ops.packed_linear([random_tensor("w", (64, 512), "Q4_K", RNG, 512**-0.5)], bias=None, pad=1, pad_columns=1)
     assert made is not None
@@ -294,7 +294,7 @@ def test_rows_that_a_norm_or_a_gate_made_ready_give_the_same_product() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels in CUDA C++ wherever these tests run."""
+    """Emulate the CUDA C++ kernels where there is no GPU."""
     if INTERPRETED:
         emulated.install(monkeypatch)
 
@@ -322,7 +322,7 @@ def chosen(rows: int, *, count: int, used: int, seed: int = 6) -> tuple[Tensor, 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kinds", KINDS_OF_EXPERTS)
-def test_experts_in_blocks_answer_like_experts_in_numbers(kinds: tuple[str, str, str]) -> None:
+def test_packed_experts_match_float_experts(kinds: tuple[str, str, str]) -> None:
     tensors = stacks(kinds, count=2, width=256, hidden=256)
     bank = bank_of(tensors)
     ids, shares = chosen(4, count=2, used=1)
@@ -337,7 +337,7 @@ def test_experts_in_blocks_answer_like_experts_in_numbers(kinds: tuple[str, str,
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kinds", KINDS_OF_EXPERTS)
-def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_the_other(kinds: tuple[str, str, str]) -> None:
+def test_experts_have_the_bits_of_separate_products_with_their_matrices(kinds: tuple[str, str, str]) -> None:
     """The lowest expert first, whatever the order they were chosen in."""
     count, used, rows, hidden = (3, 2, 3, 512) if INTERPRETED else (6, 3, 300, 1536)
     width = 256 if kinds[2] == "Q6_K" else 96  # which is filled up
@@ -360,7 +360,7 @@ def test_experts_answer_with_the_bits_of_products_with_their_matrices_one_after_
 
 @on_device
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
-def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) -> None:
+def test_an_expert_has_the_bits_of_a_product_with_its_matrix(kind: str) -> None:
     """For 1 to 300 rows of an expert, in tiles of any height; tests/backends/torch/test_packed_kernels.py does so on a CPU."""
     width = 1536 if QUANT_TYPES[kind].block_values == SPAN else 1088
     count, outputs = 9, 200
@@ -371,14 +371,14 @@ def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) 
         device=DEVICE,
     )
     activations = pack_activations(normal(300, width, seed=1))
-    members = (300, 257, 65, 33, 9, 8, 7, 2, 1)  # a row's experts are the lowest ones, so each is its own place
+    members = (300, 257, 65, 33, 9, 8, 7, 2, 1)  # rows of each expert; expert i is at place i of a row
     full = [
         packed_product(activations, made.matrix(number), out=nothing(300, outputs), workspace=ROOM) for number in range(count)
     ]
     for height in (8, 16, 32, 64):
         ids = torch.arange(count, device=DEVICE).expand(300, count).clone()
         for number, rows in enumerate(members):
-            ids[rows:, number] = count  # nobody
+            ids[rows:, number] = count  # no expert
         routes = route(ids, torch.ones(300, count, device=DEVICE), count=count + 1, height=height)
         routes.tiles[routes.tiles[:, 0] == count, 2] = 0
         found = packed_rows.experts_product(activations, made, routes, divide=count, out=nothing(300 * count, outputs))
@@ -388,8 +388,8 @@ def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(kind: str) 
 
 @on_device
 @pytest.mark.parametrize("pdl", [False, True])
-def test_experts_are_recorded_and_follow_other_routes_when_they_are_played(pdl: bool) -> None:
-    """Nothing looks at the host on the way: a recording serves routes that it has not seen."""
+def test_captured_experts_follow_other_routes_when_replayed(pdl: bool) -> None:
+    """Routing never synchronizes with the host, so a captured graph handles routes that it has not seen."""
     tensors = stacks(("Q4_K", "Q4_K", "Q6_K"), count=16, width=256, hidden=512)
     bank = bank_of(tensors, pdl=pdl and torch.cuda.get_device_capability() >= (9, 0))
     x, (ids, shares) = normal(5, 512, seed=3), chosen(5, count=16, used=4)
@@ -411,12 +411,12 @@ MIXTURE = MoeSpec(experts=8, used=2, width=256, shared=256, shared_gate=True)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("tied", "mixture"), [(True, None), (False, None), (True, MIXTURE)])
-def test_a_packed_model_answers_a_row_the_same_alone_and_in_a_batch(tied: bool, mixture: MoeSpec | None) -> None:
-    """Embedding, products, experts and head all read blocks; a tied table is there once."""
+def test_a_packed_model_gives_the_same_bits_alone_and_in_a_batch(tied: bool, mixture: MoeSpec | None) -> None:
+    """Embedding, products, experts and head all read packed weights; a tied embedding is loaded once."""
     spec = tiny_spec(tied=tied)
     if mixture is not None:
         spec = replace(spec, layers=tuple(replace(layer, feed_forward=mixture) for layer in spec.layers))
-    gc.collect()  # the tables of a backend before
+    gc.collect()  # weights of earlier backends
     backend = TorchBackend(
         spec,
         quantized_weights(spec, ("Q6_K", "Q4_K", "Q5_K")),

@@ -1,4 +1,7 @@
-"""Rows made ready for packed products, on an accelerator or under Triton's interpreter: the twin's bits, each row by itself."""
+"""Activations of packed products: the bits of the slow reference, for each row alone.
+
+On a GPU, or under Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Te
 
 
 def equal(one: PackedActivations, other: PackedActivations) -> bool:
-    """Bit by bit, but for the payload of what is not a number."""
+    """Bit for bit, except for NaN payloads."""
     pairs = ((one.x, other.x), (one.factors, other.factors), (one.sums, other.sums))
     return all(bool(((a == b) | (a.isnan() & b.isnan())).all()) and a.shape == b.shape for a, b in pairs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [256, 300, 1024 + 32])
-def test_rows_are_prepared_as_the_twin_does(dtype: torch.dtype, width: int) -> None:
+def test_rows_are_packed_as_by_the_reference(dtype: torch.dtype, width: int) -> None:
     x = normal(5, width + 7, dtype=dtype)
     found = pack_activations(x, width=width)
     assert equal(found, reference_activations(x, width=width))
@@ -53,8 +56,8 @@ def test_rows_are_prepared_as_the_twin_does(dtype: torch.dtype, width: int) -> N
     assert not back[:, width:].any()
 
 
-def test_a_row_is_prepared_alike_alone_and_among_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever spans a program has."""
+def test_a_row_is_packed_alike_alone_and_among_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of spans per program."""
     rows = 3 if INTERPRETED else 3000
     x = normal(rows, 700, seed=1)
     monkeypatch.setattr(spans, "ONE_SEGMENT_SPANS", 0)
@@ -65,15 +68,15 @@ def test_a_row_is_prepared_alike_alone_and_among_thousands(monkeypatch: pytest.M
         assert equal(pack_activations(x[row : row + 1]), many.rows(slice(row, row + 1)))
 
 
-def test_inputs_may_come_in_another_order() -> None:
+def test_columns_can_be_permuted() -> None:
     x = normal(2, 512, seed=2)
     order = torch.randperm(512, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.int32)
     assert equal(pack_activations(x, order=order), pack_activations(x[:, order.long()].contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
-    """A segment of zeros has the factor 1; the largest and the smallest numbers neither overflow nor vanish."""
+def test_zeros_and_extremes_are_packed(dtype: torch.dtype) -> None:
+    """A segment of zeros has the factor 1; the largest and smallest values neither overflow nor vanish."""
     x = torch.zeros(4, 512, dtype=dtype, device=DEVICE)
     x[1] = torch.finfo(dtype).max
     x[2, ::2] = torch.finfo(dtype).smallest_normal
@@ -90,18 +93,18 @@ def test_zeros_and_extremes_are_prepared_too(dtype: torch.dtype) -> None:
         assert torch.equal(found.x[2].double() * float(found.factors[2, 0]), x[2].double())
 
 
-def test_sums_of_blocks_are_exact_whatever_stands_beside_each_other() -> None:
-    """Numbers of every size below the largest, down to single bits of float16's last place, of both signs."""
+def test_block_sums_are_exact_for_values_of_any_magnitude() -> None:
+    """Values of every magnitude down to float16's last bit, of both signs."""
     sizes = torch.randint(-34, 1, (6, 512), generator=torch.Generator().manual_seed(9)).to(DEVICE)
     x = normal(6, 512, dtype=torch.float32, seed=8).clamp(-1, 1) * 1000 * torch.exp2(sizes.float())
     x[3], x[4, ::2] = -x[3].abs(), 0
-    x[5], x[:5, ::256] = 1023.9, 1000  # the largest of each span: with it numbers stay as they are
+    x[5], x[:5, ::256] = 1023.9, 1000  # the largest of each span: with it the factor is 1
     for dtype in DTYPES:
         assert equal(pack_activations(x.to(dtype)), reference_activations(x.to(dtype)))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter computes with numpy
-def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
+def test_values_that_are_not_finite_stay_so_and_stay_in_their_row() -> None:
     x = normal(4, 256, seed=4)
     x[1, 7], x[2, 200] = float("inf"), float("nan")
     found = pack_activations(x)
@@ -112,7 +115,7 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row() -> None:
 
 
 @pytest.mark.parametrize("width", [64, 512, 1300])
-def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
+def test_norms_and_gated_activations_pack_their_output(width: int) -> None:
     rows = 3 if INTERPRETED else 200
     x, weight = normal(rows, width, dtype=DTYPES[0], seed=5), normal(1, width, dtype=DTYPES[0], seed=6)[0]
     ready = empty_packed_activations(rows, width, DEVICE)
@@ -125,8 +128,8 @@ def test_norms_and_gates_make_rows_ready_on_the_way(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1296, 1300] if INTERPRETED else [1296, 1300, 2048, 4096, 5120])
-def test_a_norm_that_several_programs_share_has_the_bits_of_one(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float16, and often: bf16 hides what another order of the sum would change in its last bit."""
+def test_a_norm_split_over_programs_has_the_bits_of_one_program(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16 and with many seeds: bf16 would hide the last bit that another order of the sum changes."""
     rows = 2 if INTERPRETED else 64
     for seed in range(1 if INTERPRETED else 20):
         with monkeypatch.context() as patch:
@@ -139,7 +142,7 @@ def test_a_norm_that_several_programs_share_has_the_bits_of_one(width: int, monk
             assert torch.equal(rms_norm(x, weight[0], 1e-6), few)
 
 
-def test_rows_that_were_made_ready_are_taken_once_and_by_themselves_alone() -> None:
+def test_packed_rows_are_taken_once_and_only_for_the_same_tensor() -> None:
     x, ready = normal(2, 256), PendingActivations()
     activations = pack_activations(x)
     ready.put(x, activations)
