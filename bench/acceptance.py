@@ -23,7 +23,7 @@ from onedraw.backends.torch.drafters import base as ranking
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.build.checkpoint import read_text
 from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.drafters import find_built_in_drafter

@@ -38,13 +38,13 @@ from onedraw.backends.torch.ops.cuda.norm import apply_gate
 from onedraw.backends.torch.ops.cuda.ops import TritonAttentionInputs, TritonLinear, TritonOps
 from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
 from onedraw.backends.torch.ops.cuda.sampling import SamplingTable, sample_tokens
+from onedraw.backends.torch.ops.plain.elementwise import rope_table
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.backends.torch.sampling.exact import padded
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.recurrent_spans import recurrent_spans
+from onedraw.backends.torch.state.recurrent_state import recurrent_spans
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.sampling.noise import key
 from onedraw.types import Draft, History, SamplingParams

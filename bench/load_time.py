@@ -68,7 +68,7 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     from onedraw.backends.packing import PACKED_DTYPES, plan_weight_storage
     from onedraw.backends.torch.device import DTYPES, pick_ops
     from onedraw.backends.torch.model.transformer import Transformer
-    from onedraw.backends.torch.runner.stages import StageDevice
+    from onedraw.backends.torch.runner.pipeline import StageDevice
     from onedraw.checkpoints.open import open_checkpoint
     from onedraw.models.model_info import read_model_info
     from onedraw.models.spec import DTYPE_BYTES

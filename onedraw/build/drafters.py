@@ -27,9 +27,7 @@ from onedraw.models.mtp import MtpSpec, has_mtp, read_mtp_info
 from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.draft_tree import build_tree
-from onedraw.speculation.ngram import NgramProposer
-from onedraw.speculation.prediction import PredictionProposer
-from onedraw.speculation.proposer import Proposer
+from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Proposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
 
@@ -142,7 +140,7 @@ class DrafterBuilder:
         from onedraw.backends.torch.drafters.dflash import DflashDrafter
         from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, MtpHead, SmallModel
         from onedraw.backends.torch.model.transformer import Transformer
-        from onedraw.backends.torch.runner.stages import StageDevice
+        from onedraw.backends.torch.runner.pipeline import StageDevice
 
         sizes = {"lanes": settings.max_batch, "max_context": max_context}
 

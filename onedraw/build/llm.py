@@ -43,8 +43,7 @@ from onedraw.types import ModelCard
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.ops.base import Ops
-    from onedraw.backends.torch.runner.pipeline import Pipeline
-    from onedraw.backends.torch.runner.stages import StageDevice
+    from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 
 log = logging.getLogger("onedraw")
 
@@ -283,8 +282,7 @@ def _stage_devices(
 ) -> tuple[list[StageDevice], Pipeline | None]:
     """The device and operations of each stage; and a pipeline of threads if stages run in parallel or on their own cores."""
     from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
-    from onedraw.backends.torch.runner.pipeline import Pipeline
-    from onedraw.backends.torch.runner.stages import StageDevice
+    from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 
     given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
     made: dict[object, Ops] = {}  # stages on one device share its thread pool, unless they run in parallel

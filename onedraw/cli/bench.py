@@ -22,9 +22,9 @@ from onedraw.cli.flags import add_request_options, add_settings, argument_type, 
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
 from onedraw.lab.recorded_drafts import DEFAULT_LENGTH, RecordedProposer
-from onedraw.llm.generation import Generation
 from onedraw.llm.llm import LLM, idle_stats
 from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.reply_stream import Generation
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import ModelCard
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onedraw.errors import BadSetting, OnedrawError
-from onedraw.llm.generation import Generation
 from onedraw.llm.llm import LLM, PreparedChoice
 from onedraw.llm.reply import Reply
+from onedraw.llm.reply_stream import Generation
 from onedraw.types import Finish, Piece, SamplingParams
 
 log = logging.getLogger("onedraw.contract.record")

@@ -14,9 +14,9 @@ from typing import Literal
 from onedraw.contract.record import Record
 from onedraw.engine.stats import Stats
 from onedraw.errors import OnedrawError
-from onedraw.llm.generation import Generation
 from onedraw.llm.llm import LLM, idle_stats
 from onedraw.llm.reply import Reply
+from onedraw.llm.reply_stream import Generation
 
 Progress = Callable[[str], None]
 

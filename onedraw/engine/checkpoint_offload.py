@@ -7,14 +7,14 @@ admission finds them like any others. The engine thread copies and reads; a thre
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onedraw.backends.base import Backend, SupportsSnapshots
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import Snapshot, SnapshotFolder
-from onedraw.memory.pages import first_visible
-from onedraw.memory.prefix_cache import PrefixCheckpoint
-from onedraw.memory.prefix_import import begin_import, cancel_import, checkpoint_pages, finish_import, reusable_length
+from onedraw.memory.pages import NO_PAGE, first_visible, pages_for
+from onedraw.memory.prefix_cache import Node, PrefixCheckpoint, longest_resume
 from onedraw.types import History
 
 log = logging.getLogger("onedraw.snapshots")
@@ -111,3 +111,120 @@ class CheckpointOffload:
 
     def close(self) -> None:
         self._folder.close()
+
+
+# ------------------ Import of a prefix from a disk snapshot into the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixImport:
+    """Pages and slot reserved for a prefix until it is in the prefix cache."""
+
+    tokens: tuple[int, ...]
+    slot: int | None
+    new_pages: tuple[dict[int, int], ...]  # per group: page index in the prefix → page to be filled
+    held_pages: tuple[dict[int, int], ...]  # the same for pages that the cache has already
+    pinned: Node
+
+    def page_map(self, firsts: Sequence[int]) -> list[dict[int, int]]:
+        """Per group: stored page → page to be filled. `firsts`: index in the prefix of each group's first stored page."""
+        return [{index - first: page for index, page in new.items()} for first, new in zip(firsts, self.new_pages, strict=True)]
+
+
+def reusable_length(allocator: Allocator, history: History) -> int:
+    """How far a prompt could be resumed from the prefix cache now."""
+    path = allocator.prefix_cache.match(history.prompt)
+    return longest_resume(path, history.prompt, prompt=len(history.prompt), known=len(history), rules=allocator.rules).position
+
+
+def checkpoint_pages(allocator: Allocator, checkpoint: PrefixCheckpoint) -> list[tuple[int, list[int]]] | None:
+    """Per group: index of the first page that the checkpoint's position attends to, and the pages from there on, in order.
+
+    None if the checkpoint or one of these pages is gone. If still present, the pages that the end of the last full page
+    attends to are included: the next prompt of a conversation resumes there.
+    """
+    if checkpoint.node.checkpoints.get(checkpoint.tail) is not checkpoint:
+        return None
+    chain: list[Node] = []
+    node = checkpoint.node
+    while node.parent is not None:
+        chain.append(node)
+        node = node.parent
+    found, size = [], allocator.page_size
+    for group, window in enumerate(allocator.rules.windows):
+        held = [node.pages[group] for node in reversed(chain)] + list(checkpoint.pages[group : group + 1])
+        ends = (checkpoint.position - checkpoint.position % size, checkpoint.position)
+        firsts = [first_visible(end, window) // size for end in ends]
+        first = next((first for first in firsts if NO_PAGE not in held[first:]), None)
+        if first is None:
+            return None
+        found.append((first, held[first:]))
+    return found
+
+
+def begin_import(allocator: Allocator, tokens: tuple[int, ...], *, slot: bool) -> PrefixImport | None:
+    """Reserve the pages that the cache lacks, and a slot if requested. None if there is not enough room."""
+    position, size = len(tokens), allocator.page_size
+    path = allocator.prefix_cache.match(tokens)
+    new_pages: list[dict[int, int]] = [{} for _ in allocator.pools]
+    held_pages: list[dict[int, int]] = [{} for _ in allocator.pools]
+    for group, pool in enumerate(allocator.pools):
+        for index in range(first_visible(position, pool.window) // size, pages_for(position, size)):
+            page = path[index + 1].pages[group] if index + 1 < len(path) else NO_PAGE
+            (new_pages if page == NO_PAGE else held_pages)[group][index] = page
+    idle = [sum(map(pool.idle, set(held.values()))) for pool, held in zip(allocator.pools, held_pages, strict=True)]
+    if any(len(new) + taken > pool.available for new, taken, pool in zip(new_pages, idle, allocator.pools, strict=True)):
+        return None
+    allocator.prefix_cache.pin(path[-1])
+    for pool, held in zip(allocator.pools, held_pages, strict=True):
+        for page in held.values():
+            pool.retain(page)
+    taken_slot = allocator.checkpoint_slots.take() if slot else None
+    imported = PrefixImport(tokens, taken_slot, tuple(new_pages), tuple(held_pages), path[-1])
+    for pool, new in zip(allocator.pools, new_pages, strict=True):
+        for index in new:
+            new[index] = pool.take()
+    if slot and imported.slot is None:  # rows are going to read or fill all slots
+        cancel_import(allocator, imported)
+        return None
+    return imported
+
+
+def finish_import(allocator: Allocator, imported: PrefixImport, *, logits: bool) -> None:
+    """The reserved pages and slot have their content: register them in the prefix cache."""
+    tokens, size, cache = imported.tokens, allocator.page_size, allocator.prefix_cache
+    depth = len(tokens) // size
+    node = cache.root
+    for index in range(depth):
+        node = cache.child(node, tokens[index * size : (index + 1) * size])
+        for group, new in enumerate(imported.new_pages):
+            if index in new:
+                cache.add_page(node, group, new[index])
+    cache.pin(node)  # the node stays while its checkpoint is replaced
+    tail = tokens[depth * size :]
+    if imported.slot is not None:
+        before = node.checkpoints.get(tail)
+        if before is not None and allocator.checkpoint_slots.pinned(before.slot):
+            allocator.checkpoint_slots.release(imported.slot)
+        else:
+            if before is not None:
+                allocator.remove_checkpoint(before)
+            last = tuple(new[depth] for new in imported.new_pages) if tail else ()
+            checkpoint = PrefixCheckpoint(node, tail, len(tokens), imported.slot, logits, last)
+            cache.add_checkpoint(checkpoint)
+            allocator.checkpoint_slots.add(checkpoint)
+    _release_pages(allocator, imported)
+    cache.unpin(node)
+
+
+def cancel_import(allocator: Allocator, imported: PrefixImport) -> None:
+    if imported.slot is not None:
+        allocator.checkpoint_slots.release(imported.slot)
+    _release_pages(allocator, imported)
+
+
+def _release_pages(allocator: Allocator, imported: PrefixImport) -> None:
+    """The pages become idle if the prefix cache refers to them, else free."""
+    for group, (new, held) in enumerate(zip(imported.new_pages, imported.held_pages, strict=True)):
+        allocator.release_pages(group, [page for _, page in sorted({**new, **held}.items())])
+    allocator.prefix_cache.unpin(imported.pinned)

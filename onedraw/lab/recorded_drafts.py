@@ -5,7 +5,7 @@ It measures speculative decoding at a fixed acceptance, without a trained drafte
 
 from __future__ import annotations
 
-from onedraw.speculation.proposer import chain
+from onedraw.speculation.proposers import chain
 from onedraw.types import Draft, History, Request
 
 DEFAULT_LENGTH = 15  # drafts per chain by default

@@ -19,19 +19,17 @@ from typing import Any
 from onedraw.engine.service import CheckedRequest, Event, Service, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
-from onedraw.llm.generation import Generation
 from onedraw.llm.mailbox import LoopWakeup, Mailbox
 from onedraw.llm.options import Prompt, generation_from_keywords
 from onedraw.llm.reply import Reply, new_replies
-from onedraw.llm.reply_stream import ReplyStream
+from onedraw.llm.reply_stream import Generation, ReplyStream
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.constraints.factory import ConstraintFactory, reply_constraint
 from onedraw.text.reasoning import ReasoningSyntax, detect_reasoning, initial_thinking
 from onedraw.text.reply_parser import ReplySyntax, chat_reply_syntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools.call_cache import CachedReply, ToolCallCache, cached_prompt, prompt_hash
-from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, detect_tool_syntax
-from onedraw.text.tools.prompt import template_inputs
+from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, detect_tool_syntax, template_inputs
 from onedraw.types import ModelCard, Piece, Request
 
 IDLE_SECONDS = 10.0  # longest wait for the engine to become idle

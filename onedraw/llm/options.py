@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
-from onedraw.llm.generation import Generation
+from onedraw.llm.reply_stream import Generation
 from onedraw.text.constraints.grammar import bound_whitespace
 from onedraw.text.constraints.response_format import (
     ChoiceFormat,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from onedraw.llm.generation import Generation
+from onedraw.llm.reply_stream import Generation
 from onedraw.types import Call, Channel, Finish, Logprobs, Piece, ReplyToken, Usage
 
 

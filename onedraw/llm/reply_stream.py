@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from onedraw.engine.service import Event
-from onedraw.llm.generation import Generation
+from onedraw.sampling.noise import child_seed
+from onedraw.text.constraints.response_format import ReplyFormat
 from onedraw.text.detokenizer import Detokenizer
-from onedraw.text.reply_parser import ReplyParser
+from onedraw.text.reply_parser import PLAIN_TEXT, ReplyParser, ReplySyntax
 from onedraw.text.stop_strings import StopFinder
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.types import Call, Channel, Finish, Piece, ReplyToken, SampledToken, Usage
+from onedraw.types import Call, Channel, Finish, Piece, ReplyToken, SampledToken, SamplingParams, Usage
 
 
 @dataclass(slots=True)
@@ -141,3 +142,30 @@ def _append(pieces: list[OpenPiece], channel: Channel, call: Call | None, text: 
         pieces.append(OpenPiece(channel, call))
     pieces[-1].channel, pieces[-1].call = channel, call
     pieces[-1].text += text
+
+
+# ------------------ A generation
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One prompt to be continued `n` times. Records hold it by its field names, or by their `key`.
+
+    `params.seed` is the seed of choice 0; the other choices get seeds that are hashed from it.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    skip_special: bool = True  # leave special tokens out of the text
+    syntax: ReplySyntax = field(default=PLAIN_TEXT, metadata={"key": "reading"})  # how the reply's text is parsed
+    thinking_budget: int | None = None  # tokens of reasoning before it is closed
+    response_format: ReplyFormat | None = field(default=None, metadata={"key": "guide"})
+    origin: str = ""  # hash of the prompt's text, where the reply may call tools and is to be cached
+    predicted: tuple[int, ...] = ()  # the reply that the caller expects: drafted, never trusted
+    speculate: bool = True  # may be drafted
+    label: str = ""  # becomes part of the request ids
+
+    def seed_of(self, choice: int) -> int:
+        return child_seed(self.params.seed, choice)

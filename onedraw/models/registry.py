@@ -7,13 +7,73 @@ To support a new family, write it as a Family (see `family.py`) and add it to FA
 from __future__ import annotations
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.family import Family
+from onedraw.models.family import Family, Traits, dense_family
 from onedraw.models.gemma4 import GEMMA4
 from onedraw.models.laguna import LAGUNA
-from onedraw.models.llama import LLAMA, MISTRAL
-from onedraw.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from onedraw.models.source import ModelSource
+from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, name_table
+from onedraw.models.weight_transforms import EXPERT_WEIGHT_ALIAS, experts, gguf_experts
+
+LLAMA = dense_family(
+    Traits(family="llama", mlp_bias=True, kv_heads_named=False, permuted=True),
+    model_types=("llama",),
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
+    gguf=("llama",),  # GGUF converters write Mistral models as llama too
+)
+
+MISTRAL = dense_family(
+    Traits(family="mistral", qkv_bias="never", out_bias="never", window="all"),
+    model_types=("mistral",),
+    architectures=("MistralForCausalLM",),
+    gguf=(),
+)
+
+
+# ------------------ Qwen2, Qwen2.5 and Qwen3, dense and with experts
+
+
+QWEN2 = dense_family(
+    Traits(family="qwen2", qkv_bias="always", out_bias="never", window="gated"),
+    model_types=("qwen2",),
+    architectures=("Qwen2ForCausalLM",),
+    gguf=("qwen2",),
+)
+
+QWEN3 = dense_family(
+    Traits(family="qwen3", qk_norm=True, window="gated", head_dim=128),
+    model_types=("qwen3",),
+    architectures=("Qwen3ForCausalLM",),
+    gguf=("qwen3",),
+)
+
+MLP = "model.layers.{layer}.mlp."
+QWEN3_MOE = dense_family(
+    Traits(family="qwen3_moe", qk_norm=True, window="switched", experts=True),
+    model_types=("qwen3_moe",),
+    architectures=("Qwen3MoeForCausalLM",),
+    gguf=("qwen3moe",),
+    weight_names={
+        "safetensors": WeightNames(
+            outer=SAFETENSORS_NAMES.outer,
+            layer={**SAFETENSORS_NAMES.layer} | name_table(MLP, "router=gate.weight"),
+            transforms=experts(MLP + "experts."),
+            aliases=(EXPERT_WEIGHT_ALIAS,),
+            ignored=SAFETENSORS_NAMES.ignored,
+        ),
+        "gguf": WeightNames(
+            outer=GGUF_NAMES.outer,
+            layer={**GGUF_NAMES.layer} | name_table("blk.{layer}.", "router=ffn_gate_inp.weight"),
+            transforms=gguf_experts(),
+            ignored=GGUF_NAMES.ignored,
+        ),
+        "plain": PLAIN_NAMES,
+    },
+)
+
+
+# ------------------ The supported model families, and the one that a checkpoint belongs to
+
 
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA4, LAGUNA)
 

@@ -16,6 +16,7 @@ from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    FunctionTool,
     JsonSchema,
     Message,
     Prediction,
@@ -23,8 +24,8 @@ from onedraw.server.protocol import (
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
+    ToolSpec,
 )
-from onedraw.server.tool_fields import FunctionTool, ToolSpec
 
 _HEAD = """# The HTTP interface
 

@@ -38,8 +38,7 @@ from onedraw.server.middleware import (
     read_json,
 )
 from onedraw.server.openai.chat import Json, OpenAIWriter
-from onedraw.server.openai.response_store import ResponseStore, check_query, listing, page_of
-from onedraw.server.openai.responses import ResponsesWriter
+from onedraw.server.openai.responses import ResponseStore, ResponsesWriter, check_query, listing, page_of
 from onedraw.server.openai.responses_request import ResponsesRequest, numbered
 from onedraw.server.openapi import document
 from onedraw.server.parsing import Parsed, RequestT, as_chat, parse

@@ -15,7 +15,8 @@ from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 
 from onedraw import __version__
-from onedraw.server import protocol, tool_fields
+from onedraw.server import protocol
+from onedraw.server import protocol as tool_fields
 from onedraw.server.anthropic import messages
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest
 from onedraw.server.fields import Rule, Treatment

@@ -33,6 +33,7 @@ from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    FunctionTool,
     JsonSchema,
     Message,
     Prediction,
@@ -40,8 +41,8 @@ from onedraw.server.protocol import (
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
+    ToolSpec,
 )
-from onedraw.server.tool_fields import FunctionTool, ToolSpec
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
-from onedraw.llm.generation import Generation
 from onedraw.llm.llm import LLM, PreparedChoice
 from onedraw.llm.options import fresh_seed, make_chat_generation, make_generation
+from onedraw.llm.reply_stream import Generation
 from onedraw.sampling.noise import prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,

@@ -21,7 +21,7 @@ from onedraw.speculation.draft_length import (
     expected_kept,
 )
 from onedraw.speculation.draft_tree import chain_length, tree_depth
-from onedraw.speculation.proposer import Proposer
+from onedraw.speculation.proposers import Proposer
 from onedraw.types import Draft, History, Request
 
 DEVICE = "device"  # source name of the backend's own drafter

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onedraw.contract.record import from_json, to_json
-from onedraw.llm.generation import Generation
+from onedraw.llm.reply_stream import Generation
 from onedraw.types import DryParams, SamplingParams
 
 PARAMS = st.builds(

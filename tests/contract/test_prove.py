@@ -21,7 +21,7 @@ from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply
 from onedraw.sampling.law import sample
 from onedraw.settings import Settings
-from onedraw.speculation.proposer import chain
+from onedraw.speculation.proposers import chain
 from onedraw.types import CheckpointSave, Draft, ReplyToken, Row, RowOutcome, SampledToken
 from tests.support import tiny
 

@@ -14,8 +14,7 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs
-from onedraw.backends.torch.runner.pipeline import Pipeline
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import default_cache_dir

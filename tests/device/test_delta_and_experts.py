@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.experts import choose_experts, join_shared
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging
-from onedraw.backends.torch.state.recurrent_spans import RecurrentSpan
+from onedraw.backends.torch.state.recurrent_state import RecurrentSpan
 from onedraw.models.spec import MoeSpec
 from onedraw.types import Draft
 
@@ -26,7 +26,8 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available() or INTERPRETED:
-    from onedraw.backends.torch.ops.cuda import delta, expert_routing, experts
+    from onedraw.backends.torch.ops.cuda import delta, experts
+    from onedraw.backends.torch.ops.cuda import experts as expert_routing
     from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
     from onedraw.backends.torch.ops.cuda.delta_inputs import PathBuilder, add_span
     from onedraw.backends.torch.ops.cuda.delta_recurrent import commit_states, recurrent_delta

@@ -17,9 +17,9 @@ if torch.cuda.is_available():
     from onedraw.backends.torch.ops.cuda.norm import apply_gate, gated_activation, rms_norm
     from onedraw.backends.torch.ops.cuda.ops import TritonLinear, TritonOps
     from onedraw.backends.torch.ops.plain.elementwise import gated as plain_gated
+    from onedraw.backends.torch.ops.plain.elementwise import rms_norm as plain_norm
+    from onedraw.backends.torch.ops.plain.elementwise import rope_table, rotate
     from onedraw.backends.torch.ops.plain.linear import RowRule
-    from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm as plain_norm
-    from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table, rotate
     from onedraw.backends.torch.ops.plain.ops import TorchOps
     from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
     from onedraw.backends.torch.state.kv_pages import PageStore

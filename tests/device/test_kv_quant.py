@@ -20,8 +20,8 @@ from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, sta
 from onedraw.backends.torch.ops.cuda.commit import move_kept_kv, verify_drafts
 from onedraw.backends.torch.ops.cuda.kv_quant import unpack_pairs
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
+from onedraw.backends.torch.ops.plain.elementwise import rms_norm, rope_table, rotate
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm, rope_table, rotate
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore, encode

@@ -29,8 +29,8 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda.norm import gated_activation, rms_norm
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
     from onedraw.backends.torch.ops.cuda.packed.activations import pack_activations
+    from onedraw.backends.torch.ops.plain.elementwise import rope_table
     from onedraw.backends.torch.ops.plain.linear import RowRule
-    from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
     from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
     from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore
     from onedraw.errors import OutOfMemory

@@ -20,8 +20,7 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache
 from onedraw.backends.torch.runner.graph_runner import GraphStage
-from onedraw.backends.torch.runner.pipeline import Pipeline
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 from onedraw.backends.torch.runner.staging_buffers import StagingBuffer
 from onedraw.checkpoints.random_weights import random_weights
 from tests.device.test_cuda_graphs import (

@@ -6,7 +6,7 @@ from onedraw.backends.base import Capacity, PageGroup
 from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.allocator import Allocator
-from onedraw.speculation.proposer import Proposer, chain
+from onedraw.speculation.proposers import Proposer, chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Request, RowOutcome, SampledToken, SamplingParams
 

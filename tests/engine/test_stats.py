@@ -7,7 +7,7 @@ from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.stats import DraftStats, Stats
 from onedraw.memory.allocator import Allocator
-from onedraw.speculation.prediction import PredictionProposer
+from onedraw.speculation.proposers import PredictionProposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request, Row, RowOutcome, SamplingParams
 

@@ -18,7 +18,7 @@ from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.stats import Stats
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
-from onedraw.speculation.proposer import Proposer, chain
+from onedraw.speculation.proposers import Proposer, chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Constraint, ConstraintSpec, Draft, DryParams, History, Request, SamplingParams
 

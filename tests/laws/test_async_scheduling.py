@@ -19,7 +19,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.memory.allocator import Allocator, Lease
-from onedraw.speculation.proposer import chain
+from onedraw.speculation.proposers import chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams
 from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same

@@ -21,7 +21,7 @@ from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import read_drafter_info

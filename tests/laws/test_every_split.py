@@ -17,14 +17,14 @@ import torch
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, MtpHead, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.engine.stats import Stats
 from onedraw.models.dflash import check_drafter_fits, read_drafter_info
 from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.models.mtp import read_mtp_info
 from onedraw.speculation.draft_tree import build_tree
-from onedraw.speculation.ngram import NgramProposer
+from onedraw.speculation.proposers import NgramProposer
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same
 from tests.laws.test_split import FAMILIES, splits_of

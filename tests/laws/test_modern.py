@@ -13,8 +13,8 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.plain import delta
 from onedraw.backends.torch.state import model_state as state
-from onedraw.backends.torch.state import recurrent_spans
 from onedraw.backends.torch.state import recurrent_state as lanes
+from onedraw.backends.torch.state import recurrent_state as recurrent_spans
 from onedraw.types import DryParams, Request, SamplingParams
 from tests.laws.harness import KnownAnswerProposer, Schedule, plain, run, same
 from tests.support import tiny

@@ -14,7 +14,7 @@ import torch
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, MtpHead, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import read_drafter_info
 from onedraw.models.model_info import read_model_info

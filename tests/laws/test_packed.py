@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.ops.cpu import build as builder
+from onedraw.backends.torch.ops.cpu import library as builder
 from onedraw.backends.torch.ops.cpu.library import supported_instruction_sets
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
 from onedraw.backends.torch.runner.inputs import make_inputs

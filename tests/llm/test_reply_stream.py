@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from onedraw.engine.engine import Event
-from onedraw.llm.generation import Generation
 from onedraw.llm.reply import Reply
-from onedraw.llm.reply_stream import ReplyStream
+from onedraw.llm.reply_stream import Generation, ReplyStream
 from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onedraw.engine.checkpoint_offload import begin_import, cancel_import, checkpoint_pages, finish_import, reusable_length
 from onedraw.memory.allocator import Allocator
-from onedraw.memory.prefix_import import begin_import, cancel_import, checkpoint_pages, finish_import, reusable_length
 from onedraw.types import History
 
 PAGE = 4

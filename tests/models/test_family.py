@@ -9,8 +9,7 @@ import pytest
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import IGNORED_KEYS
-from onedraw.models.llama import LLAMA, MISTRAL
-from onedraw.models.qwen import QWEN2, QWEN3
+from onedraw.models.registry import LLAMA, MISTRAL, QWEN2, QWEN3
 from onedraw.models.spec import ModelSpec
 from tests.support.memory_source import MemorySource
 

@@ -14,11 +14,11 @@ import pytest
 from scipy.stats import chisquare
 
 from onedraw.build.llm import build_llm
-from onedraw.llm.generation import Generation
 from onedraw.llm.llm import LLM
 from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.reply_stream import Generation
 from onedraw.settings import Settings
-from onedraw.speculation.prediction import PredictionProposer
+from onedraw.speculation.proposers import PredictionProposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Request
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import PlainValidator
 
 from onedraw.server import protocol
-from onedraw.server import tool_fields as called
+from onedraw.server import protocol as called
 from onedraw.server.anthropic import messages
 from onedraw.server.app import create_app
 from onedraw.server.config import ServerOptions

@@ -14,7 +14,7 @@ import pytest
 from onedraw.errors import BadParameter
 from onedraw.server.auth import ApiKey
 from onedraw.server.config import ServerOptions
-from onedraw.server.openai.response_store import NoSuchResponse, ResponseStore, StoredResponse
+from onedraw.server.openai.responses import NoSuchResponse, ResponseStore, StoredResponse
 from tests.server.running import fake_llm, serving, slowed
 
 PATH = "/v1/responses"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onedraw.llm.generation import Generation
+from onedraw.llm.reply_stream import Generation
 from onedraw.server.openai.chat import prompt_offsets, write_usage
 from onedraw.server.prepare import PreparedRequest, total_usage
 from onedraw.types import SamplingParams, Usage

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onedraw.speculation.draft_tree import build_tree, chain_length, tree_depth
-from onedraw.speculation.proposer import chain
+from onedraw.speculation.proposers import chain
 from onedraw.types import Draft
 
 

@@ -13,9 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
-from onedraw.speculation.ngram import NgramProposer
-from onedraw.speculation.prediction import PredictionProposer
-from onedraw.speculation.proposer import Proposer, chain
+from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Proposer, chain
 from onedraw.speculation.speculator import DEVICE, SpeculationStats, Speculator
 from onedraw.types import Draft, History, Request, Row, RowOutcome
 from tests.laws.harness import Answer, Schedule, plain, random_requests, run

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.speculation.ngram import NgramProposer
-from onedraw.speculation.proposer import chain
+from onedraw.speculation.proposers import NgramProposer, chain
 from onedraw.types import Draft, History, Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1000)

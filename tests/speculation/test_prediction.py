@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.speculation.prediction import PredictionProposer
-from onedraw.speculation.proposer import chain
+from onedraw.speculation.proposers import PredictionProposer, chain
 from onedraw.types import History, Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1000)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from onedraw.speculation.proposer import chain
+from onedraw.speculation.proposers import chain
 from onedraw.speculation.speculator import DEVICE, NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 

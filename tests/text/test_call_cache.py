@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onedraw.text.tools.call_cache import CachedReply, ToolCallCache, cached_prompt, prompt_hash
-from onedraw.text.tools.dialects import Tool, ToolSyntax
-from onedraw.text.tools.prompt import template_inputs
+from onedraw.text.tools.dialects import Tool, ToolSyntax, template_inputs
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 ASSISTANT = {"role": "assistant", "content": "", "tool_calls": [CALL]}

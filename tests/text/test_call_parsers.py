@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from onedraw.text.tools.call_parsers import CallArguments
 from onedraw.text.tools.call_stream import ToolCallParser
-from onedraw.text.tools.dialects import CallableTools, Dialect, Tool, ToolSyntax, detect_tool_syntax
-from onedraw.text.tools.prompt import template_inputs
+from onedraw.text.tools.dialects import CallableTools, Dialect, Tool, ToolSyntax, detect_tool_syntax, template_inputs
 from tests.support.collect_calls import collect_calls
 
 WEATHER = Tool(

@@ -7,11 +7,13 @@ eagerly, in `submit` or on the threads of their stages; then several may be in f
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -30,22 +32,77 @@ from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import GraphCache, graph_caches
 from onedraw.backends.torch.runner.eager_runner import EagerRunner
 from onedraw.backends.torch.runner.graph_runner import GraphRunner, GraphStage
-from onedraw.backends.torch.runner.in_flight import InFlightStep, InFlightSteps
 from onedraw.backends.torch.runner.inputs import PADDED, InputLayout
-from onedraw.backends.torch.runner.pipeline import Pipeline, SameThread, current_device, device_locks
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import Pipeline, SameThread, StageDevice, current_device, device_locks
 from onedraw.backends.torch.runner.staging_buffers import StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, StepExecutor, StepResult
 from onedraw.backends.torch.sampling.positions import PositionSampler
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES
-from onedraw.backends.torch.state.model_state import CheckpointLogits, ModelState, StateSizes
-from onedraw.backends.torch.state.recurrent_spans import CHUNK
-from onedraw.backends.torch.state.snapshots import Snapshots
+from onedraw.backends.torch.state.model_state import CheckpointLogits, ModelState, Snapshots, StateSizes
+from onedraw.backends.torch.state.recurrent_state import CHUNK
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
+from onedraw.sampling.law import NO_TOKEN
 from onedraw.types import Outcome, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    plan: Plan
+    running: Future[Outcome | StepResult]
+    slot: int | None  # None: its rows await tokens, so they have no drafts
+    captured: bool  # its tokens are on the device, where the next step can read them
+    begin: float = field(default_factory=time.perf_counter)
+
+    def last_tokens(self) -> dict[int, int]:
+        """By lane, the token that each row sampled last; waits for it."""
+        found = self.running.result()
+        if not isinstance(found, Outcome):
+            found.wait()
+            return found.last_tokens()
+        rows = zip(self.plan.rows, found.rows, strict=True)
+        return {row.lane: outcome.sampled[-1].token if outcome.sampled else NO_TOKEN for row, outcome in rows}
+
+
+class InFlightSteps:
+    """Owner: the backend."""
+
+    def __init__(self, slots: int) -> None:
+        self._handles = itertools.count()
+        self.free_slots = list(range(slots))
+        self.steps: dict[StepHandle, InFlightStep] = {}
+
+    @property
+    def latest(self) -> InFlightStep:
+        return self.steps[max(self.steps)]
+
+    def take_slot(self) -> int:
+        return self.free_slots.pop()
+
+    def return_slot(self, slot: int | None) -> None:
+        if slot is not None:
+            self.free_slots.append(slot)
+
+    def add(self, step: InFlightStep) -> StepHandle:
+        handle = StepHandle(next(self._handles))
+        self.steps[handle] = step
+        return handle
+
+    def remove(self, handle: StepHandle) -> InFlightStep:
+        """Its slot is returned once its outcome is there."""
+        return self.steps.pop(handle)
+
+    def with_tokens(self, plan: Plan) -> Plan:
+        """The plan with the tokens that its rows await from the latest step; waits for them."""
+        tokens = self.latest.last_tokens()
+        rows = (replace(row, tokens=(max(tokens[row.lane], 0),)) if row.awaits_token else row for row in plan.rows)
+        return Plan(tuple(rows))
+
+
+# ------------------ The torch backend
+
 
 GPU_ROWS = 64  # rows of one token that a GPU computes in about the time of one
 

@@ -16,7 +16,7 @@ import torch
 from onedraw.backends.devices import Device, cpu_model, parse_device
 from onedraw.backends.precision import PACKED
 from onedraw.backends.torch.ops.base import Ops
-from onedraw.backends.torch.ops.cpu.build import build
+from onedraw.backends.torch.ops.cpu.library import build
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.errors import BadSetting

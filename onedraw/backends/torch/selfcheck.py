@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onedraw.backends.base import CheckResult, SelfCheck
 from onedraw.backends.memory_plan import LOGITS_BYTES
-from onedraw.backends.torch.model.feed_forward import MixtureOfExperts
+from onedraw.backends.torch.model.layer import MixtureOfExperts
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
@@ -24,7 +24,7 @@ from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
 from onedraw.backends.torch.runner.pipeline import current_device
 from onedraw.backends.torch.state.model_state import ModelState
-from onedraw.backends.torch.state.recurrent_spans import CHUNK
+from onedraw.backends.torch.state.recurrent_state import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
 ROWS = (1, 2, 5, 16, 64)

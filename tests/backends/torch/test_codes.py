@@ -100,8 +100,8 @@ def test_numbers_are_rounded_to_narrow_ones_as_torch_rounds_them() -> None:
 
 
 def value_pages(ops: object, spec: AttentionSpec, values: torch.Tensor, kept: torch.dtype) -> PageStore:
+    from onedraw.backends.torch.ops.plain.elementwise import rope_table
     from onedraw.backends.torch.ops.plain.linear import RowRule
-    from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
     from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
     from onedraw.types import Plan
     from tests.backends.torch.test_cpu_kernels import _row

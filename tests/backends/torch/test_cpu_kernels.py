@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from onedraw.backends.torch.ops.base import Ops
-from onedraw.backends.torch.ops.cpu import build as builder
-from onedraw.backends.torch.ops.cpu.build import build
+from onedraw.backends.torch.ops.cpu import library as builder
+from onedraw.backends.torch.ops.cpu.library import build
 from onedraw.backends.torch.ops.cpu.ops import CpuOps
+from onedraw.backends.torch.ops.plain.elementwise import rope_table
 from onedraw.backends.torch.ops.plain.linear import RowRule
-from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
 from onedraw.backends.torch.state.kv_pages import PageStore

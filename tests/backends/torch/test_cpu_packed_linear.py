@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from onedraw.backends.torch.ops.cpu.build import build
-from onedraw.backends.torch.ops.cpu.library import supported_instruction_sets
+from onedraw.backends.torch.ops.cpu.library import build, supported_instruction_sets
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear
 from onedraw.checkpoints.base import StoredTensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onedraw.backends.sampled_rows import SamplingPosition
-from onedraw.backends.torch.ops.cpu import build as builder
+from onedraw.backends.torch.ops.cpu import library as builder
 from onedraw.backends.torch.ops.cpu.library import Kernels, supported_instruction_sets
 from onedraw.backends.torch.ops.cpu.sampler import WISH, CpuSampler
 from onedraw.sampling.noise import gumbel

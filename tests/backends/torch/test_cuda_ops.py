@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from onedraw.backends.torch.model.mixers import DeltaMixer
+from onedraw.backends.torch.model.layer import DeltaMixer
 from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.cuda.delta import unsupported_reason
 from onedraw.backends.torch.ops.cuda.ops import TritonOps

@@ -13,7 +13,7 @@ from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import graph_caches
 from onedraw.backends.torch.runner.graph_runner import WarmUpShape, warm_up_shapes
 from onedraw.backends.torch.runner.inputs import bucket_of
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.types import CheckpointSave, Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams
 from tests.support.replayed_work import ReplayedWork
 

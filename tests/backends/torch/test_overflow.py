@@ -10,7 +10,7 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.model.feed_forward import FeedForward
+from onedraw.backends.torch.model.layer import FeedForward
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.model_info import read_model_info

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling import sampler as noise
-from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.sampling.token_counts import CountedHistory, LaneCounts
+from onedraw.backends.torch.sampling.sampler import CountedHistory, LaneCounts, Sampler
 from onedraw.sampling.law import logprobs
 from onedraw.sampling.noise import key
 from onedraw.types import History, SampledToken, SamplingParams

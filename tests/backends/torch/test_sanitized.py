@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.backends.torch.ops.cpu import build as builder
+from onedraw.backends.torch.ops.cpu import library as builder
 from onedraw.backends.torch.ops.cpu.library import supported_instruction_sets
 from onedraw.settings import default_cache_dir
 

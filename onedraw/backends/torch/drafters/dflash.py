@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.torch.drafters.base import CompletedStep, Ranker, room_ahead
-from onedraw.backends.torch.model.layer import Layer, load_layer, rope_tables, run_layer
-from onedraw.backends.torch.model.mixers import AttentionMixer
+from onedraw.backends.torch.model.layer import AttentionMixer, Layer, load_layer, rope_tables, run_layer
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.base import PreparedInputs

@@ -15,7 +15,7 @@ from onedraw.backends.torch.model.weight_loader import LANE, EmbeddingRows, Weig
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 

@@ -7,22 +7,229 @@ layer's own, a factor) is a field that may be None.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.model.feed_forward import FeedForward, MixtureOfExperts, load_feed_forward
-from onedraw.backends.torch.model.fused_layers import dense_layer
-from onedraw.backends.torch.model.mixers import Mixer, load_mixer
 from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
-from onedraw.backends.torch.ops.base import FusedLayers, Ops, PreparedInputs
-from onedraw.backends.torch.ops.plain.elementwise import activated
+from onedraw.backends.torch.ops.base import DenseLayer, FusedLayers, GatedProduct, Ops, PreparedInputs
+from onedraw.backends.torch.ops.plain.delta import DeltaWeights
+from onedraw.backends.torch.ops.plain.elementwise import activated, rope_table
+from onedraw.backends.torch.ops.plain.experts import ExpertBank
 from onedraw.backends.torch.ops.plain.linear import Linear
-from onedraw.backends.torch.ops.plain.norm_and_rope import rope_table
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.model_state import LayerStore
-from onedraw.models.spec import Activation, AttentionSpec, LayerSpec, RopeSpec
+from onedraw.backends.torch.state.model_state import LayerStore, ModelState
+from onedraw.backends.torch.state.recurrent_state import LaneStore
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+
+if TYPE_CHECKING:
+    from onedraw.backends.torch.model.transformer import LayerProbe
+    from onedraw.backends.torch.runner.pipeline import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMixer:
+    spec: AttentionSpec
+    qkv: Linear  # q, k, v and the gate in one product, whichever there are
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    eps: float
+
+    @staticmethod
+    def load(index: int, spec: AttentionSpec, loader: WeightLoader, eps: float) -> AttentionMixer:
+        own = spec.reuses is None
+        parts = ["q", *(["k"] if own else []), *(["v"] if own and not spec.keys_as_values else [])]
+        gate = ["attn_gate"] if spec.gate is not None else []
+        bias = None
+        if spec.qkv_bias:
+            bias = loader.kept(index, *(f"{part}_bias" for part in parts))
+            bias = torch.cat([bias, bias.new_zeros(spec.gate_width)])  # a gate has none
+        return AttentionMixer(
+            spec=spec,
+            qkv=loader.linear(index, *parts, *gate, bias=bias),
+            q_norm=loader.norm(index, "q_norm") if spec.qk_norm else None,
+            k_norm=loader.norm(index, "k_norm") if spec.qk_norm and own else None,
+            out=loader.linear(index, "o", bias=loader.kept(index, "o_bias") if spec.out_bias else None),
+            eps=eps,
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.out]
+
+    def __call__(
+        self, h: Tensor, prepared: PreparedInputs, store: LayerStore, ops: Ops, residual: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(store, PageStore)
+        spec = self.spec
+        qkv = self.qkv(h)  # [T, (H + 2K) * D + gate]
+        gate = qkv[:, qkv.shape[1] - spec.gate_width :]
+        mixed = prepared.attention(spec).attend(
+            qkv, spec=spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
+        )  # [T, H * D]
+        mixed = mixed if spec.gate is None else ops.apply_gate(mixed, gate, spec.gate)
+        return self.out(mixed) if residual is None else self.out.added(mixed, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaMixer:
+    spec: DeltaSpec
+    projections: Linear  # qkv, z, a, b in one product
+    weights: DeltaWeights
+    out: Linear
+
+    @staticmethod
+    def load(index: int, spec: DeltaSpec, loader: WeightLoader, eps: float) -> DeltaMixer:
+        loader.ops.check_supported(spec)
+        return DeltaMixer(
+            spec=spec,
+            projections=loader.linear(index, "delta_qkv", "delta_z", "delta_a", "delta_b"),
+            weights=DeltaWeights(
+                conv=loader.wide(index, "conv").t().contiguous(),
+                decay=loader.wide(index, "decay"),
+                bias=loader.wide(index, "delta_bias"),
+                norm=loader.wide(index, "delta_norm"),
+                eps=eps,
+            ),
+            out=loader.linear(index, "o"),
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.projections, self.out]
+
+    def __call__(
+        self, h: Tensor, prepared: PreparedInputs, store: LayerStore, ops: Ops, residual: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(store, LaneStore)
+        mixed = prepared.delta(self.spec).run(self.projections(h), weights=self.weights, store=store).to(h.dtype)
+        return self.out(mixed) if residual is None else self.out.added(mixed, residual)
+
+
+Mixer = AttentionMixer | DeltaMixer
+
+
+def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: WeightLoader, eps: float) -> Mixer:
+    if isinstance(spec, DeltaSpec):
+        return DeltaMixer.load(index, spec, loader, eps)
+    return AttentionMixer.load(index, spec, loader, eps)
+
+
+# ------------------ The feed-forward of a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(act(gate) * up). Padding adds zero rows and columns, whose products are exact zeros."""
+
+    gate_up: Linear
+    gated_product: GatedProduct | None  # the same product with the activation fused, where there is such an operation
+    down: Linear
+    activation: Activation
+
+    @staticmethod
+    def load(index: int, spec: MlpSpec, loader: WeightLoader, names: tuple[str, str, str] = ("gate", "up", "down")) -> Mlp:
+        gate, up, down = names
+        gate_up = loader.linear(
+            index,
+            gate,
+            up,
+            bias=loader.kept(index, f"{gate}_bias", f"{up}_bias", pad=LANE) if spec.bias else None,
+            pad=LANE,
+        )
+        gated_product = loader.ops.gated_product(gate_up, spec.activation)
+        return Mlp(
+            gate_up=gated_product if isinstance(gated_product, Linear) else gate_up,
+            gated_product=gated_product,
+            down=loader.linear(index, down, bias=loader.kept(index, f"{down}_bias") if spec.bias else None, pad_columns=LANE),
+            activation=spec.activation,
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.gate_up, self.down]
+
+    def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        return self.down(self._gated(h, ops))
+
+    def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """The same plus the residual."""
+        return self.down.added(self._gated(h, ops), residual)
+
+    def _gated(self, h: Tensor, ops: Ops) -> Tensor:
+        return ops.gated(self.gate_up(h), self.activation) if self.gated_product is None else self.gated_product.gated(h)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    spec: MoeSpec
+    router: Linear
+    select_bias: Tensor | None
+    expert_scale: Tensor | None
+    router_scale: Tensor | None  # of the router's own norm
+    bank: ExpertBank
+    shared: Mlp | None
+    shared_route: Linear | None
+    eps: float
+
+    @staticmethod
+    def load(index: int, spec: MoeSpec, loader: WeightLoader, eps: float) -> MixtureOfExperts:
+        shared = MlpSpec(spec.shared, spec.activation)
+        return MixtureOfExperts(
+            spec=spec,
+            router=loader.linear(index, "router", pad=LANE),
+            select_bias=loader.wide(index, "select_bias") if spec.select_bias else None,
+            expert_scale=loader.wide(index, "expert_scale") if spec.expert_scale else None,
+            router_scale=loader.wide(index, "router_scale") if spec.own_router_norm else None,
+            bank=loader.bank(index, spec.activation),
+            shared=Mlp.load(index, shared, loader, ("shared_gate", "shared_up", "shared_down")) if spec.shared else None,
+            shared_route=loader.linear(index, "shared_route", pad=LANE) if spec.shared_gate else None,
+            eps=eps,
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        shared = [] if self.shared is None else self.shared.linears
+        return [self.router, *self.bank.linears, *shared, *([self.shared_route] if self.shared_route else [])]
+
+    def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        out = self._experts(h, residual, ops)
+        return out if self.shared is None else self._joined(out, h, residual, ops, added=False)
+
+    def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        """The same plus the residual."""
+        out = self._experts(h, residual, ops)
+        return residual + out.to(residual.dtype) if self.shared is None else self._joined(out, h, residual, ops, added=True)
+
+    def _joined(self, out: Tensor, h: Tensor, residual: Tensor, ops: Ops, *, added: bool) -> Tensor:
+        assert self.shared is not None
+        gate = None if self.shared_route is None else self.shared_route(h)
+        return ops.join_shared(out, self.shared(h, residual, ops), gate, residual if added else None)
+
+    def _experts(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+        seen = h
+        if self.router_scale is not None:
+            normed = ops.rms_norm(residual, None, self.eps)
+            seen = (normed.float() * self.router_scale * h.shape[1] ** -0.5).to(h.dtype)
+        ids, weights = ops.choose_experts(self.router(seen), self.spec, bias=self.select_bias, factors=self.expert_scale)
+        return self.bank(h, ids, weights, self.spec.scale)
+
+
+FeedForward = Mlp | MixtureOfExperts
+
+
+def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: WeightLoader, eps: float) -> FeedForward:
+    if isinstance(spec, MoeSpec):
+        return MixtureOfExperts.load(index, spec, loader, eps)
+    return Mlp.load(index, spec, loader)
+
+
+# ------------------ One layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +343,59 @@ def rope_tables(
 ) -> dict[RopeSpec, Tensor]:
     ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
     return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
+
+
+# ------------------ Neighbouring dense layers as one fused operation, where the device's operations have one
+
+
+def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
+    """The layer as `Ops.fuse` takes it; None where it is more than attention and a feed-forward."""
+    spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
+    if spec.sandwich or spec.parallel_experts is not None or spec.inputs or spec.scaled:
+        return None
+    if not isinstance(mixer, AttentionMixer) or not isinstance(feed_forward, Mlp):
+        return None
+    return DenseLayer(
+        spec=mixer.spec,
+        attn_norm=layer.attn_norm,
+        qkv=mixer.qkv,
+        q_norm=mixer.q_norm,
+        k_norm=mixer.k_norm,
+        out=mixer.out,
+        mlp_norm=layer.mlp_norm,
+        gate_up=feed_forward.gate_up,
+        down=feed_forward.down,
+        activation=feed_forward.activation,
+        eps=eps,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Layers [start, stop), in one operation where they are fused."""
+
+    start: int
+    stop: int
+    fused: FusedLayers | None
+
+
+def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
+    """Neighbouring layers that can be fused are one run; so are neighbours that cannot."""
+    runs: list[LayerRun] = []
+    for fuses, group in itertools.groupby(enumerate(layers), lambda pair: pair[1].fused is not None):
+        members = list(group)
+        dense = [found for _, layer in members if fuses and (found := dense_layer(layer, eps)) is not None]
+        runs.append(LayerRun(members[0][0], members[-1][0] + 1, ops.fuse(dense) if dense else None))
+    return runs
+
+
+def run_fused(
+    fused: FusedLayers, span: range, x: Tensor, stage: Stage, state: ModelState, prepared: PreparedInputs, probe: LayerProbe
+) -> Tensor:
+    """Layers `span` of a stage in one operation."""
+    inputs = [prepared.attention(stage.layers[index].spec.attention) for index in span]
+    stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
+    kept = [index - stage.start - span.start for index in probe.layers if index - stage.start in span]
+    outputs = fused(x, inputs, stores, kept)
+    probe.features.extend(outputs[index] for index in sorted(kept))
+    return outputs[len(span) - 1]

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from onedraw.backends.placement import MIN_STAGING_ROWS
 from onedraw.backends.torch.model.embed_and_head import load_embed_and_head
-from onedraw.backends.torch.model.fused_layers import run_fused
-from onedraw.backends.torch.model.layer import Layer, run_layer
+from onedraw.backends.torch.model.layer import Layer, run_fused, run_layer
 from onedraw.backends.torch.ops.base import Ops, PreparedInputs
 from onedraw.backends.torch.ops.plain.elementwise import softcapped
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.runner.pipeline import StageBoundary, current_device
-from onedraw.backends.torch.runner.stages import Stage, StageDevice, load_stage, stage_boundary
+from onedraw.backends.torch.runner.pipeline import Stage, StageBoundary, StageDevice, current_device, load_stage, stage_boundary
 from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import DeltaSpec, ModelSpec

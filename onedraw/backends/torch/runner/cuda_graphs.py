@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from onedraw.backends.torch.runner.stages import StageDevice
+from onedraw.backends.torch.runner.pipeline import StageDevice
 
 log = logging.getLogger("onedraw")
 Result = TypeVar("Result")

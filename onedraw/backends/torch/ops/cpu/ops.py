@@ -25,8 +25,7 @@ from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.model_state import ModelState
-from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpans, recurrent_spans
-from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
+from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, LaneStore, RecurrentSpans, recurrent_spans
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec

@@ -20,8 +20,7 @@ from onedraw.backends.torch.ops.cuda.delta_recurrent import PATH_WORDS, recurren
 from onedraw.backends.torch.ops.cuda.delta_tree import REPEAT, RESTART, tree_delta
 from onedraw.backends.torch.runner.inputs import Bucket, Ints
 from onedraw.backends.torch.runner.staging_buffers import Staging
-from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpan, RecurrentSpans
-from onedraw.backends.torch.state.recurrent_state import KeptDrafts
+from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, RecurrentSpan, RecurrentSpans
 from onedraw.speculation.draft_tree import chain_length
 from onedraw.types import Draft
 

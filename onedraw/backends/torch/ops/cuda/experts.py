@@ -6,7 +6,6 @@ In: rows x [T, E], the experts of each row with their weights, and the experts' 
 bits of a row do not depend on the other rows of its expert. The outputs of a row are added in expert order.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,11 +15,214 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.torch.ops.cuda.expert_routing import MAX_PAIRS, group_by_expert
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.norm import ACTIVATIONS
-from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, begin_kernel
-from onedraw.models.spec import Activation
+from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, begin_kernel, exp, sigmoid, tanh
+from onedraw.models.spec import Activation, MoeSpec
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+
+MAX_PAIRS = 512  # (row, expert) pairs that `group_by_expert` takes
+PAIR_BLOCK = 16  # pairs that its inner loop compares at once
+
+
+@triton.jit
+def _choose_experts(
+    logits,
+    bias,
+    factors,
+    ids,
+    weights,
+    stride,
+    softcap,
+    EXPERTS: tl.constexpr,
+    USED: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The top experts of one row, the lowest index among equals; their weights are added in this order."""
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    mask = expert < EXPERTS
+    raw = tl.load(logits + row * stride + expert, mask=mask, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        raw = tanh(tl.div_rn(raw, tl.zeros_like(raw) + softcap)) * softcap
+    if SOFTMAX:
+        exps = tl.where(mask, exp(raw - tl.max(tl.where(mask, raw, float("-inf")), 0)), 0.0)
+        scores = tl.div_rn(exps, tl.zeros_like(exps) + tl.sum(exps, 0))
+    else:
+        scores = sigmoid(raw)
+    rank = scores
+    if BIAS:
+        rank = scores + tl.load(bias + expert, mask=mask, other=0.0)
+    # NaN ranks first, as in a sort, and makes the row's weights NaN: the row is reported, and no expert is selected twice.
+    rank = tl.where(rank == rank, rank, float("inf"))
+    remaining = mask
+    slot = tl.arange(0, SLOTS)
+    expert_ids = tl.full((SLOTS,), EXPERTS - 1, dtype=tl.int32)
+    weight = tl.zeros((SLOTS,), dtype=tl.float32)
+    total = tl.full((), 0.0, dtype=tl.float32)
+    for index in tl.static_range(USED):
+        best = tl.max(tl.where(remaining, rank, float("-inf")), 0)
+        chosen = tl.min(tl.where(remaining & (rank == best), expert, EXPERTS - 1), 0)
+        remaining = remaining & (expert != chosen)
+        score = tl.sum(tl.where(expert == chosen, scores, 0.0), 0)
+        total += score
+        expert_ids = tl.where(slot == index, chosen, expert_ids)
+        weight = tl.where(slot == index, score, weight)
+    if NORMALISED:
+        weight = tl.div_rn(weight, tl.zeros_like(weight) + total)
+    if FACTORS:
+        weight = weight * tl.load(factors + expert_ids)
+    tl.store(ids + row * USED + slot, expert_ids.to(tl.int64), mask=slot < USED)
+    tl.store(weights + row * USED + slot, weight, mask=slot < USED)
+
+
+def choose_experts(
+    logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Experts of each token, best first, and their weights: [T, used] int64 and float32."""
+    rows = len(logits)
+    ids = torch.empty(rows, spec.used, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, spec.used, dtype=torch.float32, device=logits.device)
+    if rows:
+        _choose_experts[(rows,)](
+            logits, bias, factors, ids, weights, logits.stride(0), float(spec.softcap or 0.0),
+            EXPERTS=spec.experts, USED=spec.used, SOFTMAX=spec.scores == "softmax", SOFTCAP=spec.softcap is not None,
+            BIAS=bias is not None, FACTORS=factors is not None, NORMALISED=spec.normalised,
+            BLOCK=triton.next_power_of_2(spec.experts), SLOTS=triton.next_power_of_2(spec.used), PDL=pdl,
+            num_warps=1, enable_fp_fusion=False, **launch_options(pdl),
+        )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit(do_not_specialize=["pairs", "max_tiles"])
+def _group_by_expert(
+    ids,
+    weights,
+    order,
+    tiles,
+    sorted_weights,
+    starts,
+    pairs,
+    max_tiles,
+    EXPERTS: tl.constexpr,
+    USED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for all pairs: the position of a pair is the number of pairs before it, found by counting."""
+    begin_kernel(PDL)
+    expert = tl.arange(0, BLOCK_E)
+    pair = tl.arange(0, BLOCK)
+    pair_expert = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    rank_in_expert = tl.zeros((BLOCK,), dtype=tl.int32)
+    rank_in_row = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, pairs, PAIR_BLOCK):
+        other = start + tl.arange(0, PAIR_BLOCK)
+        other_expert = tl.load(ids + other, mask=other < pairs, other=-2).to(tl.int32)
+        counts += tl.sum((expert[:, None] == other_expert[None, :]).to(tl.int32), 1)
+        earlier = (pair_expert[:, None] == other_expert[None, :]) & (other[None, :] < pair[:, None])
+        rank_in_expert += tl.sum(earlier.to(tl.int32), 1)
+        same_row = (other // USED)[None, :] == (pair // USED)[:, None]
+        rank_in_row += tl.sum(
+            (same_row & (other_expert[None, :] < pair_expert[:, None]) & (other_expert >= 0)[None, :]).to(tl.int32), 1
+        )
+    start_pair = tl.cumsum(counts, 0) - counts
+    tl.store(starts + expert, start_pair, mask=expert < EXPERTS)
+    tile_counts = (counts + HEIGHT - 1) // HEIGHT
+    ends = tl.cumsum(tile_counts, 0)
+    for tile in range(0, tl.max(tile_counts, 0)):
+        tile_ptrs = tiles + (ends - tile_counts + tile) * 3
+        tile_mask = tile < tile_counts
+        tl.store(tile_ptrs, expert, mask=tile_mask)
+        tl.store(tile_ptrs + 1, start_pair + tile * HEIGHT, mask=tile_mask)
+        tl.store(tile_ptrs + 2, tl.minimum(counts - tile * HEIGHT, HEIGHT), mask=tile_mask)
+    unused = (pair >= tl.max(ends, 0)) & (pair < max_tiles)
+    for word in tl.static_range(3):
+        tl.store(tiles + pair * 3 + word, 0, mask=unused)
+    tl.debug_barrier()
+    position = tl.load(starts + pair_expert, mask=pair < pairs, other=0) + rank_in_expert
+    sorted_pair = pair // USED * USED + rank_in_row
+    tl.store(order + position, sorted_pair, mask=pair < pairs)
+    tl.store(sorted_weights + sorted_pair, tl.load(weights + pair, mask=pair < pairs, other=0.0), mask=pair < pairs)
+
+
+def group_by_expert(
+    ids: Tensor, weights: Tensor, *, count: int, height: int, max_tiles: int, pdl: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Order, tiles and weights of `Routes`, for at most MAX_PAIRS pairs."""
+    (rows, used), device = ids.shape, ids.device
+    order = torch.empty(rows * used, dtype=torch.int32, device=device)
+    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=device)
+    sorted_weights = torch.empty(rows, used, dtype=torch.float32, device=device)
+    starts = torch.empty(count, dtype=torch.int32, device=device)
+    _group_by_expert[(1,)](
+        ids, weights, order, tiles, sorted_weights, starts, rows * used, max_tiles,
+        EXPERTS=count, USED=used, HEIGHT=height, BLOCK=triton.next_power_of_2(rows * used),
+        BLOCK_E=triton.next_power_of_2(count), PAIR_BLOCK=PAIR_BLOCK, PDL=pdl, num_warps=8, **launch_options(pdl),
+    )  # fmt: skip
+    return order, tiles, sorted_weights
+
+
+@triton.jit
+def _add_shared_expert(
+    out,
+    shared,
+    gate,
+    residual,
+    y,
+    gate_stride,
+    width,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    total = tl.load(shared + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        total = total * sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
+    total = (total + tl.load(out + row * width + columns, mask=mask, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+    if ADDED:
+        before = tl.load(residual + row * width + columns, mask=mask, other=0.0)
+        total = before.to(tl.float32) + total.to(tl.float32)
+    tl.store(y + row * width + columns, total.to(y.dtype.element_ty), mask=mask)
+
+
+def add_shared_expert(out: Tensor, shared: Tensor, gate: Tensor | None, residual: Tensor | None, *, pdl: bool = False) -> Tensor:
+    """residual + (shared · sigmoid(gate) + out), rounded where separate operations would round; the gate is column 0 of [T,
+    …]."""
+    rows, width = out.shape
+    y = torch.empty_like(out if residual is None else residual)
+    if rows:
+        _add_shared_expert[(rows, triton.cdiv(width, 1024))](
+            out, shared, gate, residual, y, 0 if gate is None else gate.stride(0), width,
+            GATED=gate is not None, ADDED=residual is not None, BLOCK=1024, PDL=pdl, enable_fp_fusion=False,
+            **launch_options(pdl),
+        )  # fmt: skip
+    return y
+
+
+# ------------------ Mixture of experts with Triton
+
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from onedraw.backends.torch.ops.cuda.commit import move_kept_kv, resolve_pending
 from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
 from onedraw.backends.torch.ops.cuda.delta_inputs import DeltaTables, commit_tables, run_paths
 from onedraw.backends.torch.ops.cuda.delta_recurrent import MANY_PATHS, commit_states
-from onedraw.backends.torch.ops.cuda.expert_routing import add_shared_expert, choose_experts
-from onedraw.backends.torch.ops.cuda.experts import route, route_borders, run_experts
+from onedraw.backends.torch.ops.cuda.experts import add_shared_expert, choose_experts, route, route_borders, run_experts
 from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, linear, shared_memory, tile_borders
 from onedraw.backends.torch.ops.cuda.norm import ACTIVATIONS, MAX_WARPS, apply_gate, gated_activation, rms_norm
 from onedraw.backends.torch.ops.cuda.rope import norm_rope_and_cache
@@ -34,8 +33,7 @@ from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.model_state import ModelState
-from onedraw.backends.torch.state.recurrent_spans import recurrent_spans
-from onedraw.backends.torch.state.recurrent_state import LaneStore
+from onedraw.backends.torch.state.recurrent_state import LaneStore, recurrent_spans
 from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 

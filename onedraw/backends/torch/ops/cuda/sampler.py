@@ -27,8 +27,7 @@ from onedraw.backends.torch.ops.cuda.sampling import (
     sample_tokens,
 )
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging, StagingBufferFull
-from onedraw.backends.torch.sampling.sampler import FilteredScores, Sampler, _deficits
-from onedraw.backends.torch.sampling.token_counts import LaneCounts
+from onedraw.backends.torch.sampling.sampler import FilteredScores, LaneCounts, Sampler, _deficits
 from onedraw.sampling.adjustments import Adjustment, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
 from onedraw.sampling.noise import key

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.elementwise import activated, opened
 from onedraw.backends.torch.sampling.exact import apply_elementwise, ordered_sum
-from onedraw.backends.torch.state.recurrent_spans import CHUNK, RecurrentSpan, RecurrentSpans
-from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore
+from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, LaneStore, RecurrentSpan, RecurrentSpans
 from onedraw.models.spec import DeltaSpec
 from onedraw.sampling.verify import draft_paths
 

@@ -15,16 +15,14 @@ from onedraw.backends.torch.ops.base import CaptureOps, DenseLayer, DraftCommit,
 from onedraw.backends.torch.ops.plain import delta as plain_delta
 from onedraw.backends.torch.ops.plain.attention import TileGroup, attend, store_rows, tile_groups
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
-from onedraw.backends.torch.ops.plain.elementwise import gated, times_gate
+from onedraw.backends.torch.ops.plain.elementwise import gated, rms_norm, rotate, times_gate
 from onedraw.backends.torch.ops.plain.experts import ExpertBank, PlainExpertBank, choose_experts, join_shared
 from onedraw.backends.torch.ops.plain.linear import Linear, default_rule
-from onedraw.backends.torch.ops.plain.norm_and_rope import rms_norm, rotate
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore, write_places
 from onedraw.backends.torch.state.model_state import ModelState
-from onedraw.backends.torch.state.recurrent_spans import RecurrentSpans, recurrent_spans
-from onedraw.backends.torch.state.recurrent_state import LaneStore
+from onedraw.backends.torch.state.recurrent_state import LaneStore, RecurrentSpans, recurrent_spans
 from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
