@@ -39,7 +39,7 @@ def measure_ours(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
     from bench.cpu_decode import ours
     from onedraw.backends.torch import backend as imported  # noqa: F401  imports are not part of opening a model
     from onedraw.build.llm import build_llm
-    from onedraw.llm.options import RequestOptions, make_generation
+    from onedraw.llm.request_options import RequestOptions, make_generation
     from onedraw.settings import Settings
 
     begin = time.perf_counter()
@@ -178,7 +178,7 @@ def main() -> None:
     if options.path:
         from onedraw.backends.torch.ops.cpu import library
 
-        setattr(library, "paths", lambda: {options.path: ()})  # noqa: B010
+        setattr(library, "instruction_sets", lambda: {options.path: ()})  # noqa: B010
     if options.side:
         print(json.dumps(SIDES[options.side](options.model, threads=options.threads, new_tokens=options.new_tokens)))
         return

@@ -24,7 +24,7 @@ from bench.peer import llama_in_transformers
 from onedraw.build.llm import build_llm
 from onedraw.checkpoints.download import resolve_model
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings, default_cache_dir
 
 PROMPT = tuple((7 * i) % 4000 + 100 for i in range(64))

@@ -28,7 +28,7 @@ from typing import Any
 
 from onedraw.build.llm import build_llm
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 
 CASES = 48

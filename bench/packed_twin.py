@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from onedraw.build.llm import build_llm
 from onedraw.contract.variations import PROMPTS, constrained
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.types import Logprobs
 

@@ -26,7 +26,7 @@ RULE = 10.0  # times sooner
 def live(given: argparse.Namespace) -> dict[str, Any]:
     """One life: open, ask, close."""
     from onedraw.build.llm import build_llm
-    from onedraw.llm.options import RequestOptions, make_generation
+    from onedraw.llm.request_options import RequestOptions, make_generation
     from onedraw.settings import Settings
 
     settings = Settings.of(

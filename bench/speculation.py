@@ -30,7 +30,7 @@ from typing import Any
 from onedraw.build.llm import build_llm
 from onedraw.cli.terminal import table
 from onedraw.llm.llm import LLM, idle_stats
-from onedraw.llm.options import RequestOptions, make_chat_generation
+from onedraw.llm.request_options import RequestOptions, make_chat_generation
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 

@@ -23,8 +23,8 @@ from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
 from onedraw.lab.recorded_drafts import DEFAULT_LENGTH, RecordedProposer
 from onedraw.llm.llm import LLM, idle_stats
-from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import ModelCard
 

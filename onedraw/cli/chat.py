@@ -15,9 +15,9 @@ from onedraw.cli import terminal
 from onedraw.cli.flags import add_request_options, add_settings, read_request_options, read_settings
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, generation_for
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import RequestOptions, generation_for
 
 HELP = "chat with a model in the terminal"
 EXAMPLES = """examples:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onedraw.errors import BadSetting
-from onedraw.llm.options import RequestOptions
+from onedraw.llm.request_options import RequestOptions
 from onedraw.settings import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, Settings, size_in_bytes
 
 if TYPE_CHECKING:

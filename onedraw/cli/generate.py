@@ -23,9 +23,9 @@ from onedraw.cli.flags import (
 )
 from onedraw.errors import BadSetting
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import Prompt, generation_for
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import Prompt, generation_for
 from onedraw.types import Logprobs
 
 HELP = "complete a prompt, or answer it as a chat message"

@@ -140,7 +140,7 @@ def _repair_streams() -> None:
 
 def _silence_output() -> None:
     """Discard everything still to be written to stdout."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout is not a real file
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # raised if stdout is closed or has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias
 
 from onedraw.engine.stats import DraftStats, Stats
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import GUIDED, RequestOptions, make_generation
 from onedraw.llm.reply import Reply
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import GUIDED, RequestOptions, make_generation
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
 from onedraw.text.constraints.grammar import structured_output_available

@@ -20,9 +20,9 @@ from onedraw.engine.service import CheckedRequest, Event, Service, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
 from onedraw.llm.mailbox import LoopWakeup, Mailbox
-from onedraw.llm.options import Prompt, generation_from_keywords
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.reply_stream import Generation, ReplyStream
+from onedraw.llm.request_options import Prompt, generation_from_keywords
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.constraints.factory import ConstraintFactory, reply_constraint
 from onedraw.text.reasoning import ReasoningSyntax, detect_reasoning, initial_thinking

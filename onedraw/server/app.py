@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 
 from onedraw.errors import ModelNotFound, OnedrawError, ShuttingDown
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import check_ids
 from onedraw.llm.reply import Reply, new_replies
+from onedraw.llm.request_options import check_ids
 from onedraw.server import page as assets
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest, MessagesWriter
 from onedraw.server.auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller
@@ -42,7 +42,7 @@ from onedraw.server.openai.responses import ResponseStore, ResponsesWriter, chec
 from onedraw.server.openai.responses_request import ResponsesRequest, numbered
 from onedraw.server.openapi import document
 from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
-from onedraw.server.prepare import PreparedRequest, bursts, chat_prompt, count_prompt, prepare, total_usage
+from onedraw.server.prompts import PreparedRequest, bursts, chat_prompt, count_prompt, prepare, total_usage
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.sse import NAMED, OPENAI, EventStream, Framing
 from onedraw.types import Piece, Usage

@@ -27,7 +27,7 @@ log = logging.getLogger("onedraw.server")
 
 NAME = re.compile(r"[\w.@-]{1,64}")
 OPEN_PATHS = frozenset({"/health"})  # need no key
-CALLER = "onedraw.caller"  # key of the ASGI scope that holds the name of the request's API key
+CALLER = "onedraw.caller"  # entry of the ASGI scope: name of the caller's API key
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
-from onedraw.llm.options import EFFORTS, GUIDED, Effort, RequestOptions
+from onedraw.llm.request_options import EFFORTS, GUIDED, Effort, RequestOptions
 from onedraw.server.fields import TOOL_NAME, StrictModel, Whole, field_doc
 from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse

@@ -12,7 +12,7 @@ from onedraw.build.drafters import drafter_paths, make_speculator, proposer_name
 from onedraw.build.fit_devices import longest_draft
 from onedraw.build.llm import build_llm
 from onedraw.errors import BadSetting, UnsupportedModel
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
 from tests.support import tiny

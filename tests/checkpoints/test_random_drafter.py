@@ -16,7 +16,7 @@ from onedraw.build.llm import build_llm
 from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, SHAPES, open_random, open_random_drafter
 from onedraw.errors import ModelNotFound, OutOfMemory
 from onedraw.llm.llm import idle_stats
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.models.dflash import check_drafter_fits, read_drafter_info
 from onedraw.models.model_info import read_model_info
 from onedraw.settings import Settings

@@ -14,7 +14,7 @@ import pytest
 from onedraw.build.llm import build_llm
 from onedraw.cli.chat import HELP_LINES, Conversation, answer, chat_loop, line_reader, run_command
 from onedraw.llm.llm import LLM, ChatPrompt, idle_stats
-from onedraw.llm.options import RequestOptions
+from onedraw.llm.request_options import RequestOptions
 from onedraw.settings import Settings
 from tests.cli.running import FAKE, Terminal
 from tests.server.running import slowed

@@ -11,7 +11,7 @@ import pytest
 from onedraw.cli import flags
 from onedraw.cli.main import UsageError, command_parser
 from onedraw.errors import BadSetting
-from onedraw.llm.options import RequestOptions
+from onedraw.llm.request_options import RequestOptions
 from onedraw.settings import Settings, size_in_bytes
 
 

@@ -17,9 +17,9 @@ import pytest
 from onedraw.build.llm import build_llm
 from onedraw.contract.record import RecordingLLM, RecordWriter, read_records
 from onedraw.errors import BadSetting
-from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.llm.reply import Reply
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 
 

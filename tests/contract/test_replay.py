@@ -14,7 +14,7 @@ from onedraw.build.llm import build_llm
 from onedraw.contract.record import Record, RecordingLLM, RecordWriter, read_records
 from onedraw.contract.replay import judge, replay
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.types import Row, RowOutcome, SampledToken
 

@@ -122,7 +122,7 @@ def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeyp
     faulty = "for (long i = 0; i < blocks; i++) { const long b = count >= 4 ? blocks - 1 - i : i;"
     (folder / "packed_linear.c").write_text(source[:inner] + faulty + source[source.index("{", inner) + 1 :])
     monkeypatch.setattr(builder, "SOURCES", tuple(folder / file.name for file in builder.SOURCES))
-    monkeypatch.setattr(builder, "PATHS", {BEST: builder.PATHS[BEST]})
+    monkeypatch.setattr(builder, "INSTRUCTION_SETS", {BEST: builder.INSTRUCTION_SETS[BEST]})
     built = builder.build(tmp_path)
     assert built.library is not None, built.reason
     ops = CpuOps(built.library, threads=2, packing=Packing(as_stored=True, coded=True), path=BEST)

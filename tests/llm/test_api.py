@@ -13,8 +13,8 @@ import pytest
 
 import onedraw
 from onedraw.errors import BadParameter, BadRequest, BadSetting, ShuttingDown
-from onedraw.llm.options import generation_from_keywords
 from onedraw.llm.reply import Reply
+from onedraw.llm.request_options import generation_from_keywords
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from onedraw.build.llm import build_llm
 from onedraw.engine.service import CheckedRequest, Event, Service, Sink
 from onedraw.errors import BadParameter, ContextOverflow, NoTokenLeft, OnedrawError
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_chat_generation, make_generation
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import RequestOptions, make_chat_generation, make_generation
 from onedraw.settings import Settings
 from onedraw.text.constraints.factory import ConstraintFactory
 from onedraw.text.fake_tokenizer import fake_tokenizer

@@ -12,8 +12,8 @@ from onedraw.build.llm import build_llm
 from onedraw.contract.record import from_json, to_json
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_chat_generation, make_generation
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import RequestOptions, make_chat_generation, make_generation
 from onedraw.settings import Settings
 from onedraw.text.tools.dialects import Tool, ToolUse
 

@@ -18,7 +18,7 @@ from bench.cpu_quality import SIDES, measure
 from bench.peer import llama_in_transformers
 from onedraw.build.llm import build_llm
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.sampling.law import law
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams

@@ -15,8 +15,8 @@ from scipy.stats import chisquare
 
 from onedraw.build.llm import build_llm
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_generation
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.speculation.proposers import PredictionProposer
 from onedraw.speculation.speculator import Speculator

@@ -11,8 +11,8 @@ import pytest
 
 from onedraw.build.llm import build_llm
 from onedraw.llm.llm import LLM
-from onedraw.llm.options import RequestOptions, make_chat_generation
 from onedraw.llm.reply import Reply
+from onedraw.llm.request_options import RequestOptions, make_chat_generation
 from onedraw.settings import Settings
 from onedraw.text.tools.dialects import Tool, ToolUse
 

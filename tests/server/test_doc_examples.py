@@ -34,7 +34,7 @@ def test_an_example_runs(
     served: Served, example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seeds = itertools.count(7)  # an example need not have one; what it is told is the same every time
-    monkeypatch.setattr("onedraw.llm.options.secrets.randbelow", lambda limit: next(seeds))
+    monkeypatch.setattr("onedraw.llm.request_options.secrets.randbelow", lambda limit: next(seeds))
     load = onedraw.load
     monkeypatch.setattr(onedraw, "load", lambda model: load(model, backend="fake"))
     exec(compile(example.replace("http://127.0.0.1:8000", served.url), "example", "exec"), {})

@@ -10,7 +10,7 @@ import pytest
 
 from onedraw.errors import BadSetting
 from onedraw.server.config import ServerOptions
-from onedraw.server.prepare import prepare
+from onedraw.server.prompts import prepare
 from tests.server.running import Served, fake_llm, serving, slowed, wait_until
 
 KEY = "sesame-Ω-key"  # a key may hold any characters

@@ -17,7 +17,7 @@ import pytest
 
 from onedraw.build.llm import build_llm
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.llm.options import RequestOptions, make_generation
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from tests.server.running import PATIENCE, Served, fake_llm, serving, wait_until
 from tests.support import tiny

@@ -6,7 +6,7 @@ import pytest
 
 from onedraw.llm.reply_stream import Generation
 from onedraw.server.openai.chat import prompt_offsets, write_usage
-from onedraw.server.prepare import PreparedRequest, total_usage
+from onedraw.server.prompts import PreparedRequest, total_usage
 from onedraw.types import SamplingParams, Usage
 from tests.server.running import fake_llm
 

@@ -231,7 +231,7 @@ class TorchBackend:
         self._close_pipeline = None
         if pipeline is not None:
             self._close_pipeline = weakref.finalize(self, pipeline.close)
-            self._close_pipeline.atexit = False  # a stage that computes while the program ends is not waited for
+            self._close_pipeline.atexit = False  # at interpreter exit, do not wait for a stage that is still computing
 
     @property
     def _open(self) -> LoadedModel:

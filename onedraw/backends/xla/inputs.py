@@ -22,7 +22,7 @@ from onedraw.types import Row
 
 MIN_PRODUCT_ROWS = 4  # rows of a matrix product: with fewer, libraries use other kernels with other rounding
 MAX_PRODUCT_ROWS = 32  # with more rows, the order of additions along the reduced axis was seen to change
-KEYS = 128  # positions of one block of keys; blocks start at absolute multiples
+KEYS = 128  # key positions per attention block; a block starts at a position that is a multiple of this
 TILE = 16  # queries of one attention tile in a mixed step
 TILES = 8  # tiles computed at once
 CHUNK = 64  # prompt positions that a recurrent layer computes at once

@@ -19,7 +19,7 @@ from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec
 
-COLUMNS = 8  # columns of ones in `row_sum`
+COLUMNS = 8  # width of the matrix of ones by which `row_sum` multiplies
 Piece = tuple[Array, ...]
 
 

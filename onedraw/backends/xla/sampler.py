@@ -33,7 +33,7 @@ from onedraw.types import MAX_TOP_LOGPROBS
 SPARSE = (256, 4096, 65536, 2**20)
 OFF = 2.0  # a top-p that filters nothing
 INFINITY_BITS = 0x7F800000  # float bits of infinity, the largest deficit
-COUNT_BATCH = 512  # tokens that one program adds to the counts
+COUNT_BATCH = 512  # (lane, token) pairs per call of the program that updates token counts
 
 Entries = list[tuple[int, int, float]]
 SamplingInputs = dict[str, Any]

@@ -20,7 +20,7 @@ from onedraw.llm.reply import BlockChange, BlockClosed, BlockGrew, BlockOpened, 
 from onedraw.server.errors import message_error
 from onedraw.server.fields import TOOL_NAME, Rule, StrictModel, Whole, field_doc, inert, neutral, read, refused, sift
 from onedraw.server.openai.chat import Json
-from onedraw.server.prepare import PreparedRequest
+from onedraw.server.prompts import PreparedRequest
 from onedraw.types import SEED_LIMIT, ModelCard, Piece, Usage
 
 RULES: tuple[Rule, ...] = (

@@ -12,7 +12,7 @@ from typing import Any
 from onedraw.errors import OnedrawError
 from onedraw.llm.reply import Reply
 from onedraw.server.errors import error_object
-from onedraw.server.prepare import PreparedRequest
+from onedraw.server.prompts import PreparedRequest
 from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Finish, Logprobs, ModelCard, Piece, ReplyToken, Usage

@@ -19,7 +19,7 @@ from onedraw.errors import BadParameter, BadRequest, OnedrawError
 from onedraw.llm.reply import BlockChange, BlockClosed, BlockGrew, BlockOpened, ContentBlock, Reply
 from onedraw.server.openai.chat import Json, OpenAIWriter
 from onedraw.server.openai.responses_request import ResponsesRequest, messages_of
-from onedraw.server.prepare import PreparedRequest
+from onedraw.server.prompts import PreparedRequest
 from onedraw.server.protocol import ToolChoice
 from onedraw.types import Finish, ModelCard, Piece, ReplyToken, Usage
 

@@ -12,7 +12,7 @@ from pydantic import PlainValidator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
-from onedraw.llm.options import EFFORTS, Effort
+from onedraw.llm.request_options import EFFORTS, Effort
 from onedraw.server.fields import TOOL_NAME, Rule, StrictModel, Whole, field_doc, inert, neutral, read, refused, sift
 from onedraw.server.protocol import ToolChoice, response_choice
 from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT

@@ -10,18 +10,18 @@
 #include "fused_layers.h"
 
 long INTERNAL(onedraw_packed_bytes)(long kind, long rows, long in);
-void INTERNAL(onedraw_pack)(const uint8_t *stored, uint8_t *panels, long kind, long rows, long in, long height, team *t);
-void INTERNAL(onedraw_rows)(const uint8_t *panels, long kind, long in, const int64_t *wanted, long count, float *out, team *t);
-void INTERNAL(onedraw_linear)(const product *of, const float *x, long stride, float *y, long rows, void *memory, team *t);
-void INTERNAL(onedraw_rms_norm)(const float *x, const float *weight, float *y, long rows, long width, float eps, team *t);
-void INTERNAL(onedraw_silu_gated)(const float *x, float *y, long rows, long width, team *t);
-void INTERNAL(onedraw_attention)(float *qkv, float *out, const attention *a, long tokens, team *t);
+void INTERNAL(onedraw_pack)(const uint8_t *stored, uint8_t *panels, long kind, long rows, long in, long height, thread_pool *t);
+void INTERNAL(onedraw_rows)(const uint8_t *panels, long kind, long in, const int64_t *wanted, long count, float *out, thread_pool *t);
+void INTERNAL(onedraw_linear)(const packed_linear *of, const float *x, long stride, float *y, long rows, void *memory, thread_pool *t);
+void INTERNAL(onedraw_rms_norm)(const float *x, const float *weight, float *y, long rows, long width, float eps, thread_pool *t);
+void INTERNAL(onedraw_silu_gated)(const float *x, float *y, long rows, long width, thread_pool *t);
+void INTERNAL(onedraw_attention)(float *qkv, float *out, const attention *a, long tokens, thread_pool *t);
 long INTERNAL(onedraw_layers_bytes)(const layer *const *layers, long count, long tokens);
 void INTERNAL(onedraw_layers)(const layer *const *layers, const attention *const *attentions, float *const *residuals, long count,
-                              long tokens, char *memory, team *t);
+                              long tokens, char *memory, thread_pool *t);
 void INTERNAL(onedraw_delta)(const float *projected, float *out, const delta *d, float *work, long work_size, float *window,
-                             team *t);
-void INTERNAL(onedraw_delta_commit)(const delta *d, long lane, const int64_t *places, long count, float *window, team *t);
+                             thread_pool *t);
+void INTERNAL(onedraw_delta_commit)(const delta *d, long lane, const int64_t *places, long count, float *window, thread_pool *t);
 
 static uint32_t seed = 1;
 static uint32_t draw(void) { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
@@ -39,7 +39,7 @@ static const struct { int kind; long values, size; } STORED[] = {
 };
 
 /* Random bytes, whatever numbers they are: scales that are not finite are read too. */
-static part packed(int which, long rows, long in, long column, team *t) {
+static part packed(int which, long rows, long in, long column, thread_pool *t) {
     long size = rows * in / STORED[which].values * STORED[which].size, kind = STORED[which].kind;
     uint8_t *stored = malloc(size), *panels;
     for (long i = 0; i < size; i++) stored[i] = (uint8_t)draw();
@@ -51,12 +51,12 @@ static part packed(int which, long rows, long in, long column, team *t) {
     return (part){kind, rows, column, panels};
 }
 
-static void check_products(team *t) {
+static void check_products(thread_pool *t) {
     for (int which = 0; which < (int)(sizeof STORED / sizeof *STORED); which++)
         for (int turn = 0; turn < 4; turn++) {
             long unit = STORED[which].values, in = unit * (1 + draw() % 3) * (unit == 1 ? 7 : 1), rows = 1 + draw() % 70, count = draw() % 20;
             part p = packed(which, rows, in, 0, t);
-            product of = {in, rows, 1, turn % 2, 0, &p};
+            packed_linear of = {in, rows, 1, turn % 2, 0, &p};
             float *x = floats_of(count * in), *y = floats_of(count * rows);
             if (turn == 3 && count) x[0] = NAN;
             void *memory = malloc(coded_bytes(count, in) + 1);
@@ -68,7 +68,7 @@ static void check_products(team *t) {
         }
 }
 
-static void check_rows(team *t) {
+static void check_rows(thread_pool *t) {
     for (int i = 0; i < 5; i++) {
         long rows = draw() % 9, width = 1 + draw() % 50;
         float *x = floats_of(rows * width * 2), *y = floats_of(rows * width), *weight = floats_of(width);
@@ -81,7 +81,7 @@ static void check_rows(team *t) {
 }
 
 /* Two rows in pages of 8: one of known tokens, one with a tree of drafts behind it. */
-static void check_attention(team *t, long dim) {
+static void check_attention(thread_pool *t, long dim) {
     enum { KNOWN = 70, BEFORE = 21, NODES = 5, TOKENS = KNOWN + NODES, PAGES = 13, WIDTH = 9 };
     long heads = 6, kv = 2, rotary = dim / 4 * 2;
     int64_t positions[TOKENS], slots[TOKENS], firsts[TOKENS], ends[TOKENS], rows[TOKENS], tails[TOKENS], paths[TOKENS * 3] = {0};
@@ -99,9 +99,9 @@ static void check_attention(team *t, long dim) {
         if (node >= 0) memcpy(paths + i * 3, tree[node], sizeof tree[node]);
     }
     long width = (heads + 2 * kv) * dim, store = PAGES * kv * 8 * dim;
-    float *turns = floats_of(80 * rotary), *qkv = floats_of(TOKENS * width), *out = floats_of(TOKENS * heads * dim);
+    float *rope_table = floats_of(80 * rotary), *qkv = floats_of(TOKENS * width), *out = floats_of(TOKENS * heads * dim);
     float *keys = floats_of(store), *values = floats_of(store), *norm = floats_of(dim);
-    attention a = {heads, kv, dim, rotary, 8, WIDTH, 3, width, 1, 0, 0, 0.2f, 1e-6f, norm, norm, turns, positions, slots, firsts,
+    attention a = {heads, kv, dim, rotary, 8, WIDTH, 3, width, 1, 0, 0, 0.2f, 1e-6f, norm, norm, rope_table, positions, slots, firsts,
                    ends, rows, table, tails, paths, keys, values};
     INTERNAL(onedraw_attention)(qkv, out, &a, TOKENS, t);
     INTERNAL(onedraw_attention)(qkv, out, &a, 1, t);
@@ -109,7 +109,7 @@ static void check_attention(team *t, long dim) {
     const long bytes[5] = {4, 2, 2, 1, 1};
     for (long kept = 1; kept < 5; kept++) {
         attention narrow = a;
-        narrow.kept = kept;
+        narrow.kv_dtype = kept;
         narrow.keys = calloc(store, bytes[kept]);
         narrow.values = calloc(store, bytes[kept]);
         if (bytes[kept] == 1) {
@@ -125,7 +125,7 @@ static void check_attention(team *t, long dim) {
                      packed(1, kv * dim, 256, (heads + kv) * dim, t)};
     part o = packed(0, 256, heads * dim, 0, t), up = packed(7, 2 * 96, 256, 0, t), down = packed(3, 256, 96, 0, t);
     float *bias = floats_of(width), *hidden = floats_of(256);
-    product products[4] = {{256, width, 3, 1, bias, parts}, {heads * dim, 256, 1, 1, 0, &o}, {256, 192, 1, 1, 0, &up}, {96, 256, 1, 1, 0, &down}};
+    packed_linear products[4] = {{256, width, 3, 1, bias, parts}, {heads * dim, 256, 1, 1, 0, &o}, {256, 192, 1, 1, 0, &up}, {96, 256, 1, 1, 0, &down}};
     layer l = {&products[0], &products[1], &products[2], &products[3], hidden, hidden, norm, norm, keys, values, 256, heads * dim, 96, 1e-5f};
     const layer *layers[2] = {&l, &l};
     const attention *attentions[2] = {&a, &a};
@@ -134,11 +134,11 @@ static void check_attention(team *t, long dim) {
     INTERNAL(onedraw_layers)(layers, attentions, residuals, 2, TOKENS, memory, t);
     for (int i = 0; i < 3; i++) { free(residuals[i]); free((void *)parts[i].panels); }
     free((void *)o.panels); free((void *)up.panels); free((void *)down.panels);
-    free(turns); free(qkv); free(out); free(keys); free(values); free(norm); free(bias); free(hidden); free(memory);
+    free(rope_table); free(qkv); free(out); free(keys); free(values); free(norm); free(bias); free(hidden); free(memory);
 }
 
 /* A lane with a prompt of 70, two known tokens and a tree of three drafts, then two of them brought home. */
-static void check_delta(team *t, int threads) {
+static void check_delta(thread_pool *t, int threads) {
     enum { PROMPT = 70, KNOWN = 72, DRAFTS = 3, TOKENS = KNOWN + DRAFTS, CONV = 4 };
     long dk = 12, dv = 20, kh = 2, vh = 4, channels = 2 * kh * dk + vh * dv, width = channels + vh * dv + 2 * vh, size = dk * dv;
     int64_t taps[TOKENS * CONV], closings[CONV - 1], kept[CONV - 1], parents[TOKENS], counts[1] = {64}, slots[1] = {0};
@@ -167,40 +167,40 @@ static void check_delta(team *t, int threads) {
 }
 
 /* Rows with every filter, a greedy one, one that is no distribution; a vocabulary that fills no block and no vector. */
-static void check_choosing(team *t, int threads) {
+static void check_sampling(thread_pool *t, int threads) {
     enum { ROWS = 5, VOCAB = 1037, WIDTH = 1088 };
-    wish wishes[ROWS] = {{1, 0, 1, INFINITY, {1, 2}, 1, 0},       {0.9, 40, 0.7f, 3, {3, 4}, 0, 0}, {0.5, 0, 1, INFINITY, {5, 6}, 0, 0},
+    row_parameters parameters[ROWS] = {{1, 0, 1, INFINITY, {1, 2}, 1, 0},       {0.9, 40, 0.7f, 3, {3, 4}, 0, 0}, {0.5, 0, 1, INFINITY, {5, 6}, 0, 0},
                          {1, 1036, 2, INFINITY, {7, 8}, 0, 0},    {0.1, 3, 1, INFINITY, {9, 10}, 0, 0}};
     float *scores = floats_of(ROWS * VOCAB), *raw = floats_of(ROWS * VOCAB), *deficits = floats_of(ROWS * WIDTH), *limits = floats_of(ROWS);
     scores[4 * VOCAB + 9] = NAN;
     scores[3 * VOCAB + 5] = -INFINITY;
     int64_t *tokens = malloc(ROWS * 8), *masses = malloc((size_t)threads * WIDTH * 8);
-    choosing c = {scores, raw, VOCAB, VOCAB, VOCAB, WIDTH, wishes, deficits, limits, tokens, masses};
-    INTERNAL(onedraw_choose)(&c, ROWS, t);
+    sampling_arguments c = {scores, raw, VOCAB, VOCAB, VOCAB, WIDTH, parameters, deficits, limits, tokens, masses};
+    INTERNAL(onedraw_sample)(&c, ROWS, t);
     if (tokens[4] != -1 || tokens[0] < 0) abort();
     free(scores); free(raw); free(deficits); free(limits); free(tokens); free(masses);
 }
 
 /* What the sanitizer must catch: a product whose last row is one number short. */
-static void fault(team *t) {
+static void fault(thread_pool *t) {
     part p = packed(0, 32, 7, 0, t);
-    product of = {7, 32, 1, 0, 0, &p};
+    packed_linear of = {7, 32, 1, 0, 0, &p};
     float *x = floats_of(3 * 7 - 1), *y = floats_of(3 * 32);
     INTERNAL(onedraw_linear)(&of, x, 7, y, 3, 0, t);
 }
 
 int main(int count, char **arguments) {
     (void)arguments;
-    if (count > 1) fault(onedraw_team_new(1));
+    if (count > 1) fault(onedraw_pool_new(1));
     for (int threads = 1; threads <= 3; threads++) {
-        team *t = onedraw_team_new(threads);
+        thread_pool *t = onedraw_pool_new(threads);
         check_products(t);
         check_rows(t);
         check_attention(t, 64);
         check_attention(t, 20);
         check_delta(t, threads);
-        check_choosing(t, threads);
-        onedraw_team_free(t);
+        check_sampling(t, threads);
+        onedraw_pool_free(t);
     }
     printf("done\n");
     return 0;

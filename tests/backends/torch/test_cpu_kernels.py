@@ -35,8 +35,8 @@ def kernels(threads: int = 2) -> CpuOps:
 
 TWIN = TorchOps(torch.device("cpu"))
 BUILDS = """
-import sys; from pathlib import Path; import torch; from onedraw.backends.torch.ops.cuda import build as builder
-builder.PATHS = {'portable': ()}  # the quickest
+import sys; from pathlib import Path; import torch; from onedraw.backends.torch.ops.cpu import library as builder
+builder.INSTRUCTION_SETS = {'portable': ()}  # the quickest
 sys.exit(builder.build(Path(sys.argv[1])).library is None)
 """
 

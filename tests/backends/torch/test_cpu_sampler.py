@@ -11,7 +11,7 @@ import torch
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.ops.cpu import library as builder
 from onedraw.backends.torch.ops.cpu.library import Kernels, supported_instruction_sets
-from onedraw.backends.torch.ops.cpu.sampler import WISH, CpuSampler
+from onedraw.backends.torch.ops.cpu.sampler import ROW_PARAMETERS, CpuSampler
 from onedraw.sampling.noise import gumbel
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, SamplingParams
@@ -25,7 +25,7 @@ PATHS = supported_instruction_sets(LIBRARY)
 
 def made(vocab: int, *, path: str = PATHS[0], threads: int = 2, kind: type[CpuSampler] = CpuSampler) -> CpuSampler:
     assert LIBRARY is not None
-    return kind(Kernels(LIBRARY, threads=threads, path=path), vocab=vocab, lanes=512, device=torch.device("cpu"))
+    return kind(Kernels(LIBRARY, threads=threads, instruction_set=path), vocab=vocab, lanes=512, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -82,8 +82,8 @@ def test_a_rows_bits_are_its_own(vocab: int, rows: int, path: str) -> None:
 class KeyedByRow(CpuSampler):
     """A planted fault: noise that follows the row's place in the batch."""
 
-    def _wishes(self, positions: list[SamplingPosition]) -> np.ndarray:  # type: ignore[override]
-        table = super()._wishes(positions)
+    def _row_parameters(self, positions: list[SamplingPosition]) -> np.ndarray:  # type: ignore[override]
+        table = super()._row_parameters(positions)
         table["first"] += np.arange(len(table), dtype=np.uint32)
         return table
 
@@ -103,5 +103,5 @@ def test_a_row_without_a_token_says_so_and_harms_no_neighbour(path: str) -> None
     assert [found[row] for row in (0, 2, 4)] == [expected[row] for row in (0, 2, 4)]
 
 
-def test_a_wish_has_the_size_that_the_kernel_reads() -> None:
-    assert WISH.itemsize == 40
+def test_the_parameters_of_a_row_have_the_size_the_kernel_reads() -> None:
+    assert ROW_PARAMETERS.itemsize == 40

@@ -26,7 +26,16 @@ def program(folder: Path, path: str, sanitizers: tuple[str, ...]) -> Path:
     """The test program and the kernels of one path, built with these sanitizers; skips where the compiler has none."""
     compiler = builder.find_compiler()
     assert compiler is not None
-    common = [compiler, "-g", "-O1", "-pthread", "-Wno-psabi", *sanitizers, *builder.PATHS[path], f"-DONEDRAW_PATH={path}"]
+    common = [
+        compiler,
+        "-g",
+        "-O1",
+        "-pthread",
+        "-Wno-psabi",
+        *sanitizers,
+        *builder.INSTRUCTION_SETS[path],
+        f"-DONEDRAW_ISA={path}",
+    ]
     probe = subprocess.run([*common, "-x", "c", "-", "-o", str(folder / "probe")], input="int main(void){return 0;}", text=True)
     if probe.returncode or subprocess.run([folder / "probe"]).returncode:
         pytest.skip(f"{compiler} has no {sanitizers[0]} here")

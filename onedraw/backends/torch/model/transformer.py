@@ -55,7 +55,7 @@ class StageInputs:
     """What the layers of one stage read beside weights and state, on its device."""
 
     tokens: Tensor
-    own_rows: Tensor | None  # of the layers' own inputs
+    own_rows: Tensor | None  # per-layer input embeddings of the step's tokens; None if the model has none
     prepared: PreparedInputs
 
 

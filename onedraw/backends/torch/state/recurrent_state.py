@@ -32,7 +32,7 @@ class RecurrentSpan:
     first: int
     lane: int
     fresh: bool  # begins at position 0: the lane's old state is ignored
-    prompt: int  # how many of the known tokens are in the chunked form
+    prompt: int  # how many of the tokens before the drafts belong to the prompt, which is computed in chunks
     known: int
     drafts: tuple[Draft, ...]
     held: int  # slot of the first draft in the rollback buffer

@@ -10,29 +10,29 @@
 #define BLOCK 64
 #define SHARED 16 /* query heads of one key head that are computed together, at most */
 
-static void ready_head(float *x, const attention *a, long position, const float *weight) {
+static void norm_and_rope_head(float *x, const attention *a, long position, const float *weight) {
     if (weight) norm_row(x, weight, x, a->dim, a->eps);
-    turn_head(x, a->turns + position * a->rotary, a->rotary / 2);
+    rotate_head(x, a->rope_table + position * a->rotary, a->rotary / 2);
 }
 
 /* One head's key and value to pages that are not float32. A code knows no NaN: where one is not finite the key's scale is NaN. */
-static void put_narrow(float *key, const float *value, const attention *a, long position, long head) {
+static void write_narrow_head(float *key, const float *value, const attention *a, long position, long head) {
     long place = head * a->dim;
     float own[a->dim];
     if (a->norm_values) norm_row(value, 0, own, a->dim, a->eps);
     else memcpy(own, value, a->dim * sizeof(float));
-    ready_head(key, a, position, a->k_norm);
-    if (a->kept == KEPT_BF16 || a->kept == KEPT_F16) {
+    norm_and_rope_head(key, a, position, a->k_norm);
+    if (a->kv_dtype == KV_BF16 || a->kv_dtype == KV_F16) {
         uint16_t *keys = (uint16_t *)a->keys + place, *values = (uint16_t *)a->values + place;
-        for (long d = 0; d < a->dim; d++) keys[d] = a->kept == KEPT_F16 ? float_to_half(key[d]) : float_to_bfloat(key[d]);
-        for (long d = 0; d < a->dim; d++) values[d] = a->kept == KEPT_F16 ? float_to_half(own[d]) : float_to_bfloat(own[d]);
+        for (long d = 0; d < a->dim; d++) keys[d] = a->kv_dtype == KV_F16 ? float_to_half(key[d]) : float_to_bfloat(key[d]);
+        for (long d = 0; d < a->dim; d++) values[d] = a->kv_dtype == KV_F16 ? float_to_half(own[d]) : float_to_bfloat(own[d]);
         return;
     }
-    int sound = head_is_finite(key, a->dim) && head_is_finite(own, a->dim);
-    for (long d = 0; !sound && d < a->dim; d++) key[d] = own[d] = 0.0f;
-    float scale = put_codes(key, a->keys, a->kept, place, a->dim);
-    a->key_scales[head] = sound ? scale : NAN;
-    a->value_scales[head] = put_codes(own, a->values, a->kept, place, a->dim);
+    int finite = head_is_finite(key, a->dim) && head_is_finite(own, a->dim);
+    for (long d = 0; !finite && d < a->dim; d++) key[d] = own[d] = 0.0f;
+    float scale = put_codes(key, a->keys, a->kv_dtype, place, a->dim);
+    a->key_scales[head] = finite ? scale : NAN;
+    a->value_scales[head] = put_codes(own, a->values, a->kv_dtype, place, a->dim);
 }
 
 /* Norm and turn the queries and keys of token t in place; write its keys and values to its page. */
@@ -40,17 +40,17 @@ static void prepare_token(float *qkv, const attention *a, long t) {
     long position = a->positions[t], slot = a->slots[t];
     long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
     float *row = qkv + t * a->width;
-    for (long h = 0; h < a->heads; h++) ready_head(row + h * a->dim, a, position, a->q_norm);
+    for (long h = 0; h < a->heads; h++) norm_and_rope_head(row + h * a->dim, a, position, a->q_norm);
     for (long h = 0; a->writes && h < a->kv_heads; h++) {
         float *key = row + (a->heads + h) * a->dim, *value = a->keys_as_values ? key : key + a->kv_heads * a->dim;
         long head = (page * a->kv_heads + h) * a->page_size + slot % a->page_size, place = head * a->dim;
-        if (a->kept != KEPT_F32) {
-            put_narrow(key, value, a, position, head);
+        if (a->kv_dtype != KV_F32) {
+            write_narrow_head(key, value, a, position, head);
             continue;
         }
         if (a->norm_values) norm_row(value, 0, a->values + place, a->dim, a->eps);
         else memcpy(a->values + place, value, a->dim * sizeof(float));
-        ready_head(key, a, position, a->k_norm);
+        norm_and_rope_head(key, a, position, a->k_norm);
         memcpy(a->keys + place, key, a->dim * sizeof(float));
     }
 }
@@ -142,10 +142,10 @@ INLINE void block_of(const float *q, float *out, const attention *a, const block
 }
 
 /* The heads at places [low, high) as floats in `keys` and `values`, and where they are now. */
-static block widen(const attention *a, long *places, long low, long high, float *keys, float *values, float *scales) {
+static block load_block(const attention *a, long *places, long low, long high, float *keys, float *values, float *scales) {
     for (long j = low; j < high; j++) {
-        get_head(keys + j * a->dim, a->keys, a->kept, places[j], a->dim);
-        get_head(values + j * a->dim, a->values, a->kept, places[j], a->dim);
+        get_head(keys + j * a->dim, a->keys, a->kv_dtype, places[j], a->dim);
+        get_head(values + j * a->dim, a->values, a->kv_dtype, places[j], a->dim);
         if (a->key_scales) {
             scales[j] = a->key_scales[places[j] / a->dim];
             scales[BLOCK + j] = a->value_scales[places[j] / a->dim];
@@ -169,7 +169,7 @@ INLINE void attend_heads(const float *row, float *out, const attention *a, long 
         long low = start < first ? first - start : 0, high = end - start + 1 < BLOCK ? end - start + 1 : BLOCK;
         places_of(a, t, head, start, low, high, places);
         block b = {a->keys, a->values, 0, 0};
-        if (room) b = widen(a, places, low, high, room, room + BLOCK * dim, scales);
+        if (room) b = load_block(a, places, low, high, room, room + BLOCK * dim, scales);
         for (long g = 0; g < count; g++)
             block_of(row + (h + g) * dim, out + (h + g) * dim, a, b, places, low, high, dim, peak + g, total + g);
     }
@@ -177,7 +177,7 @@ INLINE void attend_heads(const float *row, float *out, const attention *a, long 
         for (long d = 0; d < dim; d++) out[(h + g) * dim + d] /= total[g];
 }
 
-typedef void (*attending)(const float *row, float *out, const attention *a, long t, long h, long count);
+typedef void (*attend_function)(const float *row, float *out, const attention *a, long t, long h, long count);
 #define ATTEND(name, dim)                                                                                           \
     static void name(const float *row, float *out, const attention *a, long t, long h, long count) {                \
         attend_heads(row, out, a, t, h, count, dim, 0);                                                             \
@@ -190,18 +190,18 @@ static void attend_narrow(const float *row, float *out, const attention *a, long
 }
 
 /* Heads that one member takes at once: those of a key head, fewer where there is little to share out. */
-static long together(const attention *a, const member *m, long tokens) {
+static long heads_per_item(const attention *a, const worker *m, long tokens) {
     long count = a->heads / a->kv_heads;
     while (count > 1 && (count > SHARED || (a->heads / a->kv_heads) % count || tokens * a->heads / count < 4 * m->count)) count--;
     return count;
 }
 
-void INTERNAL(onedraw_attend)(member *m, float *qkv, float *out, const attention *a, long tokens) {
-    attending attend = a->kept != KEPT_F32 ? attend_narrow : a->dim == 64 ? attend_64 : a->dim == 128 ? attend_128 : attend_any;
-    SHARE(m, tokens, 1 + tokens / 64, t, { prepare_token(qkv, a, t); });
+void INTERNAL(onedraw_attend)(worker *m, float *qkv, float *out, const attention *a, long tokens) {
+    attend_function attend = a->kv_dtype != KV_F32 ? attend_narrow : a->dim == 64 ? attend_64 : a->dim == 128 ? attend_128 : attend_any;
+    PARALLEL_FOR(m, tokens, 1 + tokens / 64, t, { prepare_token(qkv, a, t); });
     if (!a->heads) return;
-    long count = together(a, m, tokens), items = a->heads / count;
-    SHARE(m, tokens * items, 1, i, {
+    long count = heads_per_item(a, m, tokens), items = a->heads / count;
+    PARALLEL_FOR(m, tokens * items, 1, i, {
         long t = i / items;
         attend(qkv + t * a->width, out + t * a->heads * a->dim, a, t, i % items * count, count);
     });
@@ -211,14 +211,14 @@ typedef struct {
     float *qkv, *out;
     const attention *a;
     long tokens;
-} turn;
+} call;
 
-static void attend_turn(const void *given, member *m) {
-    const turn *t = given;
+static void run_attention(const void *arguments, worker *m) {
+    const call *t = arguments;
     INTERNAL(onedraw_attend)(m, t->qkv, t->out, t->a, t->tokens);
 }
 
-void EXPORT(onedraw_attention)(float *qkv, float *out, const attention *a, long tokens, team *t) {
-    turn own = {qkv, out, a, tokens};
-    onedraw_team_run(t, attend_turn, &own, 0);
+void EXPORT(onedraw_attention)(float *qkv, float *out, const attention *a, long tokens, thread_pool *t) {
+    call own = {qkv, out, a, tokens};
+    onedraw_pool_run(t, run_attention, &own, 0);
 }

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-__attribute__((visibility("default"))) int onedraw_runs(const char *path) {
+__attribute__((visibility("default"))) int onedraw_supports(const char *path) {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
     if (!strcmp(path, "avx512"))

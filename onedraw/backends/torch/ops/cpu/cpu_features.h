@@ -1,16 +1,16 @@
 /* The sources are compiled once per path (avx512, avx2, portable) into one library; exported names end with the path's.
  * Which path a processor can run is asked at run time (cpu_features.c). Bits are equal within a path, not between them. */
 
-#ifndef ONEDRAW_PATH_H
-#define ONEDRAW_PATH_H
+#ifndef ONEDRAW_CPU_FEATURES_H
+#define ONEDRAW_CPU_FEATURES_H
 
-#ifndef ONEDRAW_PATH
-#define ONEDRAW_PATH portable
+#ifndef ONEDRAW_ISA
+#define ONEDRAW_ISA portable
 #endif
 #define ONEDRAW_JOIN2(a, b) a##_##b
 #define ONEDRAW_JOIN(a, b) ONEDRAW_JOIN2(a, b)
-#define EXPORT(name) __attribute__((visibility("default"))) ONEDRAW_JOIN(name, ONEDRAW_PATH)
-#define INTERNAL(name) ONEDRAW_JOIN(name, ONEDRAW_PATH)
+#define EXPORT(name) __attribute__((visibility("default"))) ONEDRAW_JOIN(name, ONEDRAW_ISA)
+#define INTERNAL(name) ONEDRAW_JOIN(name, ONEDRAW_ISA)
 #define INLINE static inline __attribute__((always_inline))
 
 #endif

@@ -182,22 +182,22 @@ typedef struct {
     float *out, *work, *window;
     const delta *of;
     long work_size;
-} turn;
+} call;
 
-static void run_turn(const void *given, member *m) {
-    const turn *t = given;
+static void run_delta(const void *arguments, worker *m) {
+    const call *t = arguments;
     const delta *d = t->of;
     long heads = d->value_heads;
-    SHARE(m, d->tokens, 4, i, { gate_token(t->projected, d, i); });
-    SHARE(m, d->runs * heads, 1, i, { recur(d->run + i / heads, d, i % heads, t->out, t->work + m->index * t->work_size); });
-    SHARE(m, d->tokens, 4, i, { close_token(t->projected, d, i, t->out); });
+    PARALLEL_FOR(m, d->tokens, 4, i, { gate_token(t->projected, d, i); });
+    PARALLEL_FOR(m, d->runs * heads, 1, i, { recur(d->run + i / heads, d, i % heads, t->out, t->work + m->index * t->work_size); });
+    PARALLEL_FOR(m, d->tokens, 4, i, { close_token(t->projected, d, i, t->out); });
 }
 
 /* projected [tokens][width] -> out [tokens][value_heads][value_dim], zeroed before; work: one buffer of work_size per member. */
-void EXPORT(onedraw_delta)(const float *projected, float *out, const delta *d, float *work, long work_size, float *window, team *t) {
+void EXPORT(onedraw_delta)(const float *projected, float *out, const delta *d, float *work, long work_size, float *window, thread_pool *t) {
     long before = d->conv - 1;
-    turn own = {projected, out, work, window, d, work_size};
-    onedraw_team_run(t, run_turn, &own, 0);
+    call own = {projected, out, work, window, d, work_size};
+    onedraw_pool_run(t, run_delta, &own, 0);
     for (long r = 0; r < d->runs; r++) { /* windows last: everything that reads them has read */
         const run *one = d->run + r;
         for (long s = 0; s < one->saves; s++) {
@@ -216,13 +216,13 @@ typedef struct {
     const delta *of;
     const int64_t *places;
     long lane, count;
-} homecoming;
+} commit_arguments;
 
-static void bring_home(const void *given, member *m) {
-    const homecoming *own = given;
+static void replay_drafts(const void *arguments, worker *m) {
+    const commit_arguments *own = arguments;
     const delta *d = own->of;
     long size = d->key_dim * d->value_dim;
-    SHARE(m, d->value_heads, 1, h, {
+    PARALLEL_FOR(m, d->value_heads, 1, h, {
         for (long i = 0; i < own->count; i++) {
             const float *key = d->keys + (own->places[i] * d->key_heads + h / (d->value_heads / d->key_heads)) * d->key_dim;
             replay(d->states + (own->lane * d->value_heads + h) * size, d, own->places[i], h, key);
@@ -231,10 +231,10 @@ static void bring_home(const void *given, member *m) {
 }
 
 /* Bring kept drafts home: places [count] of the rollback buffer, in order, into one lane. window: scratch of its size. */
-void EXPORT(onedraw_delta_commit)(const delta *d, long lane, const int64_t *places, long count, float *window, team *t) {
+void EXPORT(onedraw_delta_commit)(const delta *d, long lane, const int64_t *places, long count, float *window, thread_pool *t) {
     long before = d->conv - 1, row = d->channels;
-    homecoming given = {d, places, lane, count};
-    onedraw_team_run(t, bring_home, &given, 0);
+    commit_arguments arguments = {d, places, lane, count};
+    onedraw_pool_run(t, replay_drafts, &arguments, 0);
     float *own = d->windows + lane * before * row;
     for (long j = 0; j < before; j++) {
         long from = count + j; /* in [window, then kept] */

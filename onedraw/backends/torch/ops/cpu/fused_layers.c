@@ -15,27 +15,27 @@ typedef struct {
 
 #define FEW 32768 /* numbers that one member does alone */
 
-static void norm_rows(const void *given, member *m) {
-    const rowwise *r = given;
-    SHARE(m, r->rows, 4096 / r->width + 1, i, {
+static void norm_rows(const void *arguments, worker *m) {
+    const rowwise *r = arguments;
+    PARALLEL_FOR(m, r->rows, 4096 / r->width + 1, i, {
         norm_row(r->x + i * r->width, r->weight, r->y + i * r->width, r->width, r->eps);
     });
 }
 
-void EXPORT(onedraw_rms_norm)(const float *x, const float *weight, float *y, long rows, long width, float eps, team *t) {
+void EXPORT(onedraw_rms_norm)(const float *x, const float *weight, float *y, long rows, long width, float eps, thread_pool *t) {
     rowwise own = {x, weight, y, rows, width, eps};
-    onedraw_team_run(t, norm_rows, &own, rows * width < FEW);
+    onedraw_pool_run(t, norm_rows, &own, rows * width < FEW);
 }
 
-static void gate_rows(const void *given, member *m) {
-    const rowwise *r = given;
-    SHARE(m, r->rows, 4096 / r->width + 1, i, { silu_gated_row(r->x + i * 2 * r->width, r->y + i * r->width, r->width); });
+static void gate_rows(const void *arguments, worker *m) {
+    const rowwise *r = arguments;
+    PARALLEL_FOR(m, r->rows, 4096 / r->width + 1, i, { silu_gated_row(r->x + i * 2 * r->width, r->y + i * r->width, r->width); });
 }
 
 /* y = silu(gate) * up for rows [gate | up] of 2 * width. */
-void EXPORT(onedraw_silu_gated)(const float *x, float *y, long rows, long width, team *t) {
+void EXPORT(onedraw_silu_gated)(const float *x, float *y, long rows, long width, thread_pool *t) {
     rowwise own = {x, 0, y, rows, width, 0.0f};
-    onedraw_team_run(t, gate_rows, &own, rows * width < FEW);
+    onedraw_pool_run(t, gate_rows, &own, rows * width < FEW);
 }
 
 /* ------------------------------------------------------------------ dense layers */
@@ -72,38 +72,38 @@ static places places_in(const layer *l, char *memory, long tokens) {
 }
 
 /* Room for rows as codes where the product wants them. */
-static coded coded_rows(const product *p, void *memory, long rows) {
+static coded coded_rows(const packed_linear *p, void *memory, long rows) {
     return wants_codes(p) ? coded_at(memory, rows, p->in) : (coded){0, 0};
 }
 
-static void run_layer(const layer *l, const attention *a, const float *x, float *y, places at, long n, member *m) {
+static void run_layer(const layer *l, const attention *a, const float *x, float *y, places at, long n, worker *m) {
     long few = 1 + n / (m->count * 16);
     coded c = coded_rows(l->qkv, at.codes, n);
-    SHARE(m, n, few, r, {
+    PARALLEL_FOR(m, n, few, r, {
         norm_row(x + r * l->hidden, l->attn_norm, at.normed + r * l->hidden, l->hidden, l->eps);
         if (c.codes) INTERNAL(onedraw_code_row)(at.normed + r * l->hidden, c, r, l->qkv->in);
     });
     INTERNAL(onedraw_multiply)(m, l->qkv, at.normed, l->hidden, c, at.qkv, 0, n);
     INTERNAL(onedraw_attend)(m, at.qkv, at.mixed, a, n);
     c = coded_rows(l->out, at.codes, n);
-    if (c.codes) SHARE(m, n, few, r, { INTERNAL(onedraw_code_row)(at.mixed + r * l->mixed, c, r, l->out->in); });
+    if (c.codes) PARALLEL_FOR(m, n, few, r, { INTERNAL(onedraw_code_row)(at.mixed + r * l->mixed, c, r, l->out->in); });
     INTERNAL(onedraw_multiply)(m, l->out, at.mixed, l->mixed, c, y, x, n);
     c = coded_rows(l->gate_up, at.codes, n);
-    SHARE(m, n, few, r, {
+    PARALLEL_FOR(m, n, few, r, {
         norm_row(y + r * l->hidden, l->mlp_norm, at.normed + r * l->hidden, l->hidden, l->eps);
         if (c.codes) INTERNAL(onedraw_code_row)(at.normed + r * l->hidden, c, r, l->gate_up->in);
     });
     INTERNAL(onedraw_multiply)(m, l->gate_up, at.normed, l->hidden, c, at.fed, 0, n);
     c = coded_rows(l->down, at.codes, n);
-    SHARE(m, n, few, r, {
+    PARALLEL_FOR(m, n, few, r, {
         silu_gated_row(at.fed + r * l->gate_up->out, at.gated + r * l->width, l->width);
         if (c.codes) INTERNAL(onedraw_code_row)(at.gated + r * l->width, c, r, l->down->in);
     });
     INTERNAL(onedraw_multiply)(m, l->down, at.gated, l->width, c, y, y, n);
 }
 
-static void run_layers(const void *given, member *m) {
-    const pass *p = given;
+static void run_layers(const void *arguments, worker *m) {
+    const pass *p = arguments;
     for (long i = 0; i < p->count; i++) {
         const layer *l = p->layers[i];
         attention a = *p->attentions[i];
@@ -113,7 +113,7 @@ static void run_layers(const void *given, member *m) {
         a.values = l->values;
         a.key_scales = l->key_scales;
         a.value_scales = l->value_scales;
-        a.kept = l->kept;
+        a.kv_dtype = l->kv_dtype;
         a.eps = l->eps;
         a.width = l->qkv->out;
         run_layer(l, &a, p->residuals[i], p->residuals[i + 1], places_in(l, p->memory, p->tokens), p->tokens, m);
@@ -129,7 +129,7 @@ long EXPORT(onedraw_layers_bytes)(const layer *const *layers, long count, long t
 
 /* Layers one after the other, in one job. memory: 64 bytes aligned. */
 void EXPORT(onedraw_layers)(const layer *const *layers, const attention *const *attentions, float *const *residuals, long count,
-                            long tokens, char *memory, team *t) {
+                            long tokens, char *memory, thread_pool *t) {
     pass own = {layers, attentions, residuals, memory, count, tokens};
-    onedraw_team_run(t, run_layers, &own, 0);
+    onedraw_pool_run(t, run_layers, &own, 0);
 }

@@ -1,7 +1,7 @@
-"""Dense layers in one call: norm, q k v, attention, out, norm, gate and up, silu, down, over and over.
+"""Runs neighbouring dense layers in one call: norm, q k v, attention, out, norm, gate and up, silu, down.
 
-In: the weights of neighbouring layers. Out: `FusedLayers`, which runs any first few of them. Its bits are those of the
-operations one by one; only the calls between them are saved.
+In: the weights of neighbouring layers. Out: `FusedLayers`, which runs any first few of them. The results are bitwise
+those of the separate operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.models.spec import AttentionSpec
 
-# -------------------- What attention is told about a turn, as the kernels read it.
+# ------------------------------------------------------------------ attention
 
 
 class AttentionArguments(ctypes.Structure):
@@ -31,26 +31,26 @@ class AttentionArguments(ctypes.Structure):
         *((name, LONG) for name in ("heads", "kv_heads", "dim", "rotary", "page_size", "table_width", "path_width")),
         *((name, LONG) for name in ("width", "writes", "keys_as_values", "norm_values")),
         *((name, FLOAT) for name in ("scale", "eps")),
-        *((name, POINTER) for name in ("q_norm", "k_norm", "turns", "positions", "slots", "firsts", "ends")),
+        *((name, POINTER) for name in ("q_norm", "k_norm", "rope_table", "positions", "slots", "firsts", "ends")),
         *((name, POINTER) for name in ("rows", "table", "tails", "paths", "keys", "values", "key_scales", "value_scales")),
-        ("kept", LONG),
+        ("kv_dtype", LONG),
     )
 
 
-KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)  # as kv_quant.h counts them
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)  # in the order of kv_quant.h
 
 
 def point_to_pages(arguments: Any, store: PageStore) -> None:
-    """Keys, values, their scales and what they are, in a structure that has such fields."""
+    """Set the pointers to keys, values and scales, and their dtype."""
     arguments.keys, arguments.values = store.keys.data_ptr(), store.values.data_ptr()
     arguments.key_scales = None if store.key_scales is None else store.key_scales.data_ptr()
     arguments.value_scales = None if store.value_scales is None else store.value_scales.data_ptr()
-    arguments.kept = KEPT.index(store.keys.dtype)
+    arguments.kv_dtype = KV_DTYPES.index(store.keys.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionInputs:
-    """A turn's arguments, and the tensors whose memory they point to."""
+    """The arguments of attention in a step, and the tensors they point to."""
 
     kernels: Kernels
     arguments: AttentionArguments
@@ -64,7 +64,7 @@ class CpuAttentionInputs:
         return ctypes.addressof(self.arguments)
 
     def point_to(self, store: PageStore, q_norm: Tensor | None, k_norm: Tensor | None, *, eps: float, width: int) -> int:
-        """The arguments' address, filled with one layer's own."""
+        """Fill in the fields of one layer; returns the address of the arguments."""
         arguments = self.arguments
         arguments.eps, arguments.width = eps, width
         arguments.q_norm = None if q_norm is None else q_norm.data_ptr()
@@ -84,7 +84,7 @@ class CpuAttentionInputs:
     ) -> Tensor:
         arguments = self.point_to(store, q_norm, k_norm, eps=eps, width=qkv.shape[1])
         out = torch.empty(len(qkv), spec.heads * spec.head_dim, dtype=torch.float32, device="cpu")
-        self.kernels.attention(qkv.data_ptr(), out.data_ptr(), arguments, len(qkv), self.kernels.team)
+        self.kernels.attention(qkv.data_ptr(), out.data_ptr(), arguments, len(qkv), self.kernels.thread_pool)
         return out
 
     def write(self, kv: Tensor, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float) -> None:
@@ -93,7 +93,7 @@ class CpuAttentionInputs:
         self.arguments.heads = spec.heads
 
 
-# -------------------- Dense layers in one call: norm, q k v, attention, out, norm, gate and up, silu, down, over
+# ------------------------------------------------------------------ dense layers
 
 
 class _Layer(ctypes.Structure):
@@ -105,7 +105,7 @@ class _Layer(ctypes.Structure):
         *((name, LONG) for name in ("hidden", "mixed", "width")),
         ("eps", FLOAT),
         *((name, POINTER) for name in ("key_scales", "value_scales")),
-        ("kept", LONG),
+        ("kv_dtype", LONG),
     )
 
 
@@ -133,8 +133,8 @@ class CpuFusedLayers:
             (POINTER * (count + 1))(*(one.data_ptr() for one in residuals)),
             count,
             len(x),
-            kernels.memory(kernels.layers_bytes(self._array, count, len(x))),
-            kernels.team,
+            kernels.scratch(kernels.layers_bytes(self._array, count, len(x))),
+            kernels.thread_pool,
         )
         return outputs
 

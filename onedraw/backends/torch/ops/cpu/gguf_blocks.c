@@ -144,11 +144,11 @@ static void put_plain(const packing *p, long first, uint8_t *panel) {
             memcpy(panel + (k * WIDE + n) * size, p->stored + ((first + n) * p->in + k) * size, size);
 }
 
-static void pack(const void *given, member *m) {
-    const packing *p = given;
+static void pack(const void *arguments, worker *m) {
+    const packing *p = arguments;
     long size = panel_bytes((int)p->kind, p->in), units = (p->height + WIDE - 1) / WIDE;
     int plain = is_plain((int)p->kind);
-    SHARE(m, units, 1, u, {
+    PARALLEL_FOR(m, units, 1, u, {
         uint8_t *at = p->panels + u * (plain ? 1 : 2) * size;
         memset(at, 0, (plain ? 1 : 2) * size);
         if (plain) put_plain(p, u * WIDE, at);
@@ -163,15 +163,15 @@ long EXPORT(onedraw_packed_bytes)(long kind, long rows, long in) {
 }
 
 /* stored rows [rows][in] → panels of `height` rows, 64 bytes aligned. */
-void EXPORT(onedraw_pack)(const uint8_t *stored, uint8_t *panels, long kind, long rows, long in, long height, team *t) {
+void EXPORT(onedraw_pack)(const uint8_t *stored, uint8_t *panels, long kind, long rows, long in, long height, thread_pool *t) {
     packing p = {stored, panels, kind, rows, in, height};
-    onedraw_team_run(t, pack, &p, 0);
+    onedraw_pool_run(t, pack, &p, 0);
 }
 
 /* ------------------------------------------------------------------ rows */
 
 /* Block b of a packed panel as numbers, [32][16]. The same roundings as quants.py. */
-INLINE void numbers_of(const int kind, sections s, long b, float *out) {
+INLINE void dequantize_block(const int kind, sections s, long b, float *out) {
     shared common = shared_of(kind, s, b);
     floats middle = f_splat((float)centre(kind));
     for (int g = 0; g < 8; g++) {
@@ -189,10 +189,10 @@ INLINE void numbers_of(const int kind, sections s, long b, float *out) {
 }
 
 #define NUMBERS(kind)                                                                                               \
-    case kind: numbers_of(kind, sections_of(kind, panel, in), b, out); return;
+    case kind: dequantize_block(kind, sections_of(kind, panel, in), b, out); return;
 
 /* The numbers of 32 inputs of a packed panel; for products with float activations too. */
-void INTERNAL(onedraw_numbers)(long kind, const uint8_t *panel, long in, long b, float *out) {
+void INTERNAL(onedraw_dequantize)(long kind, const uint8_t *panel, long in, long b, float *out) {
     switch (kind) {
         NUMBERS(Q4_0) NUMBERS(Q4_1) NUMBERS(Q5_0) NUMBERS(Q5_1) NUMBERS(Q8_0) NUMBERS(Q4_K) NUMBERS(Q5_K) NUMBERS(Q6_K)
     }
@@ -205,11 +205,11 @@ typedef struct {
     long kind, in, count;
 } lookup;
 
-static void look_up(const void *given, member *m) {
-    const lookup *l = given;
+static void look_up(const void *arguments, worker *m) {
+    const lookup *l = arguments;
     int kind = (int)l->kind;
     long size = panel_bytes(kind, l->in);
-    SHARE(m, l->count, 4, i, {
+    PARALLEL_FOR(m, l->count, 4, i, {
         long row = l->wanted[i];
         float *out = l->out + i * l->in;
         if (is_plain(kind)) {
@@ -224,7 +224,7 @@ static void look_up(const void *given, member *m) {
         } else {
             float block[GROUP * LANE];
             for (long b = 0; b < l->in / GROUP; b++) {
-                INTERNAL(onedraw_numbers)(kind, l->panels + row / LANE * size, l->in, b, block);
+                INTERNAL(onedraw_dequantize)(kind, l->panels + row / LANE * size, l->in, b, block);
                 for (long k = 0; k < GROUP; k++) out[b * GROUP + k] = block[k * LANE + row % LANE];
             }
         }
@@ -232,7 +232,7 @@ static void look_up(const void *given, member *m) {
 }
 
 /* out [count][in]: the wanted rows of panels, as numbers. */
-void EXPORT(onedraw_rows)(const uint8_t *panels, long kind, long in, const int64_t *wanted, long count, float *out, team *t) {
+void EXPORT(onedraw_rows)(const uint8_t *panels, long kind, long in, const int64_t *wanted, long count, float *out, thread_pool *t) {
     lookup l = {panels, wanted, out, kind, in, count};
-    onedraw_team_run(t, look_up, &l, count < 16);
+    onedraw_pool_run(t, look_up, &l, count < 16);
 }

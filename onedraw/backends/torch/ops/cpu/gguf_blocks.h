@@ -10,8 +10,8 @@
  *           of scale and negated minimum, then [8][16] scales and [8][16] minima of 6 bits (Q6_K: a half, [16][16] scales).
  */
 
-#ifndef ONEDRAW_PACKED_H
-#define ONEDRAW_PACKED_H
+#ifndef ONEDRAW_GGUF_BLOCKS_H
+#define ONEDRAW_GGUF_BLOCKS_H
 
 #include "lanes.h"
 

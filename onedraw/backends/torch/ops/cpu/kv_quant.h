@@ -1,8 +1,8 @@
 /* What pages hold: float32, narrower numbers, or codes of 8 bits with a scale per token and head. One head is written or read at a
  * time; slow twin: ../codes.py. */
 
-#ifndef ONEDRAW_CODES_H
-#define ONEDRAW_CODES_H
+#ifndef ONEDRAW_KV_QUANT_H
+#define ONEDRAW_KV_QUANT_H
 
 #include <math.h>
 #include <stdint.h>
@@ -10,7 +10,7 @@
 
 #include "lanes.h"
 
-enum { KEPT_F32, KEPT_BF16, KEPT_F16, KEPT_FP8, KEPT_INT8 }; /* as KEPT of arguments.py counts them */
+enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8 }; /* as KEPT of arguments.py counts them */
 
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
@@ -55,13 +55,13 @@ INLINE int head_is_finite(const float *x, long dim) {
 
 /* x → codes at `place` of the store; gives the scale. */
 INLINE float put_codes(const float *x, void *store, long kind, long place, long dim) {
-    float largest = 0.0f, most = kind == KEPT_INT8 ? 127.0f : 448.0f;
+    float largest = 0.0f, most = kind == KV_INT8 ? 127.0f : 448.0f;
     for (long d = 0; d < dim; d++) largest = fabsf(x[d]) > largest ? fabsf(x[d]) : largest;
     float scale = largest / most;
     for (long d = 0; d < dim; d++) {
         float ratio = scale > 0.0f ? x[d] / scale : 0.0f;
         ratio = ratio > most ? most : ratio < -most ? -most : ratio;
-        if (kind == KEPT_INT8) ((int8_t *)store)[place + d] = (int8_t)rintf(ratio);
+        if (kind == KV_INT8) ((int8_t *)store)[place + d] = (int8_t)rintf(ratio);
         else ((uint8_t *)store)[place + d] = float_to_fp8(ratio);
     }
     return scale;
@@ -70,17 +70,17 @@ INLINE float put_codes(const float *x, void *store, long kind, long place, long 
 /* One head of a page as floats; codes without their scale. */
 INLINE void get_head(float *out, const void *store, long kind, long place, long dim) {
     long d = 0;
-    if (kind == KEPT_INT8) {
+    if (kind == KV_INT8) {
         const int8_t *codes = (const int8_t *)store + place;
         for (; d + 16 <= dim; d += 16) f_store(out + d, f_signed(codes + d));
         for (; d < dim; d++) out[d] = (float)codes[d];
-    } else if (kind == KEPT_FP8) {
+    } else if (kind == KV_FP8) {
         const uint8_t *codes = (const uint8_t *)store + place;
         for (; d < dim; d++) out[d] = fp8_to_float(codes[d]);
     } else {
         const uint16_t *numbers = (const uint16_t *)store + place;
-        for (; d + 16 <= dim; d += 16) f_store(out + d, kind == KEPT_F16 ? f_halves(numbers + d) : f_bfloats(numbers + d));
-        for (; d < dim; d++) out[d] = kind == KEPT_F16 ? half_to_float(numbers[d]) : bfloat_to_float(numbers[d]);
+        for (; d + 16 <= dim; d += 16) f_store(out + d, kind == KV_F16 ? f_halves(numbers + d) : f_bfloats(numbers + d));
+        for (; d < dim; d++) out[d] = kind == KV_F16 ? half_to_float(numbers[d]) : bfloat_to_float(numbers[d]);
     }
 }
 

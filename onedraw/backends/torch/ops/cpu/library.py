@@ -1,7 +1,7 @@
-"""The loaded library as functions of one path and one team of threads.
+"""The loaded library as functions of one instruction set and one thread pool.
 
-In: the library that `build.py` loaded, a number of threads. Out: `Kernels`: functions by name, the team they run on, and
-memory that they may write to while they run. A kernel never keeps a pointer past its call.
+In: the library that `build.py` loaded, a number of threads. Out: `Kernels`: functions by name, their thread pool, and scratch
+memory. A kernel keeps no pointer after its call.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FOLDER = Path(__file__).parent
 ONCE = tuple(FOLDER / name for name in ("thread_pool.c", "cpu_features.c"))  # compiled for any processor
 SOURCES = tuple(
     FOLDER / name for name in ("gguf_blocks.c", "packed_linear.c", "attention.c", "fused_layers.c", "delta.c", "sampling.c")
-)  # once per path
+)  # once per instruction set
 HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 FLAGS = ("-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-PATHS: dict[str, tuple[str, ...]] = {
+INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "avx512": ("-mavx2", "-mfma", "-mf16c", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "portable": (),
@@ -76,28 +76,34 @@ def find_compiler() -> str | None:
     return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
-def paths() -> dict[str, tuple[str, ...]]:
-    """The paths there are on this kind of machine, best first, and their flags."""
+def instruction_sets() -> dict[str, tuple[str, ...]]:
+    """Compiler flags by instruction set for this machine, best first."""
     here = platform.machine().lower() in ("x86_64", "amd64")
-    return PATHS if here else {"portable": ()}
+    return INSTRUCTION_SETS if here else {"portable": ()}
 
 
 def commands(compiler: str, folder: Path, flags: tuple[str, ...] = FLAGS) -> Iterator[list[str]]:
-    """What compiles every source for every path, each into an object in `folder`."""
+    """What compiles every source for every instruction set, each into an object in `folder`."""
     for source in ONCE:
         yield [compiler, *flags, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
-    for path, machine in paths().items():
+    for isa, machine in instruction_sets().items():
         for source in SOURCES:
             # A product and a sum are one rounding where the sources say so; the delta kernels leave it to the compiler.
             contract = "fast" if source.stem == "delta" else "off"
-            own = (*machine, f"-ffp-contract={contract}", f"-DONEDRAW_PATH={path}")
-            yield [compiler, *flags, *own, "-c", str(source), "-o", str(folder / f"{source.stem}-{path}.o")]
+            own = (*machine, f"-ffp-contract={contract}", f"-DONEDRAW_ISA={isa}")
+            yield [compiler, *flags, *own, "-c", str(source), "-o", str(folder / f"{source.stem}-{isa}.o")]
 
 
 def _key(compiler: str) -> str:
     digest = hashlib.sha256()
     sources = (file.read_bytes() for file in (*ONCE, *SOURCES, *HEADERS))
-    for part in (*sources, " ".join(FLAGS).encode(), repr(paths()).encode(), compiler.encode(), platform.platform().encode()):
+    for part in (
+        *sources,
+        " ".join(FLAGS).encode(),
+        repr(instruction_sets()).encode(),
+        compiler.encode(),
+        platform.platform().encode(),
+    ):
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:20]
 
@@ -133,7 +139,7 @@ def _run(command: list[str]) -> str:
     return f"{command[0]} failed: {done.stderr.strip().splitlines()[-1:]}" if done.returncode else ""
 
 
-# ------------------ The loaded library as functions of one path and one team of threads
+# ------------------ The loaded library as functions of one instruction set and one thread pool
 
 
 ARENA_BYTES = 32 * 2**20
@@ -148,7 +154,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "attention": (None, [POINTER, POINTER, POINTER, LONG, POINTER]),
     "layers_bytes": (LONG, [POINTER, LONG, LONG]),
     "layers": (None, [POINTER, POINTER, POINTER, LONG, LONG, POINTER, POINTER]),
-    "choose": (None, [POINTER, LONG, POINTER]),
+    "sample": (None, [POINTER, LONG, POINTER]),
     "delta": (None, [POINTER, POINTER, POINTER, POINTER, LONG, POINTER, POINTER]),
     "delta_commit": (None, [POINTER, LONG, POINTER, LONG, POINTER, POINTER]),
 }
@@ -164,46 +170,46 @@ def _large(size: int) -> torch.Tensor:
 
 
 def supported_instruction_sets(library: ctypes.CDLL) -> list[str]:
-    """The paths that this processor can run, best first."""
-    library.onedraw_runs.argtypes, library.onedraw_runs.restype = [ctypes.c_char_p], ctypes.c_int
-    return [path for path in paths() if library.onedraw_runs(path.encode())]
+    """The compiled instruction sets that this processor supports, best first."""
+    library.onedraw_supports.argtypes, library.onedraw_supports.restype = [ctypes.c_char_p], ctypes.c_int
+    return [name for name in instruction_sets() if library.onedraw_supports(name.encode())]
 
 
 class Kernels:
-    """Owner: the operations that use them. The team ends with this object."""
+    """Owner: the operations that use them. The thread pool ends with this object."""
 
-    def __init__(self, library: ctypes.CDLL, *, threads: int, path: str | None = None) -> None:
-        self.path = path or supported_instruction_sets(library)[0]
+    def __init__(self, library: ctypes.CDLL, *, threads: int, instruction_set: str | None = None) -> None:
+        self.instruction_set = instruction_set or supported_instruction_sets(library)[0]
         self.threads = threads
         self._functions: dict[str, Any] = {}
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, f"onedraw_{name}_{self.path}")
+            function = getattr(library, f"onedraw_{name}_{self.instruction_set}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
-        library.onedraw_team_new.restype, library.onedraw_team_new.argtypes = POINTER, [ctypes.c_int]
-        library.onedraw_team_free.restype, library.onedraw_team_free.argtypes = None, [POINTER]
-        self.team = library.onedraw_team_new(threads)
-        if not self.team:
-            raise MemoryError("no memory for a team of threads")
-        # Not at exit: a thread that computes while the program ends must not lose its team.
-        weakref.finalize(self, library.onedraw_team_free, self.team).atexit = False
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        library.onedraw_pool_new.restype, library.onedraw_pool_new.argtypes = POINTER, [ctypes.c_int]
+        library.onedraw_pool_free.restype, library.onedraw_pool_free.argtypes = None, [POINTER]
+        self.thread_pool = library.onedraw_pool_new(threads)
+        if not self.thread_pool:
+            raise MemoryError("no memory for the thread pool")
+        # Not at exit: a thread may still run a kernel while the process ends.
+        weakref.finalize(self, library.onedraw_pool_free, self.thread_pool).atexit = False
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._arena, self._taken = torch.empty(0, dtype=torch.uint8), 0
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the kernels have no {name}")
 
-    def keep(self, size: int) -> torch.Tensor:
-        """Bytes for weights, 64 bytes aligned, cut from large pieces of memory: their pages are large too where the system
-        has such pages, and then reading all weights for every token takes fewer steps through page tables."""
+    def allocate(self, size: int) -> torch.Tensor:
+        """Memory for weights, aligned to 64 bytes, cut from large allocations in huge pages where the system has them, which
+        reduces TLB misses."""
         size = -(-size // 64) * 64
         if self._taken + size > self._arena.numel():
             self._arena, self._taken = _large(max(size, ARENA_BYTES)), 0
         self._taken += size
         return self._arena[self._taken - size : self._taken]
 
-    def memory(self, size: int) -> int:
-        """The address of `size` bytes, 64 bytes aligned, good until the next call."""
-        if self._memory.numel() < size + 64:
-            self._memory = torch.empty(size + size // 4 + 64, dtype=torch.uint8, device="cpu")
-        return -(-self._memory.data_ptr() // 64) * 64
+    def scratch(self, size: int) -> int:
+        """The address of `size` bytes of scratch memory, aligned to 64 bytes, valid until the next call."""
+        if self._scratch.numel() < size + 64:
+            self._scratch = torch.empty(size + size // 4 + 64, dtype=torch.uint8, device="cpu")
+        return -(-self._scratch.data_ptr() // 64) * 64

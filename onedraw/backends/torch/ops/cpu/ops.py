@@ -92,7 +92,7 @@ class CpuDeltaInputs:
             work.data_ptr(),
             size,
             window.data_ptr(),
-            self._kernels.team,
+            self._kernels.thread_pool,
         )
         return out
 
@@ -124,9 +124,9 @@ class CpuOps:
     def __init__(
         self, library: ctypes.CDLL, *, threads: int, packing: Packing | None = None, path: str | None = None, fuses: bool = True
     ) -> None:
-        self._kernels = Kernels(library, threads=threads, path=path)
+        self._kernels = Kernels(library, threads=threads, instruction_set=path)
         self._packing, self._fuses = packing or Packing(), fuses
-        self.name = f"cpu-{self._kernels.path}"
+        self.name = f"cpu-{self._kernels.instruction_set}"
 
     @property
     def capture(self) -> CaptureOps | None:
@@ -134,7 +134,7 @@ class CpuOps:
 
     @property
     def thread_pool(self) -> int | None:
-        return int(self._kernels.team)
+        return int(self._kernels.thread_pool)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         rows, width = weight.shape
@@ -178,7 +178,7 @@ class CpuOps:
         x = x.contiguous()
         y = torch.empty_like(x)
         width, scale = x.shape[-1], None if weight is None else weight.data_ptr()
-        self._kernels.rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // width, width, eps, self._kernels.team)
+        self._kernels.rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // width, width, eps, self._kernels.thread_pool)
         return y
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -186,7 +186,7 @@ class CpuOps:
             return gated(gate_up, activation)
         width = gate_up.shape[1] // 2
         y = _floats(len(gate_up), width)
-        self._kernels.silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._kernels.team)
+        self._kernels.silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._kernels.thread_pool)
         return y
 
     def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
@@ -221,7 +221,7 @@ class CpuOps:
             keys_as_values=spec.keys_as_values,
             norm_values=spec.v_norm,
             scale=spec.scale,
-            turns=rope_table.data_ptr(),
+            rope_table=rope_table.data_ptr(),
             positions=inputs.positions.data_ptr(),
             slots=inputs.slots.data_ptr(),
             firsts=firsts.data_ptr(),
@@ -254,7 +254,12 @@ class CpuOps:
         for one in kept:
             places = torch.tensor(one.places, dtype=torch.int64)
             self._kernels.delta_commit(
-                ctypes.addressof(arguments), one.lane, places.data_ptr(), len(places), window.data_ptr(), self._kernels.team
+                ctypes.addressof(arguments),
+                one.lane,
+                places.data_ptr(),
+                len(places),
+                window.data_ptr(),
+                self._kernels.thread_pool,
             )
 
 

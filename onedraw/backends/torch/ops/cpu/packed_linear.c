@@ -11,7 +11,7 @@
 #define AHEAD 8192             /* bytes of weights that are asked for before they are needed */
 #define ROW_BYTES (384 * 1024) /* of activations that are walked while a few panels stay near */
 
-void INTERNAL(onedraw_numbers)(long kind, const uint8_t *panel, long in, long b, float *out);
+void INTERNAL(onedraw_dequantize)(long kind, const uint8_t *panel, long in, long b, float *out);
 
 /* ------------------------------------------------------------------ activations as codes */
 
@@ -103,12 +103,12 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
 }
 
 /* `count` rows of one packed panel, with float activations: its numbers are made as they are met. out [count][16] */
-INLINE void numbers_tile(const int kind, const int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
+INLINE void dequantized_tile(const int kind, const int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
     floats total[8];
     float block[GROUP * LANE];
     for (int m = 0; m < count; m++) total[m] = f_zero();
     for (long b = 0; b < in / GROUP; b++) {
-        INTERNAL(onedraw_numbers)(kind, panel, in, b, block);
+        INTERNAL(onedraw_dequantize)(kind, panel, in, b, block);
         for (long k = 0; k < GROUP; k++) {
             floats w = f_load(block + k * LANE);
             for (int m = 0; m < count; m++) total[m] = fused(f_splat(x[m * stride + b * GROUP + k]), w, total[m]);
@@ -175,15 +175,15 @@ static const tile CODED_TILES[KINDS][4] = {
 ALL(F32) ALL(F16) ALL(BF16)
 static const tile PLAIN_TILES[KINDS][FLOAT_ROWS + 1] = {[F32] = ROWS(plain_F32), [F16] = ROWS(plain_F16), [BF16] = ROWS(plain_BF16)};
 
-static void numbers_rows(long kind, int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
+static void dequantized_rows(long kind, int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
     switch (count) {
-    case 1: numbers_tile((int)kind, 1, panel, in, x, stride, out); return;
-    case 2: numbers_tile((int)kind, 2, panel, in, x, stride, out); return;
+    case 1: dequantized_tile((int)kind, 1, panel, in, x, stride, out); return;
+    case 2: dequantized_tile((int)kind, 2, panel, in, x, stride, out); return;
 #if MOST_ROWS >= 4
-    case 4: numbers_tile((int)kind, 4, panel, in, x, stride, out); return;
+    case 4: dequantized_tile((int)kind, 4, panel, in, x, stride, out); return;
 #endif
 #if MOST_ROWS >= 8
-    case 8: numbers_tile((int)kind, 8, panel, in, x, stride, out); return;
+    case 8: dequantized_tile((int)kind, 8, panel, in, x, stride, out); return;
 #endif
     }
 }
@@ -191,7 +191,7 @@ static void numbers_rows(long kind, int count, const uint8_t *panel, long in, co
 /* ------------------------------------------------------------------ products */
 
 typedef struct {
-    const product *of;
+    const packed_linear *of;
     const float *x, *add;
     float *y;
     coded c;
@@ -240,20 +240,20 @@ static void unit_of(const rows *r, const part *p, long unit, long first, long la
             count = 1 << height;
             if (r->of->coded)
                 CODED_TILES[kind][height](panel, in, 0, 0, r->c.codes + m * in, r->c.groups + m * (in / GROUP), found);
-            else numbers_rows(kind, (int)count, panel, in, r->x + m * r->stride, r->stride, found);
+            else dequantized_rows(kind, (int)count, panel, in, r->x + m * r->stride, r->stride, found);
             put(r, found, m, count, LANE, p->column + column, p->rows - column);
         }
     }
 }
 
-void INTERNAL(onedraw_multiply)(member *m, const product *p, const float *x, long stride, coded c, float *y, const float *add,
+void INTERNAL(onedraw_multiply)(worker *m, const packed_linear *p, const float *x, long stride, coded c, float *y, const float *add,
                                 long count) {
     rows r = {p, x, add, y, c, stride};
     long units = 0, tall = ROW_BYTES / (p->in * (wants_codes(p) ? 1 : 4)) / 24 * 24;
     tall = tall < 48 ? 48 : tall;
     for (long i = 0; i < p->count; i++) units += (p->parts[i].rows + WIDE - 1) / WIDE;
     long bands = (count + tall - 1) / tall, piece = units / (m->count * 8L);
-    SHARE(m, units * bands, m->count == 1 ? units : piece < 1 ? 1 : piece > 16 ? 16 : piece, i, {
+    PARALLEL_FOR(m, units * bands, m->count == 1 ? units : piece < 1 ? 1 : piece > 16 ? 16 : piece, i, {
         long unit = i % units, first = i / units * tall, last = first + tall < count ? first + tall : count;
         const part *at = p->parts;
         for (long own; unit >= (own = (at->rows + WIDE - 1) / WIDE); at++) unit -= own;
@@ -262,25 +262,25 @@ void INTERNAL(onedraw_multiply)(member *m, const product *p, const float *x, lon
 }
 
 typedef struct {
-    const product *of;
+    const packed_linear *of;
     const float *x;
     float *y;
     void *memory;
     long stride, rows;
 } linear;
 
-static void multiply(const void *given, member *m) {
-    const linear *l = given;
+static void run_linear(const void *arguments, worker *m) {
+    const linear *l = arguments;
     coded c = {0, 0};
     if (wants_codes(l->of)) {
         c = coded_at(l->memory, l->rows, l->of->in);
-        SHARE(m, l->rows, 1, r, { INTERNAL(onedraw_code_row)(l->x + r * l->stride, c, r, l->of->in); });
+        PARALLEL_FOR(m, l->rows, 1, r, { INTERNAL(onedraw_code_row)(l->x + r * l->stride, c, r, l->of->in); });
     }
     INTERNAL(onedraw_multiply)(m, l->of, l->x, l->stride, c, l->y, 0, l->rows);
 }
 
 /* y [rows][out] = x [rows], `stride` apart, times the product's weights. memory: room for the rows as codes. */
-void EXPORT(onedraw_linear)(const product *of, const float *x, long stride, float *y, long rows, void *memory, team *t) {
+void EXPORT(onedraw_linear)(const packed_linear *of, const float *x, long stride, float *y, long rows, void *memory, thread_pool *t) {
     linear l = {of, x, y, memory, stride, rows};
-    onedraw_team_run(t, multiply, &l, rows * of->in * of->out < 65536);
+    onedraw_pool_run(t, run_linear, &l, rows * of->in * of->out < 65536);
 }

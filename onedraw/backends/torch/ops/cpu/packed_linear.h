@@ -1,7 +1,7 @@
 /* A product as members of a team compute it: see packed_linear.c. */
 
-#ifndef ONEDRAW_PRODUCTS_H
-#define ONEDRAW_PRODUCTS_H
+#ifndef ONEDRAW_PACKED_LINEAR_H
+#define ONEDRAW_PACKED_LINEAR_H
 
 #include "gguf_blocks.h"
 #include "thread_pool.h"
@@ -17,7 +17,7 @@ typedef struct {
     long coded; /* packed parts take the activations as codes of 8 bits; else as they are */
     const float *bias;
     const part *parts;
-} product;
+} packed_linear;
 
 /* 32 activations as codes: x = scale * code. */
 typedef struct {
@@ -31,7 +31,7 @@ typedef struct {
     group *groups;
 } coded;
 
-static inline int wants_codes(const product *p) {
+static inline int wants_codes(const packed_linear *p) {
     for (long i = 0; p->coded && i < p->count; i++)
         if (!is_plain((int)p->parts[i].kind)) return 1;
     return 0;
@@ -43,7 +43,7 @@ static inline coded coded_at(void *memory, long rows, long in) {
 
 void INTERNAL(onedraw_code_row)(const float *x, coded c, long row, long in);
 /* y[r] = x[r] times the weights, plus bias, plus add[r] where given. x: rows `stride` apart; c: the same rows as codes. */
-void INTERNAL(onedraw_multiply)(member *m, const product *p, const float *x, long stride, coded c, float *y, const float *add,
+void INTERNAL(onedraw_multiply)(worker *m, const packed_linear *p, const float *x, long stride, coded c, float *y, const float *add,
                                 long rows);
 
 #endif

@@ -29,8 +29,8 @@ class _Part(ctypes.Structure):
     _fields_ = (*((name, LONG) for name in ("kind", "rows", "column")), ("panels", POINTER))
 
 
-class _Product(ctypes.Structure):
-    """`product` of packed_linear.h."""
+class _LinearArguments(ctypes.Structure):
+    """`packed_linear` of packed_linear.h."""
 
     _fields_ = (*((name, LONG) for name in ("input", "output", "count", "coded")), ("bias", POINTER), ("parts", POINTER))
 
@@ -48,9 +48,9 @@ class Panels:
 def pack_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:
     """Stored rows → panels of `height` rows; those that are not stored are zero."""
     code = CPU_PACKED_KINDS[kind]
-    data = kernels.keep(kernels.packed_bytes(code, height, width))
+    data = kernels.allocate(kernels.packed_bytes(code, height, width))
     raw = np.ascontiguousarray(raw)
-    kernels.pack(raw.ctypes.data, data.data_ptr(), code, rows, width, height, kernels.team)
+    kernels.pack(raw.ctypes.data, data.data_ptr(), code, rows, width, height, kernels.thread_pool)
     return Panels(kind, height, width, data)
 
 
@@ -79,7 +79,7 @@ class CpuLinear(Linear):
         for place, part in enumerate(parts):
             self._array[place] = _Part(CPU_PACKED_KINDS[part.kind], part.rows, column, part.data.data_ptr())
             column += part.rows
-        self._arguments = _Product(
+        self._arguments = _LinearArguments(
             input=parts[0].width,
             output=self.out_features,
             count=len(parts),
@@ -94,8 +94,8 @@ class CpuLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         kernels = self._kernels
         y = torch.empty(len(x), self.out_features, dtype=torch.float32, device="cpu")
-        memory = kernels.memory(len(x) * self._row_bytes) if self._row_bytes else None
-        kernels.linear(self.address, x.data_ptr(), self.in_features, y.data_ptr(), len(x), memory, kernels.team)
+        memory = kernels.scratch(len(x) * self._row_bytes) if self._row_bytes else None
+        kernels.linear(self.address, x.data_ptr(), self.in_features, y.data_ptr(), len(x), memory, kernels.thread_pool)
         return y
 
     def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
@@ -103,8 +103,8 @@ class CpuLinear(Linear):
         (part,) = self.parts
         out = torch.empty(len(wanted), part.width, dtype=torch.float32, device="cpu")
         kernels, code = self._kernels, CPU_PACKED_KINDS[part.kind]
-        team = kernels.team if thread_pool is None else thread_pool
-        kernels.rows(part.data.data_ptr(), code, part.width, wanted.data_ptr(), len(wanted), out.data_ptr(), team)
+        pool = kernels.thread_pool if thread_pool is None else thread_pool
+        kernels.rows(part.data.data_ptr(), code, part.width, wanted.data_ptr(), len(wanted), out.data_ptr(), pool)
         return out
 
 

@@ -30,7 +30,7 @@ INLINE void silu_gated_row(const float *x, float *y, long width) {
     for (long i = 0; i < width; i++) y[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
 }
 
-INLINE void turn_head(float *x, const float *cos_sin, long half_width) {
+INLINE void rotate_head(float *x, const float *cos_sin, long half_width) {
     const float *c = cos_sin, *s = cos_sin + half_width;
     for (long i = 0; i < half_width; i++) {
         float a = x[i], b = x[i + half_width];

@@ -1,6 +1,6 @@
 """The sampler of `backends/torch/sampling/sampler.py` with its vocabulary-wide steps in one call into C (sampling.c).
 
-In: scores and what each row wishes. Out: the same law and tokens, with the kernels' exponentials and logarithms. Bias,
+In: scores and the sampling parameters of each row. Out: the same tokens, with the kernels' exponentials and logarithms. Bias,
 penalties, bans and sets of allowed tokens are applied to the scores before, and logprobs described after, as everywhere.
 """
 
@@ -20,7 +20,7 @@ from onedraw.sampling.law import NO_TOKEN, filters
 from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams
 
-WISH = np.dtype(
+ROW_PARAMETERS = np.dtype(
     [
         *(("top_p", "f8"), ("top_k", "i8"), ("divisor", "f4"), ("limit", "f4")),
         *(("first", "u4"), ("second", "u4"), ("greedy", "i4"), ("padding", "i4")),
@@ -28,13 +28,13 @@ WISH = np.dtype(
 )
 
 
-class _Choosing(ctypes.Structure):
-    """`choosing` of sampling.c, field by field."""
+class _SamplingArguments(ctypes.Structure):
+    """`sampling_arguments` of sampling.h, field by field."""
 
     _fields_ = (
         *((name, POINTER) for name in ("scores", "raw")),
         *((name, LONG) for name in ("stride", "raw_stride", "vocab", "width")),
-        *((name, POINTER) for name in ("wishes", "deficits", "limits", "tokens", "masses")),
+        *((name, POINTER) for name in ("parameters", "deficits", "limits", "tokens", "masses")),
     )
 
 
@@ -47,32 +47,32 @@ class CpuSampler(Sampler):
         adjusted = scores is not raw
         raw = raw.contiguous()
         scores = scores.contiguous() if adjusted else raw
-        wishes = self._wishes(positions)
+        parameters = self._row_parameters(positions)
         rows = len(positions)
         deficits = self._scratch.take("deficit", (rows, self._width), torch.float32)
         masses = self._scratch.take("masses", (self._kernels.threads, self._width), torch.int64)
         limits = torch.empty(rows, dtype=torch.float32, device="cpu")
         tokens = torch.empty(rows, dtype=torch.int64, device="cpu")
-        arguments = _Choosing(
+        arguments = _SamplingArguments(
             scores=scores.data_ptr(),
             raw=raw.data_ptr() if adjusted else None,
             stride=scores.stride(0),
             raw_stride=raw.stride(0),
             vocab=self._vocab,
             width=self._width,
-            wishes=wishes.ctypes.data,
+            parameters=parameters.ctypes.data,
             deficits=deficits.data_ptr(),
             limits=limits.data_ptr(),
             tokens=tokens.data_ptr(),
             masses=masses.data_ptr(),
         )
-        self._kernels.choose(ctypes.addressof(arguments), rows, self._kernels.team)
+        self._kernels.sample(ctypes.addressof(arguments), rows, self._kernels.thread_pool)
         return FilteredScores(deficits, limits[:, None], tokens != NO_TOKEN), tokens.clamp_(min=0)
 
-    def _wishes(self, positions: Sequence[SamplingPosition]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        return np.array([self._wish(p.params, p.at) for p in positions], dtype=WISH)
+    def _row_parameters(self, positions: Sequence[SamplingPosition]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        return np.array([self._parameters_of(p.params, p.at) for p in positions], dtype=ROW_PARAMETERS)
 
-    def _wish(self, params: SamplingParams, index: int) -> tuple[float, ...]:
+    def _parameters_of(self, params: SamplingParams, index: int) -> tuple[float, ...]:
         """A row's line of the table, in the order of its fields."""
         asked = filters(params, self._vocab)
         first, second = (0, 0) if params.greedy else key(params.seed, index)

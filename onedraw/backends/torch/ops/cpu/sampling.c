@@ -116,7 +116,7 @@ INLINE float share(const float *deficit, int64_t *masses, long count, float limi
     return reach(deficit, masses, count, target);
 }
 
-INLINE int64_t pick(const float *deficit, long count, float limit, const wish *w) {
+INLINE int64_t pick(const float *deficit, long count, float limit, const row_parameters *w) {
     float values[BLOCK], best = -INFINITY;
     int64_t token = 0;
     for (long start = 0; start < count; start += BLOCK) {
@@ -141,8 +141,8 @@ INLINE int64_t pick(const float *deficit, long count, float limit, const wish *w
     return token;
 }
 
-static void choose_row(const choosing *c, long row, int64_t *masses) {
-    const wish *w = c->wishes + row;
+static void sample_row(const sampling_arguments *c, long row, int64_t *masses) {
+    const row_parameters *w = c->parameters + row;
     const float *scores = c->scores + row * c->stride;
     float *deficit = c->deficits + row * c->width, limit = w->limit;
     int broken, hidden = 0;
@@ -151,30 +151,30 @@ static void choose_row(const choosing *c, long row, int64_t *masses) {
     if (c->raw) broken |= !(largest(c->raw + row * c->raw_stride, c->vocab, &hidden) < INFINITY) || hidden;
     for (long i = 0; i < c->vocab; i++) deficit[i] = (best - scores[i]) / w->divisor;
     for (long i = c->vocab; i < c->width; i++) deficit[i] = INFINITY;
-    const int sound = !broken && best > -INFINITY && best < INFINITY;
-    if (sound && w->top_k > 0) {
+    const int valid = !broken && best > -INFINITY && best < INFINITY;
+    if (valid && w->top_k > 0) {
         float t = reach(deficit, 0, c->vocab, w->top_k);
         limit = t < limit ? t : limit;
     }
-    if (sound && w->top_p < 1.0) {
+    if (valid && w->top_p < 1.0) {
         float t = share(deficit, masses, c->vocab, limit, w->top_p);
         limit = t < limit ? t : limit;
     }
     c->limits[row] = limit;
-    c->tokens[row] = sound ? pick(deficit, c->vocab, limit, w) : -1;
+    c->tokens[row] = valid ? pick(deficit, c->vocab, limit, w) : -1;
 }
 
 typedef struct {
-    const choosing *what;
+    const sampling_arguments *what;
     long rows;
 } work;
 
-static void choose_rows(const void *argument, member *m) {
+static void sample_rows(const void *argument, worker *m) {
     const work *all = argument;
-    SHARE(m, all->rows, 1, row, { choose_row(all->what, row, all->what->masses + m->index * all->what->width); });
+    PARALLEL_FOR(m, all->rows, 1, row, { sample_row(all->what, row, all->what->masses + m->index * all->what->width); });
 }
 
-void EXPORT(onedraw_choose)(const choosing *what, long rows, team *t) {
+void EXPORT(onedraw_sample)(const sampling_arguments *what, long rows, thread_pool *t) {
     const work all = {what, rows};
-    onedraw_team_run(t, choose_rows, &all, rows < 2);
+    onedraw_pool_run(t, sample_rows, &all, rows < 2);
 }

@@ -1,7 +1,7 @@
 /* What rows ask for when a token is chosen, and where the answers go. `choosing.py` has the same fields. */
 
-#ifndef ONEDRAW_CHOOSE_H
-#define ONEDRAW_CHOOSE_H
+#ifndef ONEDRAW_SAMPLING_H
+#define ONEDRAW_SAMPLING_H
 
 #include <stdint.h>
 
@@ -14,17 +14,17 @@ typedef struct {
     float divisor, limit;    /* the temperature; the largest deficit that min-p leaves */
     uint32_t key[2];         /* of the noise at this position */
     int32_t greedy, padding;
-} wish;
+} row_parameters;
 
 typedef struct {
     const float *scores, *raw; /* raw: the logits before they were adjusted, or nothing where they were not */
     int64_t stride, raw_stride, vocab, width;
-    const wish *wishes;
+    const row_parameters *parameters;
     float *deficits, *limits; /* [rows, width], infinite past the vocabulary; [rows] */
     int64_t *tokens;          /* [rows] */
     int64_t *masses;          /* [threads, width]: room to work */
-} choosing;
+} sampling_arguments;
 
-void INTERNAL(onedraw_choose)(const choosing *what, long rows, team *t);
+void INTERNAL(onedraw_sample)(const sampling_arguments *what, long rows, thread_pool *t);
 
 #endif

@@ -13,20 +13,20 @@
 #define SPINS 3000 /* looks before sleeping, some tens of microseconds */
 #define SHIFT 32
 
-struct team {
+struct thread_pool {
     int count; /* members, the caller among them */
     int forks; /* how often the process had forked when the threads were made */
     job function;
     const void *argument;
-    atomic_long round, place, done, inside, sleepers;
-    atomic_int over;
+    atomic_long round, place, done, running, sleepers;
+    atomic_int stopping;
     pthread_mutex_t lock, caller;
     pthread_cond_t changed;
     pthread_t *threads;
 };
 
 typedef struct {
-    team *of;
+    thread_pool *of;
     int index;
 } start;
 
@@ -34,7 +34,7 @@ static atomic_int forks;
 static void count_fork(void) { atomic_fetch_add(&forks, 1); }
 static void watch_forks(void) { pthread_atfork(0, 0, count_fork); }
 
-static inline void rest(void) {
+static inline void pause_cpu(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -44,10 +44,10 @@ static inline void rest(void) {
 
 /* While *number >> shift is `old`. A sleeper is counted before it looks, and whoever changes a number looks for sleepers
  * afterwards: one of the two always sees the other. */
-static void wait_while(team *t, atomic_long *number, int shift, long old) {
+static void wait_while(thread_pool *t, atomic_long *number, int shift, long old) {
     for (int i = 0; i < SPINS; i++) {
         if (atomic_load_explicit(number, memory_order_acquire) >> shift != old) return;
-        rest();
+        pause_cpu();
     }
     pthread_mutex_lock(&t->lock);
     atomic_fetch_add(&t->sleepers, 1);
@@ -56,21 +56,21 @@ static void wait_while(team *t, atomic_long *number, int shift, long old) {
     pthread_mutex_unlock(&t->lock);
 }
 
-static void wake(team *t) {
+static void wake(thread_pool *t) {
     if (!atomic_load(&t->sleepers)) return;
     pthread_mutex_lock(&t->lock);
     pthread_cond_broadcast(&t->changed);
     pthread_mutex_unlock(&t->lock);
 }
 
-static void next_loop(team *t, long loop) {
+static void next_loop(thread_pool *t, long loop) {
     atomic_store(&t->done, 0);
     atomic_store(&t->place, (loop + 1) << SHIFT);
     wake(t);
 }
 
-long onedraw_team_claim(member *m, long total, long piece) {
-    team *t = m->of;
+long onedraw_pool_claim(worker *m, long total, long piece) {
+    thread_pool *t = m->of;
     long place = atomic_load(&t->place);
     for (;;) {
         long item = place & ((1L << SHIFT) - 1);
@@ -83,52 +83,52 @@ long onedraw_team_claim(member *m, long total, long piece) {
     }
 }
 
-void onedraw_team_done(member *m, long items, long total) {
+void onedraw_pool_done(worker *m, long items, long total) {
     if (atomic_fetch_add(&m->of->done, items) + items == total) next_loop(m->of, m->loop);
 }
 
-void onedraw_team_leave(member *m) {
+void onedraw_pool_wait(worker *m) {
     wait_while(m->of, &m->of->place, SHIFT, m->loop);
     m->loop++;
 }
 
-static void *live(void *given) {
-    start own = *(start *)given;
-    free(given);
-    team *t = own.of;
+static void *worker_main(void *arguments) {
+    start own = *(start *)arguments;
+    free(arguments);
+    thread_pool *t = own.of;
     for (long seen = 0;;) {
         wait_while(t, &t->round, 0, seen);
-        if (atomic_load(&t->over)) return 0;
+        if (atomic_load(&t->stopping)) return 0;
         seen = atomic_load(&t->round);
         if (seen % 2 == 0) continue;
-        atomic_fetch_add(&t->inside, 1);
+        atomic_fetch_add(&t->running, 1);
         if (atomic_load(&t->round) == seen) {
-            member m = {t, own.index, t->count, 0};
+            worker m = {t, own.index, t->count, 0};
             t->function(t->argument, &m);
         }
-        atomic_fetch_sub(&t->inside, 1);
+        atomic_fetch_sub(&t->running, 1);
         wake(t);
     }
 }
 
-static int alive(const team *t) { return t->forks == atomic_load(&forks); }
+static int has_threads(const thread_pool *t) { return t->forks == atomic_load(&forks); }
 
 /* In a forked child the threads are gone, and what they held or waited for at that moment stays so for ever: a team of one
  * is left, with locks of its own. */
-static void begin_alone(team *t) {
+static void reset_after_fork(thread_pool *t) {
     pthread_mutex_init(&t->lock, 0);
     pthread_mutex_init(&t->caller, 0);
     pthread_cond_init(&t->changed, 0);
     atomic_store(&t->sleepers, 0);
-    atomic_store(&t->inside, 0);
+    atomic_store(&t->running, 0);
     t->count = 1;
     t->forks = atomic_load(&forks);
 }
 
-__attribute__((visibility("default"))) team *onedraw_team_new(int count) {
+__attribute__((visibility("default"))) thread_pool *onedraw_pool_new(int count) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
-    team *t = calloc(1, sizeof *t);
+    thread_pool *t = calloc(1, sizeof *t);
     if (!t) return 0;
     t->threads = calloc(count > 0 ? count : 1, sizeof *t->threads);
     if (!t->threads) { free(t); return 0; }
@@ -142,17 +142,17 @@ __attribute__((visibility("default"))) team *onedraw_team_new(int count) {
         if (!own) break;
         own->of = t;
         own->index = i;
-        if (pthread_create(&t->threads[i], 0, live, own)) { free(own); break; }
+        if (pthread_create(&t->threads[i], 0, worker_main, own)) { free(own); break; }
         t->count = i + 1;
     }
     return t;
 }
 
-void onedraw_team_run(team *t, job function, const void *argument, int alone) {
-    if (!alive(t)) begin_alone(t);
+void onedraw_pool_run(thread_pool *t, job function, const void *argument, int alone) {
+    if (!has_threads(t)) reset_after_fork(t);
     pthread_mutex_lock(&t->caller);
     int open = !alone && t->count > 1;
-    member m = {t, 0, open ? t->count : 1, 0};
+    worker m = {t, 0, open ? t->count : 1, 0};
     atomic_store(&t->place, 0);
     atomic_store(&t->done, 0);
     if (open) {
@@ -164,15 +164,15 @@ void onedraw_team_run(team *t, job function, const void *argument, int alone) {
     function(argument, &m);
     if (open) {
         atomic_fetch_add(&t->round, 1);
-        for (long inside; (inside = atomic_load(&t->inside));) wait_while(t, &t->inside, 0, inside);
+        for (long running; (running = atomic_load(&t->running));) wait_while(t, &t->running, 0, running);
     }
     pthread_mutex_unlock(&t->caller);
 }
 
-__attribute__((visibility("default"))) void onedraw_team_free(team *t) {
+__attribute__((visibility("default"))) void onedraw_pool_free(thread_pool *t) {
     if (!t) return;
-    if (alive(t)) {
-        atomic_store(&t->over, 1);
+    if (has_threads(t)) {
+        atomic_store(&t->stopping, 1);
         atomic_fetch_add(&t->round, 1);
         wake(t);
         for (int i = 1; i < t->count; i++) pthread_join(t->threads[i], 0);

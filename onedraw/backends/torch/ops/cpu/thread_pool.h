@@ -6,36 +6,36 @@
  * never part of a result: items are outputs, and an output is computed from its own inputs alone. Between loops a job only
  * reads. Whoever waits spins for a moment and then sleeps, so a busy machine gets its processors back. */
 
-#ifndef ONEDRAW_TEAM_H
-#define ONEDRAW_TEAM_H
+#ifndef ONEDRAW_THREAD_POOL_H
+#define ONEDRAW_THREAD_POOL_H
 
-typedef struct team team;
+typedef struct thread_pool thread_pool;
 typedef struct {
-    team *of;
+    thread_pool *of;
     int index, count; /* 0 is the caller */
     long loop;        /* how many loops it has left behind */
-} member;
-typedef void (*job)(const void *argument, member *m);
+} worker;
+typedef void (*job)(const void *argument, worker *m);
 
-team *onedraw_team_new(int count);
-void onedraw_team_free(team *t);
+thread_pool *onedraw_pool_new(int count);
+void onedraw_pool_free(thread_pool *t);
 /* alone: too little work to wake anybody. Returns when all loops are over and nobody is inside the job any more. */
-void onedraw_team_run(team *t, job function, const void *argument, int alone);
+void onedraw_pool_run(thread_pool *t, job function, const void *argument, int alone);
 
-long onedraw_team_claim(member *m, long total, long piece); /* the first of up to `piece` items; negative: none is left */
-void onedraw_team_done(member *m, long items, long total);
-void onedraw_team_leave(member *m); /* wait until the loop is over */
+long onedraw_pool_claim(worker *m, long total, long piece); /* the first of up to `piece` items; negative: none is left */
+void onedraw_pool_done(worker *m, long items, long total);
+void onedraw_pool_wait(worker *m); /* wait until the loop is over */
 
 /* Items 0 … total - 1, claimed in pieces. */
-#define SHARE(m, total, piece, i, ...)                                                                              \
+#define PARALLEL_FOR(m, total, piece, i, ...)                                                                              \
     do {                                                                                                            \
-        long share_total = (total), share_piece = (piece);                                                          \
-        for (long share_at; (share_at = onedraw_team_claim(m, share_total, share_piece)) >= 0;) {                   \
-            long share_end = share_at + share_piece < share_total ? share_at + share_piece : share_total;           \
-            for (long i = share_at; i < share_end; i++) __VA_ARGS__                                                 \
-            onedraw_team_done(m, share_end - share_at, share_total);                                                \
+        long loop_total = (total), loop_piece = (piece);                                                          \
+        for (long loop_at; (loop_at = onedraw_pool_claim(m, loop_total, loop_piece)) >= 0;) {                   \
+            long loop_end = loop_at + loop_piece < loop_total ? loop_at + loop_piece : loop_total;           \
+            for (long i = loop_at; i < loop_end; i++) __VA_ARGS__                                                 \
+            onedraw_pool_done(m, loop_end - loop_at, loop_total);                                                \
         }                                                                                                           \
-        onedraw_team_leave(m);                                                                                      \
+        onedraw_pool_wait(m);                                                                                      \
     } while (0)
 
 #endif

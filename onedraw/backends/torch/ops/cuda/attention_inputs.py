@@ -79,7 +79,7 @@ class AttentionLayout:
     tokens: int
     rows: int
     width: int
-    depth: int | None  # of the paths; None without trees
+    depth: int | None  # columns of the array of tree paths; None if no row has a draft tree
     page_size: int
     tile_sets: tuple[TileSetLayout, ...]
 

@@ -48,7 +48,7 @@ ONE_SEGMENT_SPANS = 4096  # up to this many spans in total, a program packs one 
 class PackedActivations:
     """Scaled rows as packed products read them: S spans of 256 inputs, the last one padded with zeros."""
 
-    x: Tensor  # [T, S * 256] float16, x · 2^-e
+    x: Tensor  # [T, S * 256] float16: the inputs, each segment divided by its 2^e
     factors: Tensor  # [T, S] float32, 2^e: equal for all spans of a segment
     sums: Tensor  # [T, S, 16] float16: hi of the eight block sums, then lo
 

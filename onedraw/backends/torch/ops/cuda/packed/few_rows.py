@@ -146,7 +146,7 @@ def _dequantize_kernel(kind: str, device: torch.device, name: str) -> Kernel:
     return _dequantize_module(kind, device).kernel(name)
 
 
-@cache  # unbounded: CUDA graphs keep references to the kernels
+@cache  # unbounded: captured CUDA graphs hold raw kernel handles, so no kernel may be unloaded
 def _few_rows_kernel(kind: str, device: torch.device, tiles: int, whole_k: bool) -> Kernel:
     return Module(FEW_ROWS_SOURCE, device, few_rows_defines(kind, tiles, whole_k)).kernel(
         "few_rows_product", shared_memory(device)

@@ -33,6 +33,7 @@ from onedraw.types import SEED_LIMIT, DryParams, LogprobsMode, SamplingParams
 if TYPE_CHECKING:
     from onedraw.llm.llm import LLM
 
+
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or chat messages
 
 DEFAULT_MAX_TOKENS = 256  # of the Python API and `onedraw generate`; less where the context has less room

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
 from onedraw.llm.llm import LLM, PreparedChoice
-from onedraw.llm.options import fresh_seed, make_chat_generation, make_generation
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import fresh_seed, make_chat_generation, make_generation
 from onedraw.sampling.noise import prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
