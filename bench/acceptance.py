@@ -136,7 +136,7 @@ def greedy_rank(ids: Any, logits: Any, params: SamplingParams, **rest: Any) -> A
     return REAL_RANK(ids, logits, dataclasses.replace(params, temperature=0.0), **rest)
 
 
-REAL_RANK = ranking.rank
+REAL_RANK = ranking.rank_candidates
 
 
 def main() -> None:
@@ -164,7 +164,7 @@ def main() -> None:
             plain = bench.backend(None)
             expected = [run(plain, [request], Schedule())[0][0] for request in requests]
             for name, (make, noisy) in sides.items():
-                with mock.patch.object(ranking, "rank", REAL_RANK if noisy else greedy_rank):
+                with mock.patch.object(ranking, "rank_candidates", REAL_RANK if noisy else greedy_rank):
                     found = bench.measure(bench.backend(make), requests, expected)
                 rows.append({"temperature": temperature, "prompts": kind, "drafter": name, **found})
                 if not options.json:

@@ -132,7 +132,7 @@ def test_a_prompt_restored_from_disk_gives_the_bits_of_a_cold_run(cases: dict[st
 def test_layers_on_several_devices_give_the_bits_of_one_device(cases: dict[str, Case], name: str, cuts: tuple[int, ...]) -> None:
     case = cases[name]
     split = xla_backend(case.folder, cuts=cuts)
-    assert len({site.device for site in split._sites}) == len(cuts) + 1
+    assert len({stage.device for stage in split._stages}) == len(cuts) + 1
     proposer = dataclasses.replace(case.drafts, tree=True)
     got, stats = run(split, REQUESTS, Schedule(proposer=proposer, reuse=True, step_tokens=80, arrivals=(0, 9, 9)))
     assert same(got, case.expected)
