@@ -570,9 +570,9 @@ def sampler() -> None:
             table = fast.sampling_table(positions)
             work = partial(sample_tokens, logits, table, vocab=vocab, width=padded(vocab), pdl=True)
             say(f"choosing {rows} x {vocab}, {name}, captured, ms", replay_ms(work, repeats=10))
-            say(f"choosing {rows} x {vocab}, {name}, with the host, ms", _wall_ms(partial(fast.choose, logits, positions)))
+            say(f"choosing {rows} x {vocab}, {name}, with the host, ms", _wall_ms(partial(fast.sample, logits, positions)))
             wide = logits.float()
-            say(f"choosing {rows} x {vocab}, {name}, plain sampler, ms", _wall_ms(partial(plain.choose, wide, positions)))
+            say(f"choosing {rows} x {vocab}, {name}, plain sampler, ms", _wall_ms(partial(plain.sample, wide, positions)))
 
 
 def choosing() -> None:

@@ -135,24 +135,21 @@ def choosing(bench: Bench) -> None:
 
 @torch.inference_mode()
 def _choosing_ms(bench: Bench, logits: Tensor, positions: list[SamplingPosition]) -> float:
-    sampler: Any = bench.backend._sampler
-    if not hasattr(sampler, "prepare"):
-        begin = time.perf_counter()
+    sampler = bench.backend.model.ops.sampler(vocab=bench.spec.vocab, lanes=bench.lanes, device=bench.device)
+    capturable = sampler.capturable
+    if capturable is None:
+        start = time.perf_counter()
         sampler.sample(logits.float(), positions)
-        return 1e3 * (time.perf_counter() - begin)
-    ready = sampler.prepare(positions, staging=DirectStaging(bench.device), rows=len(positions))
-    if bench.device.type != "cuda":
-        begin = time.perf_counter()
-        sampler.chosen(lambda rows: logits[rows], ready)
-        return 1e3 * (time.perf_counter() - begin)
+        return 1e3 * (time.perf_counter() - start)
+    ready = capturable.prepare(positions, staging=DirectStaging(bench.device), rows=len(positions))
     stream = torch.cuda.Stream(bench.device)
     with torch.cuda.stream(stream):
         for _ in range(2):
-            sampler.chosen(lambda rows: logits[rows], ready)
+            ready.sample(lambda rows: logits[rows], None)
     torch.cuda.synchronize(bench.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        sampler.chosen(lambda rows: logits[rows], ready)
+        ready.sample(lambda rows: logits[rows], None)
     times = []
     for _ in range(40):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
