@@ -28,7 +28,7 @@ def hidden_logits(backend: TorchBackend, tokens: list[int], cuts: list[int], *, 
         row = slice_row(tokens, start, stop, prompt=prompt, groups=len(backend.capacity.groups))
         inputs = make_inputs(Plan((row,)), layout=backend.layout, device=torch.device("cpu"))
         hidden = backend.model.hidden(inputs, backend.states)
-        out.append(backend._picker.logits(hidden, list(range(stop - start))))
+        out.append(backend.eager_runner.sampler.logits(hidden, list(range(stop - start))))
     return torch.cat(out)
 
 

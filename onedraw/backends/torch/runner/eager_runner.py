@@ -70,7 +70,7 @@ class EagerRunner:
         locks: Sequence[AbstractContextManager[Any]],
         graph_stages: Sequence[GraphStage | None],
     ) -> None:
-        self._model, self._states, self._sampler, self._layout = model, states, sampler, layout
+        self._model, self._states, self.sampler, self._layout = model, states, sampler, layout
         self._locks, self._graph_stages = locks, graph_stages
         self._first: torch.device = model.stages[0].device
 
@@ -100,8 +100,8 @@ class EagerRunner:
 
     def sample(self, laid: EagerInputs, stream: ResidualStream) -> EagerResult:
         hidden, plan, inputs, probe = self._model.leave(stream), laid.step.plan, laid.inputs, laid.step.probe
-        scored = self._sampler.score(plan, inputs, hidden)
-        sampled = self._sampler.sample(plan, inputs, hidden)
+        scored = self.sampler.score(plan, inputs, hidden)
+        sampled = self.sampler.sample(plan, inputs, hidden)
         outcomes = row_outcomes(plan, inputs, sampled, scored, lambda: first_faults(probe))
         return EagerResult(plan, inputs, hidden, probe.features, outcomes)
 
