@@ -19,8 +19,8 @@ from onedraw.backends.torch.ops.cuda.delta_recurrent import COLUMNS
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 
-# Flags of an entry. RESTART: first reset the state to the one before the drafts. REPEAT: the draft was processed on another branch
-# already, so update the state and write no output.
+# Flags of an entry. RESTART: first reset the state to the one before the drafts. REPEAT: the draft was already processed on
+# another branch, so update the state and write no output.
 RESTART, REPEAT = 1, 2
 
 
