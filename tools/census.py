@@ -21,7 +21,8 @@ SOURCES = (".py", ".c", ".h", ".cu", ".cuh")
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    modules: int  # Python files, packages' own included
+    modules: int  # Python files, without those `__init__.py` that hold a docstring only
+    packages: int
     lines: int  # of Python
     native_lines: int  # of C and CUDA
     test_lines: int
@@ -47,7 +48,8 @@ def take(root: Path = ROOT) -> Census:
     )
     longest, place = functions[-1]
     return Census(
-        modules=len(files),
+        modules=sum(len(tree.body) > 1 or file.name != "__init__.py" for file, tree in trees.items()),
+        packages=sum(file.name == "__init__.py" for file in files),
         lines=_lines(files),
         native_lines=_lines(file for file in (root / "onedraw").rglob("*.*") if file.suffix in SOURCES[1:]),
         test_lines=_lines((root / "tests").rglob("*.py")),
