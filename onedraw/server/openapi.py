@@ -260,12 +260,12 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
 
 def _links(paths: Json, stem: str) -> Json:
     """Links from a created response to the endpoints that take its id."""
-    found: Json = {}
+    links: Json = {}
     for path, methods in paths.items():
-        for method, found in methods.items() if path.startswith(stem) else ():
-            found["operationId"] = name = f"{method}_{path.rpartition('/')[2].strip('{}')}"
-            found[name] = {"operationId": name, "parameters": {"response_id": "$response.body#/id"}}
-    return found
+        for method, operation in methods.items() if path.startswith(stem) else ():
+            operation["operationId"] = name = f"{method}_{path.rpartition('/')[2].strip('{}')}"
+            links[name] = {"operationId": name, "parameters": {"response_id": "$response.body#/id"}}
+    return links
 
 
 def _post(model: type[BaseModel], summary: str, shape: str) -> Json:

@@ -57,6 +57,14 @@ def test_every_field_of_every_table_is_in_the_document(told: dict[str, Any]) -> 
         assert schema["additionalProperties"] is False
 
 
+def test_every_link_names_an_operation_of_the_document(told: dict[str, Any]) -> None:
+    """The dictionary of links once shared a variable with the operations, and held an operation's fields instead."""
+    operations = [operation for methods in told["paths"].values() for operation in methods.values()]
+    names = {operation["operationId"] for operation in operations if "operationId" in operation}
+    links = [link for o in operations for answer in o["responses"].values() for link in answer.get("links", {}).values()]
+    assert {link["operationId"] for link in links} == names != set()
+
+
 def test_every_reference_leads_somewhere(told: dict[str, Any]) -> None:
     named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(told)))
     assert named <= set(told["components"]["schemas"])
