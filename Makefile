@@ -14,7 +14,7 @@ JOBS ?= 2
 # One compute thread per test worker: more threads than cores make every worker slower.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 .DEFAULT_GOAL := help
-.PHONY: help serve quick test test-long test-device test-clients check format bench docs clean
+.PHONY: help serve quick soak test test-long test-device test-clients check format bench docs clean
 
 help:
 	@echo "make serve        set up and serve $(MODEL) on 127.0.0.1:8000 (MODEL=…, ARGS='--port 9000')"
@@ -23,6 +23,7 @@ help:
 	@echo "make check        format, lint, types, import contracts, duplicate names and import cycles"
 	@echo "make format       rewrite the sources in the project's format"
 	@echo "make test-long    soak, kill loops, large statistics, and property tests with new random cases"
+	@echo "make soak         an hour of hostile clients and faults against two servers (ARGS='--minutes 10')"
 	@echo "make test-device  the tests that need an accelerator"
 	@echo "make test-clients third-party clients (Python and npm) against a server, in an environment of their own"
 	@echo "make bench        measure $(MODEL) on this machine"
@@ -40,6 +41,9 @@ test: $(VENV)/.stamp-test
 
 test-long: $(VENV)/.stamp-test
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=searching $(ARGS)
+
+soak: $(VENV)/.stamp-test
+	$(BIN)/python -m bench.soak $(ARGS)
 
 test-device: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m device tests/device $(ARGS)
