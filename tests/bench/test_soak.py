@@ -64,4 +64,5 @@ def test_the_slope_is_in_mib_per_ten_thousand_requests() -> None:
 def test_three_minutes_of_faults_lose_mix_and_change_nothing(tmp_path: Path) -> None:
     report = asyncio.run(soak(minutes=3, seed=1, out=tmp_path, notify=False))
     assert report.holds, report
-    assert report.faults["kills"] > 0 and report.partial_answers > 0
+    assert report.faults["kills"] > 0
+    assert report.partial_answers > 0
