@@ -285,7 +285,7 @@ def test_activations_packed_by_a_norm_or_a_gate_give_the_same_product() -> None:
     for rows in (3, 300):
         h = ops.rms_norm(normal(rows, 512, seed=11), None, 1e-6)
         assert torch.equal(made(h), made(h.clone()))
-        h = ops.gated_activation(normal(rows, 1024, seed=12), "silu")
+        h = ops.gated(normal(rows, 1024, seed=12), "silu")
         assert torch.equal(made(h), made(h.clone()))
 
 
