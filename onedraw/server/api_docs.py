@@ -1,6 +1,6 @@
 """Generate docs/api.md from the tables that requests are checked by: `python -m onedraw.server.api_docs > docs/api.md`.
 
-In: the rules of every request model. Out: Markdown. A test compares it with the file.
+The input is the rules of every request model; the output is Markdown. A test compares it with docs/api.md.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def page() -> str:
 
 
 def _inside(title: str, kinds: Mapping[str, tuple[Rule, ...]]) -> str:
-    """A table of honoured and accepted fields per type."""
+    """A table with one row per type of item or block: which of its fields are honoured, and which are accepted."""
     lines = [f"## {title}", "", "| type | honoured | accepted, cannot change the answer |", "|---|---|---|"]
     for kind, rules in kinds.items():
         named = [

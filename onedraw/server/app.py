@@ -1,7 +1,7 @@
 """The HTTP application: endpoints, and the run of one reply.
 
-In: an LLM and ServerOptions. Out: a FastAPI app. A request passes the middleware, is parsed into a typed request
-(`parsing.py`), prepared (`prepare.py`), run, and written piece by piece in the shape of its endpoint.
+The input is an LLM and ServerOptions; the output is a FastAPI app. The middleware checks a request, `parsing.py` turns its body
+into a typed request, `prompts.py` prepares that, and a writer turns the pieces of the reply into the shape of the endpoint.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from onedraw.server.sse import NAMED, OPENAI, EventStream, Framing
 from onedraw.types import Piece, Usage
 
-LONG_BODY = 1 << 18  # bytes
+LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on a thread.
 
 
 class Endpoints:
-    """The endpoints of one LLM. `draining` is set by `serve` when the server begins to shut down."""
+    """The handlers of all endpoints of one LLM. `serve` sets `draining` when the shutdown begins, and then they answer 503."""
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm = llm
@@ -112,7 +112,7 @@ class Endpoints:
         return JSONResponse(reply, headers=_headers(parsed.ignored))
 
     def _conversation(self, body: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
-        """The earlier conversation, and the items of the input with references resolved."""
+        """Return the messages up to the end of the previous response, and this input with item references resolved."""
         return self._store.before(body.previous_response_id, owner), self._store.resolved(body.items, owner)
 
     async def message(self, request: Request) -> Response:
@@ -152,9 +152,9 @@ class Endpoints:
         prefix: str | None = None,
         names: Mapping[str, str] | None = None,
     ) -> Response:
-        """Run a request of any endpoint; `write` makes the writer of its shape."""
+        """Run a request of any endpoint. `write` makes the writer for the shape of that endpoint's replies."""
         self._refuse_when_closed()
-        # On a thread: a long prompt takes long to tokenize.
+        # Tokenizing a long prompt takes long, so it runs on a thread and the event loop stays free.
         prepared = await asyncio.to_thread(prepare, wanted, self.llm, prefix=prefix, names=names or {})
         note(id=prepared.id, seed=prepared.seed_of(0))
         if self.options.log_prompts:
@@ -167,7 +167,7 @@ class Endpoints:
         if not wanted.stream:
             return JSONResponse(await or_disconnect(request.receive, run.whole()), headers=headers)
         chunks = run.chunks()
-        # An error before the first token still gets its own HTTP status.
+        # Wait for the first chunk before the response starts: an error until then can still set the HTTP status.
         first = await or_disconnect(request.receive, anext(chunks))
         return EventStream(_after(first, chunks), headers, framing, writer.failed)
 
@@ -193,7 +193,7 @@ class Endpoints:
     # ------------------------------------------------------------------ about the server
 
     async def models(self) -> Response:
-        """One list that fits both OpenAI's and Anthropic's shape."""
+        """Return one list that has the fields of both OpenAI's and Anthropic's shape."""
         card = self._card()
         bounds = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
         return JSONResponse({"object": "list", "data": [card], **bounds})
@@ -258,7 +258,7 @@ class Endpoints:
 
 
 class Writer(Protocol):
-    """Writes the reply of one request in the shape of its endpoint: a stream piece by piece, or a whole reply."""
+    """Writes the reply to one request in the shape of its endpoint, either as the chunks of a stream or as one object."""
 
     def chunks(self, piece: Piece) -> list[Json]: ...
 
@@ -276,15 +276,15 @@ class ReplyRun:
         self, prepared: PreparedRequest, writer: Writer, *, llm: LLM, timer: RequestTimer, seconds: float | None = None
     ) -> None:
         self._seconds = seconds
-        self._deadline = None if seconds is None else timer.arrival + seconds  # a loop's time is that of time.monotonic
+        self._deadline = None if seconds is None else timer.arrival + seconds  # asyncio's clock is time.monotonic, as the timer's
         self._prepared = prepared
         self._writer = writer
         self._llm = llm
         self._timer = timer
-        self._usages: dict[int, Usage] = {}  # of choices that have ended
+        self._usages: dict[int, Usage] = {}  # choice index → its token counts, once the choice has ended
 
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
-        """Chunks in non-empty lists: pieces that arrive together are sent together."""
+        """Yield non-empty lists of chunks. The pieces that one engine step gives are sent in one write."""
         async with aclosing(self._bursts()) as bursts:
             async for burst in bursts:
                 if written := [chunk for piece in burst for chunk in self._writer.chunks(piece)]:
@@ -315,7 +315,7 @@ class ReplyRun:
         return total_usage(self._prepared, self._usages)
 
     async def _next(self, stream: AsyncGenerator[list[Piece], None]) -> list[Piece] | None:
-        """The next pieces, None at the end. If the deadline passes while waiting, the requests are cancelled."""
+        """Return the next pieces, or None at the end. When the deadline passes, TimedOut is raised, which cancels the reply."""
         if self._deadline is None:
             return await anext(stream, None)
         try:
@@ -335,7 +335,7 @@ async def _after(first: list[Json], chunks: AsyncGenerator[list[Json], None]) ->
 
 
 def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
-    """Names of ignored fields, as far as a header can carry them."""
+    """Return the header that lists ignored fields. Names are escaped and cut, since a header holds only short ASCII text."""
     names = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in ignored)
     return {"x-onedraw-ignored": "".join(c for c in names if c.isprintable())[:2000]} if ignored else {}
 
@@ -345,7 +345,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
-    """The app; `app.state.endpoints` is its Endpoints."""
+    """Build the app. `app.state.endpoints` is its Endpoints, which `serve` needs for the shutdown."""
     app = FastAPI(title="onedraw", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.endpoints = endpoints = Endpoints(llm, options)
     for path, get in (("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model)):
@@ -370,7 +370,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
-    # The last one added is the outermost: CORS headers are on every response, errors included.
+    # Starlette runs the middleware that was added last first. CORS is the last, so even error responses get CORS headers.
     if options.keys:
         app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(options.keys), open_paths=OPEN_PATHS | page.keys())
     else:

@@ -1,7 +1,7 @@
 """API keys: read from a file or a flag, checked on every request.
 
-In: a file with lines `NAME KEY`, or one key from a flag. Out: a middleware that lets requests with a known key pass. The names
-of keys are logged, the keys never.
+A key comes from a file with lines `NAME KEY`, or from a flag. The middleware answers 401 to a request without a known key. Log
+lines contain the name of a key, never the key itself.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from onedraw.server.logs import note
 log = logging.getLogger("onedraw.server")
 
 NAME = re.compile(r"[\w.@-]{1,64}")
-OPEN_PATHS = frozenset({"/health"})  # need no key
-CALLER = "onedraw.caller"  # entry of the ASGI scope: name of the caller's API key
+OPEN_PATHS = frozenset({"/health"})  # These paths are served without a key.
+CALLER = "onedraw.caller"  # The ASGI scope holds the name of the caller's API key under this entry.
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     name: str
-    key: str = field(repr=False)  # a secret: never shown, never logged
+    key: str = field(repr=False)  # A secret: it is left out of repr() and of the log.
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -43,7 +43,7 @@ class ApiKey:
 
 
 class ApiKeys:
-    """Finds the name of a key. All digests are compared in constant time, so that timing reveals nothing."""
+    """Finds the name that belongs to a key. Every digest is compared, in constant time, so response times reveal nothing."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys = tuple((key.name, _digest(key.key.encode())) for key in keys)
@@ -60,7 +60,7 @@ class ApiKeys:
 
 
 class ApiKeyMiddleware:
-    """Lets requests with a known key pass, and logs the key's name."""
+    """Answers 401 to requests without a known key, except on open paths, and adds the key's name to the log line."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Set[str] = OPEN_PATHS) -> None:
         self._app = app
@@ -77,9 +77,9 @@ class ApiKeyMiddleware:
     def _allows(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if not key and "x-api-key" in headers:  # as clients of /v1/messages send it
+        if not key and "x-api-key" in headers:  # Anthropic's clients send the key in this header.
             scheme, key = "bearer", headers["x-api-key"]
-        # The received bytes: other white space may be part of a character of the key.
+        # Strip spaces and tabs only: str.strip() would also remove bytes that are part of a non-ASCII character of the key.
         owner = self._keys.owner(key.strip(" \t").encode("latin-1"))
         if owner is None or scheme.lower() != "bearer":
             return False
@@ -89,7 +89,7 @@ class ApiKeyMiddleware:
 
 
 def caller(request: Request) -> str | None:
-    """The name of the request's key; None on a server without keys."""
+    """Return the name of the API key that the request was sent with, or None on a server without keys."""
     found: str | None = request.scope.get(CALLER)
     return found
 
@@ -99,7 +99,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file. Empty lines and comments (#) are skipped. Error messages never contain a key."""
+    """Read the keys of a file, skipping empty lines and lines that begin with #. Error messages never contain a key."""
     try:
         if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             log.warning("%s can be read by others than its owner; chmod 600 it", path)

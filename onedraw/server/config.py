@@ -1,4 +1,4 @@
-"""Options of the HTTP server, checked. `max_body` is the flag `--max-body`, and so on."""
+"""Options of the HTTP server, with their checks. A field has the name of its flag: `max_body` is set by `--max-body`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
-    api_key: str | None = field(default=None, repr=False)  # a secret: never shown, never logged
-    api_keys: tuple[ApiKey, ...] = ()  # further keys, with names
-    cors_origins: tuple[str, ...] = ()
-    allow_hosts: tuple[str, ...] = ()  # public host names of this server, where it has no API key
-    max_body: int = 32 * 2**20  # bytes
-    lenient: bool = False  # ignore unknown fields and list them in a header
-    drain_seconds: float = 30.0  # time for running requests after SIGTERM
-    aliases: tuple[str, ...] = ()  # other names of the served model
-    request_seconds: float | None = None  # longest time from arrival to the last token; None: unlimited
+    port: int = 8000  # 0 lets the operating system choose a free port.
+    api_key: str | None = field(default=None, repr=False)  # A secret: it is left out of repr() and of the log.
+    api_keys: tuple[ApiKey, ...] = ()  # The keys of --api-key-file, each with a name for the log.
+    cors_origins: tuple[str, ...] = ()  # Web pages of these origins may call the API; `*` stands for any.
+    allow_hosts: tuple[str, ...] = ()  # Values of the Host header that are accepted on a server without an API key.
+    max_body: int = 32 * 2**20  # The largest request body, in bytes.
+    lenient: bool = False  # Ignore unknown request fields and list them in the header x-onedraw-ignored.
+    drain_seconds: float = 30.0  # Running requests may take this long to finish after SIGTERM.
+    aliases: tuple[str, ...] = ()  # Further names under which requests may ask for the served model.
+    request_seconds: float | None = None  # The longest time from a request's arrival to its last token; None means no limit.
     log_level: str = "info"
     log_format: str = "text"
-    log_prompts: bool = False  # prompts in the log, as text
+    log_prompts: bool = False  # Write the text of every prompt into the log.
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -49,5 +49,5 @@ class ServerOptions:
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
-        """All API keys; without any, the server is open."""
+        """All API keys. With none, the server accepts requests without a key."""
         return self.api_keys if self.api_key is None else (ApiKey("api-key", self.api_key), *self.api_keys)

@@ -1,6 +1,7 @@
 """Errors as HTTP responses in OpenAI's or Anthropic's shape.
 
-In: an exception. Out: the error object and its response. An unexpected error is logged under an id, and only the id is sent.
+The input is an exception, the output the error object and its response. An unexpected exception is logged under an id, and the
+client receives the id without the details.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PATHS = (
     "/openapi.json",
     "/",
 )
-RETRY_SECONDS = 1  # a full queue shrinks with every finished reply
+RETRY_SECONDS = 1  # The Retry-After of a 429 and 503. A short wait is enough: every finished reply frees a place in the queue.
 
 
 class BodyTooLarge(BadRequest):
@@ -62,11 +63,11 @@ class ForeignPage(BadRequest):
 
 
 class ClientGone(Exception):
-    """The client disconnected."""
+    """The client disconnected before the response was complete."""
 
 
 def known(error: Exception) -> OnedrawError:
-    """The error as an OnedrawError. An unexpected one is logged with an id; the client gets the id alone."""
+    """Return the error as an OnedrawError. An unexpected one is logged with an id, and the client is told only that id."""
     if isinstance(error, OnedrawError):
         return error
     if isinstance(error, HTTPException):
@@ -107,14 +108,14 @@ def _type(status: int) -> str:
 
 
 def message_error(error: OnedrawError) -> dict[str, Any]:
-    """The error in Anthropic's shape."""
+    """Return the error object in Anthropic's shape."""
     kinds = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
     kind = _type(error.status)
     return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": str(error), "param": error.param}}
 
 
 def error_response(error: Exception, *, path: str = "") -> JSONResponse:
-    """`path` decides the shape: /v1/messages has its own."""
+    """Build the response of an error. Below the path /v1/messages it has Anthropic's shape, elsewhere OpenAI's."""
     found = known(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if found.status == 401:

@@ -1,7 +1,7 @@
-"""What the server does with every field of a request: the table that bodies are checked by, and the source of docs/api.md.
+"""How the server treats every field of a request: bodies are checked by these tables, and docs/api.md is made from them.
 
-In: a JSON object and the rules of its type. Out: the honoured fields alone, ready for the typed models of `protocol.py`. The
-rules of honoured fields are read from those models; the rules of all other fields are listed here.
+The input is a JSON object and the rules of its type; the output is its honoured fields, ready for the typed models of
+`protocol.py`. Rules of honoured fields are derived from those models; the rules of all other fields are listed here.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pydantic.fields import FieldInfo
 from onedraw.errors import BadParameter, BadRequest
 
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
-Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # counts: every backend can hold these
+Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # Counts are limited to 32 bits, which every backend can hold.
 
 
 class StrictModel(BaseModel):
-    """Base of all request models: types are not converted, unknown fields are refused."""
+    """Base of all request models. Types are not converted (`"1"` is no number), and unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
 
 
 def field_doc(values: str, note: str, default: Any = None, **limits: Any) -> Any:
-    """A field with its entry in docs/api.md: the values it takes, and what it does."""
+    """A pydantic field, with the text of its row in docs/api.md: `values` is its type and range, `note` what it does."""
     return Field(default, description=note, json_schema_extra={"values": values}, **limits)
 
 
 class Treatment(StrEnum):
-    """What the server does with a field. `null` always means: not given."""
+    """What the server does with a field. A field that is `null` counts as not sent, whatever its treatment."""
 
     HONOURED = "honoured"
     INERT = "accepted, cannot change the answer"
@@ -46,8 +46,8 @@ class Rule:
     name: str
     treatment: Treatment
     note: str
-    neutral: tuple[Any, ...] = ()
-    values: str = ""  # type and range, for docs/api.md
+    neutral: tuple[Any, ...] = ()  # The values that are accepted; an INERT field without any accepts every value.
+    values: str = ""  # The type and range of an honoured field, as docs/api.md shows them.
 
 
 def inert(name: str, note: str, *neutral: Any) -> Rule:
@@ -63,7 +63,7 @@ def refused(name: str, note: str) -> Rule:
 
 
 def read(*names: str) -> tuple[Rule, ...]:
-    """Honoured fields of objects that have no model."""
+    """Rules for the honoured fields of JSON objects that are checked by code and not by a pydantic model."""
     return tuple(Rule(name, Treatment.HONOURED, "") for name in names)
 
 
@@ -74,27 +74,27 @@ _INERT = (
     inert("prompt_cache_key", "prefix caching is automatic"),
     inert("prompt_cache_retention", "the prefix cache evicts the least recently used"),
     inert("prompt_cache_options", "prefix caching is automatic"),
-    inert("service_tier", "there is one tier", "auto", "default"),
+    inert("service_tier", "the server has one tier", "auto", "default"),
     inert("store", "nothing is stored", False),
     inert("cache_prompt", "a cached prompt has the same bits as a cold one"),
 )
 _SHARED = (
     *_INERT,
     neutral("use_beam_search", "no beam search; every reply is one draw, which its seed replays", False),
-    neutral("length_penalty", "belongs to beam search", 1),
-    neutral("early_stopping", "belongs to beam search", False),
+    neutral("length_penalty", "only beam search has it", 1),
+    neutral("early_stopping", "only beam search has it", False),
     neutral("include_stop_str_in_output", "the stop string is never part of the text; `stop_reason` names it", False),
     neutral("spaces_between_special_tokens", "tokens are joined as the tokenizer joins them", True),
     neutral("return_tokens_as_token_ids", "use `return_token_ids`", False),
     neutral("priority", "requests are served first come, first served", 0),
     neutral("typical_p", "no typical sampling", 1),
     neutral("tfs_z", "no tail-free sampling", 1),
-    neutral("mirostat", "mirostat remembers its past, which no seed and position can replay", 0),
+    neutral("mirostat", "mirostat depends on all earlier draws, so a seed and a position could not replay a token", 0),
     refused("prompt_logprobs", "use `echo: true` with `logprobs` on /v1/completions"),
-    refused("truncate_prompt_tokens", "a shortened prompt is another prompt; shorten it before sending"),
+    refused("truncate_prompt_tokens", "the server never shortens a prompt; shorten it before sending"),
     refused("allowed_token_ids", "use `logit_bias`"),
     refused("logits_processors", "code in a request is not run"),
-    neutral("guided_decoding_backend", "there is one", "auto", "guidance"),
+    neutral("guided_decoding_backend", "the server has one grammar engine", "auto", "guidance"),
     refused("guided_whitespace_pattern", "white space in JSON is bounded: a line break, then up to 24 spaces or tabs"),
     refused("cache_salt", "there is one prefix cache for all callers"),
 )
@@ -108,20 +108,20 @@ CHAT_RULES = (
     neutral("functions", "use `tools`", []),
     neutral("function_call", "use `tool_choice`", "none", "auto"),
     neutral("modalities", "text only", ["text"]),
-    neutral("verbosity", "ask for it in a message", "medium"),
+    neutral("verbosity", "say it in a message", "medium"),
     neutral("echo", "use /v1/completions", False),
     neutral("add_special_tokens", "the chat template writes the special tokens itself", False),
     neutral("documents", "put them into a message", []),
     refused("audio", "text only"),
     refused("moderation", "nothing is moderated here"),
-    refused("web_search_options", "the server reads nothing but the request"),
+    refused("web_search_options", "the server sends no requests to other servers"),
     refused("chat_template", "the checkpoint's own template is used; render it yourself and use /v1/completions"),
 )
 MESSAGE_RULES = (
-    neutral("annotations", "comes back in replies of other servers", []),
+    neutral("annotations", "other servers put it into replies; it is not read", []),
     refused("function_call", "use `tool_calls`"),
     refused("audio", "text only"),
-    neutral("refusal", "comes back in replies of other servers", ""),
+    neutral("refusal", "other servers put it into replies; it is not read", ""),
     inert("provider_specific_fields", "a client library's own notes"),
 )
 STREAM_RULES = (neutral("include_obfuscation", "chunks are not padded", False),)
@@ -133,7 +133,7 @@ TOOL_RULES = (
 
 
 def honoured(model: type[BaseModel]) -> tuple[Rule, ...]:
-    """The rules of a model's own fields, with their descriptions."""
+    """Rules for the fields of a model, with the descriptions that `field_doc` gave them."""
     return tuple(
         Rule(info.alias or name, Treatment.HONOURED, info.description or "", values=_values(info))
         for name, info in model.model_fields.items()
@@ -152,7 +152,7 @@ def table(model: type[BaseModel], rules: tuple[Rule, ...] = ()) -> dict[str, Rul
 def sift(
     raw: Mapping[str, Any], rules: Mapping[str, Rule], *, path: str = "", ignored: list[str] | None = None
 ) -> dict[str, Any]:
-    """The honoured fields that are not null. An unknown field is added to `ignored`, or is an error without such a list."""
+    """Return the honoured fields that are not null. Unknown ones are appended to `ignored`; if that is None they are errors."""
     kept: dict[str, Any] = {}
     for name, value in raw.items():
         rule = rules.get(name)
@@ -172,7 +172,7 @@ def sift(
 def _is_neutral(value: Any, rule: Rule) -> bool:
     if rule.treatment is Treatment.INERT and not rule.neutral:
         return True
-    # True equals 1 in Python, but is another JSON value.
+    # In Python True == 1, but JSON's true and 1 are different values.
     return any(isinstance(value, bool) == isinstance(allowed, bool) and value == allowed for allowed in rule.neutral)
 
 

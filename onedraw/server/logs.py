@@ -1,7 +1,7 @@
-"""One log line per request, as text or JSON, and the request id on every line that a request causes.
+"""One log line per request, as text or JSON. The request's id is on every line that is logged while it runs.
 
-In: ASGI messages, and fields that endpoints add with `note`. Out: log records on stderr. Prompts are logged only with
-`--log-prompts`.
+The fields of the line come from ASGI messages and from endpoints, which add more with `note`. Log records go to stderr. Prompts
+are logged only with `--log-prompts`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ log = logging.getLogger("onedraw.access")
 
 FORMATS = ("text", "json")
 HEADER = "x-request-id"
-SAFE = re.compile(r"[\w.:-]{1,128}")  # a caller's own request id that cannot break a log line
+SAFE = re.compile(r"[\w.:-]{1,128}")  # A caller's own request id is logged only if it has no character that breaks a line.
 
 Facts = dict[str, Any]
 _facts: ContextVar[Facts | None] = ContextVar("facts", default=None)
 
 
 def note(**facts: Any) -> None:
-    """Add fields to the log line of the current request. Without a request this does nothing."""
+    """Add fields to the log line of the current request. Outside of a request this does nothing."""
     noted = _facts.get()
     if noted is not None:
         noted.update(facts)
 
 
 class RequestLog:
-    """Gives every request an id, sends it in the response, and writes one line at the end."""
+    """Middleware that gives every request an id, sends it as a response header, and logs one line when the request ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,7 +58,7 @@ class RequestLog:
                 headers = MutableHeaders(scope=message)
                 identity = headers.setdefault(HEADER, facts["id"])
                 if scope["path"].startswith("/v1/messages"):
-                    headers["request-id"] = identity  # the header that its clients read
+                    headers["request-id"] = identity  # Anthropic's clients read this header.
             await send(message)
 
         token = _facts.set(facts)
@@ -72,7 +72,7 @@ class RequestLog:
 
 
 def line(facts: Facts) -> str:
-    """The text form of a request's line. The path is escaped, so that it cannot contain a line break."""
+    """Return the log line of a request as text. The path is escaped, so that it cannot contain a line break."""
     path = facts["path"].encode("unicode_escape").decode()
     head = f"{facts['method']} {path} {facts['status'] or 'no answer'} {facts['seconds']:.3f} s"
     rest = {name: value for name, value in facts.items() if name not in ("method", "path", "status", "seconds")}
@@ -82,7 +82,7 @@ def line(facts: Facts) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL message [request id]`."""
+    """Formats a record as `TIME LEVEL message [request id]`."""
 
     default_msec_format = "%s.%03d"
 
@@ -95,7 +95,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, and the fields of a request."""
+    """Formats a record as one JSON object: time, level, logger, message, and the fields of the request."""
 
     def format(self, record: logging.LogRecord) -> str:
         found: Facts = {
@@ -117,7 +117,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_config(level: str, style: str) -> dict[str, Any]:
-    """The loggers of uvicorn and onedraw on stderr, in one format. Uvicorn's access log is off: RequestLog replaces it."""
+    """A logging configuration that sends uvicorn's and onedraw's logs to stderr in one format. RequestLog replaces uvicorn's
+    access log, so that is off."""
     config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
     formatter = JsonFormatter if style == "json" else TextFormatter
     config["formatters"] = {"default": {"()": formatter}}

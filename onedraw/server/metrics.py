@@ -1,6 +1,6 @@
-"""Prometheus metrics of `/metrics`, under the names that vLLM uses where it has them.
+"""The Prometheus metrics of `/metrics`. A metric that vLLM also has goes by vLLM's name.
 
-In: the engine's Stats, read at every scrape, and the pieces of all replies. Out: Prometheus text.
+The engine's Stats are read at every scrape; latencies are measured from the pieces of the replies as they pass.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from onedraw.types import Piece
 
 Family = GaugeMetricFamily | CounterMetricFamily
 
+# Upper ends of histogram buckets, in seconds: for times between tokens, and for times of whole requests.
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5)
 _SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 
-# name, help text, value from Stats
+# Each entry is the metric's name, its help text, and the function that reads its value from Stats.
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "Sequences in the batch.", lambda s: s.running),
     ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
-    ("kv_cache_usage_perc", "Pages in use; 1 is all of them.", lambda s: s.pages_used / max(s.pages_total, 1)),
+    ("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", lambda s: s.pages_used / max(s.pages_total, 1)),
     ("prompt_checkpoints", "Prompt checkpoints in memory.", lambda s: s.checkpoints_used),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
@@ -36,19 +37,19 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prompt_checkpoints_saved", "Prompt checkpoints saved.", lambda s: s.checkpoints_saved),
     ("prompt_checkpoints_evicted", "Prompt checkpoints evicted.", lambda s: s.checkpoints_evicted),
     ("prompt_checkpoints_restored", "Rows that started from a checkpoint.", lambda s: s.restores),
-    ("prompt_checkpoints_whole", "Prompts restored whole from a checkpoint.", lambda s: s.whole_prompts),
+    ("prompt_checkpoints_whole", "Prompts restored from a checkpoint with nothing left to compute.", lambda s: s.whole_prompts),
     ("prompt_snapshots_saved", "Prompt checkpoints written to disk.", lambda s: s.snapshots_saved),
     ("prompt_snapshots_restored", "Prompts restored from a snapshot on disk.", lambda s: s.snapshots_restored),
     ("sliding_pages_let_go", "Pages of sliding-window layers released behind the window.", lambda s: s.window_pages_freed),
     ("spec_decode_num_drafts", "Rows with drafts.", lambda s: s.drafts),
     ("spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.draft_tokens),
-    ("spec_decode_num_accepted_tokens", "DraftStats tokens kept.", lambda s: s.accepted_tokens),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", lambda s: s.accepted_tokens),
     ("engine_turns", "Engine steps.", lambda s: s.steps),
 )
 
 
 class EngineCollector(Collector):
-    """Reads the engine's Stats at every scrape."""
+    """Prometheus collector that reads the engine's Stats at every scrape, so the engine pays nothing between scrapes."""
 
     def __init__(self, stats: Callable[[], Stats], model: str) -> None:
         self._stats = stats
@@ -67,8 +68,8 @@ class EngineCollector(Collector):
         yield self._per_position(stats)
 
     def _per_position(self, stats: Stats) -> Family:
-        """Position 0 is the first draft of a row. Divided by the number of rows with drafts it is an acceptance rate."""
-        help_text = "DraftStats tokens kept, by their place in the draft."
+        """Count kept drafts by position; 0 is the first draft of a row. Divided by the rows with drafts it is a rate."""
+        help_text = "Drafted tokens that were kept, by their position in the draft."
         family = CounterMetricFamily("spec_decode_num_accepted_tokens_per_pos", help_text, labels=["model_name", "position"])
         for position, kept in enumerate(stats.accepted_per_position):
             family.add_metric([self._model, str(position)], kept)
@@ -76,7 +77,7 @@ class EngineCollector(Collector):
 
 
 class Meters:
-    """The metrics of one app."""
+    """The metrics of one app, in a registry of their own, so that several apps can run in one process."""
 
     def __init__(self, stats: Callable[[], Stats], model: str) -> None:
         self._registry = CollectorRegistry()
@@ -101,12 +102,12 @@ class Meters:
 
 
 class RequestTimer:
-    """Times the pieces of one request."""
+    """Observes the latencies of one request, from the time its pieces pass. Times are in seconds of time.monotonic."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
         self.arrival = time.monotonic()
-        self._last: dict[int, float] = {}
+        self._last: dict[int, float] = {}  # choice index → when its last tokens arrived
 
     def see(self, piece: Piece) -> None:
         now = time.monotonic()
@@ -117,7 +118,7 @@ class RequestTimer:
             self._meters.ended(piece.finish)
 
     def _tokens(self, choice: int, count: int, now: float) -> None:
-        """Tokens of one step arrive together and share the time since the tokens before."""
+        """Tokens of one engine step arrive together, so each counts an equal share of the time since the step before."""
         if choice in self._last:
             for _ in range(count):
                 self._meters.between.observe((now - self._last[choice]) / count)

@@ -1,6 +1,6 @@
-"""Between the socket and the endpoints: access without a key, body size and time limits, JSON, disconnects, unexpected errors.
+"""Checks that run before the endpoints: access without a key, body size and time limits, JSON, disconnects, unexpected errors.
 
-In: ASGI messages. Out: the same, or an error in OpenAI's shape. API keys are checked in `auth.py`.
+A request that fails a check gets an error response in the shape of its API. API keys are checked in `auth.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from onedraw.server.auth import OPEN_PATHS
 from onedraw.server.errors import BodyTooLarge, BodyTooSlow, ClientGone, ForeignPage, UnknownHost, error_response
 from onedraw.server.logs import note
 
-BODY_SECONDS = 60.0  # longest time until the last byte of a body
-# Top-level domains of local networks: reserved, or in common use and never delegated, so no stranger can own a name there.
+BODY_SECONDS = 60.0  # The last byte of a body must arrive within this time.
+# Top-level domains of local networks. The public DNS never delegates them, so no stranger can own a name in them.
 LOCAL_DOMAINS = (
     *(".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test", ".svc", ".localdomain", ".home", ".corp", ".intranet"),
     ".private",
@@ -71,24 +71,25 @@ class LocalAccessMiddleware:
         return bool(self._hosts & {name, "*"}) or _is_local(name)
 
     def _is_cross_site(self, origin: str, site: str | None, name: str) -> bool:
-        """Browsers send Sec-Fetch-Site, but to an address without TLS only Origin."""
-        if not origin.startswith("http") and origin != "null":  # not a web page: a program, an extension
+        """Whether a web page of another site sent the request. Browsers send Sec-Fetch-Site only over TLS or to localhost, so
+        without it the host in Origin decides."""
+        if not origin.startswith("http") and origin != "null":  # The sender is a program or an extension, not a web page.
             return False
-        if site is not None or origin == "null":  # any page can make its origin null
+        if site is not None or origin == "null":  # Any page can make its origin "null", so that value proves nothing.
             return site in ("cross-site", None)
         page = host_name(origin.partition("://")[2])
         return page != name and page not in self._hosts and not _is_local(page, public=False)
 
 
 def host_name(host: str) -> str:
-    """The host of a Host header, without the port."""
+    """Return the host part of a Host header, without the port and in lower case."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
     return name.lower().rstrip(".")
 
 
 def _is_local(name: str, *, public: bool = True) -> bool:
-    """Whether a name cannot be owned by a stranger: no dot, or a domain of local networks. Of addresses: any with `public`, else
-    private, loopback and link-local ones."""
+    """Whether a name cannot belong to a stranger: it has no dot, or lies in a domain of local networks. An IP address counts
+    if it is private, loopback or link-local; with `public` every address counts."""
     try:
         address = ip_address(name)
     except ValueError:
@@ -97,7 +98,7 @@ def _is_local(name: str, *, public: bool = True) -> bool:
 
 
 class ErrorMiddleware:
-    """Turns unexpected errors into a 500 with an error id. A client that disconnected gets no response."""
+    """Turns an unexpected exception into a 500 with an error id. A client that has disconnected gets no response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -121,7 +122,7 @@ class ErrorMiddleware:
 
 
 async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECONDS) -> bytes:
-    """The body. Refused as soon as it exceeds the limit, declared or received, or takes too long."""
+    """Read the body. It is refused as soon as its declared or received size exceeds the limit, or when it takes too long."""
     declared = request.headers.get("content-length", "")
     body = bytearray()
     if not (declared.isdecimal() and int(declared) > limit):
@@ -139,11 +140,11 @@ async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECON
 
 
 def read_json(body: bytes) -> object:
-    """The JSON value of a body. A top-level field that is NaN or infinite is refused later, by name; inside a field it could
-    reach a schema or the reply, so it is refused here."""
+    """Parse the JSON value of a body. NaN and infinity are refused here inside a nested object or list, where no later check
+    would look; as the value of a top-level field that field's validation refuses them."""
     numbers = NumberReader()
     try:
-        # json.loads(bytes) would accept lone surrogates
+        # Decode first: json.loads(bytes) would accept lone surrogates, which UTF-8 cannot encode.
         value: object = json.loads(body.decode("utf-8-sig"), parse_constant=numbers.read, parse_float=numbers.read)
         if isinstance(value, dict) and b"\\u" in body:
             for name, field in value.items():
@@ -153,13 +154,13 @@ def read_json(body: bytes) -> object:
                 _refuse_non_finite(name, field)
     except RecursionError:
         raise BadRequest("the body is not valid JSON: nested too deeply", code="invalid_json") from None
-    except ValueError as error:  # wrong JSON, wrong encoding, a number of too many digits
+    except ValueError as error:  # invalid JSON, not UTF-8, or an integer with too many digits
         raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     return value
 
 
 class NumberReader:
-    """Reads the numbers of one body, and notes whether one of them is NaN or infinite."""
+    """Reads the numbers of one body and records whether any of them is NaN or infinite."""
 
     def __init__(self) -> None:
         self.found_non_finite = False
@@ -179,7 +180,7 @@ def _refuse_non_finite(name: str, value: object) -> None:
 
 
 def _refuse_lone_surrogates(name: str, value: object) -> None:
-    """JSON escapes can spell half of a surrogate pair, which UTF-8 cannot encode."""
+    """Refuse text with half of a surrogate pair. JSON can spell it as an escape, but UTF-8 cannot encode it."""
     try:
         json.dumps([name, value], ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -190,7 +191,7 @@ def _refuse_lone_surrogates(name: str, value: object) -> None:
 
 
 async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work. If the client disconnects first, the work is cancelled and ClientGone is raised."""
+    """Return the result of the work. If the client disconnects first, the work is cancelled and ClientGone is raised."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,7 +1,7 @@
-"""The OpenAPI document of `/openapi.json`, made from the same tables that requests are checked by.
+"""The OpenAPI document of `/openapi.json`, made from the tables that requests are checked by.
 
-In: the request models with the rules of their fields, and the model's card. Out: the document. Ranges are read from the texts
-that docs/api.md shows, so the two cannot disagree; a test compares them with the server's behaviour.
+The input is the request models with the rules of their fields, and the model's card. Ranges are parsed from the texts that
+docs/api.md shows, so the document and that page cannot disagree. A test compares them with the server's behaviour.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def _allowed(tool: Json) -> Json:
 
 
 def _choice(named: Json, allowed: Json) -> Json:
-    """`tool_choice`: a mode, one tool, or the allowed tools."""
+    """The schema of `tool_choice`: a mode, one tool, or a list of allowed tools."""
     one = _object({"type": {"const": "function"}, **named})
     some = _object({"type": {"const": "allowed_tools"}, **allowed})
     return {"anyOf": [{"enum": ["none", "auto", "required"]}, one, some]}
 
 
-# Values that our own validators accept, which pydantic cannot derive.
+# Schemas of the values that our own validator functions accept: pydantic cannot derive a schema from a function.
 VALIDATOR_SCHEMAS: Mapping[Callable[..., Any], Json] = {
     protocol._texts: _TEXTS,
     protocol._prompts: {
@@ -224,7 +224,7 @@ def _reply(kind: str, content: str, shape: Json) -> Json:
 
 
 def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) -> Json:
-    """The whole document. `lenient`: unknown fields are ignored; `locked`: a key is needed."""
+    """Build the whole document. With `lenient` unknown fields are allowed; with `locked` the endpoints need an API key."""
     schemas: Json = dict(OBJECTS)
     schemas["Completion"] = _reply("text_completion", "text", {"type": "string"})
     schemas["ChatCompletion"] = _reply("chat.completion", "message", {"type": "object", "required": ["role", "content"]})
@@ -259,7 +259,7 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
 
 
 def _links(paths: Json, stem: str) -> Json:
-    """Links from a created response to the endpoints that take its id."""
+    """Add links from a created response to the endpoints that take its id, so tools can follow them."""
     links: Json = {}
     for path, methods in paths.items():
         for method, operation in methods.items() if path.startswith(stem) else ():
@@ -286,11 +286,11 @@ def _json(shape: str) -> Json:
     return {"application/json": {"schema": {"$ref": COMPONENT.format(model=shape)}}}
 
 
-# ---------------------------------------------------------------------------------------------- a request
+# ---------------------------------------------------------------------------------------------- schemas of request bodies
 
 
 def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard, lenient: bool = False) -> Json:
-    """The accepted values: honoured fields with their ranges, other fields with their neutral values."""
+    """Return the schema of a request body: honoured fields with their ranges, other fields with their neutral values."""
     made = model.model_json_schema(ref_template=COMPONENT)
     required = made.get("required", [])
     fields = {info.alias or name: info for name, info in model.model_fields.items()}
@@ -299,7 +299,7 @@ def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard
         if rule.treatment is Treatment.HONOURED:
             found = _honoured(name, fields[name], made["properties"][name], card=card)
             if name in ("max_tokens", "max_completion_tokens") and model is CompletionRequest:
-                found["minimum"] = 0  # with `echo`: the prompt alone
+                found["minimum"] = 0  # a completion with `echo` may return the prompt alone
         else:
             found = _other(rule)
         described = {"description": rule.note} if rule.note else {}
@@ -324,13 +324,13 @@ def _honoured(name: str, field: FieldInfo, made: Json, *, card: ModelCard) -> Js
 
 
 def _inner(field: FieldInfo) -> tuple[Any, ...]:
-    """The metadata of `Annotated[…] | None`."""
+    """Return the metadata of the `Annotated` members of a union such as `Annotated[…] | None`."""
     arguments = getattr(field.annotation, "__args__", ())
     return tuple(entry for argument in arguments for entry in getattr(argument, "__metadata__", ()))
 
 
 def _without(made: Json) -> Json:
-    """The schema without documentation and without null, which `_nullable` adds back."""
+    """Return the schema without documentation, and without null, which `_nullable` adds again."""
     found = {key: value for key, value in made.items() if key not in ("title", "values", "default", "description")}
     if "properties" in found:
         shown = ("title", "values", "default")
@@ -345,7 +345,7 @@ def _without(made: Json) -> Json:
 
 
 def limits(values: str) -> Json:
-    """'integer, 1 … 128', 'number over 0', 'integer >= -1' → bounds."""
+    """Turn the text of a range, such as 'integer, 1 … 128', 'number over 0' or 'integer >= -1', into JSON schema bounds."""
     found: Json = {}
     if between := re.search(r"(over )?(-?[\d.]+) … (.+)", values):
         found["exclusiveMinimum" if between[1] else "minimum"] = _number(between[2])

@@ -1,6 +1,7 @@
-"""The JSON object of a body → a typed request; every field is honoured, or refused by name.
+"""Turn the JSON object of a body into a typed request. Each of its fields is honoured, or refused by name.
 
-In: a JSON value and the type of request. Out: a frozen request model, and the names of fields that `--lenient` ignored.
+The input is a JSON value and the type of request; the output is a frozen request model and the names of the fields that
+`--lenient` ignored.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     messages.MessageParam: table(messages.MessageParam),
     messages.MessageTool: table(messages.MessageTool, TOOL_RULES),
 }
-# Objects without a model, by the model that contains them and their field name: their fields, nested.
+# The fields of nested objects that have no pydantic model, by (model, field) that contains them. None means a plain value.
 Shape = Mapping[str, "Shape | None"]
 _NAMED: Shape = {"type": None, "name": None}
 _INSIDE: Shape = {"type": None, "function": {"name": None}}
@@ -79,7 +80,7 @@ SHAPES: Mapping[tuple[type[BaseModel], str], Shape] = {
 }
 
 
-BLOCKS: Mapping[type[BaseModel], tuple[str, ...]] = {  # fields that hold content blocks, which have their own rules
+BLOCKS: Mapping[type[BaseModel], tuple[str, ...]] = {  # model → its fields that hold Anthropic's content blocks
     messages.MessageParam: ("content",),
     messages.MessagesRequest: ("system",),
     messages.CountRequest: ("system",),
@@ -93,7 +94,7 @@ class Parsed(Generic[RequestT]):
 
 
 def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed[RequestT]:
-    """A request, or BadRequest with the field that is wrong."""
+    """Return the request, or raise BadRequest that names the wrong field."""
     if not isinstance(raw, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     ignored: list[str] | None = [] if lenient else None
@@ -101,7 +102,7 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
 
 
 def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
-    """The honoured fields of an object, and of the objects inside it. Unknown fields are ignored or refused."""
+    """Return the honoured fields of an object, and of the objects inside it. Unknown fields are ignored or refused."""
     kept = sift(raw, table_of(kind), path=path, ignored=ignored)
     for name, part in _objects_of(kind):
         _each(kept, name, partial(_sifted, part, ignored=ignored), path)
@@ -116,14 +117,14 @@ def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list
 
 
 def _trim(kept: dict[str, Any], shapes: Shape, path: str, ignored: list[str]) -> None:
-    """Remove unknown fields from the objects of these names."""
+    """Remove unknown fields from the nested objects that `shapes` describes, and append their names to `ignored`."""
     for name, shape in shapes.items():
         if shape is not None:
             _each(kept, name, partial(_trimmed, shape, ignored=ignored), path)
 
 
 def _trimmed(shape: Shape, raw: dict[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
-    """An object without unknown fields. Without `--lenient` these are refused where the object is validated."""
+    """Return an object without its unknown fields. Without `--lenient` the object's validator refuses them instead."""
     ignored += [path + name for name, value in raw.items() if value is not None and name not in shape]
     kept = {name: value for name, value in raw.items() if name in shape}
     _trim(kept, shape, path, ignored)
@@ -131,7 +132,8 @@ def _trimmed(shape: Shape, raw: dict[str, Any], path: str, ignored: list[str]) -
 
 
 def _each(kept: dict[str, Any], name: str, sifted: Callable[[dict[str, Any], str], dict[str, Any]], path: str) -> None:
-    """Apply `sifted` to the object of that name, or to each object of a list. Other values are validated with the request."""
+    """Apply `sifted` to the object in field `name`, or to each object in its list. Values of another type stay as they are:
+    validating the request refuses them."""
     value = kept.get(name)
     if isinstance(value, dict):
         kept[name] = sifted(value, f"{path}{name}.")
@@ -140,7 +142,7 @@ def _each(kept: dict[str, Any], name: str, sifted: Callable[[dict[str, Any], str
 
 
 def kinds_in(kind: type[BaseModel]) -> tuple[type[BaseModel], ...]:
-    """The models inside a model, at any depth."""
+    """Return all models that occur inside a model, at any depth."""
     inner = [part for _, part in _objects_of(kind)]
     return tuple(dict.fromkeys((*inner, *(one for part in inner for one in kinds_in(part)))))
 
@@ -152,13 +154,13 @@ def table_of(kind: type[BaseModel]) -> Mapping[str, Rule]:
 
 @cache
 def _objects_of(kind: type[BaseModel]) -> tuple[tuple[str, type[BaseModel]], ...]:
-    """Fields that hold objects or lists of objects, with their model."""
+    """Return the names of the fields that hold an object or a list of objects, each with the model of that object."""
     fields = ((field.alias or name, _object_in(field.annotation)) for name, field in kind.model_fields.items())
     return tuple((name, part) for name, part in fields if part is not None)
 
 
 def _object_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in a field's annotation: alone, in a list or in a union."""
+    """Return the one model that occurs in a field's annotation, directly, in a list or in a union; else None."""
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
         return annotation
     found = [part for one in get_args(annotation) if (part := _object_in(one)) is not None]
@@ -166,7 +168,7 @@ def _object_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def as_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
-    """The equivalent chat request of another API. `names` maps its field names to the caller's, for errors."""
+    """Build a chat request from the fields of another API's request. `names` maps its field names to the caller's, for errors."""
     try:
         return _validated(ChatRequest, dict(fields))
     except BadParameter as error:
@@ -180,6 +182,7 @@ def _validated(kind: type[RequestT], fields: dict[str, Any]) -> RequestT:
         raise _explain(error.errors(include_url=False, include_input=False)[0]) from None
 
 
+# Pydantic's names for members of a union, which occur in the location of an error.
 _ALTERNATIVE = re.compile(r"str|int|float|bool|(dict|list|tuple|literal|function-\w+)\[.*\]")
 
 
@@ -187,7 +190,7 @@ def _explain(detail: ErrorDetails) -> BadRequest:
     param = ""
     for step in detail["loc"]:
         if param and isinstance(step, str) and _ALTERNATIVE.fullmatch(step):
-            continue  # a member of a union, not a field name
+            continue  # This step names a member of a union, which is no part of the field's path.
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     param += str(cast(Mapping[str, object], detail.get("ctx", {})).get("at", ""))
     if detail["type"] == "missing":

@@ -1,6 +1,7 @@
-"""A typed request → its generations, and which details of each choice the reply shows. No HTTP here.
+"""Turn a typed request into generations: the prompt as token ids, and all options checked. Nothing here is about HTTP.
 
-In: a request of `protocol.py` and the LLM. Out: a PreparedRequest, in which everything is checked, and the stream of its pieces.
+The input is a request of `protocol.py` and the LLM. The output is a PreparedRequest, which also says which details of each token
+the reply shows, and the stream of its pieces.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from onedraw.server.protocol import (
 )
 from onedraw.types import Piece, Usage
 
-TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self", "use"})  # not for chat_template_kwargs
+TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self", "use"})  # refused as chat_template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What to generate and what to show of it. Choice `c` is choice `c % n` of prompt `c // n`."""
+    """What to generate, and what the reply shows. Choices are numbered over all prompts: c is choice c % n of prompt c // n."""
 
     id: str
     kind: Literal["chat", "completion"]
     generations: tuple[Generation, ...]  # one per prompt
     choices: tuple[PreparedChoice, ...]
-    n: int
-    echoes: tuple[str | None, ...]  # per prompt: the text that is repeated before the reply
-    logprobs: bool
-    token_ids: bool
-    checksums: bool
-    details: bool = False  # text of each token, and whether it was drafted
+    n: int  # choices per prompt
+    echoes: tuple[str | None, ...]  # per prompt, the text that is repeated before the reply; None without `echo`
+    logprobs: bool  # whether the reply has the logprobs of its tokens
+    token_ids: bool  # whether the reply has the ids of prompt and reply
+    checksums: bool  # whether the reply has a checksum of each token's scores
+    details: bool = False  # whether the reply has the text of each token and whether it was drafted
 
     def generation_of(self, choice: int) -> Generation:
         return self.generations[choice // self.n]
@@ -56,16 +57,16 @@ class PreparedRequest:
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether the reply lists its tokens."""
+        """Whether the reply shows anything per token, in addition to the text."""
         return self.logprobs or self.token_ids or self.checksums or self.details
 
 
 def prepare(
     request: CompletionRequest | ChatRequest, llm: LLM, *, prefix: str | None = None, names: Mapping[str, str] | None = None
 ) -> PreparedRequest:
-    """Everything that can be wrong with a request is found here. A long prompt takes long to tokenize: call it on a thread.
+    """Check everything that can be wrong with a request, and tokenize its prompt. A long prompt takes long: call it on a thread.
 
-    `prefix` begins the reply's id; `names` maps our field names to the caller's, where they differ.
+    `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ.
     """
     try:
         match request:
@@ -82,7 +83,7 @@ def prepare(
 
 
 def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) -> int:
-    """Tokens of a chat's prompt, also of one that is longer than the context."""
+    """Count the tokens of a chat's prompt, even if it is longer than the context."""
     try:
         return len(prepare(request, llm, names=names).generations[0].prompt)
     except ContextOverflow as error:
@@ -120,7 +121,7 @@ def _chat(request: ChatRequest, llm: LLM, prefix: str) -> PreparedRequest:
         generation = make_chat_generation(options, llm=llm, label=identity, use=request.tool_use(), **_template_inputs(request))
     except BadRequest as error:
         if error.param == "prompt":
-            error.param = "messages"  # the caller's name for it
+            error.param = "messages"  # The caller sent messages; the prompt was made from them.
         raise
     return _prepared(request, llm, [generation], id=identity, kind="chat", echoes=[None], logprobs=request.logprobs)
 
@@ -150,14 +151,14 @@ def _prepared(
 
 
 def chat_prompt(request: TokenizeRequest, llm: LLM) -> tuple[int, ...]:
-    """The ids of a chat, through the checkpoint's template."""
+    """Render a chat with the checkpoint's template and return its token ids."""
     given = _template_inputs(request)
     prompt = llm.chat_prompt(given["messages"], add_generation_prompt=given["add_generation_prompt"], **given["template_kwargs"])
     return prompt.ids
 
 
 def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The messages, and the template's variables."""
+    """Return the messages and the variables for the chat template."""
     taken = sorted(TEMPLATE_NAMES & set(request.chat_template_kwargs))
     if taken:
         raise BadParameter("chat_template_kwargs", f"{taken[0]} cannot be set here")
@@ -170,7 +171,7 @@ def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 async def bursts(prepared: PreparedRequest, llm: LLM) -> AsyncGenerator[list[Piece], None]:
-    """The pieces of all choices as they come. Closing it cancels the choices that still run."""
+    """Yield the pieces of all choices, in lists of those that arrive together. Closing it cancels the unfinished choices."""
     async with aclosing(llm.bursts(prepared.choices)) as stream:
         async for burst in stream:
             if any(piece.finish == "cancelled" for piece in burst):
@@ -179,8 +180,8 @@ async def bursts(prepared: PreparedRequest, llm: LLM) -> AsyncGenerator[list[Pie
 
 
 def total_usage(prepared: PreparedRequest, usages: Mapping[int, Usage]) -> Usage:
-    """The usage of all choices (choice → usage). A prompt counts once, however many choices continue it; prompt tokens that
-    any of them had to compute were not cached."""
+    """Add up the usage of all choices, which `usages` maps by index. Each prompt counts once, however many choices continue it,
+    and a prompt token counts as cached only if no choice had to compute it."""
     cached = 0
     for number in range(len(prepared.generations)):
         cached += min((usage.cached for choice, usage in usages.items() if choice // prepared.n == number), default=0)

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's chat and completions, and of tokenize and detokenize, as typed models.
 
-In: the honoured fields of a body (`parsing.py`). Out: a frozen request model. Types are checked here; ranges of sampling values
-in SamplingParams, for every interface alike.
+The input is the honoured fields of a body, from `parsing.py`; the output is a frozen request model. Types are checked here.
+SamplingParams checks the ranges of sampling values, because every interface builds one.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class ToolSpec(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools may be called, and whether one must be. `names` with the caller's path to each; None: all of them."""
+    """Which tools the model may call, and whether it must call one."""
 
     mode: Mode
-    names: tuple[tuple[str, str], ...] | None = None
-    named: bool = False  # one tool, by its name alone
+    names: tuple[tuple[str, str], ...] | None = None  # (tool, path of the field that names it); None allows all tools
+    named: bool = False  # the request names exactly one tool, outside of `allowed_tools`
 
     def allows(self, name: str) -> bool:
         return self.names is None or any(name == allowed for allowed, _ in self.names)
 
 
 def chat_choice(value: object) -> ToolChoice:
-    """The shape of /v1/chat/completions: names inside `function`, allowed tools inside `allowed_tools`."""
-    if isinstance(value, ToolChoice):  # from a request of another API
+    """Parse `tool_choice` of a chat, where a tool's name is inside `function` and a list of tools inside `allowed_tools`."""
+    if isinstance(value, ToolChoice):  # A request of another API was converted to a chat and has parsed it already.
         return value
     given = _object_or_mode(value)
     if isinstance(given, ToolChoice):
@@ -75,7 +75,7 @@ def chat_choice(value: object) -> ToolChoice:
 
 
 def response_choice(value: object) -> ToolChoice:
-    """The shape of /v1/responses: everything in one object."""
+    """Parse `tool_choice` of /v1/responses, where names and lists of tools are in the object itself."""
     given = _object_or_mode(value)
     if isinstance(given, ToolChoice):
         return given
@@ -98,7 +98,7 @@ def _object_or_mode(value: Any) -> ToolChoice | Mapping[str, Any]:
 
 
 def _allowed(value: object, at: str, inside: str | None) -> ToolChoice:
-    """The tools of `allowed_tools`; `inside`: the field of each tool that contains its name."""
+    """Parse the list of allowed tools. `inside` is the field of each entry that contains the name; None if it is the entry."""
     if not isinstance(value, dict):
         raise PydanticCustomError("choice", "must be an object with mode and tools", {"at": at})
     _only(value, ("mode", "tools"), at)
@@ -132,19 +132,19 @@ def _only(value: Mapping[str, Any], names: Sequence[str], at: str = "") -> None:
             raise PydanticCustomError("choice", "unknown field", {"at": f"{at}.{name}"})
 
 
-# ------------------ Request bodies of OpenAI's chat and completions, and of tokenize and detokenize, as typed models
+# ---------------------------------------------------------------------------------------------- request bodies
 
 
 MAX_CHOICES = 128
-MAX_REPLIES = 4096  # prompts × n of one request
-COMPLETION_MAX_TOKENS = 16  # the default that clients of /v1/completions expect
+MAX_REPLIES = 4096  # the limit on prompts × n of one request
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 Prompt = str | tuple[int, ...]
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
-    """A text, a list of texts, token ids or a list of lists of them → prompts."""
+    """Turn a text, a list of texts, a list of token ids, or a list of such lists into a tuple of prompts."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
@@ -179,7 +179,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _bias(value: object) -> dict[int, float]:
-    """JSON writes the token ids as strings."""
+    """Parse `logit_bias`. Its keys are token ids written as strings, since JSON allows no other keys."""
     if not isinstance(value, dict):
         raise PydanticCustomError("bias", "must be an object: token id → added to its logit")
     bias: dict[int, float] = {}
@@ -193,7 +193,7 @@ def _bias(value: object) -> dict[int, float]:
 
 
 def _content(value: object) -> str:
-    """A text, or text parts, which are joined by line breaks."""
+    """Return a text, or text parts joined by line breaks."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -255,7 +255,7 @@ class StructuredOutputs(StrictModel):
 
 
 class SamplingFields(StrictModel):
-    """Fields of both chat and completions."""
+    """The fields that chat and completions have in common."""
 
     model: str | None = field_doc("string", "the served model; may be left out")
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
@@ -325,7 +325,7 @@ class SamplingFields(StrictModel):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def guided(self) -> dict[str, tuple[str, Any]]:
-        """Response formats: the caller's field name → the name and value in RequestOptions."""
+        """Return the response formats that are given, from the caller's field name to the option's name and value."""
         found: dict[str, tuple[str, Any]] = {}
         match self.response_format:
             case ResponseFormat(type="json_object"):
@@ -348,7 +348,7 @@ class SamplingFields(StrictModel):
         return found
 
     def options(self, **changes: Any) -> RequestOptions:
-        """RequestOptions from the fields of the same name, and the endpoint's `changes`."""
+        """Build RequestOptions from the fields of the same name, and from `changes`, which the endpoint decides."""
         named = {f.name: getattr(self, f.name) for f in fields(RequestOptions) if f.name in type(self).model_fields}
         spelled = {
             "max_tokens": self.token_limit,
@@ -400,7 +400,7 @@ class Message(StrictModel):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates expect it; `developer` is the newer name of `system`."""
+        """Return the message as chat templates expect it. They know `developer` by its older name, `system`."""
         message = self.model_dump(exclude_none=True) | {"content": self.content or ""}
         if not self.tool_calls:
             message.pop("tool_calls", None)
@@ -452,7 +452,7 @@ class ChatRequest(SamplingFields):
         return self
 
     def tool_use(self) -> ToolUse | None:
-        """The tools of the request; None: the prompt lists none."""
+        """Return the tools of the request, or None if the prompt shall list no tools."""
         wanted = self.tool_choice or ToolChoice("auto")
         if not self.tools or wanted.mode == "none":
             return None

@@ -1,7 +1,7 @@
 """Run the app with uvicorn: bind the port, print an example request, shut down gracefully.
 
-In: an LLM and ServerOptions. Out: returns after shutdown. On the first SIGTERM or SIGINT new requests get 503 and running
-ones may finish within `drain_seconds`; the second exits at once.
+`serve` returns after the shutdown. On the first SIGTERM or SIGINT, new requests get 503 and running ones may finish within
+`drain_seconds`. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from onedraw.server.app import Endpoints, create_app
 from onedraw.server.config import ServerOptions
 from onedraw.server.logs import log_config
 
-# Every socket write releases the GIL, and the event loop waits for it again while the engine's thread runs. With Python's
-# default of 5 ms per switch, many times per step, that wait dominates the latency of large batches.
+# Every socket write releases the GIL, and the event loop then waits for the engine's thread to give it back: up to Python's
+# switch interval, 5 ms by default, many times per step. A shorter interval keeps the latency of large batches low.
 SWITCH_SECONDS = 0.001
-FLUSH_SECONDS = 5  # for the last bytes of finished replies, after the engine has stopped
+FLUSH_SECONDS = 5  # After the engine has stopped, finished replies have this long to reach their clients.
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with a graceful shutdown of the LLM."""
+    """Uvicorn with a shutdown that lets running requests of the LLM finish."""
 
     def __init__(self, llm: LLM, options: ServerOptions, listener: socket.socket | None = None) -> None:
         app = create_app(llm, options)
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
             self._listener.close()
 
     def _listen(self) -> None:
-        """Two servers that load at the same time may both bind the port; only one can listen."""
+        """Start to listen. Two servers that load at the same time may both bind the port, but only one of them can listen."""
         host, port = self._listener.getsockname()[:2]
         try:
             self._listener.listen()
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
         print(greeting(self.url, self._desk.llm, self._options), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Exit with status 0 after draining; uvicorn would end the process by the signal."""
+        """Begin to drain, so that the process exits with status 0. Uvicorn's own handler would end it by the signal."""
         if self._signalled:
             os._exit(128 + sig)
         self._signalled = True
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Begin the shutdown; call it on the server's loop. New requests get 503 from here on."""
+        """Begin the shutdown: new requests get 503 from here on. It must be called on the server's event loop."""
         self._desk.draining = True
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._finish())
@@ -104,15 +104,15 @@ class Server(uvicorn.Server):
 
 
 def serve(llm: LLM, options: ServerOptions, listener: socket.socket | None = None) -> None:
-    """Serve until a signal. BadSetting if the port is not available. `listener`: a socket that `bind` returned earlier."""
+    """Serve until a signal arrives. A port that is not available raises BadSetting. `listener` is an earlier result of `bind`."""
     Server(llm, options, listener).run()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to this address."""
+    """Return a socket that is bound to this address, or raise BadSetting."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
+    except (OSError, UnicodeError) as error:  # a string that is no host name raises UnicodeError
         reason = error.strerror if isinstance(error, OSError) else error
         raise BadSetting(f"--host: {host!r} is not an address of this machine ({reason})") from None
     listener = socket.socket(family, kind, protocol)
@@ -136,7 +136,7 @@ def _no_port(host: str, port: int, error: OSError) -> BadSetting:
 
 
 def greeting(url: str, llm: LLM, options: ServerOptions) -> str:
-    """A curl command to try the server with. API keys are never printed."""
+    """Return a curl command to try the server with. It names an environment variable instead of the API key."""
     chat = llm.template is not None
     chat_fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]}
     fields = chat_fields if chat else {"prompt": "Once upon a time"}

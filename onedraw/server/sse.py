@@ -1,7 +1,7 @@
-"""Server-sent events: the response of a streamed reply.
+"""Server-sent events: the HTTP response of a streamed reply.
 
-In: an async generator of chunks. Out: an ASGI response. An error after the start is written as an event; if the client
-disconnects, the generator is closed, which cancels the generation.
+The input is an async generator of chunks. An error after the start is sent as an event. If the client disconnects, the
+generator is closed, which cancels the generation.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Chunk = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How an API frames its events."""
+    """The differences between the event streams of OpenAI's and Anthropic's APIs."""
 
-    named: bool  # with an `event:` line that holds the type
-    last: bytes  # the end of a complete stream
+    named: bool  # each event has an `event:` line with its type
+    last: bytes  # what follows the last event of a complete stream
 
 
 OPENAI = Framing(named=False, last=b"data: [DONE]\n\n")
@@ -35,7 +35,7 @@ NAMED = Framing(named=True, last=b"")
 
 
 class EventStream(Response):
-    """Sends the chunks of an async generator. An error is written by `failed` and ends the stream."""
+    """Sends the chunks of an async generator. If it raises, `failed` turns the error into last chunks, and the stream ends."""
 
     media_type = "text/event-stream"
 
@@ -46,7 +46,7 @@ class EventStream(Response):
         framing: Framing,
         failed: Callable[[OnedrawError], list[Chunk]],
     ) -> None:
-        # Tells reverse proxies not to buffer the events.
+        # The header x-accel-buffering tells reverse proxies to pass events on without buffering.
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -70,16 +70,16 @@ class EventStream(Response):
     def _error_events(self, error: OnedrawError) -> bytes:
         try:
             return self._events(self._failed(error))
-        except Exception as failure:  # the reply so far may be what cannot be written
+        except Exception as failure:  # `failed` writes the reply so far, which may be the very part that cannot be written
             log.error("an error could not be written in the shape of its endpoint", exc_info=failure)
             return event({"type": "error", **error_object(error)}, self._framing.named)
 
     def _events(self, chunks: list[Chunk]) -> bytes:
-        """All chunks in one write: a write per chunk costs more than the chunk."""
+        """Join all chunks into one write, since a socket write per chunk would cost more than making the chunk."""
         return b"".join(event(chunk, self._framing.named) for chunk in chunks)
 
 
 def event(value: Chunk, named: bool = False) -> bytes:
-    """One event; `named`: with its type as the event's name."""
+    """Return one event as bytes. With `named` it has an `event:` line with its type."""
     name = b"event: %b\n" % value["type"].encode() if named else b""
     return b"%bdata: %b\n\n" % (name, to_json(value, inf_nan_mode="null"))

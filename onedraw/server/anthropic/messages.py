@@ -1,7 +1,7 @@
 """/v1/messages: an Anthropic request turned into a chat request, and its reply written as an Anthropic message.
 
-In: the body of a Messages request; later pieces, or a whole reply. Out: the fields of the equivalent chat request; content
-blocks, whole or as events.
+The input is the body of a Messages request and later the pieces of the reply, or the whole reply. The output is the fields of
+the equivalent chat request, and Anthropic's content blocks, whole or as stream events.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from onedraw.types import SEED_LIMIT, ModelCard, Piece, Usage
 
 RULES: tuple[Rule, ...] = (
     inert("metadata", "the caller's own notes"),
-    inert("service_tier", "there is one tier", "auto", "standard_only"),
+    inert("service_tier", "the server has one tier", "auto", "standard_only"),
     inert("cache_control", "prefix caching is automatic"),
-    neutral("inference_geo", "there is one place", "global"),
-    neutral("speed", "there is one speed", "standard"),
+    neutral("inference_geo", "the server runs in one place", "global"),
+    neutral("speed", "the server has one speed", "standard"),
     refused("container", "the server runs no code"),
-    refused("mcp_servers", "the server reads nothing but the request"),
+    refused("mcp_servers", "the server sends no requests to other servers"),
     inert("user_profile_id", "not used"),
     inert("workspace_id", "not used"),
     inert("diagnostics", "no diagnostics are collected", {}, {"previous_message_id": None}),
     neutral(
         "context_management",
-        "a shortened prompt is another prompt; shorten it before sending",
+        "the server never shortens a prompt; shorten it before sending",
         {"edits": []},
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
-    refused("compaction", "a shortened prompt is another prompt; shorten it before sending"),
-    refused("fallbacks", "there is one model"),
-    refused("fallback_credit_token", "there is one model"),
+    refused("compaction", "the server never shortens a prompt; shorten it before sending"),
+    refused("fallbacks", "the server has one model"),
+    refused("fallback_credit_token", "the server has one model"),
     refused("thread", "send the whole conversation as messages"),
 )
 _MARKED = (inert("cache_control", "prefix caching is automatic"),)
@@ -55,7 +55,8 @@ BLOCK_RULES: Mapping[str, tuple[Rule, ...]] = {
 
 
 def sifted(blocks: list[Any], *, path: str, ignored: list[str] | None) -> list[Any]:
-    """The honoured fields of blocks, and of the blocks inside. Unknown blocks are refused when the request is validated."""
+    """Return the honoured fields of blocks, nested ones included. Blocks of unknown type pass unchanged: validating the request
+    refuses them."""
     kept: list[Any] = []
     for number, block in enumerate(blocks):
         rules = BLOCK_RULES.get(str(block.get("type"))) if isinstance(block, dict) else None
@@ -71,7 +72,7 @@ def sifted(blocks: list[Any], *, path: str, ignored: list[str] | None) -> list[A
 
 
 def _text_of(value: object) -> str:
-    """A text, or text blocks, which are joined by line breaks."""
+    """Return a text, or text blocks joined by line breaks."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -107,7 +108,7 @@ def _blocks(value: object) -> str | list[dict[str, Any]]:
     return value
 
 
-# What a block of each type must have.
+# type of block → the fields it must have, with their Python types
 _READ: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "text": {"text": str},
     "thinking": {"thinking": str},
@@ -165,7 +166,7 @@ class OutputConfig(StrictModel):
 
 
 class CountRequest(StrictModel):
-    """The fields that make up a prompt."""
+    """The fields of a Messages request that decide its prompt."""
 
     model: str | None = field_doc("string", "the served model; may be left out")
     messages: list[MessageParam] = field_doc("list of objects", "see below; required", ..., min_length=1)
@@ -185,11 +186,11 @@ class CountRequest(StrictModel):
 
     @cached_property
     def chat_messages(self) -> list[tuple[int, dict[str, Any]]]:
-        """The equivalent chat messages, each with the index of its source."""
+        """The equivalent chat messages, each with the index of the message it was made from."""
         return [(number, one) for number, message in enumerate(self.messages) for one in _to_chat(message)]
 
     def chat(self) -> dict[str, Any]:
-        """The fields of the equivalent chat request."""
+        """Return the fields of the equivalent chat request."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         fields: dict[str, Any] = {
             "messages": [*system, *(message for _, message in self.chat_messages)],
@@ -217,7 +218,7 @@ class CountRequest(StrictModel):
             return {"reasoning_effort": "none"}
         budget = {"thinking_budget": self.thinking.budget_tokens} if self.thinking.budget_tokens is not None else {}
         if effort is None and self.thinking.type == "adaptive":
-            return budget  # the model decides
+            return budget  # Without an effort, adaptive thinking leaves its length to the model.
         return {"reasoning_effort": effort or "high", **budget}
 
     def _format(self) -> dict[str, Any]:
@@ -226,7 +227,7 @@ class CountRequest(StrictModel):
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": self.output_config.format.schema_}}}
 
     def names(self) -> dict[str, str]:
-        """Field names of the chat request → the caller's."""
+        """Map field names of the equivalent chat request to the caller's field names, for errors."""
         places = enumerate(self.chat_messages, 1 if self.system else 0)
         messages = {f"messages[{place}]": f"messages[{number}]" for place, (number, _) in places}
         tools = {f"tools[{n}].function.parameters": f"tools[{n}].input_schema" for n in range(len(self.tools))}
@@ -269,7 +270,7 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
 
 
 def _to_chat(message: MessageParam) -> list[dict[str, Any]]:
-    """The equivalent chat messages. Tool results become messages of their own, before the user's text."""
+    """Turn a message into chat messages. A tool result becomes a message of its own, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     by_type: dict[str, list[dict[str, Any]]] = {name: [] for name in _READ}
@@ -291,7 +292,7 @@ def _to_chat(message: MessageParam) -> list[dict[str, Any]]:
 
 
 def _result(block: Mapping[str, Any]) -> str:
-    """The text of a tool result. Chat templates have no error flag, so the text says it."""
+    """Return the text of a tool result. Chat templates have no flag for an error, so the text begins with "Error"."""
     text = _text_of(block.get("content") or "")
     return f"Error: {text}" if block.get("is_error") else text
 
@@ -300,13 +301,13 @@ def _result(block: Mapping[str, Any]) -> str:
 
 
 class MessagesWriter:
-    """Writes one reply as a message. `omit_thinking`: thinking blocks are written without their text."""
+    """Writes one reply as an Anthropic message. With `omit_thinking` its thinking blocks have no text."""
 
     def __init__(self, prepared: PreparedRequest, *, card: ModelCard, omit_thinking: bool = False) -> None:
         self._prepared = prepared
         self._omit_thinking = omit_thinking
         self._card = card
-        self._reply: Reply | None = None  # of a stream that has begun
+        self._reply: Reply | None = None  # the reply so far; None until the stream's first piece
 
     def chunks(self, piece: Piece) -> list[Json]:
         events: list[Json] = []
@@ -384,8 +385,8 @@ def _content(block: ContentBlock, *, empty: bool = False) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """Arguments as an object; {} if they were cut off. Numbers that are too large are clamped and NaN becomes null, since the
-    reply must be valid JSON."""
+    """Parse the arguments of a call; cut-off arguments give {}. Numbers beyond the range of a float are clamped and NaN becomes
+    null, so that the reply is valid JSON."""
     try:
         found = json.loads(arguments, parse_float=_finite, parse_constant=lambda _: None)
     except (ValueError, RecursionError):

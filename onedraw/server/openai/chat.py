@@ -1,6 +1,6 @@
-"""Replies of /v1/chat/completions and /v1/completions, from pieces: chunks of a stream, or one object.
+"""Replies of /v1/chat/completions and /v1/completions, either as the chunks of a stream or as one object.
 
-In: pieces, or whole replies, and usage. Out: dictionaries in OpenAI's shapes, ready for JSON.
+The input is pieces, or whole replies, and their usage; the output is dictionaries in OpenAI's shapes, ready for JSON.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Finish, Logprobs, ModelCard, Piece, ReplyToken, Usage
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot write
+MIN_LOGPROB = -9999.0  # JSON cannot write minus infinity, so this number is sent instead.
 
 Json = dict[str, Any]
 
 
 class OpenAIWriter:
-    """Writes the choices of one request."""
+    """Writes all choices of the reply to one request."""
 
     def __init__(self, prepared: PreparedRequest, *, card: ModelCard, tokenizer: Tokenizer, include_usage: bool = False) -> None:
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._include_usage = include_usage
-        self._begun: set[int] = set()  # choices that have a chunk
-        self._named: set[tuple[int, int]] = set()  # choice and call, of calls whose name was sent
+        self._begun: set[int] = set()  # indices of the choices that already had a chunk
+        self._named: set[tuple[int, int]] = set()  # (choice, call) of the tool calls whose id and name were already sent
         self._head = {
             "id": prepared.id,
             "created": int(time.time()),
@@ -41,7 +41,7 @@ class OpenAIWriter:
     # ------------------------------------------------------------------ a stream
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """A chat choice begins with a chunk that names the role. A piece with nothing to show gives no chunk."""
+        """Write a piece. The first chunk of a chat choice names the role. A piece without visible content gives no chunk."""
         prepared, index, written = self._prepared, piece.index, []
         first = index not in self._begun
         self._begun.add(index)
@@ -81,7 +81,7 @@ class OpenAIWriter:
                 return self._call_delta(piece)
 
     def _call_delta(self, piece: Piece) -> Json:
-        """Id and name of a call once, then parts of its arguments."""
+        """The first delta of a tool call has its id and name; the later ones only add to its arguments."""
         call = piece.call
         assert call is not None
         if (piece.index, call.index) not in self._named:
@@ -91,13 +91,13 @@ class OpenAIWriter:
         return {"tool_calls": [{"index": call.index, "function": {"arguments": piece.text}}]} if piece.text else {}
 
     def ending(self, usage: Usage) -> list[Json]:
-        """With `include_usage`, a last chunk without choices."""
+        """With `include_usage`, a stream ends with a chunk that has the usage and no choices."""
         if not self._include_usage:
             return []
         return [self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}]
 
     def failed(self, error: OnedrawError) -> list[Json]:
-        """The last chunk of a stream that failed."""
+        """Return the last chunk of a stream that failed."""
         return [error_object(error)]
 
     def _chunk(self, choice: Json, prompt_ids: tuple[int, ...] | None) -> Json:
@@ -110,7 +110,7 @@ class OpenAIWriter:
     def _chunk_object(self) -> str:
         return "chat.completion.chunk" if self._prepared.kind == "chat" else "text_completion"
 
-    # ------------------------------------------------------------------ whole
+    # ------------------------------------------------------------------ a whole reply
 
     def whole(self, replies: Sequence[Reply], usage: Usage) -> Json:
         chat = self._prepared.kind == "chat"
@@ -129,7 +129,7 @@ class OpenAIWriter:
         whole = self._head | {"object": "chat.completion" if chat else "text_completion", "choices": choices}
         return whole | {"usage": write_usage(usage)} | self._prompt_ids(self._prepared.generations[0].prompt)
 
-    # ------------------------------------------------------------------ both
+    # ------------------------------------------------------------------ parts that streams and whole replies share
 
     def _choice(
         self,
@@ -164,7 +164,7 @@ class OpenAIWriter:
         return choice
 
     def _prompt_ids(self, ids: tuple[int, ...] | None) -> Json:
-        """Beside the choices too where there is one prompt: some clients look there."""
+        """With a single prompt its ids are also put beside `choices`, since some clients read them there."""
         one_prompt = len(self._prepared.generations) == 1
         return {"prompt_token_ids": list(ids)} if ids is not None and self._prepared.token_ids and one_prompt else {}
 
@@ -180,7 +180,7 @@ class OpenAIWriter:
         }
 
     def _echoed(self, index: int, logprobs: Sequence[Logprobs] | None) -> list[ReplyToken]:
-        """The prompt's tokens, where it is echoed with logprobs. The first token has no logprob."""
+        """Return the prompt's tokens if the request wants them echoed with logprobs. The first one has no logprob."""
         echo = self._prepared.echo_of(index)
         if echo is None or not self._prepared.logprobs:
             return []
@@ -193,7 +193,7 @@ class OpenAIWriter:
         return [self._chat_entry(token) for token in tokens]
 
     def _chat_entry(self, token: ReplyToken) -> Json:
-        assert token.logprobs is not None  # the request asked for them
+        assert token.logprobs is not None  # every token has logprobs if the request asks for any
         top = [self._entry(id, logprob) for id, logprob in token.logprobs.top]
         return self._entry(token.token, token.logprobs.logprob) | {"top_logprobs": top}
 
@@ -201,7 +201,8 @@ class OpenAIWriter:
         return {"token": self._token_text(id), "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(id))}
 
     def _alternatives(self, token: ReplyToken) -> dict[str, float] | None:
-        """Text → logprob, the token itself included; of two tokens with the same text the likelier one is kept."""
+        """Map the text of each alternative and of the token itself to its logprob. If two have the same text, the first and
+        likelier one is kept."""
         if token.logprobs is None:
             return None
         found: dict[str, float] = {}
@@ -210,7 +211,8 @@ class OpenAIWriter:
         return found
 
     def _token_text(self, id: int) -> str:
-        """A token that is no whole character is written as its bytes, so that two such tokens stay apart."""
+        """Return the text of a token. A token that is not valid UTF-8 alone is written as its bytes, which keeps such tokens
+        distinct."""
         raw = self._tokenizer.token_bytes(id)
         try:
             return raw.decode("utf-8")
@@ -227,7 +229,7 @@ def _finite_or_none(logprobs: Logprobs | None) -> float | None:
 
 
 def prompt_offsets(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """Where each prompt token begins in the echoed text. Tokens that the tokenizer added itself have no width there."""
+    """Return where each prompt token begins in the echoed text. Special tokens that are not in that text have width 0."""
     detokenizer, offsets, at = Detokenizer(tokenizer, skip_special=False), [], 0
     for token in prompt:
         offsets.append(at)

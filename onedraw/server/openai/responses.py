@@ -1,7 +1,7 @@
-"""Replies of /v1/responses, from pieces: events of a stream, or one object.
+"""Replies of /v1/responses, either as the events of a stream or as one object.
 
-In: pieces, or a whole reply, and the conversation before it. Out: output items in OpenAI's shapes; finished responses go to
-the ResponseStore.
+The input is pieces, or a whole reply, and the conversation before it. The output is items in OpenAI's shapes. A finished
+response is kept in the ResponseStore unless the request says `store: false`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onedraw.server.prompts import PreparedRequest
 from onedraw.server.protocol import ToolChoice
 from onedraw.types import Finish, ModelCard, Piece, ReplyToken, Usage
 
-MAX_CHARACTERS = 2**26  # of all stored responses together
+MAX_CHARACTERS = 2**26  # The limit on the characters of all stored responses together.
 
 
 class NoSuchResponse(BadRequest):
@@ -32,12 +32,12 @@ class NoSuchResponse(BadRequest):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it was sent, its input items, and the conversation up to its end as chat messages."""
+    """A response as it was sent, its input items, and the whole conversation including it as chat messages."""
 
     response: Json
-    items: tuple[Json, ...]  # the input, each with an id
+    items: tuple[Json, ...]  # the items of the input; each has an id
     messages: tuple[Json, ...]
-    owner: str | None = None  # name of the caller's API key
+    owner: str | None = None  # name of the API key that created it; no other key may read it
 
     @property
     def size(self) -> int:
@@ -45,23 +45,24 @@ class StoredResponse:
 
     @property
     def referable(self) -> Sequence[Json]:
-        """Items that an item_reference can name."""
+        """The input and output items, which a later input can refer to with an `item_reference`."""
         output: list[Json] = self.response["output"]
         return [*self.items, *output]
 
 
 class ResponseStore:
-    """Bounded: the oldest responses are dropped. Any thread may use it."""
+    """Stored responses in memory. When they exceed the limit, the oldest are dropped. Its methods are thread-safe."""
 
     def __init__(self, most_characters: int = MAX_CHARACTERS) -> None:
         self._most = most_characters
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._items: dict[tuple[str | None, str], list[Json]] = {}  # by owner and id
+        # (owner, item id) → the stored items with that id. Several responses can contain the same item.
+        self._items: dict[tuple[str | None, str], list[Json]] = {}
         self._size = 0
         self._lock = threading.Lock()
 
     def keep(self, stored: StoredResponse) -> None:
-        if stored.size > self._most:  # it would evict all others, and itself
+        if stored.size > self._most:  # Storing it would drop every other response, and then itself.
             return
         with self._lock:
             self._kept[stored.response["id"]] = stored
@@ -72,7 +73,7 @@ class ResponseStore:
                 self._drop(next(iter(self._kept)))
 
     def find(self, response_id: str, owner: str | None = None) -> StoredResponse:
-        """A response of another caller is reported as not found."""
+        """Return a stored response. One that belongs to another key is reported as not found, to reveal nothing."""
         with self._lock:
             found = self._kept.get(response_id)
         if found is None or found.owner != owner:
@@ -86,7 +87,7 @@ class ResponseStore:
                 self._drop(response_id)
 
     def before(self, response_id: str | None, owner: str | None = None) -> tuple[Json, ...]:
-        """The conversation up to the end of that response."""
+        """Return the messages of the conversation up to the end of that response."""
         if response_id is None:
             return ()
         try:
@@ -97,7 +98,7 @@ class ResponseStore:
             ) from None
 
     def resolved(self, items: Sequence[Json], owner: str | None = None) -> list[Json]:
-        """The items, with references replaced by the items they name."""
+        """Return the items, with each `item_reference` replaced by the stored item it names."""
         found: list[Json] = []
         for number, item in enumerate(items):
             if item.get("type") == "item_reference":
@@ -114,7 +115,7 @@ class ResponseStore:
         gone = self._kept.pop(response_id)
         self._size -= gone.size
         for item in gone.referable:
-            # A referenced item also belongs to the responses that refer to it.
+            # Another stored response may contain the same item, so only this response's entry is removed.
             left = [one for one in self._items.pop((gone.owner, item["id"]), ()) if one is not item]
             if left:
                 self._items[gone.owner, item["id"]] = left
@@ -134,7 +135,7 @@ class ItemPage:
 
 
 def check_query(request: Request, known: Mapping[str, Sequence[str]]) -> None:
-    """Refuse unknown parameters and values. `known`: parameter → accepted values; an empty tuple accepts all."""
+    """Refuse unknown query parameters and values. `known` maps a parameter to its values; an empty tuple allows any value."""
     for name, value in request.query_params.multi_items():
         if name not in known:
             raise BadParameter(name, "unknown parameter")
@@ -168,16 +169,16 @@ def listing(items: Sequence[Mapping[str, Any]], page: ItemPage) -> dict[str, Any
     }
 
 
-# ------------------ Replies of /v1/responses, from pieces
+# ---------------------------------------------------------------------------------------------- the reply
 
 
 @dataclass(frozen=True, slots=True)
 class EventNames:
-    """Names of the events of a content part, and of the field that holds its number."""
+    """The names that OpenAI gives to the stream events of one kind of content part."""
 
-    part: str
-    text: str
-    number: str
+    part: str  # stem of the events for the begin and end of a part, e.g. `response.content_part`
+    text: str  # stem of the events for its text, e.g. `response.output_text`
+    number: str  # the event's field that holds the index of the part
 
 
 TEXT = EventNames("response.content_part", "response.output_text", "content_index")
@@ -186,8 +187,8 @@ SUMMARY = EventNames("response.reasoning_summary_part", "response.reasoning_summ
 
 
 class ResponsesWriter:
-    """Writes one reply as a response and stores it. `before`: the earlier conversation; `items`: the input, without
-    references."""
+    """Writes one reply as a response and stores it. `before` is the conversation before the input, as chat messages; `items`
+    is the input with references resolved."""
 
     def __init__(
         self,
@@ -206,11 +207,11 @@ class ResponsesWriter:
         self._before = before
         self._items = items
         self._card = card
-        self._openai = openai  # writes logprobs
+        self._openai = openai  # writes the logprobs, which have the same shape in a chat
         self._store = store
         self._owner = owner
         self._summarizes = body.summary is not None
-        self._reply: Reply | None = None  # of a stream that has begun
+        self._reply: Reply | None = None  # the reply so far; None until the stream's first piece
         self._created = int(time.time())
         self._sequence_number = 0
 
@@ -250,7 +251,7 @@ class ResponsesWriter:
         return whole
 
     def _input_items(self) -> tuple[Json, ...]:
-        """The input with an id for every item. Paging needs distinct ids, so only the first of several equal ones is kept."""
+        """Return the input with an id for every item. Paging by id needs distinct ids, so a repeated id is replaced."""
         seen: set[str] = set()
         found: list[Json] = []
         for number, item in enumerate(self._items):
@@ -262,7 +263,7 @@ class ResponsesWriter:
         return tuple(found)
 
     def _with_id(self, name: str, item: Json) -> Json:
-        """An item with an id, its text as parts."""
+        """Return an item with this id. A message whose content is a string gets it as a list with one text part."""
         content = item.get("content")
         if item["type"] == "message" and isinstance(content, str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"
@@ -298,7 +299,7 @@ class ResponsesWriter:
                 ]
 
     def _call_changed(self, change: BlockChange, block: ContentBlock) -> list[Json]:
-        """Of a call only the arguments grow."""
+        """Return the events of a tool call. Its name is known from the start, so only the arguments have deltas."""
         place, kind = {"item_id": self._item_id(block), "output_index": block.index}, "response.function_call_arguments"
         match change:
             case BlockOpened():
@@ -394,7 +395,7 @@ class ResponsesWriter:
 
 
 def _choice_of(choice: ToolChoice | None) -> Any:
-    """As the caller may have written it."""
+    """Return the tool choice in one of the spellings that a request can have."""
     if choice is None or choice.names is None:
         return "auto" if choice is None else choice.mode
     names = [{"type": "function", "name": name} for name, _ in choice.names]

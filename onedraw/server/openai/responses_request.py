@@ -1,6 +1,7 @@
-"""/v1/responses: request bodies, and the equivalent chat request.
+"""Request bodies of /v1/responses, and how they become chat requests.
 
-In: the honoured fields of a body. Out: a frozen request; chat messages; field names of the chat request → the caller's.
+The input is the honoured fields of a body. The output is a frozen request, its equivalent chat request, and a map from field
+names of the chat request to the caller's, so that an error names the field that the caller sent.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ RULES: tuple[Rule, ...] = (
     inert("user", "not used"),
     inert("safety_identifier", "not used"),
     inert("prompt_cache_key", "prefix caching is automatic"),
-    inert("prompt_cache_retention", "the prefix cache keeps what was used last"),
+    inert("prompt_cache_retention", "the prefix cache evicts the least recently used"),
     inert("prompt_cache_options", "prefix caching is automatic"),
-    inert("service_tier", "there is one tier", "auto", "default"),
+    inert("service_tier", "the server has one tier", "auto", "default"),
     inert("stream_options", "events are not padded", {"include_obfuscation": False}, {}),
     neutral("background", "replies are only sent to the request itself", False),
-    neutral("truncation", "a shortened prompt is another prompt", "disabled"),
+    neutral("truncation", "the server never shortens a prompt", "disabled"),
     neutral("max_tool_calls", "the server has no tools of its own"),
     refused("conversation", "use `previous_response_id`"),
-    refused("prompt", "there are no stored prompts"),
+    refused("prompt", "the server stores no prompts"),
     refused("moderation", "nothing is moderated here"),
-    refused("context_management", "a shortened prompt is another prompt; shorten it before sending"),
+    refused("context_management", "the server never shortens a prompt; shorten it before sending"),
 )
-# Rules for the fields of items and of content parts, by type.
+# The rules of fields that items and content parts have, by the type of the item.
 _OUTPUT = (*read("id"), inert("status", "not used"))
 ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {
     "message": (*read("role", "content"), *_OUTPUT, inert("phase", "not used")),
@@ -55,6 +56,7 @@ PART_RULES: tuple[Rule, ...] = (
     inert("logprobs", "not used"),
     inert("prompt_cache_breakpoint", "prefix caching is automatic"),
 )
+# type of item → (field, accepted Python types) of the fields that it must have
 _NEEDED: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "message": (("role", str), ("content", (str, list))),
     "function_call": (("call_id", str), ("name", str), ("arguments", str)),
@@ -65,7 +67,7 @@ _NEEDED: Mapping[str, tuple[tuple[str, Any], ...]] = {
 
 
 def kind_of(item: Mapping[str, Any]) -> str:
-    """The type of an item; messages and references may leave it out."""
+    """Return the type of an item. Messages and references may leave it out."""
     kind = item.get("type")
     if kind is None:
         return "item_reference" if set(item) == {"id"} else "message"
@@ -76,7 +78,8 @@ def kind_of(item: Mapping[str, Any]) -> str:
 
 
 def sifted(item: Mapping[str, Any], *, path: str, ignored: list[str] | None) -> dict[str, Any]:
-    """The honoured fields of an item and of its content parts. Unknown items are refused when the request is validated."""
+    """Return the honoured fields of an item and of its content parts. An item of unknown type passes unchanged: validating the
+    request refuses it."""
     try:
         kind = kind_of(item)
     except PydanticCustomError:
@@ -114,7 +117,7 @@ def _items(value: object) -> str | list[dict[str, Any]]:
     return value
 
 
-NumberedMessage = tuple[int, dict[str, Any]]  # a chat message, and the index of its first item
+NumberedMessage = tuple[int, dict[str, Any]]  # the index of a message's first input item, and the chat message
 
 
 class ResponseTool(StrictModel):
@@ -135,7 +138,7 @@ class ResponseTextFormat(StrictModel):
 
 class ResponseText(StrictModel):
     format: ResponseTextFormat | None = field_doc("object", "`type`, `schema`")
-    verbosity: Literal["medium"] | None = field_doc('"medium"', "ask for it in a message")
+    verbosity: Literal["medium"] | None = field_doc('"medium"', "say it in a message")
 
 
 class ResponseReasoning(StrictModel):
@@ -143,7 +146,7 @@ class ResponseReasoning(StrictModel):
     context: Literal["auto", "all_turns"] | None = field_doc(
         '"auto", "all_turns"', "the chat template gets all reasoning that is sent"
     )
-    mode: Literal["standard"] | None = field_doc('"standard"', "there is one mode")
+    mode: Literal["standard"] | None = field_doc('"standard"', "the server has one mode")
     summary: Literal["auto", "concise", "detailed"] | None = field_doc(
         '"auto", "concise", "detailed"', "the reasoning itself is sent as the summary"
     )
@@ -194,14 +197,14 @@ class ResponsesRequest(StrictModel):
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The input as items."""
+        """The input as items; a string is one message of the user."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         found: list[dict[str, Any]] = self.input
         return found
 
     def chat(self, before: Sequence[dict[str, Any]], messages: Sequence[NumberedMessage]) -> dict[str, Any]:
-        """The fields of the equivalent chat request. `before`: the earlier conversation; `messages`: the input."""
+        """Return the fields of the equivalent chat request. `before` is the earlier conversation, `messages` the input."""
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
         same = ("temperature", "top_p", "top_k", "min_p", "seed", "thinking_budget", "speculation", "tool_choice")
         given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
@@ -234,7 +237,7 @@ class ResponsesRequest(StrictModel):
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": shape.schema_ or {}}}}
 
     def names(self, before: Sequence[dict[str, Any]], messages: Sequence[NumberedMessage]) -> dict[str, str]:
-        """Field names of the chat request → the caller's."""
+        """Map field names of the equivalent chat request to the caller's field names, for errors."""
         tools = {f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))}
         opening = len(before) + bool(self.instructions)
         return {
@@ -254,12 +257,12 @@ def _tool(tool: ResponseTool) -> dict[str, Any]:
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as chat messages. Consecutive reasoning, text and calls of the assistant become one message."""
+    """Turn items into chat messages. Consecutive reasoning, text and calls of the assistant become one message."""
     return [message for _, message in numbered(items)]
 
 
 def numbered(items: Sequence[dict[str, Any]]) -> list[NumberedMessage]:
-    """The same, each with the index of its first item."""
+    """Turn items into chat messages like `messages_of`, each paired with the index of its first item."""
     messages: list[NumberedMessage] = []
 
     def assistant() -> dict[str, Any]:
@@ -304,7 +307,7 @@ def _reasoning_texts(content: Any, at: str) -> list[str]:
 
 
 def _text(content: Any, at: str) -> str:
-    """A text, or parts of it, joined by line breaks."""
+    """Return a text, or text parts joined by line breaks."""
     if isinstance(content, str):
         return content
     texts = []

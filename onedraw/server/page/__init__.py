@@ -1,7 +1,7 @@
-"""The web page: its files, read once at start, and their security headers.
+"""The routes of the chat page. Its files are read once at start and sent with security headers.
 
-In: the folder `page/`, which is part of the package. Out: routes for `/` and `/page/…`. Paths of requests are never used as
-paths on disk. The page uses the public API alone, so its files need no key.
+The files lie in this folder of the package. A request's path is only looked up among the routes and never opened as a path on
+disk. The page uses nothing but the public API, so its files are served without a key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Scripts, styles and requests only from and to this server; nothing inline, no frames, no other origins.
+# The browser may load scripts and styles from this server only, and may send requests nowhere else. Inline code is forbidden.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -26,7 +26,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # revalidated: the page belongs to the server's version
+    "cache-control": "no-cache",  # The browser asks again each time, so a page never outlives an update of the server.
 }
 
 
@@ -41,7 +41,7 @@ class Asset:
 
 
 def load() -> Mapping[str, Asset]:
-    """Path on the server → file."""
+    """Read the files of the page into a map from URL path to content."""
     folder = resources.files("onedraw.server") / "page"
     assets: dict[str, Asset] = {}
     for file in folder.iterdir():
