@@ -1,1 +1,1 @@
-"""The running model as every interface uses it."""
+"""The running model, which the server, the command line and the Python API share: options in, text, usage and tool calls out."""

@@ -1,7 +1,7 @@
-"""The running model, as every interface uses it: the object that `onedraw.load` returns.
+"""The running model: class LLM, which `onedraw.load` returns and which the server, the command line and `prove` use.
 
-In: prompts with options, or generations that an interface built itself. Out: pieces, as they come, or whole replies. It joins
-the engine, which knows token ids, and the text package, which knows characters.
+The input is a prompt with options, or a Generation that an interface built itself. The output is pieces of the reply as they are
+generated, or whole replies. LLM connects the engine, which handles token ids only, with the text package, which handles text.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from onedraw.text.tools.call_cache import CachedReply, ToolCallCache, cached_pro
 from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, detect_tool_syntax, template_inputs
 from onedraw.types import ModelCard, Piece, Request
 
-IDLE_SECONDS = 10.0  # longest wait for the engine to become idle
+IDLE_SECONDS = 10.0  # `idle_stats` waits at most this long for the engine to become idle.
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChoice:
-    """One choice of a generation, checked and ready to run."""
+    """One choice of a generation. The engine has checked its request, so it can be submitted."""
 
     generation: Generation
     checked: CheckedRequest
@@ -49,7 +49,7 @@ class PreparedChoice:
 
 @dataclass(frozen=True, slots=True)
 class ActiveChoice:
-    """A choice that runs. `reply` is folded only where its tool calls are to be cached."""
+    """A choice that was submitted. Pieces are added to `reply` only if its tool calls will be cached, see `_cache_calls`."""
 
     prepared: PreparedChoice
     stream: ReplyStream
@@ -58,7 +58,7 @@ class ActiveChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt of a chat, and how the reply to it is parsed. `origin`: a hash of the rendered text."""
+    """The prompt of a chat, and how the reply to it is parsed. `origin` is a hash of the rendered prompt text."""
 
     ids: tuple[int, ...]
     syntax: ReplySyntax
@@ -66,7 +66,7 @@ class ChatPrompt:
 
 
 class LLM:
-    """A running model. Owner: its caller, who closes it or uses it in a `with`. Methods may be called from any thread."""
+    """A running model. The caller owns it and closes it, or uses it in a `with`. Its methods are thread-safe."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class LLM:
         self.tokenizer = tokenizer
         self.template = template
         self.card = card  # name, family, vocabulary, context, sampling defaults, fingerprint
-        self.constraints = constraints  # the service builds constraints through it too
+        self.constraints = constraints  # The service builds its constraints with the same factory, so they share caches.
         self._call_cache = ToolCallCache()
-        self._numbers = itertools.count()
-        self._wakeups: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # one per event loop
+        self._numbers = itertools.count()  # Request ids end with these numbers, so no two of them are equal.
+        self._wakeups: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # one for each event loop that a caller uses
 
     def __enter__(self) -> LLM:
         return self
@@ -93,28 +93,28 @@ class LLM:
         self.close()
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Stop the engine. Running requests may finish within `drain_seconds`."""
+        """Stop the engine. Running requests may finish within `drain_seconds` and are cancelled after that."""
         self.service.close(drain_seconds)
 
     # ------------------------------------------------------------------ prompt in, reply out
 
     def generate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply]:
-        """The whole reply to a text, chat messages or token ids; with n over 1 a list of replies.
+        """Return the whole reply to a text, chat messages or token ids; with n over 1, a list of replies.
 
         Options are the fields of RequestOptions; a chat also takes tools, tool_choice and parallel_tool_calls.
         """
         return _one_or_all(self.run(generation_from_keywords(self, prompt, options)))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
-        """The reply piece by piece; leaving the loop cancels the rest. Wrong options raise here, not in the loop."""
+        """Return an iterator over the reply's pieces. Closing it cancels the request. Wrong options raise already here."""
         return self.pieces(self.prepare(generation_from_keywords(self, prompt, options)))
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply]:
-        """`generate` for asyncio."""
+        """Do the same as `generate` in a coroutine."""
         return _one_or_all(await self.arun(generation_from_keywords(self, prompt, options)))
 
     def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
-        """`stream` for asyncio."""
+        """Do the same as `stream` with an asynchronous iterator."""
         return self.apieces(self.prepare(generation_from_keywords(self, prompt, options)))
 
     # ------------------------------------------------------------------ prompts
@@ -124,20 +124,20 @@ class LLM:
 
     @cached_property
     def reasoning(self) -> ReasoningSyntax | None:
-        """How this model marks its reasoning; None if it does not reason."""
+        """How this model marks its reasoning in the text; None if it does not reason."""
         reasoning = None if self.template is None else detect_reasoning(self.template.source)
         if reasoning is None or self.template is None:
             return None
         switch: dict[str, Any] = {"enable_thinking": True} if reasoning.switch else {}
         try:
             probe = self.template.render([{"role": "user", "content": "?"}], **switch)
-        except BadRequest:  # a template that needs other messages
+        except BadRequest:  # This template refuses a chat of one user message, so nothing more can be learned from it.
             return reasoning
         return replace(reasoning, prompted=initial_thinking(probe, reasoning) == "open")
 
     @cached_property
     def tool_syntax(self) -> ToolSyntax:
-        """How this model calls tools."""
+        """How this model spells tool calls, which the source of its chat template shows."""
         return detect_tool_syntax("" if self.template is None else self.template.source)
 
     def chat_prompt(
@@ -148,9 +148,10 @@ class LLM:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> ChatPrompt:
-        """Chat messages → a prompt, through the checkpoint's chat template.
+        """Render chat messages with the checkpoint's chat template and tokenize the text.
 
-        If an earlier reply of this server called tools and is cached, the prompt begins with that reply's own tokens.
+        If the messages contain a cached reply with tool calls, the prompt begins with the tokens that were generated for it:
+        tokenizing its text again could give other tokens.
         """
         template, tools = self.template, () if use is None else use.tools
         if template is None:
@@ -176,14 +177,14 @@ class LLM:
     # ------------------------------------------------------------------ generations in, pieces out
 
     def prepare(self, *generations: Generation) -> list[PreparedChoice]:
-        """The choices of these generations, in order. Builds each request and its constraint once, and raises if one of them
-        cannot run."""
+        """Return the choices of these generations, in order. Each request and its constraint are built once, and an error is
+        raised if one of them cannot run."""
         return [choice for generation in generations for choice in self._choices(generation)]
 
     def pieces(self, choices: Sequence[PreparedChoice]) -> Generator[Piece, None, None]:
-        """Pieces of all choices as they come; `Piece.index` is the place in `choices`. All of them are submitted, or none.
+        """Submit all choices, or none of them, and yield their pieces. `Piece.index` is the choice's index in `choices`.
 
-        Leaving the loop early cancels the choices that still run.
+        Leaving the loop early cancels the choices that are not finished.
         """
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         active = self._begin(choices, lambda index: lambda event: events.put((index, event)))
@@ -195,7 +196,7 @@ class LLM:
             self._cancel(active)
 
     async def bursts(self, choices: Sequence[PreparedChoice]) -> AsyncGenerator[list[Piece], None]:
-        """`pieces` for asyncio, in lists: pieces that arrive together are handed out together."""
+        """Do the same as `pieces` for asyncio, in lists: events that arrived together give one list."""
         mailbox: Mailbox[tuple[int, Event]] = Mailbox(self._wakeup())
 
         def sink(index: int) -> Sink:
@@ -213,21 +214,21 @@ class LLM:
             self._cancel(active)
 
     async def apieces(self, choices: Sequence[PreparedChoice]) -> AsyncGenerator[Piece, None]:
-        """`pieces` for asyncio."""
+        """Do the same as `pieces` for asyncio."""
         async with aclosing(self.bursts(choices)) as bursts:
             async for burst in bursts:
                 for piece in burst:
                     yield piece
 
     def run(self, *generations: Generation) -> list[Reply]:
-        """Whole replies, one per choice."""
+        """Generate, and return one whole reply per choice."""
         replies = new_replies(generations)
         for piece in self.pieces(self.prepare(*generations)):
             replies[piece.index].add(piece)
         return replies
 
     async def arun(self, *generations: Generation) -> list[Reply]:
-        """`run` for asyncio."""
+        """Do the same as `run` in a coroutine."""
         replies = new_replies(generations)
         async for piece in self.apieces(self.prepare(*generations)):
             replies[piece.index].add(piece)
@@ -267,12 +268,12 @@ class LLM:
         return active
 
     def _push(self, choice: ActiveChoice, event: Event) -> list[Piece]:
-        if choice.stream.done:  # an event from between a stop string and its cancellation in the engine
+        if choice.stream.done:  # After a stop string, events still arrive until the engine has cancelled the request.
             return []
         if event.error is not None:
             raise event.error
         pieces = choice.stream.push(event)
-        if pieces[-1].finish is not None and event.finish is None:  # a stop string, which the engine does not know
+        if pieces[-1].finish is not None and event.finish is None:  # A stop string ended the reply: the engine sees no text.
             self.service.cancel(choice.prepared.request.id)
         if choice.prepared.generation.origin:
             self._cache_calls(choice, pieces)
@@ -281,7 +282,7 @@ class LLM:
     def _push_all(
         self, active: Sequence[ActiveChoice], events: Sequence[tuple[int, Event]]
     ) -> tuple[list[Piece], OnedrawError | None]:
-        """The pieces of events, up to the first error."""
+        """Return the pieces of these events, and the first error, whose event and successors give no pieces."""
         found: list[Piece] = []
         for index, event in events:
             try:
@@ -296,7 +297,8 @@ class LLM:
                 self.service.cancel(choice.prepared.request.id)
 
     def _cache_calls(self, choice: ActiveChoice, pieces: Sequence[Piece]) -> None:
-        """Cache a reply that ended with tool calls before its last piece is handed out, and so before a client can use it."""
+        """Cache a reply that ended with tool calls. The last piece is yielded only afterwards, so the cache has the reply before
+        a client can send it back in its next request."""
         reply, generation = choice.reply, choice.prepared.generation
         for piece in pieces:
             reply.add(piece)
@@ -309,11 +311,11 @@ class LLM:
             self._call_cache.put(calls[0].call.id, cached)
 
     def _wakeup(self) -> LoopWakeup:
-        """Of the running event loop."""
+        """Return the LoopWakeup of the running event loop."""
         loop = asyncio.get_running_loop()
         found = self._wakeups.get(loop)
         if found is None:
-            for known in list(self._wakeups):  # other threads may add theirs meanwhile
+            for known in list(self._wakeups):  # A copy, since other threads may add their loops meanwhile.
                 if known.is_closed():
                     self._wakeups.pop(known, None)
             found = self._wakeups[loop] = LoopWakeup(loop)
@@ -321,7 +323,8 @@ class LLM:
 
 
 def idle_stats(llm: LLM) -> Stats:
-    """The counters once the engine is idle: they are published after the events of a step."""
+    """Return the engine's counters once it is idle. An engine publishes them only after it has sent the events of a step, so a
+    caller that has read the last event may be too early for them."""
     deadline = time.monotonic() + IDLE_SECONDS
     while (stats := llm.service.stats()).running or stats.waiting:
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""A whole reply: the fold of its pieces.
+"""A whole reply, which is built by adding its pieces in order.
 
-In: the pieces of one choice, in order. Out: a Reply. Its content blocks are consecutive text of one channel (reasoning,
-content, one tool call); every interface that shows a whole reply reads them. `Reply.add` returns what changed, which is what
-the streamed events of Responses and Messages are written from, so a whole reply always equals its stream.
+Consecutive text of one channel (reasoning, content or one tool call) forms a content block, and every interface that shows a
+whole reply reads these blocks. `Reply.add` returns the changes to them. The stream events of the Responses and Messages APIs are
+written from these changes, so a streamed reply always equals the whole one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from onedraw.types import Call, Channel, Finish, Logprobs, Piece, ReplyToken, Us
 
 @dataclass(slots=True)
 class ContentBlock:
-    """Consecutive text of one channel. Owner: its Reply.
+    """Consecutive text of one channel. Only the Reply that holds a block changes it.
 
-    A content token belongs to the content block that is open, together with the tokens that lead from there into reasoning
-    or a call, which cannot be told apart before; where no content block is open, to the next block if that one is content.
-    So the tokens of a block do not depend on how the reply was cut into pieces.
+    Each content token belongs to one content block. The tokens that begin a marker of reasoning or of a call look like content
+    until the marker is complete; they stay with the content block before the marker if there is one, else they belong to no
+    block. So the tokens of a block do not depend on how the reply was divided into pieces.
     """
 
     index: int
     channel: Channel
-    call: Call | None = None  # of a tool call: `text` is the JSON of its arguments
+    call: Call | None = None  # set in the block of a tool call, whose `text` is the JSON of its arguments
     text: str = ""
-    tokens: list[ReplyToken] = field(default_factory=list)  # of content only
-    cut: bool = False  # max_tokens ended the reply inside this block
+    tokens: list[ReplyToken] = field(default_factory=list)  # only content blocks list their tokens
+    cut: bool = False  # max_tokens ended the reply before this block was complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BlockOpened:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrew:
-    """`text` is empty where only tokens were added."""
+    """A block got more text, more tokens, or both; `text` may be empty."""
 
     block: ContentBlock
     text: str
@@ -56,7 +56,7 @@ BlockChange = BlockOpened | BlockGrew | BlockClosed
 
 @dataclass(frozen=True, slots=True)
 class ReplyCall:
-    """A tool call and its arguments, as JSON."""
+    """A tool call and the JSON text of its arguments."""
 
     call: Call
     arguments: str
@@ -64,7 +64,7 @@ class ReplyCall:
 
 @dataclass(slots=True)
 class Reply:
-    """One choice. `seed` with n = 1 replays it."""
+    """One choice as a whole. Generating again with this `seed` and n = 1 gives the same reply."""
 
     seed: int = 0
     prompt_ids: tuple[int, ...] = ()
@@ -74,8 +74,9 @@ class Reply:
     stop_reason: str | int | None = None
     usage: Usage = field(default_factory=Usage)
     prompt_logprobs: tuple[Logprobs, ...] | None = None
-    _open: ContentBlock | None = field(default=None, init=False, repr=False, compare=False)
-    _pending: tuple[ReplyToken, ...] = field(default=(), init=False, repr=False, compare=False)  # content, not in a block yet
+    _open: ContentBlock | None = field(default=None, init=False, repr=False, compare=False)  # the block that grows
+    # Content tokens that have no text yet, so that the block they belong to is not known.
+    _pending: tuple[ReplyToken, ...] = field(default=(), init=False, repr=False, compare=False)
 
     @property
     def token_ids(self) -> list[int]:
@@ -95,7 +96,7 @@ class Reply:
         return [ReplyCall(block.call, block.text) for block in self.blocks if block.call is not None]
 
     def add(self, piece: Piece) -> list[BlockChange]:
-        """Take in the next piece; what it changed. The piece with a finish closes the last block."""
+        """Add the next piece and return what it changed. A piece with a finish reason closes the last block."""
         changes: list[BlockChange] = []
         self.tokens.extend(piece.tokens)
         if piece.channel == "content":
@@ -115,7 +116,7 @@ class Reply:
         if self._open is None or (self._open.channel, self._open.call) != (channel, call):
             changes += self._close()
             if channel != "content":
-                self._pending = ()  # tokens that lead into reasoning or a call
+                self._pending = ()  # These tokens were the beginning of a marker.
             self._open = ContentBlock(len(self.blocks), channel, call)
             self.blocks.append(self._open)
             changes.append(BlockOpened(self._open))
@@ -134,7 +135,7 @@ class Reply:
         return [] if closed is None else [*self._grow(closed, ""), BlockClosed(closed)]
 
     def _end(self) -> list[BlockChange]:
-        """A reply without text has one empty content block. A call whose JSON is complete is not cut."""
+        """Close the last block. A reply without text gets one empty content block. A call with complete JSON is not `cut`."""
         changes = [] if self.blocks else self._extend("content", None, "")
         if self._open is not None and self.finish == "length":
             self._open.cut = self._open.call is None or not _is_json(self._open.text)
@@ -142,7 +143,7 @@ class Reply:
 
 
 def new_replies(generations: Sequence[Generation]) -> list[Reply]:
-    """Empty replies to fold pieces into, one per choice, each with its seed."""
+    """Return empty replies, one per choice with its seed, that pieces can be added to."""
     return [Reply(seed=one.seed_of(i), prompt_ids=one.prompt) for one in generations for i in range(one.n)]
 
 

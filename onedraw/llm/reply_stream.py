@@ -1,7 +1,7 @@
-"""Events of the engine → pieces of a reply: where token ids become text.
+"""Turn the engine's events into pieces of a reply: here token ids become text.
 
-In: a Generation, and the events of one of its requests. Out: Pieces. Each token is detokenized once; the parser tells
-reasoning, content and tool calls apart; stop strings are searched in the content.
+The input is a Generation and the events of one of its requests; the output is Pieces. Each token is detokenized once. A parser
+separates reasoning, content and tool calls, and stop strings are searched in the content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onedraw.types import Call, Channel, Finish, Piece, ReplyToken, SampledToken
 
 @dataclass(slots=True)
 class OpenPiece:
-    """A piece that is still being filled."""
+    """A piece that can still get more text and tokens."""
 
     channel: Channel
     call: Call | None = None
@@ -29,7 +29,7 @@ class OpenPiece:
 
 
 class ReplyStream:
-    """Turns the events of one request into pieces. Owner: the caller that reads the events."""
+    """Turns the events of one request into pieces. It has state; the caller that reads the events owns it."""
 
     def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer) -> None:
         syntax = generation.syntax
@@ -42,15 +42,15 @@ class ReplyStream:
         self._parser = ReplyParser(syntax)
         self._channel: Channel = "reasoning" if syntax.thinking == "open" else "content"
         self._call: Call | None = None
-        self._stop_ids = generation.params.stop_ids  # the one that ends a reply belongs to its ids, not to its text
-        self._min_tokens = generation.params.min_tokens  # text of earlier tokens is not searched for stop strings
-        self._searching = False
-        self._count = 0  # tokens so far
-        self._offset = 0  # characters of the tokens so far
+        self._stop_ids = generation.params.stop_ids  # A stop token that ends the reply is among its ids but not in its text.
+        self._min_tokens = generation.params.min_tokens  # Stop strings are ignored in the text of earlier tokens.
+        self._searching = False  # whether the reply has min_tokens, so that stop strings count
+        self._count = 0  # tokens of the reply up to the last event
+        self._offset = 0  # characters of all tokens of the reply up to the last token
         self.done = False
 
     def push(self, event: Event) -> list[Piece]:
-        """The pieces of an event, at least one. After a stop string the rest of the event is dropped and `done` is set."""
+        """Return the pieces of an event, at least one. At a stop string the rest of the event is dropped and `done` is set."""
         pieces = [OpenPiece(self._channel, self._call)]
         count, hit = 0, None
         for sampled in event.sampled:
@@ -61,7 +61,7 @@ class ReplyStream:
             now, before, length = len(pieces) - 1, pieces[-1], len(pieces[-1].text)
             token, text = self._detokenize(sampled, ends=ends)
             hit = None if ends else self._read(pieces, text)
-            # A token belongs to the piece in which its text begins, however many tokens the event has.
+            # A token belongs to the piece in which its text begins, so the split does not depend on how many tokens an event has.
             moved = len(pieces) > now + 1 and len(before.text) == length
             pieces[now + moved].tokens.append(token)
             if ends or hit is not None or self._parser.done:
