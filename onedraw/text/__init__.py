@@ -1,1 +1,1 @@
-"""Text: tokenizer, chat template, detokenizer, stop strings, reasoning, tool calls, structured output."""
+"""Everything between text and tokens: tokenizer, chat template, detokenizer, stop strings, reasoning, tool calls, grammars."""

@@ -1,11 +1,12 @@
 """Render chat messages to the text of a prompt, with the checkpoint's own Jinja template.
 
-In: the template's source, messages, tools, keyword arguments. Out: text, with special tokens written out.
+The input is messages, tools and keyword arguments; the output is text in which special tokens are spelled out.
 
-A template is untrusted code. It runs in Jinja's immutable sandbox, configured as in transformers, with plain JSON values only.
-Limited are: a single range() (100,000), the length of a repeated string or list, the size of a power, and the length of the
-output. Not limited are the time and memory of loops without output, and the width in padding filters and format strings: serve
-only templates that you trust that far.
+A template comes with the checkpoint, so it is untrusted code. It runs in Jinja's immutable sandbox, configured as in
+transformers, and sees only plain JSON values. The sandbox limits a single range() (100,000), the length of a repeated string
+or list, the size of a power, and the length of the output. It does not limit the time and memory of loops without output, nor
+the width in padding filters and format strings. So serve only checkpoints whose authors you trust not to waste time and
+memory.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from onedraw.errors import BadRequest, CorruptFile
 from onedraw.text.gguf_tokenizer import require_types
 from onedraw.text.tokenizer import read_text, special_text, tokenizer_config
 
-MAX_OUTPUT = 2**26  # characters, far more than any context holds
-MAX_REPEATED = 2**20  # elements of a repeated string or list
-MAX_POWER_BITS = 2**12
+MAX_OUTPUT = 2**26  # characters of a rendered prompt; far more than any context holds
+MAX_REPEATED = 2**20  # elements of the result of `*` on a string or list
+MAX_POWER_BITS = 2**12  # bits of the result of `**`
 
 
 class ChatTemplate:
-    """A compiled template. Immutable; safe to use from several threads."""
+    """A compiled template. It is immutable, so several threads may use it."""
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
         self.source = source
@@ -48,7 +49,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ChatTemplate | None:
-        """The template of a checkpoint folder: chat_template.jinja, else the one in tokenizer_config.json."""
+        """Read the template of a checkpoint folder: chat_template.jinja if there is one, else from tokenizer_config.json."""
         folder = Path(path)
         config = tokenizer_config(folder)
         file = folder / "chat_template.jinja"
@@ -60,7 +61,7 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
-        """The template in a GGUF file's metadata."""
+        """Read the template from a GGUF file's metadata. None if the file has none."""
         require_types(metadata)
         source = metadata.get("tokenizer.chat_template")
         if source is None:
@@ -81,7 +82,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt's text. An error in the template, or one that it raises, becomes a BadRequest with the same message."""
+        """Return the prompt's text. An error in the template, or one it raises itself, becomes a BadRequest with its message."""
         for name in ("messages", "documents"):
             if name in kwargs:
                 raise BadRequest(f"{name} cannot be set as a template argument; remove it", param="chat_template_kwargs")
@@ -116,7 +117,7 @@ class ChatTemplate:
 
 
 def _default_source(found: Any) -> str | None:
-    """The template, or the one named `default` if there are several."""
+    """Return the template. If the configuration has several, it is the one named `default`."""
     if isinstance(found, list):
         found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):
@@ -125,7 +126,7 @@ def _default_source(found: Any) -> str | None:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under the names that templates use, `reasoning_content` and `thinking`."""
+    """Return a message with its reasoning under both names that templates use, `reasoning_content` and `thinking`."""
     reasoning = next(
         (message[name] for name in ("reasoning_content", "thinking", "reasoning") if message.get(name) is not None), None
     )
@@ -133,7 +134,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of plain JSON types, so that a template gets no object with other methods."""
+    """Copy a value into plain JSON types, so that a template cannot reach the methods of any other object."""
     match value:
         case None | bool():
             return value
@@ -159,7 +160,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit on the two operators whose result can be huge."""
+    """Jinja's sandbox, with limits on the two operators whose result can be far larger than their operands."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -174,9 +175,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it is only a scope."""
+    """Reads `{% generation %} … {% endgeneration %}`. It marks the assistant's text for training; here it only makes a scope."""
 
-    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares this attribute as a set
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -185,7 +186,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dictionary:
-    """`dict` for templates; the type itself would allow an escape from the sandbox."""
+    """The function `dict` for templates. Python's own type would allow an escape from the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -195,10 +196,10 @@ class _Dictionary:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace` for templates, without underscore names."""
+    """The function `namespace` for templates, which refuses attributes that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # Positional only, as in jinja2, so that namespace(self=…) works.
+        # `self` is taken from the arguments, as in jinja2, so that a template may call namespace(self=…).
         self, *rest = args
         attributes = dict(*rest, **kwargs)
         for name in attributes:
@@ -232,7 +233,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of jinja2's own filter."""
+    """The filter `tojson`, without the HTML escapes of jinja2's own version, which a model has not seen in training."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

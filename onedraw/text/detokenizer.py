@@ -1,7 +1,7 @@
-"""Detokenize a stream: token ids in, text out, where text that was returned never changes.
+"""Turn a stream of token ids into text. Text that was returned once never changes.
 
-The returned texts, joined, equal `Tokenizer.decode` of all ids. The bytes of an incomplete character are held back. The work per
-token does not grow with the length of the reply.
+All returned texts joined equal `Tokenizer.decode` of all ids. The bytes of an incomplete UTF-8 character are held back until it
+is complete. The work per token does not depend on the length of the reply.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class TokenText(NamedTuple):
     """The text that a token adds to a reply."""
 
-    text: str  # characters of the reply that are final now
-    own: str  # the same with a leading space, and without the markers of reasoning and tool calls
-    after_broken: bool = False  # the character before them stayed incomplete, and became one U+FFFD
+    text: str  # the characters of the reply that this token made final
+    own: str  # like `text`, but a leading space is kept, and it is empty for markers of reasoning and tool calls
+    after_broken: bool = False  # `text` begins with U+FFFD, for an earlier character that this token left incomplete
 
 
 class Detokenizer:
-    """Owner: the stream of one reply.
+    """The detokenizer of one reply.
 
-    `opening`: the ids begin a text, so the space that SentencePiece encoding adds in front is removed; the continuation of a
-    prompt's text keeps it. `spelled`: special tokens that are kept in the text although `skip_special` removes the others.
+    With `opening` the reply begins a text of its own, and the space that SentencePiece encoding adds in front is removed; a
+    continuation of the prompt's text keeps it. `spelled` are special tokens that stay in the text even with `skip_special`.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Detokenizer:
         self._strips_space = opening and tokenizer.strips_space
 
     def push(self, token_id: int) -> str:
-        """The text that is final now."""
+        """Add a token and return the text that is final now."""
         return self.push_token(token_id).text
 
     def push_token(self, token_id: int) -> TokenText:
-        """The text that is final now, and the token's own part of it."""
+        """Add a token and return the text that is final now, with the token's own part of it."""
         hidden = self._skip_special and self._tokenizer.is_special(token_id)
         if hidden and token_id not in self._spelled:
             return TokenText("", "")
@@ -54,7 +54,7 @@ class Detokenizer:
         return TokenText(self._strip_first_space(text), text, pending and bool(text) and not _continues_character(data))
 
     def peek(self, token_id: int) -> TokenText:
-        """The text that the token would add, without adding it."""
+        """Return the text that a token would add, without adding it."""
         state, strips_space = self._decoder.getstate(), self._strips_space
         found = self.push_token(token_id)
         self._decoder.setstate(state)
@@ -62,7 +62,7 @@ class Detokenizer:
         return found
 
     def finish(self) -> str:
-        """The rest: U+FFFD for a character that stayed incomplete."""
+        """Return the rest of the text at the end of the reply: U+FFFD if its last character is incomplete."""
         return self._strip_first_space(self._decoder.decode(b"", final=True))
 
     def _strip_first_space(self, text: str) -> str:
@@ -73,5 +73,5 @@ class Detokenizer:
 
 
 def _continues_character(data: bytes) -> bool:
-    """Whether bytes begin inside a UTF-8 character."""
+    """Whether these bytes begin with a continuation byte of a UTF-8 character."""
     return data[:1] != b"" and data[0] & 0xC0 == 0x80

@@ -1,5 +1,4 @@
-"""The tokenizer and chat template of the fake backend: one token per byte, and a plain ChatML template. No checkpoint is
-needed."""
+"""The tokenizer and chat template of the fake backend, which needs no checkpoint: one token per byte, and a ChatML template."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
 
 END, TURN, TURN_END = "<|end|>", "<|im_start|>", "<|im_end|>"
-READABLE = "etaoin shrdlu cmfwypvbgk"  # characters that the fake model prefers
+READABLE = "etaoin shrdlu cmfwypvbgk"  # The fake model prefers these characters, so that its output can be read.
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -20,7 +19,7 @@ TEMPLATE = (
 
 
 def fake_tokenizer() -> Tokenizer:
-    """A tokenizer of 259 tokens: 256 bytes and three special tokens."""
+    """Return a tokenizer of 259 tokens: the 256 bytes and three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -1,8 +1,8 @@
 """Build a tokenizer from the metadata of a GGUF file.
 
-In: the metadata (`tokenizer.ggml.*`). Out: a `tokenizers.Tokenizer` that encodes as the original does, and its bos and eos ids.
-Three kinds are supported: `gpt2` (byte-level BPE with a named pre-tokenizer), `llama` (SentencePiece, whose merges follow from
-the scores) and `gemma4` (BPE over text with byte fallback).
+The input is the metadata (`tokenizer.ggml.*`). The output is a `tokenizers.Tokenizer` that encodes as the model's original
+tokenizer does, with its bos and eos ids. Three kinds are supported: `gpt2` (byte-level BPE with a named pre-tokenizer), `llama`
+(SentencePiece, whose merges follow from the scores) and `gemma4` (BPE over text with byte fallback).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r
 _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
-_PADDING = re.compile(r"\[PAD(\d+)\]")  # converters write it for an embedding row without a token
+_PADDING = re.compile(r"\[PAD(\d+)\]")  # Converters write this name for a row of the embedding that has no token.
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenization:
-    """How one family of byte-level BPE prepares text, and whether it adds a bos token by default."""
+    """How one family of byte-level BPE splits text before merging, and whether it adds a bos token by default."""
 
     pre_tokenizer: Callable[[], Any]
     normalizer: Callable[[], Any] | None = None
@@ -72,7 +72,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenization] = {
 }
 KINDS = ("gpt2", "llama", "gemma4")  # values of tokenizer.ggml.model
 
-# Keys of the metadata by the type of their value.
+# Names of metadata keys, by the type that their value must have.
 _LISTS = ("tokens", "token_type", "merges", "scores")
 _LISTS_OF_STRINGS = ("tokens", "merges")
 _STRINGS = ("model", "pre", "chat_template")
@@ -99,7 +99,7 @@ def require_types(metadata: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokenizer part of the metadata, with its lists checked against each other."""
+    """The part of the metadata that describes the tokenizer, after checking that its lists have equal lengths."""
 
     metadata: Mapping[str, Any]
     tokens: Sequence[str]
@@ -124,13 +124,13 @@ class Vocabulary:
         return self.metadata.get(f"tokenizer.ggml.{name}", default)
 
     def id(self, name: str, default: int | None = None) -> int | None:
-        """A special token's id; one outside the vocabulary counts as absent."""
+        """Return a special token's id. An id outside the vocabulary counts as absent."""
         number = self.value(f"{name}_token_id", default)
         return int(number) if number is not None and 0 <= number < len(self.tokens) else None
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, int | None, int | None]:
-    """The tokenizer that the metadata describes, its bos id and its eos id."""
+    """Return the tokenizer that the metadata describes, its bos id and its eos id."""
     vocabulary = Vocabulary.read(metadata)
     kind = vocabulary.value("model")
     match kind:
@@ -147,7 +147,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, int | None,
         case _:
             raise UnsupportedModel(_unsupported_kind(kind))
     _add_tokens(backend, vocabulary, special=[bos_id, eos_id, vocabulary.id("eot")])
-    # Some gemma4 files have add_bos_token = false by mistake; the model always needs its bos token.
+    # Some gemma4 files say add_bos_token = false by mistake: the model always needs its bos token.
     adds_bos = kind == "gemma4" or vocabulary.value("add_bos_token", add_bos)
     _set_special_frame(
         backend, bos_id=bos_id if adds_bos else None, eos_id=eos_id if vocabulary.value("add_eos_token", False) else None
@@ -156,7 +156,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, int | None,
 
 
 def unsupported_reason(metadata: Mapping[str, Any]) -> str:
-    """Why a tokenizer of this kind and pre-tokenizer is not supported; empty if it is. The vocabulary is not checked."""
+    """Return why a tokenizer of this kind and pre-tokenizer is not supported; empty if it is. Only these names are checked."""
     kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind not in KINDS:
         return _unsupported_kind(kind)
@@ -172,7 +172,7 @@ def _unsupported_pre_tokenizer(name: Any) -> str:
 
 
 def _set_special_frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
-    """Make `add_special` put these ids around a text; None: that id is not added."""
+    """Make `add_special` put these ids before and after a text. None means that this side gets no id."""
     ids = {name: number for name, number in (("bos", bos_id), ("eos", eos_id)) if number is not None}
     pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ids]
     backend.post_processor = processors.TemplateProcessing(
@@ -185,7 +185,7 @@ def _set_special_frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | 
 
 
 def _pre_tokenization(name: str | None) -> PreTokenization:
-    # Old files of kind gpt2 name no pre-tokenizer; then it is GPT-2's.
+    # Old files of kind gpt2 name no pre-tokenizer, because GPT-2's was the only one then.
     found = PRE_TOKENIZERS.get("default" if name is None else name)
     if found is None:
         raise UnsupportedModel(_unsupported_pre_tokenizer(name))
@@ -221,7 +221,7 @@ def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _fallback(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Characters without a token become byte tokens; if those are missing too, one unknown token."""
+    """Options of a BPE that encodes a character without a token as byte tokens, or as unknown tokens if there are none."""
     unknown = vocabulary.id("unknown", 0)
     return {"byte_fallback": True, "fuse_unk": True, "unk_token": None if unknown is None else vocabulary.tokens[unknown]}
 
@@ -229,12 +229,12 @@ def _fallback(vocabulary: Vocabulary) -> dict[str, Any]:
 def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     try:
         return models.BPE(vocab=vocabulary.ids, merges=merges, **options)
-    except Exception as error:  # the library raises bare Exception for a merge of unknown tokens
+    except Exception as error:  # The library raises a bare Exception for a merge of unknown tokens.
         raise CorruptFile(f"the GGUF file's vocabulary and merges do not match: {error}") from None
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Merges are written as two tokens with a space between; the first token may itself begin with a space."""
+    """Parse the merges. Each is two tokens with a space between them, and the first may itself begin with a space."""
     lines = vocabulary.value("merges")
     if lines is None:
         raise CorruptFile(
@@ -250,9 +250,9 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The merges that the scores imply: every split of a token into two tokens, best score first, longer left part first.
+    """Derive merges from scores: every split of a token into two tokens, sorted by descending score, then longer left part.
 
-    Only normal tokens are merged: control, byte and unknown tokens are never produced by merges.
+    Only normal tokens take part, since merging never produces control, byte or unknown tokens.
     """
     scores = vocabulary.value("scores")
     if scores is None or len(scores) != len(vocabulary.tokens):
@@ -269,7 +269,7 @@ def _scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary, *, special: Sequence[int | None]) -> None:
-    """Control and unknown tokens become special tokens; user-defined tokens become added tokens, which are not split."""
+    """Register control and unknown tokens as special, and user-defined tokens as added tokens, which are never split."""
     named = {i for i in special if i is not None}
     control, plain = [], []
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):

@@ -1,8 +1,8 @@
 """Separate reasoning from content in a stream of text, by the markers of the model family's chat template.
 
-In: text in chunks of any size. Out: (channel, text) pairs without the markers and the white space around them. The chunking does
-not change the result, because text that may still become a marker is held back. `split` is a pure function of a small state, so
-the thinking budget, which also evaluates drafts, follows the same rule as the parser of the final text.
+Text comes in chunks of any size; the output is (channel, text) pairs without the markers and the white space around them. The
+division into chunks does not change the result, because text that may still become a marker is held back. `split` is a pure
+function of a small state. So the thinking budget, which also evaluates drafts, uses the same rule as the parser of the reply.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from typing import Literal
 
 TextChannel = Literal["content", "reasoning"]
 ChannelTexts = list[tuple[TextChannel, str]]
-# Where a reply begins. may: it may open reasoning; open: the prompt opened it; over: there is none, or the prompt closed it.
+# The state in which a reply begins. "may": it may open reasoning; "open": the prompt has opened it; "over": the prompt has closed
+# it, or the model does not reason.
 InitialThinking = Literal["may", "open", "over"]
 
-SPACE = " \t\r\n"
+SPACE = " \t\r\n"  # characters that are removed around markers
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSyntax:
-    """How a model family marks its reasoning. Part of recorded requests, which hold it by its field names."""
+    """How a model family marks its reasoning. Recorded requests store it by its field names, which must not be renamed."""
 
     opens: str  # start marker
     closes: str  # end marker
-    closing: str  # text that ends reasoning when its token budget is used up; contains `closes`
-    anywhere: bool = False  # reasoning may also begin inside the reply; else a marker there is plain text
-    switch: bool = True  # the template has the variable `enable_thinking`
-    effort: bool = False  # the template has the variable `reasoning_effort`
-    prompted: bool = False  # the prompt ends with `opens` when thinking is enabled
+    closing: str  # text that is forced when the thinking budget is used up; it contains `closes`
+    anywhere: bool = False  # reasoning may also begin later in the reply; if False, a start marker there is plain text
+    switch: bool = True  # the chat template has the variable `enable_thinking`
+    effort: bool = False  # the chat template has the variable `reasoning_effort`
+    prompted: bool = False  # with thinking enabled, the rendered prompt ends with `opens`
 
 
 def detect_reasoning(template_source: str) -> ReasoningSyntax | None:
-    """The reasoning syntax of the family that this chat template belongs to; None for a model without reasoning."""
+    """Return the reasoning syntax that the source of a chat template shows; None for a model that does not reason."""
     source = template_source.replace("\\n", "\n")
     switch, effort = "enable_thinking" in source, "reasoning_effort" in source
     if "<|channel>" in source and "<channel|>" in source:
@@ -45,7 +46,7 @@ def detect_reasoning(template_source: str) -> ReasoningSyntax | None:
 
 
 def initial_thinking(prompt: str, reasoning: ReasoningSyntax | None) -> InitialThinking:
-    """Where the reply to a rendered prompt begins: the template may have opened the reasoning, or opened and closed it."""
+    """Return the state in which the reply begins: the end of the prompt may have opened reasoning, or opened and closed it."""
     end = prompt.rstrip(SPACE)
     if reasoning is None or end.endswith(reasoning.closes.rstrip(SPACE)):
         return "over"
@@ -56,11 +57,11 @@ def initial_thinking(prompt: str, reasoning: ReasoningSyntax | None) -> InitialT
 
 @dataclass(frozen=True, slots=True)
 class ReasoningState:
-    """State of the splitter after some text."""
+    """The state of `split` after some text."""
 
     mode: Literal["start", "reasoning", "content"]
-    held: str = ""  # may still become a marker, or is white space that only counts if more text follows
-    trim_left: bool = False  # only white space since the last marker: it is dropped
+    held: str = ""  # text that may still become a marker, or white space that only counts if more text follows
+    trim_left: bool = False  # only white space has followed the last marker, and leading white space is dropped
 
     @property
     def reasoning(self) -> bool:
@@ -74,12 +75,12 @@ def initial_state(reasoning: ReasoningSyntax | None, thinking: InitialThinking) 
 
 
 def advance(state: ReasoningState, token: bytes, reasoning: ReasoningSyntax) -> ReasoningState:
-    """The state after a token. Markers are ASCII, so each byte is read as one character and UTF-8 need not be decoded."""
+    """Return the state after a token. Markers are ASCII, so bytes can be read as characters without decoding UTF-8."""
     return split(state, token.decode("latin-1"), reasoning)[0]
 
 
 def split(state: ReasoningState, text: str, reasoning: ReasoningSyntax | None) -> tuple[ReasoningState, ChannelTexts]:
-    """The state after `text`, and the texts that are final now, in order."""
+    """Return the state after `text`, and the texts that became final, in order."""
     if reasoning is None:
         return state, [("content", text)] if text else []
     texts: ChannelTexts = []
@@ -93,7 +94,8 @@ def split(state: ReasoningState, text: str, reasoning: ReasoningSyntax | None) -
 def _split_at_marker(
     state: ReasoningState, text: str, reasoning: ReasoningSyntax, texts: ChannelTexts
 ) -> tuple[ReasoningState, str | None]:
-    """Read up to the next marker: the state after it and the rest of the text, which is None if there was no whole marker."""
+    """Read up to the next marker. Return the state after it and the rest of the text, or None as the rest if no marker is
+    complete."""
     if state.mode == "start":
         stripped = text.lstrip(SPACE)
         if stripped.startswith(reasoning.opens):
@@ -121,19 +123,19 @@ def _split_at_marker(
 
 
 class ReasoningParser:
-    """Splits the text of one reply. Without a reasoning syntax all text is content. Owner: the stream of the reply."""
+    """Separates the reasoning of one reply from its content. Without a reasoning syntax all text is content."""
 
     def __init__(self, reasoning: ReasoningSyntax | None, thinking: InitialThinking = "may") -> None:
         self._reasoning = reasoning
         self._state = initial_state(reasoning, thinking)
 
     def push(self, text: str) -> ChannelTexts:
-        """Texts that are final now, in order."""
+        """Return the texts that became final, in order."""
         self._state, texts = split(self._state, text, self._reasoning)
         return texts
 
     def finish(self) -> ChannelTexts:
-        """The text that was held back, at the end of the reply."""
+        """Return the text that was held back, at the end of the reply."""
         texts: ChannelTexts = []
         _append(texts, "reasoning" if self._state.reasoning else "content", self._state.held)
         self._state = replace(self._state, held="")
@@ -141,7 +143,7 @@ class ReasoningParser:
 
 
 class ReasoningTokenCounter:
-    """Counts the tokens of one reply that belong to its reasoning, markers included. Owner: the stream of the reply."""
+    """Counts the tokens of one reply that belong to its reasoning, including those of the markers."""
 
     def __init__(self, reasoning: ReasoningSyntax | None, thinking: InitialThinking) -> None:
         self._reasoning = reasoning
@@ -160,6 +162,6 @@ def _append(texts: ChannelTexts, channel: TextChannel, text: str) -> None:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of the text could begin the marker."""
+    """Return how many characters at the end of the text could be the beginning of the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

@@ -1,7 +1,7 @@
 """Parse the text of a reply into reasoning, content and tool calls.
 
-In: a ReplySyntax, which is known with the prompt, and text in chunks of any size. Out: ReplyParts that are final, each of one
-channel. The text of a completion is all content.
+The input is a ReplySyntax, which is known with the prompt, and text in chunks of any size. The output is final ReplyParts, each
+of one channel. The reply to a plain completion is all content.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from onedraw.types import Call, Channel
 
 @dataclass(frozen=True, slots=True)
 class ReplySyntax:
-    """How the text of a reply is parsed. Part of recorded requests, which hold it by its field names."""
+    """How the text of a reply is parsed. Recorded requests store it by its field names, which must not be renamed."""
 
-    opening: bool = False  # the reply begins a text of its own: a first space that only marks a word is dropped
+    opening: bool = False  # the reply is a text of its own, so the space that SentencePiece puts before its first word is dropped
     reasoning: ReasoningSyntax | None = None
-    thinking: InitialThinking = "over"
-    spelled: frozenset[int] = frozenset()  # special tokens that are markers: they are kept in the text that is parsed
-    calls: CallableTools | None = None
+    thinking: InitialThinking = "over"  # whether the reply begins inside reasoning, may open it, or has none
+    spelled: frozenset[int] = frozenset()  # special tokens that are markers, which the parser must see in the text
+    calls: CallableTools | None = None  # the tools that the reply may call; None: calls are not parsed
 
 
-PLAIN_TEXT = ReplySyntax()
+PLAIN_TEXT = ReplySyntax()  # the syntax of a completion, whose text is not parsed
 
 
 def chat_reply_syntax(
     prompt: str, reasoning: ReasoningSyntax | None, calls: CallableTools | None, tokenizer: Tokenizer
 ) -> ReplySyntax:
-    """The syntax of the reply to a rendered chat."""
+    """Return the syntax of the reply to a rendered chat."""
     markers: list[str] = [] if reasoning is None else [reasoning.opens, reasoning.closes]
     if calls is not None:
         markers += [*MARKERS.get(calls.dialect, ()), *([GEMMA_QUOTE] if calls.dialect == "gemma" else [])]
@@ -58,16 +58,16 @@ def chat_reply_syntax(
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """Final text of one channel; for a tool call, JSON of its arguments."""
+    """Final text of one channel. For a tool call the text is JSON of its arguments."""
 
     channel: Channel
     text: str
     call: Call | None = None
-    truncated_call: bool = False  # the reply ended inside a tool call that had no name yet; its text is content
+    truncated_call: bool = False  # the reply ended inside a tool call before its name; the text so far is content
 
 
 class ReplyParser:
-    """Owner: the stream of one reply."""
+    """The parser of one reply."""
 
     def __init__(self, syntax: ReplySyntax) -> None:
         self._reasoning = ReasoningParser(syntax.reasoning, syntax.thinking)
@@ -82,7 +82,7 @@ class ReplyParser:
 
     @property
     def done(self) -> bool:
-        """The reply ends here: it may hold one call, and that call is complete."""
+        """Whether the reply ends here, because it may contain one call only, and that call is complete."""
         return not self._parallel and self.completed_calls > 0
 
     @property
@@ -90,14 +90,14 @@ class ReplyParser:
         return self._counter.count
 
     def count_token(self, token: bytes) -> None:
-        """Count a token of the reply, given by its bytes, if it belongs to the reasoning."""
+        """Count a token, given by its bytes, if it belongs to the reasoning."""
         self._counter.push(token)
 
     def push(self, text: str) -> list[ReplyPart]:
         return self._parse(self._reasoning.push(text))
 
     def finish(self) -> list[ReplyPart]:
-        """The text that was held back, at the end of the reply."""
+        """Return the text that was held back, at the end of the reply."""
         parts = self._parse(self._reasoning.finish())
         return parts if self._calls is None else [*parts, *self._convert(self._calls.finish())]
 
@@ -116,7 +116,7 @@ class ReplyParser:
             match event:
                 case CallStart(name):
                     index = 0 if self._call is None else self._call.index + 1
-                    # Random and independent of the seed: a client may send the calls of several replies in one request.
+                    # The id is random, not made from the seed: a client may send calls of several replies in one request.
                     self._call = Call(index, f"call_{secrets.token_hex(12)}", name)
                     parts.append(ReplyPart("tool", "", self._call))
                 case CallArguments(text):

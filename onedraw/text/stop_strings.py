@@ -1,11 +1,11 @@
 """Find stop strings in a stream of text.
 
-In: text in chunks of any size, stop strings. Out: the text that may be shown, and the stop string that was found.
+`StopFinder.push` takes text in chunks of any size, and returns the text that may be shown and the stop string that was found.
 
-A stop string is found at the first character that completes any of them, so a reply ends at the token that completes one and
-never waits for a longer one. If the same character completes several, the longest is reported. The text before the stop string
-is shown, the stop string and all text after it are not. The chunking does not change the result, and the work per character
-does not grow with the number of stop strings.
+A stop string is found at the first character that completes any of them, so a reply never waits for a longer one. If one
+character completes several, the longest is reported. The text before the stop string is shown; the stop string and all text
+after it are not. The division into chunks does not change the result, and the work per character does not grow with the number
+of stop strings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onedraw.errors import BadParameter
 
 
 class StopFinder:
-    """Holds back only text that may become a stop string. Owner: the stream of one reply."""
+    """Finds the first stop string in the text of one reply. It holds back only text that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
@@ -28,7 +28,7 @@ class StopFinder:
         self._found: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string found so far."""
+        """Return the text that may be shown now, and the stop string if one was found."""
         if self._automaton is None:
             return text, None
         if self._found is not None:
@@ -45,26 +45,27 @@ class StopFinder:
         return buffer[:safe], None
 
     def finish(self) -> str:
-        """The text that was held back, at the end of this text. Text pushed later is searched as a new text."""
+        """Return the text that was held back. Text that is pushed later is searched as a new text."""
         held, self._held, self._state = self._held, "", 0
         return held
 
 
-@lru_cache(maxsize=8)  # the n replies of a request share one
+@lru_cache(maxsize=8)  # The n replies of a request share one automaton.
 def _automaton(stops: tuple[str, ...]) -> _AhoCorasick:
     return _AhoCorasick(stops)
 
 
 class _AhoCorasick:
-    """The Aho-Corasick automaton of the stop strings. A state is a prefix of a stop string: the longest one that the text ends
-    with.
+    """The Aho-Corasick automaton of the stop strings. A state stands for a prefix of a stop string: the longest one with which
+    the text so far ends.
 
-    `lengths`: characters of each prefix. `found`: the longest stop string that each prefix ends with. Immutable once constructed.
+    `lengths` has the number of characters of each prefix, `found` the longest stop string with which it ends, or None. The object
+    does not change after construction.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # the longest shorter prefix that each prefix ends with
+        self._fallback = [0]  # for each prefix, the longest shorter prefix with which it ends
         self.lengths, self.found = [0], [None]  # type: tuple[list[int], list[str | None]]
         for stop in stops:
             self._add(stop)

@@ -1,10 +1,11 @@
-"""Text to token ids and back, over the `tokenizers` library.
+"""Convert text to token ids and back, with the `tokenizers` library.
 
-In: a folder with tokenizer.json, or the metadata of a GGUF file. Out: a Tokenizer, which is immutable and safe to use from
-several threads. Special tokens in a text are encoded as such, because chat templates produce text.
+A Tokenizer is made from a folder with tokenizer.json or from the metadata of a GGUF file. It is immutable, so several threads may
+use it. Special tokens that are spelled out in a text are encoded as such, because chat templates produce text.
 
-Decoding is defined on bytes: the bytes of all tokens, joined and decoded as UTF-8, with U+FFFD for invalid bytes. So a text
-equals its stream, whatever the ids. `clean_up_tokenization_spaces`, which changes text, is ignored.
+Decoding is defined on bytes: the bytes of all tokens are joined and decoded as UTF-8, with U+FFFD for invalid bytes. So a whole
+text equals the concatenation of its stream, whatever the ids. The setting `clean_up_tokenization_spaces` is ignored: it changes
+text after decoding, so a stream could not match.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 def _alphabet() -> dict[str, int]:
-    """The 256 characters that represent bytes in byte-level BPE: printable bytes as themselves, the others from U+0100 on."""
+    """Map the 256 characters that stand for bytes in byte-level BPE: printable bytes are themselves, the others U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -41,23 +42,23 @@ _BYTE_OF = _alphabet()
 
 @dataclass(frozen=True, slots=True)
 class ByteLevel:
-    """Every character of a token represents one byte."""
+    """Spelling in which every character of a token stands for one byte."""
 
     strips_space = False
 
     def bytes_of(self, token: str) -> bytes:
         try:
             return bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # an added token, which is plain text
+        except KeyError:  # An added token is plain text and may contain any character.
             return token.encode()
 
 
 @dataclass(frozen=True, slots=True)
 class SentencePiece:
-    """Tokens are text with ▁ for spaces; tokens like <0x0A> are single bytes."""
+    """Spelling in which tokens are text with ▁ for spaces, and tokens such as <0x0A> are single bytes."""
 
-    strips_space: bool  # encoding adds a space in front, so decoding removes it
-    byte_fallback: bool
+    strips_space: bool  # encoding puts a space before the text, so decoding removes the first one
+    byte_fallback: bool  # tokens such as <0x0A> stand for one byte
 
     def bytes_of(self, token: str) -> bytes:
         if self.byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
@@ -69,7 +70,7 @@ Spelling = ByteLevel | SentencePiece
 
 
 class Tokenizer:
-    """Constructed by `from_folder` or `from_gguf`."""
+    """A tokenizer. Construct it with `from_folder` or `from_gguf`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
         self._backend = backend
@@ -79,15 +80,15 @@ class Tokenizer:
         self._containing = lru_cache(maxsize=16)(self._search)
         self.bos_id = bos_id
         self.eos_id = eos_id
-        self.strips_space = self._spelling.strips_space  # decoding removes a leading space
-        # Ids may have gaps, so the size is not the number of tokens.
+        self.strips_space = self._spelling.strips_space  # decoding removes one leading space
+        # Ids may have gaps, so this is one more than the largest id, not the number of tokens.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer of a checkpoint folder: tokenizer.json, with the tokenizer_config.json of the same folder.
+        """Read the tokenizer of a checkpoint folder: tokenizer.json, with the tokenizer_config.json of the same folder.
 
-        tokenizer.json alone decides what `add_special` adds, as in transformers.
+        As in transformers, tokenizer.json alone decides which tokens `add_special` adds.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -98,7 +99,7 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # The library raises a bare Exception.
             raise CorruptFile(f"{file} cannot be read as a tokenizer ({error}); get the file again") from None
         backend.no_truncation()
         backend.no_padding()
@@ -109,20 +110,20 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """The tokenizer that a GGUF file's metadata describes."""
+        """Build the tokenizer that a GGUF file's metadata describes."""
         backend, bos_id, eos_id = build_tokenizer(metadata)
         return cls(backend, bos_id=bos_id, eos_id=eos_id)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids. `add_special` adds the tokens that the model expects around a text (mostly a bos token)."""
+        """Return token ids. `add_special` adds the tokens that the model expects around a text, mostly a bos token."""
         try:
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
-        except TypeError:  # raised by the library for text with lone surrogates
+        except TypeError:  # The library raises this for text with half of a surrogate pair, which _utf8 refuses by name.
             _utf8(text)
             raise
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in which nothing is encoded as a special token."""
+        """Return the token ids of a text in which nothing is encoded as a special token."""
         return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property
@@ -132,13 +133,13 @@ class Tokenizer:
         return copy
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of these ids. Ids without a token have no text."""
+        """Return the text of these ids. An id without a token adds nothing."""
         joined = b"".join(self.token_bytes(i) for i in ids if not (skip_special and i in self._special))
         text = joined.decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text; empty for an id without a token."""
+        """Return the bytes that a token adds to a text; none for an id without a token."""
         found = self._bytes.get(token_id)
         if found is None:
             token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
@@ -150,22 +151,22 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of the special tokens."""
+        """The text of every special token."""
         return tuple(self.token_bytes(i).decode("utf-8", "replace") for i in sorted(self._special))
 
     def ids_containing(self, texts: Sequence[str]) -> frozenset[int]:
-        """Ids of the tokens, special ones aside, whose text contains any of these. The latest results are cached."""
+        """Return the ids of all tokens, except special ones, whose text contains any of these texts. Results are cached."""
         return self._containing(tuple(texts))
 
     def _search(self, texts: tuple[str, ...]) -> frozenset[int]:
-        # One search per token for all texts together. Without texts the pattern matches nothing.
+        # One regular expression searches all texts at once. Without texts, (?!) matches nothing.
         search = re.compile(b"|".join(re.escape(_utf8(text)) for text in texts) if texts else b"(?!)").search
         special = self._special
         return frozenset(i for i in range(self.vocab_size) if search(self.token_bytes(i)) and i not in special)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that map every id to the same bytes, whatever file they were read from."""
+        """A hash of every token's bytes. Tokenizers with equal ids and bytes have equal hashes, whatever file they came from."""
         digest = hashlib.sha256()
         for i in range(self.vocab_size):
             token = self.token_bytes(i)
@@ -174,7 +175,7 @@ class Tokenizer:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> Spelling:
-    """How tokens represent bytes, read from the tokenizer's decoder."""
+    """Return how the tokens represent bytes, which the tokenizer's decoder shows."""
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
     steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = {step["type"] for step in steps}
@@ -216,7 +217,7 @@ def _flags(token: AddedToken) -> tuple[bool, ...]:
 
 
 def _configured_tokens(config: dict[str, Any], folder: Path) -> list[tuple[int, AddedToken]]:
-    """The added tokens of tokenizer_config.json, by their ids."""
+    """Return the added tokens of tokenizer_config.json with their ids, in ascending order of ids."""
     found: list[tuple[int, AddedToken]] = []
     described = config.get("added_tokens_decoder") or {}
     try:
@@ -232,11 +233,11 @@ def _configured_tokens(config: dict[str, Any], folder: Path) -> list[tuple[int, 
 
 
 def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
-    """Add the tokens that only tokenizer_config.json has, and apply its flags to tokens that tokenizer.json has too."""
+    """Add the tokens that only tokenizer_config.json has, and set its flags on tokens that tokenizer.json has as well."""
     added = backend.get_added_tokens_decoder()
     for number, token in _configured_tokens(config, folder):
         before = backend.token_to_id(token.content)
-        if number in added and added[number].special:  # a special token stays special
+        if number in added and added[number].special:  # A token that is special in tokenizer.json stays special.
             token.special = True
         if before is None or (number in added and _flags(added[number]) != _flags(token)):
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
@@ -256,7 +257,7 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; one that is not UTF-8 is corrupt."""
+    """Return the text of a file. A file that is not UTF-8 raises CorruptFile."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -264,7 +265,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty when there is no such file."""
+    """Return the JSON object in a file, or an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -277,12 +278,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """The merged configuration: tokenizer_config.json overrides the older special_tokens_map.json."""
+    """Return the merged configuration, in which tokenizer_config.json overrides the older special_tokens_map.json."""
     return {**read_object(folder / "special_tokens_map.json"), **read_object(folder / "tokenizer_config.json")}
 
 
 def special_text(config: dict[str, Any], name: str) -> str | None:
-    """The text of a special token, which is a string or an object with its `content`."""
+    """Return the text of a special token, which is written as a string or as an object with `content`; None if not given."""
     value = config.get(name)
     if isinstance(value, dict):
         value = value.get("content")
@@ -295,10 +296,10 @@ def special_text(config: dict[str, Any], name: str) -> str | None:
 
 
 def has_surrogate(text: str) -> bool:
-    """Whether a string contains half of a surrogate pair: JSON can escape it, but it is not a character."""
+    """Whether a string contains half of a surrogate pair. JSON can spell it as an escape, but UTF-8 cannot encode it."""
     return _SURROGATE.search(text) is not None
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with U+FFFD in place of every lone surrogate."""
+    """Replace every half of a surrogate pair with U+FFFD."""
     return _SURROGATE.sub("\ufffd", text)

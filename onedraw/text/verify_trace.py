@@ -1,7 +1,7 @@
-"""Print the result of every draft's verification (`--trace-verify`).
+"""Print how every draft was verified, for the flag `--trace-verify`.
 
-In: a row with drafts, its outcome, and a tokenizer. Out: one line per draft: request, position, the draft, the token that was
-sampled there, and whether the draft was kept. It does not take part in sampling.
+There is one line per draft: the request, the position, the draft, the token that was sampled at that position, and whether the
+draft was kept. Printing does not influence sampling.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from onedraw.types import Row, RowOutcome
 class DraftResult:
     position: int
     draft: int
-    sampled: int | None  # None: nothing was sampled there, after a rejected draft or where no token was allowed
+    sampled: int | None  # None if nothing was sampled there: an earlier draft was rejected, or no token was allowed
     kept: bool
 
 
 def draft_results(row: Row, outcome: RowOutcome) -> list[DraftResult]:
-    """The drafts in their order. The token sampled at a draft's position is known if all ancestors of the draft were kept."""
+    """Return the results in the order of the drafts. The token at a draft's position is known if all its ancestors were kept."""
     results: list[DraftResult] = []
     depths: list[int] = []
     for index, draft in enumerate(row.drafts):
@@ -50,7 +50,7 @@ def trace_lines(row: Row, outcome: RowOutcome, token_text: Callable[[int], str])
 
 
 class VerifyTracer:
-    """Writes the lines to stderr during each step, on the engine's thread. A closed stderr does not stop the engine."""
+    """Writes the lines to stderr on the engine's thread, during each step. A closed stderr does not stop the engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

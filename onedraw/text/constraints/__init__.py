@@ -1,1 +1,1 @@
-"""Structured output: JSON schema, regular expression, choice, grammar; and the thinking budget."""
+"""Constraints on sampled tokens: structured output (JSON schema, regular expression, choice, grammar) and thinking budget."""

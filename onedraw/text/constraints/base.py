@@ -1,7 +1,7 @@
-"""Parts that constraints are built from: token masks, the state after every prefix of a reply, the intersection of several
-constraints, and a limit on runs of digits.
+"""Building blocks of constraints: token masks, the state after every prefix of a reply, the intersection of two constraints,
+and a limit on runs of digits.
 
-A constraint is a pure function of the reply so far and of the drafts that follow it.
+A constraint returns the tokens that may come next. It depends only on the reply so far and the drafts that follow it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 from onedraw.types import Constraint, TokenMask
 
-LONGEST_NUMBER = 48  # digits in a row; a model that writes more is stuck in the number
+LONGEST_NUMBER = 48  # A number with more digits in a row is taken for a model that repeats digits without end.
 _DIGITS = b"0123456789"
 
 StateT = TypeVar("StateT")
 
 
 def token_mask(tokens: Sequence[int], vocab: int) -> TokenMask:
-    """The set of these tokens, one bit per token of the vocabulary."""
+    """Return a set of tokens as a bit mask, with one bit per token of the vocabulary."""
     bits = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
@@ -33,13 +33,13 @@ def intersect(first: TokenMask, second: TokenMask) -> TokenMask:
 
 
 class PrefixStates(Generic[StateT]):
-    """The state after every prefix of a token sequence. Only what follows the prefix shared with the last call is computed again.
-    Owner: one constraint."""
+    """Caches the state after every prefix of a token sequence. When the sequence changes, only the states behind the common
+    prefix are computed again. Each constraint has one of its own."""
 
     def __init__(self, first: StateT, step: Callable[[StateT, int], StateT]) -> None:
         self._step = step
         self._tokens: list[int] = []
-        self._states = [first]  # states[i]: after i tokens
+        self._states = [first]  # states[i] is the state after i tokens
 
     def after(self, output: Sequence[int], drafts: Sequence[int]) -> StateT:
         tokens = [*output, *drafts]
@@ -52,7 +52,7 @@ class PrefixStates(Generic[StateT]):
 
 
 def common_prefix(known: list[int], tokens: list[int]) -> int:
-    """The length of the common prefix. It is mostly the whole shorter list, or all but a few, so slices are compared first."""
+    """Return the length of the common prefix. It mostly is close to the shorter length, so the search begins there."""
     length = min(len(known), len(tokens))
     for back in range(0, min(length, 16) + 1):
         if known[: length - back] == tokens[: length - back]:
@@ -61,14 +61,14 @@ def common_prefix(known: list[int], tokens: list[int]) -> int:
 
 
 def combine(*constraints: Constraint | None) -> Constraint | None:
-    """A constraint that allows the tokens that all of these allow; None if there is none."""
+    """Return a constraint that allows what all given constraints allow; None if none is given."""
     given = tuple(constraint for constraint in constraints if constraint is not None)
     return None if not given else given[0] if len(given) == 1 else AllOf(given)
 
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Owner: one request."""
+    """The constraints of one request, which a token must all satisfy."""
 
     constraints: tuple[Constraint, ...]
 
@@ -82,24 +82,24 @@ class AllOf:
 
 
 class BoundedNumbers:
-    """A grammar with at most LONGEST_NUMBER digits in a row; where the grammar allows only digits, the limit does not apply.
-    Owner: one request."""
+    """Limits the digits in a row of a reply to LONGEST_NUMBER, in addition to a grammar. Where the grammar allows nothing but
+    digits, the limit does not apply. Each request has one of its own."""
 
     def __init__(self, grammar: Constraint, *, token_bytes: Callable[[int], bytes], digits: TokenMask) -> None:
         self._grammar = grammar
         self._token_bytes = token_bytes
-        self._digits = digits  # the tokens that begin with a digit
+        self._digits = digits  # mask of the tokens that begin with a digit
         self._digit_runs: PrefixStates[int] = PrefixStates(0, self._next)
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         bits = self._grammar.allowed(output, drafts)
         if bits is None or self._digit_runs.after(output, drafts) < LONGEST_NUMBER:
             return bits
-        others = intersect(bits, ~self._digits)  # a grammar's mask may be a word longer than the vocabulary
+        others = intersect(bits, ~self._digits)  # `intersect` cuts a grammar's mask, which may be longer than the vocabulary
         return others if others.any() else bits
 
     def _next(self, run: int, token: int) -> int:
-        """How many digits the reply ends with."""
+        """Return how many digits the reply ends with after this token; `run` is their number before it."""
         text = self._token_bytes(token)
         tail = len(text) - len(text.rstrip(_DIGITS))
         return run + tail if tail == len(text) else tail

@@ -1,7 +1,7 @@
-"""Constraint data → live constraints, for one tokenizer.
+"""Build the constraints of a request from plain data, for one tokenizer.
 
-A request carries a ReplyConstraint, which is plain data; the engine's service builds the live constraint from it through the
-factory that it was constructed with.
+A request carries a ReplyConstraint, which is plain data. The engine's service calls the factory, which it was constructed with,
+to build the object that computes token masks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ReplyConstraint(ConstraintSpec):
 def reply_constraint(
     syntax: ReplySyntax, *, thinking_budget: int | None, response_format: ReplyFormat | None
 ) -> ReplyConstraint | None:
-    """None where nothing is constrained. A budget needs a model that reasons."""
+    """Return the constraint of a reply, or None if there is none. A thinking budget needs a model that reasons."""
     budget = None if syntax.reasoning is None else thinking_budget
     return None if budget is None and response_format is None else ReplyConstraint(syntax, budget, response_format)
 
 
 class ConstraintFactory:
-    """Builds constraints; a request gets one of its own. Any thread may use it."""
+    """Builds a new constraint for each request, since constraints have state. Any thread may use the factory."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,8 @@ class ConstraintFactory:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Created with the first response format: it reads the whole vocabulary, and needs llguidance."""
+        """The compiler of response formats. It is created when first needed, since it reads the whole vocabulary and needs the
+        package llguidance."""
         return GrammarCompiler(self._tokenizer, self._eos_ids)
 
     def build(self, spec: ConstraintSpec) -> Constraint | None:

@@ -1,8 +1,8 @@
-"""Compile response formats to token constraints, with llguidance.
+"""Compile response formats into token constraints, with the library llguidance.
 
-In: a format and the syntax of the reply. Out: a Constraint, which gives the tokens that may follow any prefix of the reply.
-Reasoning before the constrained part is free text. A format that cannot be compiled raises BadParameter; for a JSON schema the
-error has the path of the keyword that cannot be used.
+The input is a format and the syntax of the reply. The output is a Constraint, which returns the tokens that may follow any prefix
+of the reply. Reasoning before the constrained part is free text. A format that cannot be compiled raises BadParameter; for a JSON
+schema the error has the path of the unsupported keyword.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from onedraw.text.reply_parser import ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import EMPTY_MASK, Constraint, TokenMask
 
-CACHED_GRAMMARS = 64
-_GAP = r"gap: /[ \t\r\n]{0,8}/"  # white space between reasoning and answer
+CACHED_GRAMMARS = 64  # compiled formats that are kept; the least recently used is dropped
+_GAP = r"gap: /[ \t\r\n]{0,8}/"  # the rule for white space between reasoning and answer
 
 
 def structured_output_available() -> bool:
@@ -47,8 +47,8 @@ def structured_output_available() -> bool:
 
 
 class GrammarConstraint:
-    """A matcher that follows one reply: it consumes new tokens, and rolls back to the common prefix when drafts change.
-    Owner: one request."""
+    """Follows one reply with llguidance's matcher, which consumes new tokens, and rolls back to the common prefix when drafts
+    change. Each request has one of its own."""
 
     def __init__(self, compiled: Any, vocab: int, param: str) -> None:
         self._compiled, self._matcher, self._vocab, self._param = compiled, compiled.deep_copy(), vocab, param
@@ -56,21 +56,21 @@ class GrammarConstraint:
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         tokens = [*output, *drafts]
-        if any(token >= self._vocab for token in drafts):  # a row of the model's head without a token
+        if any(token >= self._vocab for token in drafts):  # The model's head can have more rows than the tokenizer has tokens.
             return EMPTY_MASK
         common = self._roll_back(common_prefix(self._tokens, tokens))
         consumed = self._matcher.try_consume_tokens(tokens[common:])
         self._tokens = tokens[: common + consumed]
         if len(self._tokens) < len(tokens) and not self._matcher.is_error():
-            return EMPTY_MASK  # the grammar rejects a draft, so no position after it is reached
+            return EMPTY_MASK  # The grammar rejects a draft, so verification never reaches the positions after it.
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        if self._matcher.is_error():  # the mask of a matcher in this state only allows the end token
+        if self._matcher.is_error():  # In this state the mask would allow the end token alone and cut the reply off silently.
             raise BadParameter(self._param, f"cannot be followed any further: {_first_line(self._matcher.get_error())}")
         return bits
 
     def _roll_back(self, common: int) -> int:
-        """Roll back to `common` tokens; where the matcher cannot (rules with their own limits), to the start. Returns how many
-        tokens stay consumed."""
+        """Roll the matcher back to the first `common` tokens and return how many stay consumed. A matcher of a grammar whose
+        rules have limits cannot roll back; it starts again with 0."""
         if common < len(self._tokens):
             self._matcher.rollback(len(self._tokens) - common)
         if not self._matcher.is_error():
@@ -80,7 +80,7 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Compiles formats for one tokenizer and caches the latest. Safe to use from several threads."""
+    """Compiles formats for one tokenizer and caches the most recently used ones. It is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
         eos_ids = [token for token in eos_ids if token < tokenizer.vocab_size]
@@ -97,7 +97,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def constraint(self, format: ReplyFormat, syntax: ReplySyntax) -> Constraint:
-        """A new constraint for one request whose reply has this syntax."""
+        """Return a new constraint for one request whose reply has this syntax."""
         with self._lock:
             compiled = self._compiled.get((format, syntax))
             if compiled is None:
@@ -111,7 +111,7 @@ class GrammarCompiler:
         return grammar
 
     def check_schema(self, schema: Any, param: str) -> Any:
-        """The schema, if it can be compiled; else BadParameter with the path of the keyword that cannot be used."""
+        """Return the schema if it can be compiled; else raise BadParameter with the path of the keyword that cannot be used."""
         if self._schema_error(schema):
             found = find_schema_error(schema, self._schema_error)
             assert found is not None
@@ -119,7 +119,7 @@ class GrammarCompiler:
         return schema
 
     def lark_text(self, text: str) -> str:
-        """A text as a Lark grammar writes it: special tokens by their id, the rest as quoted strings."""
+        """Write a text in Lark's notation: special tokens by their ids, all other text as quoted strings."""
         parts: list[str] = []
         plain: list[int] = []
         for token in self._tokenizer.encode(text, add_special=False):
@@ -145,7 +145,7 @@ class GrammarCompiler:
         raise BadParameter(format.param, f"cannot be compiled: {_first_line(error)}")
 
     def _require_nonempty(self, matcher: Any, param: str) -> None:
-        """Refuse a format that no text matches: only an end token is allowed first, and the empty text does not match either."""
+        """Refuse a format that matches no text at all: the grammar is not complete at its start and allows no token there."""
         first = matcher.deep_copy()
         bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), dtype=np.uint8), bitorder="little")
         if first.is_error():
@@ -159,7 +159,7 @@ class GrammarCompiler:
         return self._library.LLMatcher(self._vocabulary, json.dumps(grammar), log_level=0)
 
     def _schema_error(self, schema: Any) -> str:
-        """Why a schema cannot be compiled; empty if it can."""
+        """Return why a schema cannot be compiled; empty if it can."""
         matcher = self._matcher({"grammars": [{"json_schema": schema}]})
         return _first_line(matcher.get_error()) if matcher.is_error() else ""
 
@@ -170,7 +170,7 @@ class GrammarCompiler:
             case RegexFormat(pattern):
                 return {"lark_grammar": f"start: /{self._library.regex_to_lark(pattern, '')}/"}
             case ChoiceFormat(texts):
-                # One terminal with many alternatives: as many rules would exceed the parser's limits.
+                # All texts are alternatives of one terminal, since one rule for each would exceed the parser's limits.
                 return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(lark_string(text) for text in texts)}
             case LarkFormat(lark):
                 return {"lark_grammar": lark}
@@ -180,7 +180,7 @@ class GrammarCompiler:
                 assert_never(format)
 
     def _start(self, syntax: ReplySyntax) -> str:
-        """The first rule: optional reasoning, opened by the prompt or by the model, then the constrained body."""
+        """Write the first rule: reasoning, which the prompt or the model may have begun, and then the constrained body."""
         if syntax.reasoning is None or syntax.thinking == "over":
             return "start: @body"
         thought = self._thought(syntax.reasoning)
@@ -196,36 +196,37 @@ class GrammarCompiler:
 
 
 def lark_string(text: str) -> str:
-    """A quoted string of a Lark grammar."""
+    """Write a text as a quoted string of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def bound_whitespace(schema: Any) -> Any:
-    """A schema with a limit on the white space between JSON tokens."""
+    """Return a schema with a limit on the white space between JSON tokens."""
     if not isinstance(schema, dict):
         return schema
     given = schema.get("x-guidance")
     return {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE, **(given if isinstance(given, dict) else {})}}
 
 
-# ---------------------------------------------------------------------- which keyword of a schema cannot be compiled
+# ---------------------------------------------------------------------- finding the keyword that cannot be compiled
 
-_SchemaCheck = Callable[[Any], str]  # why a schema cannot be compiled; empty if it can
+_SchemaCheck = Callable[[Any], str]  # returns why a schema cannot be compiled; empty if it can
 
+# Keywords that contain subschemas: in an object by name, in a list, and directly.
 _SCHEMA_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
-_DEFINITIONS = ("$defs", "definitions")  # a subschema may refer to them, so they are added when it is checked alone
+_DEFINITIONS = ("$defs", "definitions")  # Subschemas may refer to these, so they are added when one is checked alone.
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaError:
-    path: str  # ".properties.a.pattern"
+    path: str  # such as ".properties.a.pattern"
     reason: str
 
 
 def find_schema_error(schema: Any, check: _SchemaCheck) -> SchemaError | None:
-    """The innermost part of a schema that cannot be compiled; None if it can."""
+    """Return the innermost part of a schema that cannot be compiled; None if the whole schema can."""
     definitions = {name: schema[name] for name in _DEFINITIONS if isinstance(schema, dict) and name in schema}
     return _search(schema, "", lambda part: check({**definitions, **part} if isinstance(part, dict) else part))
 
@@ -249,7 +250,7 @@ def _search(schema: Any, path: str, check: _SchemaCheck) -> SchemaError | None:
 
 
 def _unsupported_keyword(reason: str, schema: Mapping[str, Any]) -> str | None:
-    """The keyword that llguidance's message quotes, if this schema itself has it."""
+    """Return the keyword that llguidance's message quotes, if the schema itself and not one of its parts has it."""
     if not reason.startswith("Unimplemented keys"):
         return None
     return next((name for name in re.findall(r'"([^"]+)"', reason) if name in schema), None)
@@ -282,13 +283,13 @@ def _llguidance() -> Any:
 
 
 def _vocabulary(library: Any, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Any:
-    """The tokenizer in llguidance's form. llguidance calls it for text that the grammar determines; such text never becomes
-    special tokens, even if it looks like one."""
+    """Wrap the tokenizer for llguidance, which calls it to tokenize text that the grammar determines. Such text is never encoded
+    as special tokens, even where it looks like one."""
 
     class Wrapped:
         eos_token_id = eos_ids[0]
         bos_token_id = None
-        tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]  # noqa: RUF012  read once, by the library
+        tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]  # noqa: RUF012  the library only reads it
         special_token_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]  # noqa: RUF012
 
         def __call__(self, text: bytes | str) -> list[int]:
@@ -302,12 +303,12 @@ def _gbnf_to_lark(source: str, param: str) -> str:
 
     try:
         return str(gbnf_to_lark(source))
-    except Exception as error:  # the translator raises plain exceptions as well as its own
+    except Exception as error:  # The translator raises plain exceptions as well as its own.
         raise BadParameter(param, f"this GBNF cannot be translated: {error}") from None
 
 
 def _first_line(error: str) -> str:
-    """The first line of llguidance's message that begins with "error:", else its first line."""
+    """Return the first line of llguidance's message that begins with "error:"; if none does, its first line."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     return (errors or lines or ["no reason given"])[0].removeprefix("error: ")

@@ -1,7 +1,7 @@
 """The formats that a reply can be constrained to: JSON schema, regular expression, list of choices, grammar.
 
-They are plain data, which `grammar.py` compiles. `param` is the caller's name of the setting, which errors report. Recorded
-requests hold a format by its field names, so these stay.
+They are plain data, which `grammar.py` compiles. `param` is the name under which the caller gave the format, for errors. Recorded
+requests store a format by its field names, so these must not be renamed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 
 from onedraw.errors import BadParameter
 
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-# Between two JSON tokens: a line break, then some indentation. Without a limit a model could repeat white space until max_tokens.
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # the schema of `json_object`, which asks for any JSON object
+# The white space allowed between two JSON tokens: a line break, then some indentation. Without a limit a model could repeat white
+# space until max_tokens.
 JSON_WHITESPACE = r"(\r?\n)?[ \t]{0,24}"
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """A value that matches a JSON schema. The schema is kept as text, so that equal texts are compiled once."""
+    """The reply is a value that matches a JSON schema. The schema is stored as text, so that it can be a key of the cache of
+    compiled formats."""
 
     schema: str
     param: str
@@ -41,7 +43,7 @@ class JsonFormat:
 
 @dataclass(frozen=True, slots=True)
 class RegexFormat:
-    """A text that a regular expression matches from its first to its last character."""
+    """The reply is a text that a regular expression matches from its first to its last character."""
 
     pattern: str
     param: str
@@ -49,7 +51,7 @@ class RegexFormat:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFormat:
-    """One of these texts."""
+    """The reply is one of these texts."""
 
     texts: tuple[str, ...]
     param: str
@@ -61,16 +63,16 @@ class ChoiceFormat:
 
 @dataclass(frozen=True, slots=True)
 class LarkFormat:
-    """A Lark grammar in llguidance's dialect, whose first rule is `start`."""
+    """The reply follows a Lark grammar in llguidance's dialect, whose first rule is `start`."""
 
     lark: str
     param: str
-    numbers: bool = False  # limit runs of digits, as in JSON
+    numbers: bool = False  # limit runs of digits as for JSON, since the grammar contains JSON numbers
 
 
 @dataclass(frozen=True, slots=True)
 class GbnfFormat:
-    """A grammar in llama.cpp's notation, whose first rule is `root`."""
+    """The reply follows a grammar in llama.cpp's notation, whose first rule is `root`."""
 
     gbnf: str
     param: str
@@ -80,5 +82,5 @@ ReplyFormat = JsonFormat | RegexFormat | ChoiceFormat | LarkFormat | GbnfFormat
 
 
 def grammar_format(source: str, param: str) -> LarkFormat | GbnfFormat:
-    """A grammar in either notation; only GBNF writes rules with `::=`."""
+    """Build the format of a grammar in either notation. GBNF is recognized by `::=`, which Lark does not have."""
     return GbnfFormat(source, param) if "::=" in source else LarkFormat(source, param)

@@ -1,8 +1,8 @@
 """Thinking budget: a constraint that ends reasoning after a number of tokens.
 
-In: the reasoning syntax, a limit in tokens, the token ids of the closing text. Out: a Constraint that allows every token until
-the limit is reached inside the reasoning, and then, at the next character boundary, forces the closing tokens one after the
-other. The state is a function of the reply and the drafts after it, so drafts cannot change where the reasoning ends.
+It allows every token until the limit is reached inside the reasoning. Then, at the next character boundary, it forces the tokens
+of the closing text one after the other. Its state depends only on the reply and the drafts after it, so drafts cannot change
+where the reasoning ends.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from onedraw.text.constraints.base import PrefixStates
 from onedraw.text.reasoning import InitialThinking, ReasoningState, ReasoningSyntax, advance, initial_state
 from onedraw.types import TokenMask
 
-NOT_CLOSING = -1
+NOT_CLOSING = -1  # value of BudgetState.closing while no closing text is forced
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetState:
     reasoning: ReasoningState
-    used: int = 0  # tokens of reasoning
-    closing: int = NOT_CLOSING  # index of the closing token that must come next
-    missing: int = 0  # bytes that the last character still needs
+    used: int = 0  # tokens of reasoning so far
+    closing: int = NOT_CLOSING  # index of the closing token that is forced next
+    missing: int = 0  # bytes that the last, incomplete UTF-8 character still needs
 
 
 class ThinkingBudget:
-    """Owner: one request. `token_bytes` gives the bytes of a token."""
+    """The constraint of one request. `closing` is the text that ends reasoning, as token ids."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ThinkingBudget:
             return self._close_if_spent(BudgetState(reasoning, used, missing=missing_bytes(state.missing, data)))
         if state.closing + 1 < len(self._closing):
             return replace(state, reasoning=reasoning, closing=state.closing + 1)
-        # After the last closing token the reasoning is over, even if the text before it keeps the end marker from being found.
+        # Reasoning is over now in any case: the text before may have kept the end marker from being recognized.
         if reasoning.reasoning:
             reasoning = ReasoningState("content", trim_left=True)
         return replace(state, reasoning=reasoning, closing=NOT_CLOSING)
@@ -71,7 +71,7 @@ class ThinkingBudget:
 
 
 def missing_bytes(missing: int, data: bytes) -> int:
-    """How many bytes the last UTF-8 character still needs after `data`, if it needed `missing` before."""
+    """Return how many bytes the last UTF-8 character still needs after `data`, given that it needed `missing` before."""
     for byte in data:
         if missing and 0x80 <= byte < 0xC0:
             missing -= 1

@@ -1,1 +1,1 @@
-"""Tool calls: prompt, grammar and parser of each dialect."""
+"""Tool calls: how tools enter the prompt, the grammar of constrained calls, and the parser of each call syntax."""

@@ -1,9 +1,9 @@
-"""A cache of replies with tool calls, so that the prompt of the next turn begins with exactly the tokens the model wrote.
+"""A cache of replies with tool calls, so that the next prompt of a conversation begins with the tokens the model generated.
 
-In: replies with calls when they end; later, messages that hold these calls. Out: the token ids of the earlier prompt and reply,
-as the beginning of the new prompt. Without it the cached prefix would be lost: a template formats a past call in its own way
-(spaces, order, escapes), and a model's tokens need not be the tokenizer's encoding of their text. The size is limited; the
-oldest replies are dropped.
+Replies are added when they end. When later messages contain such a reply, its prompt and its own token ids become the beginning
+of the new prompt, and the prefix cache finds them. Rendering and tokenizing the message again could give other tokens: a template
+writes a call with its own spaces, order and escapes, and a model's tokens need not be those that the tokenizer would choose for
+the same text. The size is limited; the oldest replies are dropped.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_TOKENS = 2**22  # of all cached prompts and replies together
-_PLACEHOLDER = "\ue000the reply\ue000"  # for the text of a reply; private-use characters, which no message contains
+MAX_TOKENS = 2**22  # the limit on the tokens of all cached prompts and replies together
+_PLACEHOLDER = "\ue000the reply\ue000"  # Stands for the reply's text. No message contains these private-use characters.
 
-Render = Callable[[Sequence[Mapping[str, Any]], bool], str]  # messages, add_generation_prompt → prompt text
+Render = Callable[[Sequence[Mapping[str, Any]], bool], str]  # (messages, add_generation_prompt) → text of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class CachedReply:
-    """A reply that called tools."""
+    """A reply that called tools, with its prompt."""
 
-    prompt_hash: str  # of the prompt's text, as the template rendered it
-    ids: tuple[int, ...]  # prompt and reply, without the token that ended it
-    content: str
-    calls: tuple[tuple[str, str], ...]  # name and arguments, as the client received them
+    prompt_hash: str  # hash of the prompt's text, as the template rendered it
+    ids: tuple[int, ...]  # tokens of prompt and reply, without the end token
+    content: str  # the text of the reply besides its calls
+    calls: tuple[tuple[str, str], ...]  # (name, arguments) of each call, as the client received them
 
 
 class ToolCallCache:
-    """Replies by the id of their first call. Safe to use from several threads."""
+    """Cached replies by the id of their first call. It is thread-safe."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -50,7 +50,7 @@ class ToolCallCache:
                 self._tokens -= len(oldest.ids)
 
     def get(self, message: Mapping[str, Any]) -> CachedReply | None:
-        """The reply that this message repeats; None if the client changed it."""
+        """Return the reply that this message repeats; None if it is not cached or the client changed it."""
         calls = message.get("tool_calls") or ()
         if message.get("role") != "assistant" or not calls:
             return None
@@ -75,10 +75,10 @@ def cached_prompt(
     eos_texts: Sequence[str],
     special_texts: Sequence[str],
 ) -> tuple[tuple[int, ...], str] | None:
-    """The ids that the prompt begins with, and the text that follows them; None if no reply of the messages is cached.
+    """Return the ids that the prompt begins with and the text after them; None if the messages contain no cached reply.
 
-    `text` is the whole prompt as the template renders it, `eos_texts` the text of the end tokens, `special_texts` that of all
-    special tokens. The text is only split before a special token, where tokenization starts anew.
+    `text` is the whole prompt as the template renders it. `eos_texts` and `special_texts` are the texts of the end tokens and of
+    all special tokens. The text is only split before a special token, because tokens never cross such a point.
     """
     for number in range(len(messages) - 1, -1, -1):
         reply = cache.get(messages[number])
@@ -99,19 +99,19 @@ def _text_after(
     eos_texts: Sequence[str],
     special_texts: Sequence[str],
 ) -> str | None:
-    """The prompt's text after message `number`, beginning with a special token."""
+    """Return the prompt's text after message `number`, from a special token on; None if that place cannot be found."""
     until = render(messages[: number + 1], False)
     last = max((until.rfind(eos) for eos in eos_texts if eos), default=-1)
     if last > 0 and text.startswith(until[:last]) and any(text.startswith(eos, last) for eos in eos_texts):
         return text[last:]
-    # A template may render the last message differently from the others.
+    # The template may render a message differently when it is the last, so render all messages with a placeholder instead.
     placeholder = {"role": "assistant", "content": _PLACEHOLDER}
     _, found, rest = render([*messages[:number], placeholder, *messages[number + 1 :]], True).partition(_PLACEHOLDER)
     return rest if found and text.endswith(rest) and any(rest.startswith(special) for special in special_texts) else None
 
 
 def _canonical(arguments: Any) -> str:
-    """Arguments in one spelling, whatever their spaces and their order are: `true`, `1` and `1.0` stay different."""
+    """Return arguments as JSON with normalized spaces and order. The values `true`, `1` and `1.0` stay different."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
         return json.dumps(value, sort_keys=True)

@@ -1,7 +1,7 @@
-"""Parse one tool call in each dialect: characters in, name and JSON arguments out.
+"""Parsers of one tool call, one for each dialect. They read characters and emit the call's name and its arguments as JSON.
 
-A parser is a generator: it is sent one character at a time, appends events to a list, and returns when the call is complete.
-Text that cannot be a call raises NotACall. Arguments are emitted as soon as they are known to be JSON.
+A parser is a generator. It is sent one character at a time, appends events to a list, and returns when the call is complete. Text
+that cannot be a call raises NotACall. A part of the arguments is emitted as soon as its JSON is certain.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class CallEnd:
 
 CallEvent: TypeAlias = CallStart | CallArguments | CallEnd
 Parser: TypeAlias = Generator[None, str, None]
-ParameterTypes: TypeAlias = dict[str, tuple[str, ...]]  # JSON types that each parameter may have; empty: any
+ParameterTypes: TypeAlias = dict[str, tuple[str, ...]]  # parameter → the JSON types it may have; none means any
 
 
 class NotACall(Exception):
-    """The characters are not a tool call."""
+    """The characters are not a tool call, so they are content."""
 
 
 class NextCallStarted(Exception):
-    """A complete call was not closed by its marker, and another call begins."""
+    """A complete call lacks its closing marker, and the opening marker of the next call has been read."""
 
 
 def call_parser(calls: CallableTools) -> Callable[[list[CallEvent]], Parser]:
-    """A function that starts a parser of one call."""
+    """Return a function that starts a parser of one call in the dialect."""
     types = {tool.name: parameter_types(tool.schema) for tool in calls.tools}
     match calls.dialect:
         case "hermes":
@@ -74,21 +74,21 @@ def require(condition: bool) -> None:
 
 
 def skip_space(character: str) -> Generator[None, str, str]:
-    """The first character that is not white space, beginning with this one."""
+    """Return the first character that is not white space, beginning with the given one."""
     while character in SPACE:
         character = yield
     return character
 
 
 def expect(text: str, first: str) -> Parser:
-    """Require this text, whose first character was read already."""
+    """Read this text, whose first character has been read already, or raise NotACall."""
     require(text[0] == first)
     for wanted in text[1:]:
         require((yield) == wanted)
 
 
 def read_until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
-    """The text before the first of these, and which one it was."""
+    """Read up to the first of these texts. Return the text before it, and which of them it was."""
     text = ""
     while True:
         text += yield
@@ -98,7 +98,7 @@ def read_until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
 
 
 def close_marker(dialect: Dialect) -> Parser:
-    """Read up to the marker that closes a call, ignoring other text before it. A marker that opens another call also ends it."""
+    """Read up to the marker that closes a call and ignore text before it. The opening marker of another call ends it as well."""
     opens, closes = MARKERS[dialect]
     _, found = yield from read_until((closes, opens))
     if found == opens:
@@ -109,21 +109,21 @@ def close_marker(dialect: Dialect) -> Parser:
 
 
 def _hermes(out: list[CallEvent]) -> Parser:
-    """{"name": …, "arguments": {…}} and the closing marker."""
+    """Parse {"name": …, "arguments": {…}} and the closing marker."""
     yield from _json_call(out, (yield from skip_space((yield))))
     yield from close_marker("hermes")
 
 
 def _llama(out: list[CallEvent]) -> Parser:
-    """{"name": …, "parameters": {…}} without markers."""
+    """Parse {"name": …, "parameters": {…}}, which has no markers around it."""
     yield from _json_call(out, (yield from skip_space((yield))))
 
 
 def _json_call(out: list[CallEvent], first: str) -> Parser:
-    """An object with a name and arguments, in either order; the text of the arguments is not changed."""
+    """Parse an object with a name and arguments, in either order. The text of the arguments is emitted unchanged."""
     require(first == "{")
     name: str | None = None
-    early: list[str] = []  # arguments that came before the name
+    early: list[str] = []  # text of the arguments, if they come before the name
     given = False
     character = yield from skip_space((yield))
     while character != "}":
@@ -152,7 +152,7 @@ def _json_call(out: list[CallEvent], first: str) -> Parser:
 
 
 def _json_value(first: str, out: list[CallEvent], early: list[str] | None) -> Generator[None, str, str]:
-    """Emit a JSON value, unchanged, character by character, or append it to `early`; return the character after it."""
+    """Read a JSON value and return the character after it. The text is emitted unchanged, or appended to `early` if given."""
 
     def emit(text: str) -> None:
         if early is not None:
@@ -160,7 +160,7 @@ def _json_value(first: str, out: list[CallEvent], early: list[str] | None) -> Ge
         else:
             out.append(CallArguments(text))
 
-    if first == '"':  # the arguments are a string that holds JSON
+    if first == '"':  # Some models write the arguments as a string that contains JSON.
         emit((yield from _json_string(first)))
         return (yield)
     require(first not in ",:]}")
@@ -180,7 +180,7 @@ def _json_value(first: str, out: list[CallEvent], early: list[str] | None) -> Ge
 
 
 def _json_string(first: str) -> Generator[None, str, str]:
-    """A JSON string, decoded."""
+    """Read a JSON string and return its decoded value."""
     require(first == '"')
     raw, escaped = first, False
     while True:
@@ -199,7 +199,7 @@ def _json_string(first: str) -> Generator[None, str, str]:
 
 
 def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
-    """<function=name> <parameter=key> value </parameter> … </function> and the closing marker."""
+    """Parse <function=name> <parameter=key> value </parameter> … </function> and the closing marker."""
     yield from expect("<function=", (yield from skip_space((yield))))
     name, _ = yield from read_until((">",))
     out.append(CallStart(name.strip()))
@@ -216,7 +216,7 @@ def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Pars
 
 
 def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
-    """name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the closing marker."""
+    """Parse name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the closing marker."""
     opens, close = MARKERS["laguna"]
     name, which = yield from read_until(("<arg_key>", close, opens))
     if which == opens and not name.strip(SPACE):
@@ -235,7 +235,7 @@ def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser
 
 
 class _TaggedArguments:
-    """Writes tagged parameters as a JSON object. A string is emitted as it arrives, any other value when it is complete."""
+    """Emits tagged parameters as a JSON object: a string as it arrives, any other value once it is complete."""
 
     def __init__(self, out: list[CallEvent], types: ParameterTypes) -> None:
         self._out = out
@@ -243,7 +243,7 @@ class _TaggedArguments:
         self._any = False
 
     def read(self, key: str, close: str, *, trim: bool) -> Parser:
-        """A value up to its closing tag. `trim`: a line break at each end belongs to the tags."""
+        """Read a value up to its closing tag. With `trim` the line breaks beside the tags are not part of the value."""
         self._out.append(CallArguments((", " if self._any else "{") + json.dumps(key, ensure_ascii=False) + ": "))
         self._any = True
         types = self._types.get(key, ())
@@ -251,7 +251,7 @@ class _TaggedArguments:
             yield from self._string(close, trim=trim)
             return
         value, _ = yield from read_until((close,))
-        while types and "string" not in types and _ends_inside_string(value):  # a string inside may contain the closing tag
+        while types and "string" not in types and _ends_inside_string(value):  # A string in the JSON contains the closing tag.
             value += close + (yield from read_until((close,)))[0]
         if trim:
             value = value.removeprefix("\n").removesuffix("\n")
@@ -287,7 +287,7 @@ class _TaggedArguments:
 
 
 def _ends_inside_string(text: str) -> bool:
-    """Whether an object or an array ends inside of a string."""
+    """Whether this text is an object or array that ends inside a string."""
     if not text.lstrip().startswith(("{", "[")):
         return False
     try:
@@ -300,7 +300,7 @@ def _ends_inside_string(text: str) -> bool:
 
 
 def _as_json(text: str, types: tuple[str, ...]) -> str:
-    """A value as JSON: text that is JSON of an allowed type stays, any other text becomes a string."""
+    """Return a value as JSON. Text that is JSON of an allowed type stays as it is; any other text becomes a string."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -319,7 +319,7 @@ def _as_json(text: str, types: tuple[str, ...]) -> str:
 
 
 def _gemma(out: list[CallEvent]) -> Parser:
-    """call:name{key:value,…} with strings between Gemma's own quotes, and the closing marker."""
+    """Parse call:name{key:value,…}, whose strings have Gemma's own quotes, and the closing marker."""
     yield from expect("call:", (yield from skip_space((yield))))
     name, _ = yield from read_until(("{",))
     out.append(CallStart(name.strip(SPACE)))
@@ -330,7 +330,7 @@ def _gemma(out: list[CallEvent]) -> Parser:
 
 
 def _gemma_members(out: list[CallEvent], close: str) -> Parser:
-    """The members of an object or an array, whose opening bracket was read already."""
+    """Parse the members of an object or array up to `close`. Its opening bracket has been read already."""
     character = yield from skip_space((yield))
     while character != close:
         if close == "}":
@@ -352,7 +352,7 @@ def _gemma_members(out: list[CallEvent], close: str) -> Parser:
 
 
 def _gemma_value(out: list[CallEvent], first: str) -> Generator[None, str, str]:
-    """Emit a value; return the character after it."""
+    """Emit a value and return the character after it."""
     if first in "{[":
         out.append(CallArguments(first))
         yield from _gemma_members(out, "}" if first == "{" else "]")
@@ -378,7 +378,7 @@ def _gemma_value(out: list[CallEvent], first: str) -> Generator[None, str, str]:
 
 
 def _pythonic(out: list[CallEvent], *, names: Set[str]) -> Parser:
-    """[name(key=value, …), …], as Python would write it. `names`: the tools, whose names need not be Python identifiers."""
+    """Parse [name(key=value, …), …], as Python would write it. `names` are the tools; their names need not be identifiers."""
     require((yield from skip_space((yield))) == "[")
     while True:
         name, _ = yield from read_until(("(",))
@@ -402,7 +402,7 @@ def _pythonic(out: list[CallEvent], *, names: Set[str]) -> Parser:
 
 
 def _python_literal(out: list[CallEvent]) -> Generator[None, str, str]:
-    """Emit a Python literal as JSON when it is complete; return the comma or parenthesis after it."""
+    """Read a Python literal, emit it as JSON once it is complete, and return the comma or parenthesis after it."""
     text, depth, quote, escaped = "", 0, "", False
     while True:
         character = yield

@@ -1,8 +1,8 @@
 """Separate tool calls from content in a stream of text.
 
-In: the content of a reply in chunks of any size, and the dialect of its calls. Out: events: content, the start of a call with its
-name, JSON of its arguments, the end of a call. Parsers take one character at a time, so the chunking does not change the result.
-Text that turns out not to be a call before it has a name becomes content: nothing is lost.
+The input is the content of a reply in chunks of any size, and the dialect of its calls. The output is events: content, the start
+of a call with its name, JSON of its arguments, the end of a call. Parsers read one character at a time, so the division into
+chunks does not change the result. Text that turns out not to be a call before it has a name becomes content, so none is lost.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from onedraw.text.tools.dialects import MARKERS, CallableTools
 @dataclass(frozen=True, slots=True)
 class Content:
     text: str
-    truncated_call: bool = False  # the reply ended inside a call that had no name yet
+    truncated_call: bool = False  # the reply ended inside a call before its name; the text so far is content
 
 
 class ToolCallParser:
-    """Owner: the stream of one reply."""
+    """Finds and parses the tool calls of one reply."""
 
     def __init__(self, calls: CallableTools) -> None:
         self._new_parser = call_parser(calls)
         self._markers = MARKERS.get(calls.dialect)
         self._opens = None if self._markers is None else self._markers[0]
-        self._held = ""  # content that may begin a call, or white space before one
+        self._held = ""  # text that may become an opening marker, or white space that belongs to a call if one follows
         self._call: _OpenCall | None = None
-        self._content_begun = False  # there was content other than white space
-        self._after_call = False  # nothing but white space since the last call
+        self._content_begun = False  # the reply has content other than white space
+        self._after_call = False  # only white space has followed the last call
         self._completed = 0
 
     @property
     def completed(self) -> int:
-        """How many calls are complete."""
+        """The number of complete calls."""
         return self._completed
 
     def push(self, text: str) -> list[CallEvent | Content]:
@@ -60,7 +60,7 @@ class ToolCallParser:
         return _merged(out)
 
     def finish(self) -> list[CallEvent | Content]:
-        """The text that was held back, at the end of the reply."""
+        """Return the text that was held back, at the end of the reply."""
         out: list[CallEvent | Content] = []
         if self._call is not None:
             self._abort_call(out, truncated=True)
@@ -81,7 +81,7 @@ class ToolCallParser:
         self._held = self._held[len(safe) :]
 
     def _find_unmarked_call(self, character: str, out: list[CallEvent | Content]) -> None:
-        """Calls without markers are only found at the beginning of the reply or right after another call."""
+        """Look for a call without markers. It can only be at the beginning of the reply or right after another call."""
         if self._content_begun:
             self._add_content(character, out)
         elif character in SPACE or (self._after_call and character in ";,"):
@@ -109,7 +109,7 @@ class ToolCallParser:
             self._call, self._after_call = None, True
 
     def _abort_call(self, out: list[CallEvent | Content], *, truncated: bool = False) -> None:
-        """Stop parsing a call. One with a name is ended; text without a name, and text after a complete call, is content."""
+        """Stop parsing a call. A call that has a name is ended. Text without a name, or after a complete call, is content."""
         assert self._call is not None
         call, self._call = self._call, None
         out.extend(call.take_events())
@@ -126,7 +126,7 @@ class ToolCallParser:
             self._add_content(call.text, out, truncated=truncated)
 
     def _add_content(self, text: str, out: list[CallEvent | Content], *, truncated: bool = False) -> None:
-        """White space right after a call belongs to the call."""
+        """Emit content. White space right after a call is dropped."""
         if self._after_call:
             text = text.lstrip(SPACE)
         if text:
@@ -135,18 +135,18 @@ class ToolCallParser:
 
 
 class _OpenCall:
-    """A call that is being parsed. In the pythonic dialect it may hold several. Owner: the ToolCallParser."""
+    """A call that is being parsed. In the pythonic dialect it may contain several calls."""
 
     def __init__(self, new_parser: Callable[[list[CallEvent]], Parser], text: str) -> None:
         self._events: list[CallEvent] = []
         self._parser = new_parser(self._events)
         next(self._parser)
-        self.text = text  # all of it, from its opening marker
+        self.text = text  # everything since the opening marker, in case it turns out not to be a call
         self.started = self.ended = 0
-        self.unparsed = ""  # text since the last event
+        self.unparsed = ""  # text since the last event that the parser emitted
 
     def push(self, character: str) -> bool:
-        """Whether the call is complete."""
+        """Add a character and return whether the call is complete."""
         self.text += character
         self.unparsed += character
         try:
@@ -166,7 +166,7 @@ class _OpenCall:
 
 
 def _merged(out: list[CallEvent | Content]) -> list[CallEvent | Content]:
-    """Adjacent content, and adjacent pieces of arguments, become one event."""
+    """Join adjacent content, and adjacent parts of arguments, into one event."""
     merged: list[CallEvent | Content] = []
     for event in out:
         last = merged[-1] if merged else None

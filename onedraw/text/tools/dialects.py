@@ -1,7 +1,7 @@
-"""Tools as data, and the dialects in which model families write tool calls.
+"""Tools as data, and the dialects (call syntaxes) in which model families write tool calls.
 
-In: a chat template's source. Out: the dialect of its calls. A template without tools, or with a call syntax that is not
-supported, gets the Hermes syntax, which the system message then explains to the model (`prompt.py`).
+The source of a chat template shows the dialect. If the template has no tools, or a call syntax that is not supported, calls have
+the Hermes syntax, and a system message explains it to the model.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 Dialect = Literal["hermes", "qwen_xml", "laguna", "gemma", "llama", "pythonic"]
 
-NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
+NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'  # the schema of a tool without arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters` is the text of a JSON schema, `param` the caller's path to it, for errors.
-    Part of recorded requests, which hold it by its field names."""
+    """A function that the model may call. `parameters` is the text of a JSON schema, and `param` is its path in the caller's
+    request, for errors. Recorded requests store a tool by its field names, which must not be renamed."""
 
     name: str
     description: str = ""
@@ -33,7 +33,7 @@ class Tool:
         return found
 
     def as_openai(self) -> dict[str, Any]:
-        """OpenAI's JSON form, which chat templates expect."""
+        """Return the tool in OpenAI's JSON shape, which chat templates expect."""
         description = {"description": self.description} if self.description else {}
         return {"type": "function", "function": {"name": self.name, **description, "parameters": self.schema}}
 
@@ -42,44 +42,44 @@ class Tool:
 class ToolUse:
     """The tool settings of a request."""
 
-    tools: tuple[Tool, ...]  # described to the model
-    allowed: tuple[Tool, ...]  # those of them that it may call
+    tools: tuple[Tool, ...]  # the tools that the prompt describes
+    allowed: tuple[Tool, ...]  # the tools among them that the reply may call
     required: bool = False  # the reply must call a tool
-    parallel: bool = True  # it may make several calls
+    parallel: bool = True  # the reply may call several tools
 
     @property
     def restricted(self) -> bool:
-        """Some of the tools that the model knows may not be called."""
+        """Whether the prompt describes tools that the reply may not call."""
         return len(self.allowed) < len(self.tools)
 
 
 @dataclass(frozen=True, slots=True)
 class CallableTools:
-    """The tools that a reply may call, and the dialect of the calls. Part of recorded requests, which hold it by its field
-    names."""
+    """The tools that a reply may call, and the dialect of the calls. Recorded requests store it by its field names, which must
+    not be renamed."""
 
     dialect: Dialect
     tools: tuple[Tool, ...] = ()
-    parallel: bool = True  # else the reply ends with its first call
+    parallel: bool = True  # if False, the reply ends with its first call
 
 
-# Markers around a call, which may be special tokens. The dialects llama and pythonic have none.
+# The texts before and after a call, which may be special tokens. The dialects llama and pythonic have none.
 MARKERS: dict[Dialect, tuple[str, str]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "qwen_xml": ("<tool_call>", "</tool_call>"),
     "laguna": ("<tool_call>", "</tool_call>"),
     "gemma": ("<|tool_call>", "<tool_call|>"),
 }
-GEMMA_QUOTE = '<|"|>'
+GEMMA_QUOTE = '<|"|>'  # Gemma writes this before and after a string.
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
     dialect: Dialect
-    native: bool  # the chat template renders tools itself
+    native: bool  # the chat template can render tools and calls itself
 
 
-# Texts that only templates of this dialect contain, the most specific dialect first.
+# Texts that occur together only in templates of the dialect. More specific dialects come first.
 _TEMPLATE_SIGNS: Sequence[tuple[Dialect, tuple[str, ...]]] = (
     ("gemma", ("<|tool_call>", "call:")),
     ("laguna", ("<tool_call>", "<arg_key>", "<arg_value>")),
@@ -91,7 +91,7 @@ _TEMPLATE_SIGNS: Sequence[tuple[Dialect, tuple[str, ...]]] = (
 
 
 def detect_tool_syntax(template_source: str) -> ToolSyntax:
-    """The tool syntax of the family that this chat template belongs to."""
+    """Return the call syntax that the source of a chat template shows."""
     if "tools" in template_source:
         for dialect, signs in _TEMPLATE_SIGNS:
             if all(sign in template_source for sign in signs):
@@ -99,7 +99,7 @@ def detect_tool_syntax(template_source: str) -> ToolSyntax:
     return ToolSyntax("hermes", native=False)
 
 
-# ------------------ Messages with tools, in the form that a chat template can render
+# ---------------------------------------------------------------------- messages with tools, as a chat template can render them
 
 
 _INSTRUCTIONS = """You can call functions. Each line between the tags describes one of them:
@@ -116,7 +116,7 @@ To call a function, write its name and its arguments as JSON between tags, and t
 def template_inputs(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and keyword arguments for the template."""
+    """Return the messages and keyword arguments for the chat template. If it cannot render tools, they become plain text."""
     converted = [_with_parsed_arguments(message, objects_only=syntax.dialect == "qwen_xml") for message in messages]
     if syntax.native:
         return converted, {"tools": [tool.as_openai() for tool in tools]} if tools else {}
@@ -126,8 +126,8 @@ def template_inputs(
 
 
 def _with_parsed_arguments(message: Mapping[str, Any], *, objects_only: bool) -> dict[str, Any]:
-    """`objects_only`: the template iterates over the arguments, so arguments that are not an object (a call that was cut off)
-    become an empty one."""
+    """Parse the arguments of a message's calls. With `objects_only` the template iterates over them, so arguments that are not an
+    object, such as those of a cut-off call, become an empty one."""
     converted = dict(message)
     if converted.get("tool_calls"):
         converted["tool_calls"] = [_parse_arguments(call, objects_only=objects_only) for call in converted["tool_calls"]]

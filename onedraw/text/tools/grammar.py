@@ -1,7 +1,7 @@
-"""Grammars of tool calls: the tools' JSON schemas in the call syntax of a dialect.
+"""Grammars of tool calls, which combine the tools' JSON schemas with the call syntax of a dialect.
 
-In: tools, the dialect, a tokenizer. Out: a Lark grammar of a reply that must call a tool, or may. In a reply that may call,
-text is free until a call begins; from there on every character must match one of the tools and its schema.
+The input is tools, the dialect and a tokenizer. The output is a Lark grammar of a reply that must call a tool, or may. In a reply
+that may, text is free until a call begins; from there on, every character must match one of the tools and its schema.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from onedraw.text.tools.schema import (
     unwritable_key,
 )
 
-LarkText = Callable[[str], str]  # a text as a Lark grammar writes it, with special tokens by their ids
-CheckSchema = Callable[[Any, str], Any]  # a schema and the caller's path to it → the schema, or BadParameter
+LarkText = Callable[[str], str]  # writes a text in Lark's notation, with special tokens by their ids
+CheckSchema = Callable[[Any, str], Any]  # (schema, path of the schema in the request) → the schema, or raises BadParameter
 
 _ANY_TEXT = r"/(.|\n)*/"
 _NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
@@ -45,7 +45,7 @@ _UNESCAPED_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")
 
 
 class ToolCallGrammar:
-    """Writes one grammar. Owner: one request."""
+    """Collects the rules of one grammar. Create a new one for each request."""
 
     def __init__(self, dialect: Dialect, *, tokenizer: Tokenizer, lark_text: LarkText, check: CheckSchema) -> None:
         self._dialect = dialect
@@ -55,7 +55,8 @@ class ToolCallGrammar:
         self._rules: list[str] = []
 
     def write(self, tools: Sequence[Tool], *, required: bool, parallel: bool, content: str | None = None) -> str:
-        """The grammar of a reply that must call a tool (`required`) or may. `content`: JSON schema of a reply without calls."""
+        """Return the grammar of a reply that must (`required`) or may call a tool. `content` is the JSON schema that a reply
+        without calls follows."""
         one = " | ".join(self._function(number, tool) for number, tool in enumerate(tools))
         self._rules.append(f"one: {one}")
         calls = self._calls(parallel=parallel and self._dialect != "llama")
@@ -82,8 +83,8 @@ class ToolCallGrammar:
         return {"hermes": '"\\n" one "\\n"', "qwen_xml": '"\\n" one "\\n"', "laguna": "one", "gemma": "one"}[self._dialect]
 
     def _free(self, calls: str, *, parallel: bool) -> str:
-        """Free text with calls in it."""
-        if self._dialect not in MARKERS:  # a reply is either one call or text
+        """Write the start rule of a reply that is free text with calls in it."""
+        if self._dialect not in MARKERS:  # Without markers a reply is either a call or text.
             first = "\\[" if self._dialect == "pythonic" else "{"
             self._rules.append(rf"TEXT: /([^\s{first}](.|\n)*)?/")
             return f"TEXT | {calls}"
@@ -135,8 +136,8 @@ class ToolCallGrammar:
         )
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        """The tool's schema. One that cannot be compiled is refused if the tool is strict; else any object is allowed where the
-        arguments are JSON, and in the other dialects each parameter is checked by itself."""
+        """Return the schema that the grammar enforces. If the tool's own cannot be compiled, a strict tool is refused; otherwise
+        JSON arguments may be any object, and in the other dialects each parameter is checked separately."""
         schema, as_json = {"type": "object", **tool.schema}, self._dialect in ("hermes", "llama")
         try:
             self._check(tool.schema, tool.param)
@@ -148,7 +149,7 @@ class ToolCallGrammar:
         return schema if as_json else object_properties(schema, tool.param, self._dialect, strict=tool.strict)
 
     def _tagged(self, name: str, tool: Tool, schema: dict[str, Any], *, head: str, tail: str) -> str:
-        """Parameters between tags, in the order of the schema; those that are not required may be left out."""
+        """Write tagged parameters in the order of the schema. Those that are not required may be left out."""
         definitions: dict[str, Any] = {key: schema[key] for key in DEFINITIONS if key in schema}
         required = schema.get("required", ())
         parts = []
@@ -186,7 +187,7 @@ class ToolCallGrammar:
         return f"{rule.upper()}_V {lark_string(tail)}"
 
     def _value_of_types(self, rule: str, part: Any, tail: str) -> str:
-        """A JSON value of the types in the schema; any text up to the closing tag if it may be a string."""
+        """Write a JSON value of the types in the schema, or any text up to the closing tag if the value may be a string."""
         types = schema_types(part) if isinstance(part, dict) else ()
         if not types or "string" in types or not set(types) <= JSON_TYPES:
             return self._any_text(rule, tail)
@@ -194,26 +195,26 @@ class ToolCallGrammar:
         return f"{rule}_l {lark_string(tail)}"
 
     def _any_text(self, rule: str, tail: str) -> str:
-        """Any text up to the closing tag."""
+        """Write a rule that matches any text up to the closing tag."""
         self._rules.append(f"{rule}_v[suffix={lark_string(tail)}]: {_ANY_TEXT}")
         return f"{rule}_v"
 
 
-# ---------------------------------------------------------------------- values as Gemma or Python literals
+# ---------------------------------------------------------------------- values written as Gemma or Python literals
 
 
 @dataclass(frozen=True, slots=True)
 class _LiteralStyle:
-    """How a dialect writes values."""
+    """How a dialect spells values and separates them."""
 
     true: str
     false: str
     null: str
     separator: str
-    member: str  # between the key and the value of an argument
-    inner: str  # between the key and the value of a nested object
-    quoted_keys: bool  # in nested objects
-    json_strings: bool
+    member: str  # text between the key and the value of an argument
+    inner: str  # text between the key and the value in a nested object
+    quoted_keys: bool  # whether keys of nested objects have quotes
+    json_strings: bool  # whether strings are written as in JSON; if not, between Gemma's quotes
 
 
 _GEMMA = _LiteralStyle("true", "false", "null", ",", ":", ":", quoted_keys=False, json_strings=False)
@@ -221,7 +222,7 @@ _PYTHON = _LiteralStyle("True", "False", "None", ", ", "=", ": ", quoted_keys=Tr
 
 
 class _LiteralGrammar:
-    """Adds the rules for the arguments of one tool, written as Gemma or Python literals. Owner: the grammar that it adds to."""
+    """Adds the rules for the arguments of one tool, written as Gemma or Python literals, to a ToolCallGrammar."""
 
     def __init__(
         self,
@@ -248,7 +249,7 @@ class _LiteralGrammar:
         self._any: str | None = None
 
     def members(self, schema: dict[str, Any]) -> str:
-        """The arguments of a call: the properties of the schema, in their order."""
+        """Write the arguments of a call: the properties of the schema in their order."""
         self._root = schema
         return self._members(schema, self._param, top=True)
 
@@ -272,7 +273,8 @@ class _LiteralGrammar:
         return lark_string((json.dumps(key, ensure_ascii=False) if self._style.quoted_keys else key) + self._style.inner)
 
     def _sequence(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Members with separators between those present. `first`: what may follow no member; `rest`: what may follow a member."""
+        """Write members in their order, with separators between those that are present. `first` matches the members from one on
+        if none came before; `rest` matches them, with a separator, if one did."""
         separator = lark_string(self._style.separator)
         first, rest = '""', '""'
         for rule, required in reversed(parts):
@@ -283,7 +285,8 @@ class _LiteralGrammar:
         return first
 
     def _value(self, schema: Any, path: str) -> str:
-        """A value of this schema. If it cannot be enforced and the tool is not strict: a value of the same type, or any value."""
+        """Write a value of this schema. If it cannot be enforced and the tool is not strict, write a value of the same type, or
+        any value."""
         try:
             return self._exact_value(schema, path)
         except SCHEMA_ERRORS:
@@ -297,7 +300,7 @@ class _LiteralGrammar:
         return self._anything()
 
     def _anything(self) -> str:
-        """Any value."""
+        """Write a rule that matches any value."""
         if self._style.json_strings:
             return self._json({})
         if self._any is None:
@@ -405,7 +408,8 @@ class _LiteralGrammar:
 
 
 def _text_terminal(part: dict[str, Any], *, avoiding: str, param: str) -> str | None:
-    """A terminal for a string without quotes, by the keywords of its schema; None: any text. `avoiding` may not occur in it."""
+    """Return a terminal for an unquoted string with the keywords of its schema, in which `avoiding` does not occur. None if the
+    schema allows any text."""
     if "format" in part:
         raise BadParameter(f"{param}.format", f"{NOT_SUPPORTED}, which writes strings without quotes")
     bounds = []

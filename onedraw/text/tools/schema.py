@@ -1,7 +1,7 @@
-"""JSON schemas of tools, for call syntaxes that are not JSON: the types of parameters, and which keywords can be enforced.
+"""The JSON schemas of tools, for call syntaxes that are not JSON: types of parameters, and keywords that can be enforced.
 
-In: a JSON schema, and the caller's path to it. Out: the same as plain properties, constants, types. For a strict tool, a
-keyword that restricts a value and cannot be enforced is refused by its path; a keyword that restricts nothing is ignored.
+The functions take a JSON schema and its path in the caller's request, for errors. A keyword that restricts a value but cannot be
+enforced is refused by its path if the tool is strict. A keyword that restricts nothing is ignored.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from onedraw.errors import BadParameter
 from onedraw.text.tools.dialects import Dialect
 
-SCHEMA_ERRORS = (BadParameter, TypeError, AttributeError, ValueError)  # raised for a part that is no schema, or not supported
+SCHEMA_ERRORS = (BadParameter, TypeError, AttributeError, ValueError)  # raised for an invalid or unsupported part of a schema
 NOT_SUPPORTED = "is not supported in this model's tool call syntax"
 JSON_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 DEFINITIONS = ("$defs", "definitions")
-# Keywords that restrict values of any type, objects, and arrays. All others restrict strings or numbers, or nothing.
+# Keywords that restrict values of any type, objects, and arrays. All other keywords restrict strings or numbers, or nothing.
 ANY_TYPE_KEYWORDS = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef", "enum", "const")
 OBJECT_KEYWORDS = (
     *("patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
     *("dependencies", "unevaluatedProperties"),
 )
 ARRAY_KEYWORDS = ("minItems", "maxItems", "uniqueItems", "contains", "prefixItems", "additionalItems", "unevaluatedItems")
-_KEY_TERMINATOR = {"qwen_xml": ">", "laguna": "</arg_key>", "gemma": ":", "pythonic": "="}
+_KEY_TERMINATOR = {"qwen_xml": ">", "laguna": "</arg_key>", "gemma": ":", "pythonic": "="}  # ends a key, so no key may contain it
 
 
 def refuse(schema: dict[str, Any], keywords: tuple[str, ...], path: str) -> None:
@@ -34,7 +34,7 @@ def refuse(schema: dict[str, Any], keywords: tuple[str, ...], path: str) -> None
 
 
 def only(schema: dict[str, Any], keywords: Set[str]) -> dict[str, Any]:
-    """A schema's type and those of these keywords that it has."""
+    """Return a schema with its type and those of its keywords that are in `keywords`."""
     return {name: part for name, part in schema.items() if name == "type" or name in keywords}
 
 
@@ -49,13 +49,13 @@ def unwritable_key(key: str, path: str) -> BadParameter:
 
 
 def json_type(value: Any) -> str:
-    """The JSON type of a Python value."""
+    """Return the name of the JSON type of a Python value."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
     return names[type(value)]
 
 
 def parameter_types(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The JSON types that each parameter may have; empty where the schema does not restrict them."""
+    """Return the JSON types that each parameter may have; none means that the schema does not restrict them."""
     with suppress(BadParameter):
         schema = resolve_references(schema, "")
     properties = schema.get("properties")
@@ -63,8 +63,8 @@ def parameter_types(schema: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def schema_types(part: Any) -> tuple[str, ...]:
-    """The JSON types that a schema names. The parser and the grammar of tagged values both use it: a value whose only type is
-    string is written between the tags as it is, any other as JSON."""
+    """Return the JSON types that a schema names. The parser and the grammar of tagged values both use this rule: a value that can
+    only be a string is written between the tags as it is, any other as JSON."""
     found = part.get("type") if isinstance(part, dict) else None
     if found is None and isinstance(part, dict) and isinstance(part.get("enum"), list):
         found = sorted({json_type(value) for value in part["enum"]})
@@ -72,7 +72,7 @@ def schema_types(part: Any) -> tuple[str, ...]:
 
 
 def resolve_pointer(root: Any, pointer: str, path: str) -> Any:
-    """The part of a schema that a `$ref` inside it points to."""
+    """Return the part of a schema to which a `$ref` inside it points."""
     target = root
     for step in pointer.removeprefix("#").strip("/").split("/") if pointer != "#" else ():
         target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
@@ -82,7 +82,7 @@ def resolve_pointer(root: Any, pointer: str, path: str) -> Any:
 
 
 def resolve_references(schema: dict[str, Any], path: str) -> dict[str, Any]:
-    """The schema with a `$ref`, or an `allOf` of one schema, at its top replaced by its target."""
+    """Return the schema in which a `$ref`, or an `allOf` of one schema, at its top level is replaced by its target."""
     root, seen = schema, set[str]()
     definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
     while "$ref" in schema or (isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1):
@@ -99,8 +99,8 @@ def resolve_references(schema: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def object_properties(schema: dict[str, Any], path: str, dialect: Dialect, *, strict: bool) -> dict[str, Any]:
-    """A tool's schema reduced to its properties, since a call outside of JSON has nothing else. Other keywords that restrict the
-    arguments are refused for a strict tool, and left out otherwise."""
+    """Return a tool's schema reduced to its properties, which are all that calls outside of JSON can express. Other keywords that
+    restrict the arguments are refused for a strict tool, and left out otherwise."""
     try:
         schema = resolve_references(schema, path)
     except BadParameter:
@@ -121,7 +121,7 @@ def object_properties(schema: dict[str, Any], path: str, dialect: Dialect, *, st
 
 
 def constants(schema: dict[str, Any], path: str) -> list[Any]:
-    """The values of `enum` or `const` that the rest of the schema allows."""
+    """Return those values of `enum` or `const` that the rest of the schema allows."""
     keyword = "const" if "const" in schema else "enum"
     values = [schema["const"]] if keyword == "const" else schema["enum"]
     rest = {name: part for name, part in schema.items() if name not in ("enum", "const")}
@@ -138,7 +138,7 @@ def constants(schema: dict[str, Any], path: str) -> list[Any]:
 
 
 def _matcher(schema: dict[str, Any]) -> Callable[[Any], bool]:
-    """Whether a value matches the type, the length and the numeric range of a schema."""
+    """Return a function that tells whether a value matches the type, length and numeric range of a schema."""
     given = schema.get("type")
     types = (given,) if isinstance(given, str) else tuple(given or ())
 
