@@ -38,10 +38,10 @@ from onedraw.backends.packing import SEGMENT, SPAN
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 
-BLOCK = 32  # inputs per block sum
+BLOCK = 32  # a block sum is the sum of so many inputs
 # Range of e: a float16 times 2^-96 does not underflow float32, and 2^118 scales any finite row into float16.
 MIN_EXPONENT, MAX_EXPONENT = -96, 118
-ONE_SEGMENT_SPANS = 4096  # up to this many spans in total, a program packs one segment; above it, two
+ONE_SEGMENT_SPANS = 4096  # rows × spans up to which a program packs one segment; for larger inputs a program packs two
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class PackedActivations:
 
     x: Tensor  # [T, S * 256] float16: the inputs, each segment divided by its 2^e
     factors: Tensor  # [T, S] float32, 2^e: equal for all spans of a segment
-    sums: Tensor  # [T, S, 16] float16: hi of the eight block sums, then lo
+    sums: Tensor  # [T, S, 16] float16: the hi parts of the eight block sums, then the lo parts
 
     def __len__(self) -> int:
         return len(self.x)
@@ -92,9 +92,11 @@ def empty_packed_activations(rows: int, width: int, device: torch.device) -> Pac
 
 @triton.jit
 def scaled_span(values, SPANS: tl.constexpr):
-    """float32 values [SPANS * 256], whole segments or the entire row → X [SPANS, 256] float16, 2^e [SPANS], hi, lo [SPANS, 8]"""
+    """float32 values [SPANS * 256], whole segments or the entire row → X [SPANS, 256] float16, 2^e [SPANS] float32, and the hi
+    and lo parts of the block sums [SPANS, 8] float16."""
     values = tl.reshape(values, (SPANS, 256))
-    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers they sort by magnitude, NaN last
+    # Bit patterns of magnitudes, compared as integers, sort like the floats, with NaN last.
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     TOGETHER: tl.constexpr = 4 if SPANS >= 4 else SPANS
     largest = tl.max(tl.reshape(tl.max(bits, 1), (SPANS // TOGETHER, TOGETHER)), 1)
     largest = tl.reshape(tl.broadcast_to(largest[:, None], (SPANS // TOGETHER, TOGETHER)), (SPANS,))
@@ -103,8 +105,8 @@ def scaled_span(values, SPANS: tl.constexpr):
     factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = (values * inverse[:, None]).to(tl.float16)
-    # 32 multiples of 2^-24 up to 1,024, split into multiples of 2^-9 and the remainder. The sum of each part needs 24 bits, so it
-    # is exact in any order; only adding the two sums rounds.
+    # The 32 values are multiples of 2^-24 up to 1,024, split into multiples of 2^-9 and the remainder. The sum of either part
+    # needs at most 24 bits, so it is exact in any order; only adding the two sums rounds.
     exact = tl.reshape(scaled, (SPANS, 8, 32)).to(tl.float32)
     coarse = (exact + 24576.0) - 24576.0
     large, small = tl.sum(coarse, 2), tl.sum(exact - coarse, 2)
@@ -116,7 +118,7 @@ def scaled_span(values, SPANS: tl.constexpr):
 
 @triton.jit
 def store_span(scaled, factor, hi, lo, x_out, factors, sums, row, first, spans, SPANS: tl.constexpr):
-    """Store spans `first` … of a row in the layout of `PackedActivations`."""
+    """Store SPANS spans of a row, starting with span `first`, in the layout of `PackedActivations`."""
     span = first + tl.arange(0, SPANS)
     inside = span < spans
     at = row * spans + span
@@ -154,14 +156,15 @@ def _pack_activations(
 
 
 def pack_border(width: int) -> int:
-    """The row count from which a program packs two segments."""
+    """The number of rows from which a program packs two segments instead of one."""
     return ONE_SEGMENT_SPANS // -(-width // SPAN) + 1
 
 
 def pack_activations(
     x: Tensor, *, width: int | None = None, order: Tensor | None = None, out: PackedActivations | None = None, pdl: bool = False
 ) -> PackedActivations:
-    """x [T, at least `width`], inner stride 1. `order` (int32): packed input k is input order[k] of x."""
+    """Pack the first `width` columns (all if None) of x [T, K], which has inner stride 1. `order` (int32): packed input k is
+    input order[k] of x. `out`: where to store the result."""
     rows, width = len(x), x.shape[1] if width is None else width
     made = empty_packed_activations(rows, width, x.device) if out is None else out
     spans = made.factors.shape[1]
@@ -191,9 +194,9 @@ def pack_activations(
 
 @dataclass(frozen=True, slots=True)
 class DequantizedWeight:
-    """Outputs of a weight as integer codes in float16, for K types times `SUBNORMAL_FACTORS`. S spans; `scales` and `min_scales`
-    have one value per span or one per block of 32 inputs, output index innermost. N' is N rounded up to whole tiles; the padding
-    is uninitialized."""
+    """Some outputs of a weight as integer codes in float16, for K types times `SUBNORMAL_FACTORS`. The weight has S spans;
+    `scales` and `min_scales` have one value per span, or one per block of 32 inputs, with the output index innermost. N' is N
+    rounded up to whole tiles; the padding is uninitialized."""
 
     weights: Tensor  # [N, S * 256] float16
     scales: Tensor  # [S, N'] or [S * 8, N'] float32

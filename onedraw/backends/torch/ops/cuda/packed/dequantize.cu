@@ -1,6 +1,8 @@
-// Dequantizes packed weights: to float16 with separate scales, for products of many rows, or to the stored values, for row lookup.
+// Dequantizes packed weights: to float16 with separate scales, for products of many rows, or to the stored values, for row
+// lookup.
 //
-// In: units in the layout of tensor_core_layout.py, of a KIND. Out: `DequantizedWeight` of activations.py, or rows of values.
+// In: units in the layout of tensor_core_layout.py, of the quantization type KIND. Out: `DequantizedWeight` of activations.py, or
+// rows of values. In the layout, lane 4 g + t of a warp holds outputs g and g + 8 (h = 0, 1) of a unit; a step is sixteen inputs.
 
 #include "weight_units.cuh"
 
@@ -11,8 +13,9 @@ struct DequantizeArguments {
     halfword *weights;   // [count, spans * 256] float16
     float *scales;       // [spans, stride], or [spans * 8, stride]: output index innermost
     halfword *minima;    // [count, spans, 8] float16, for K types with minima
-    float *min_scales;  // scales of the minima [spans, stride], or minima [spans * 8, stride]
-    int first, count, spans, stride;  // first: unit of the first output
+    float *min_scales;   // scales of the minima [spans, stride], or minima [spans * 8, stride]
+    // first: unit of the first output; count: outputs; stride: elements between rows of `scales`
+    int first, count, spans, stride;
 };
 
 #define DEQUANTIZE_WARPS 4
@@ -72,14 +75,15 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_WARPS * 32) dequantize(c
 
 struct DequantizeRowsArguments {
     const byte *units;
-    const long long *wanted;  // rows to read, or null for all rows in order
+    const long long *wanted;  // row numbers to read, or null for all rows in order
     void *out;                // [count, width]
-    int count, spans, width, dtype;  // dtype: 0 float16, 1 bfloat16, 2 float32
+    int count, spans, width, dtype;  // dtype of `out`: 0 float16, 1 bfloat16, 2 float32
 };
 
 #define ROW_WARPS 4
 
-// One warp per row and span, eight inputs per lane; the order of operations is that of the type's definition.
+// One warp dequantizes one span of one row, and each lane eight inputs. The order of operations is that of the type's definition,
+// so the values have the same bits as those of a reference implementation.
 extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32) dequantize_rows(const __grid_constant__ DequantizeRowsArguments p) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const long long which = (long long)blockIdx.x * ROW_WARPS + warp;

@@ -1,19 +1,20 @@
-// Products of packed experts with the rows routed to them, with the arithmetic of all packed products (activations.py).
+// Products of packed experts with the rows routed to them. activations.py defines the arithmetic of all packed products.
 //
-// In: a stack of experts, packed activations, and row tiles that routing computed on the device (`ExpertsArguments`). Out: [pairs,
-// outputs]. A thread block computes some outputs of one expert for one row tile. A few warps split the segments of sixteen outputs
-// among them (split K), and one of them adds the sums in order. Compile-time constants: KIND, TILES, WARPS and BLOCKS (minimum blocks
-// per multiprocessor).
+// In: a stack of experts, packed activations, and row tiles that routing computed on the device (`ExpertsArguments`). Out:
+// [pairs, outputs], where a pair is a row and one of its experts. A thread block computes some outputs of one expert for one row
+// tile. `split_k` warps share a unit of sixteen outputs: each computes other segments of 1,024 inputs, and one of them adds the
+// sums in order.
+// Compile-time constants: KIND, TILES (of eight rows), WARPS (per block), BLOCKS (minimum blocks per multiprocessor).
 
 #define ROUTED
 #include "work_items.cuh"
 
 struct ExpertsArguments {
-    ProductArguments product;  // of one expert; `units`, `rows` and `pairs` are set per tile
-    const int *order;       // pairs (row, expert), sorted by expert
+    ProductArguments product;  // the product of one expert; the kernel sets `units`, `rows` and `pairs` for its tile
+    const int *order;       // pair numbers, sorted by expert
     const int *tiles;       // [gridDim.x, 3]: expert, index of the tile's first pair in `order`, number of pairs (may be 0)
-    long long expert_bytes;
-    int split_k;            // warps per sixteen outputs, each with one segment at a time
+    long long expert_bytes; // bytes of one expert in `units`
+    int split_k;            // warps per sixteen outputs, each computing one segment at a time
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) experts_product(const __grid_constant__ ExpertsArguments g) {
@@ -42,13 +43,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) experts_product
     word own_rows[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; n++) own_rows[n] = opaque(rows_at + k_part * bytes + row_offset(p, n));
-    float4 *stored = (float4 *)(rows + g.split_k * bytes) + lane;  // sums of the other warps: [units, split_k - 1, TILES, 32 lanes]
+    // [units, split_k - 1, TILES, 32 lanes]: sums of the warps with k_part > 0
+    float4 *stored = (float4 *)(rows + g.split_k * bytes) + lane;
     float total[TILES][4];
     clear(total);
 #pragma unroll 1
     for (int first = 0; first < segments; first += g.split_k) {
         const int here = min(g.split_k, segments - first);
-        __syncthreads();  // pairs are written, and the previous contents are no longer read
+        __syncthreads();  // `pairs` is written, and no warp reads the previous rows any longer
         for (int i = 0; i < here; i++) copy_rows(p, rows_at + i * bytes, (first + i) * SEGMENT);
         asm volatile("cp.async.commit_group; cp.async.wait_group 0;" ::: "memory");
         __syncthreads();

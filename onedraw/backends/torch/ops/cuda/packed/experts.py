@@ -32,8 +32,8 @@ from onedraw.models.spec import Activation
 
 
 class PackedExpertBank:
-    """The quantized matrices of all experts; gate and up are concatenated if they have the same type. `pending`: packed
-    activations of a preceding norm or gate."""
+    """The quantized matrices of all experts; gate and up are concatenated if they have the same type. `pending`: activations that
+    the preceding norm or gate has already packed."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class PackedExpertBank:
 
     @property
     def linears(self) -> list[Linear]:
-        """Empty: expert products accept any row count."""
+        """Empty: expert products accept any row count, so no product of this layer has a row rule."""
         return []
 
     def borders(self, used: int) -> tuple[int, ...]:
-        """Row counts from which routing tables are sorted, row tiles are larger, or activations are packed by another launch."""
+        """Row counts from which pairs are grouped by sorting, row tiles are larger, or a program packs two segments."""
         device, count = self._down.units.device, self._down.count
-        if device.type != "cuda":  # the emulator takes seconds for so many rows
+        if device.type != "cuda":  # the CPU emulator of tests would take seconds for so many rows
             return ()
         found = {route_borders(count, used)[0], pack_border(self._gate_up[0].width)}
         found.update(pairs // used + 1 for pairs in expert_borders(count, shared=shared_memory(device)))
@@ -100,12 +100,12 @@ def load_expert_bank(
     pending: PendingActivations | None = None,
     pdl: bool = False,
 ) -> PackedExpertBank:
-    """Stacks of stored matrices → experts; the hidden width is padded with zero rows to a multiple of `pad`."""
+    """Load stacks of stored matrices as experts; the hidden width is padded with zero rows to a multiple of `pad`."""
     together = len({tensor.kind for tensor in gate_up}) == 1
     groups = [list(gate_up)] if together else [[tensor] for tensor in gate_up]
     first = [read_packed_weight(group, pad=pad, copier=copier, device=device) for group in groups]
     last = read_packed_weight([down], pad=1, copier=copier, device=device)
-    if device.type == "cuda":  # compile now, never during a step
+    if device.type == "cuda":  # kernels are compiled when weights are loaded, never during a step
         for kind in {part.kind for part in (*first, last)}:
             compile_expert_kernels(kind, device)
     return PackedExpertBank(first, last, activation, pending=pending, pdl=pdl)

@@ -1,26 +1,28 @@
 // Products of packed weights with few rows. activations.py defines the arithmetic.
 //
-// In: units of a weight and packed activations (`ProductArguments`, work_items.cuh). Out: [rows, outputs]. Compiled at run time by
-// nvrtc.py for a KIND, TILES, WARPS (maximum per block), REGISTERS (maximum per thread; 0: no limit) and WHOLE_K, the work split:
-//   WHOLE_K 1  A thread block computes all segments of some units; if units do not divide evenly, it computes an equal share of all items
-//              and passes its partial sum of the last unit to the next block. Rows of all segments are in shared memory, with a barrier
-//              per segment. A warp computes all segments of a unit in order while there is a unit for every warp; the items of the
-//              remaining units are distributed over all warps and their sums added at the end.
-//   WHOLE_K 0  Items are ordered by segment, and every block computes an equal share of them, so it reads rows of one or two segments.
-//              Sums of items go to global memory; the warp that finishes the last segment of a unit adds them.
+// In: units of a weight and packed activations (`ProductArguments`, work_items.cuh). Out: [rows, outputs]. A unit is sixteen
+// outputs, a segment 1,024 inputs, and a work item one unit by one segment. nvrtc.py compiles this file at run time for a KIND,
+// TILES, WARPS (maximum per block), REGISTERS (maximum per thread; 0: no limit) and WHOLE_K, which selects how items are split
+// among thread blocks:
+//   WHOLE_K 1  A thread block computes all segments of some units; if units do not divide evenly, it computes an equal share of
+//              all items and passes its partial sum of the last unit to the next block. Rows of all segments are in shared
+//              memory, with a barrier per segment. A warp computes all segments of a unit in order while there is a unit for
+//              every warp; the items of the remaining units are distributed over all warps and their sums added at the end.
+//   WHOLE_K 0  Items are ordered by segment, and every block computes an equal share of them, so it reads rows of one or two
+//              segments. Sums of items go to global memory; the warp that finishes the last segment of a unit adds them.
 
 #include "work_items.cuh"
 
-#if REGISTERS && !MINIMA  // types with float16 minima need more registers
+#if REGISTERS && !MINIMA  // types with float16 minima need more registers than this limit
 #define BOUNDS __maxnreg__(REGISTERS)
 #else
 #define BOUNDS __launch_bounds__(WARPS * 32, 1)
 #endif
 
-// Programmatic dependent launch: let the next grid start, and wait for the preceding one. A product with OVERLAPS_PREVIOUS reads the same
-// rows as the preceding product, and they are complete: that product has OVERLAPS_NEXT and waited for them before it let this one start.
-// This one waits at its end instead, so that a successor that waits for it has waited for both. L1 holds nothing older than this kernel,
-// as for any launch.
+// Programmatic dependent launch (PDL). A product launched with OVERLAPS_PREVIOUS does not wait at its start: it reads the same
+// rows as the preceding product, and these are complete, because that product was launched with OVERLAPS_NEXT and waited for them
+// before it let this one start. It waits for the preceding product at its own end instead, so that a kernel that waits for this
+// one has waited for both. L1 holds nothing that is older than this kernel, because every launch starts with an empty L1.
 __device__ __forceinline__ void begin_pdl(const ProductArguments &p) {
     if (p.pdl == (PDL | OVERLAPS_NEXT)) wait_previous_grid();
     if (p.pdl & PDL) launch_dependents();
@@ -31,7 +33,7 @@ __device__ __forceinline__ void end_pdl(const ProductArguments &p) {
     if (p.pdl & OVERLAPS_PREVIOUS) wait_previous_grid();
 }
 
-// The sums of an item. `unit` holds the weights of its first span, and afterwards those of the first span of `next`.
+// Computes the sums of an item. `unit` holds the weights of its first span, and afterwards those of the first span of `next`.
 __device__ __forceinline__ void add_own_item(const ProductArguments &p, float (&sums)[TILES][4], Unit &unit, const Item &own, const Item &next, bool more,
                                              const byte *rows, const int (&row_offsets)[TILES]) {
     const word rows_at = (word)__cvta_generic_to_shared(rows);
@@ -43,14 +45,14 @@ __device__ __forceinline__ void add_own_item(const ProductArguments &p, float (&
 }
 
 #if WHOLE_K
-// A block's items [first, end), ordered by unit. Up to `distributed_from`, each warp has every `warps`-th whole unit; the items after it
-// are distributed over all warps. If blocks share units, the last `carried` items belong to a unit that the next block completes; they
-// are computed first, because the next block waits for their sum.
+// The items [first, end) of a block, ordered by unit. Up to `distributed_from`, warp w computes every `warps`-th whole unit; the
+// items after it are distributed over all warps. If blocks share units, the last `carried` items belong to a unit that the next
+// block completes; they are computed first, because the next block waits for their sum.
 struct BlockItems {
     int first, distributed_from, end, carried, segments;
 };
 
-// n / d for per = 1 / d: exact for n below 2^21, which work_split.py ensures
+// n / d for per = 1 / d. The result is exact for n below 2^21, and work_split.py (MAX_ITEMS) ensures that n is smaller.
 __device__ __forceinline__ int quotient(int n, float per) { return (int)(((float)n + 0.5f) * per); }
 
 __device__ __forceinline__ int items_before(const ProductArguments &p, int block) { return (block * p.even + min(block, p.odd)) * p.granule; }
@@ -66,7 +68,7 @@ __device__ __forceinline__ int item_number(const BlockItems &own_items, const It
 
 __device__ __forceinline__ bool is_carried(const BlockItems &own_items, int number) { return number >= own_items.end - own_items.carried; }
 
-// Item `spread` of those distributed over all warps; false if there is none
+// Finds item number `spread` of the items distributed over all warps; returns false if there is none.
 __device__ __forceinline__ bool distributed_item(const ProductArguments &p, const BlockItems &own_items, int spread, Item &found) {
     if (spread >= own_items.end - own_items.distributed_from) return false;
     const int number = (spread < own_items.carried ? own_items.end : own_items.distributed_from) - own_items.carried + spread;
@@ -85,7 +87,7 @@ __device__ __forceinline__ bool first_item(const ProductArguments &p, const Bloc
     return true;
 }
 
-// The item after `own` of this warp; false if there is none
+// Finds the item that this warp computes after `own`; returns false if there is none.
 __device__ __forceinline__ bool next_item(const ProductArguments &p, const BlockItems &own_items, const Item &own, Item &found) {
     const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, number = item_number(own_items, own);
     if (number >= own_items.distributed_from) return distributed_item(p, own_items, number - (is_carried(own_items, number) ? own_items.end : own_items.distributed_from) + own_items.carried + warps, found);
@@ -97,7 +99,8 @@ __device__ __forceinline__ bool next_item(const ProductArguments &p, const Block
     return true;
 }
 
-// Copies the rows of all segments to shared memory, one warp per row and segment; its lanes arrive at the segment's barrier.
+// Copies the rows of all segments to shared memory. One warp copies one row of one segment, and its lanes arrive at the segment's
+// barrier.
 #define ARRIVALS 32
 
 __device__ __forceinline__ void copy_all_rows(const ProductArguments &p, word to, int bytes, int segments, word barriers) {
@@ -117,23 +120,24 @@ __device__ __forceinline__ void copy_all_rows(const ProductArguments &p, word to
     }
 }
 
-// Adds `count` stored sums of items in shared memory, from `slot` on, to `total` in order.
+// Adds `count` sums of items in shared memory, starting with number `slot`, to `total` in order.
 __device__ __forceinline__ void add_stored(float (&total)[TILES][4], const float4 *stored, int slot, int count) {
     for (int i = slot; i < slot + count; i++)
 #pragma unroll
         for (int n = 0; n < TILES; n++) add_to(total[n], stored[(i * TILES + n) * 32]);
 }
 
-// Marks an empty carry entry; no sum has these bits (a NaN), so no separate flag is needed.
+// The bits of a carry entry that has not been sent. They are a NaN that no sum produces, so no separate flag is needed.
 #define CARRY_EMPTY 0xFFFFFFFFu
 
-// Sends the sum of the carried items to the next block, from the last warp that finishes one of them.
+// Sends the sum of the carried items to the next block. Every warp that finishes a carried item calls this, and the last one
+// sends.
 __device__ __forceinline__ void send_carry(const ProductArguments &p, const BlockItems &own_items, const float4 *stored, word counter) {
     const int lane = threadIdx.x & 31;
     __syncwarp();
     const int before = lane == 0 ? atomic_increment_shared(counter) : 0;
     if (__shfl_sync(0xFFFFFFFFu, before, 0) != own_items.carried - 1) return;
-    __syncwarp();  // a shuffle does not order memory
+    __syncwarp();  // orders the stores of other warps before the loads below, because a shuffle does not order memory
     float total[TILES][4];
     clear(total);
     add_stored(total, stored, own_items.end - own_items.carried - own_items.distributed_from, own_items.carried);
@@ -142,8 +146,8 @@ __device__ __forceinline__ void send_carry(const ProductArguments &p, const Bloc
         if (n * 8 + 2 * (lane & 3) < p.rows) store_relaxed((float4 *)p.carry + (blockIdx.x * TILES + n) * 32 + lane, four(total[n]));
 }
 
-// Receives the carry of the preceding block into shared memory. That block sends its carry without waiting for another block, and it is
-// running: blocks start in order of their index, and all blocks of a product fit on the device at once.
+// Receives the carry of the preceding block into shared memory. That block sends its carry without waiting for another block, and
+// it is running: blocks start in order of their index, and all blocks of a product fit on the device at once.
 __device__ __forceinline__ void receive_carry(const ProductArguments &p, float4 *to) {
     float4 *from = (float4 *)p.carry + (blockIdx.x - 1) * TILES * 32 + (threadIdx.x & 31);
 #pragma unroll
@@ -158,7 +162,7 @@ __device__ __forceinline__ void receive_carry(const ProductArguments &p, float4 
     }
 }
 
-// Loads this lane's residuals of a unit, before its sums are complete
+// Loads this lane's residuals of a unit. They are loaded before the unit's sums are complete, which hides the latency of memory.
 __device__ __forceinline__ void read_residual(const ProductArguments &p, float (&residual)[TILES][4], int unit_index) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -179,7 +183,8 @@ __device__ __forceinline__ void finish_distributed(const ProductArguments &p, co
     if (unit_index < end) read_residual(p, residual, unit_index);
     __syncthreads();
     for (; unit_index < end; unit_index += blockDim.x >> 5) {
-        const int missing = max(own_items.distributed_from - unit_index * own_items.segments, 0);  // segments that the preceding block computed
+        // Segments of this unit that the preceding block computed.
+        const int missing = max(own_items.distributed_from - unit_index * own_items.segments, 0);
         float total[TILES][4];
         clear(total);
         if (missing) add_stored(total, stored, taken, 1);
@@ -194,7 +199,8 @@ extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ Produ
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
     const BlockItems own_items = block_items(p, segments);
-    float4 *stored = (float4 *)(rows + segments * bytes) + lane;  // per warp its own unit; then distributed items and the received carry
+    // One unit of each warp, then the distributed items and the received carry.
+    float4 *stored = (float4 *)(rows + segments * bytes) + lane;
     const word barriers = (word)__cvta_generic_to_shared(rows) + p.barriers, counter = barriers + segments * 8;
     int row_offsets[TILES];
 #pragma unroll
@@ -239,7 +245,7 @@ extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ Produ
     end_pdl(p);
 }
 #else
-// First item of a block, of `all` items
+// The first item of a block, where `all` items are divided equally among the blocks.
 __device__ __forceinline__ int first_item_of(int all, int block) { return (int)((long long)all * block / gridDim.x); }
 
 extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ ProductArguments p) {
@@ -253,10 +259,10 @@ extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ Produ
     for (int n = 0; n < TILES; n++) row_offsets[n] = opaque(row_offset(p, n));
     clear_rows(p, rows, bytes, p.buffers);
     bool starts = true;
-    while (begin < end) {  // one iteration, unless the block's segments do not fit into shared memory at once
+    while (begin < end) {  // more than one iteration only if the block's segments do not fit into shared memory at once
         const int segment = begin / p.unit_count, stop = min(end, (segment + p.buffers) * p.unit_count);
-        // Blocks with different segments of the same units start at different units, so that the final additions are spread over all
-        // blocks.
+        // Blocks with different segments of the same units start at different units, so that the final additions, which the last
+        // block to reach a unit makes, are spread over all blocks.
         const int items = stop - begin, turn = (int)((long long)items * segment / segments);
         const int max_uncounted = segments > FEW_SEGMENTS || items < MANY_ITEMS * warps ? 1 : MAX_UNCOUNTED;
         int item = warp, uncounted = 0, mine = 0;
@@ -284,7 +290,7 @@ extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ Produ
             own = next;
         }
         begin = stop;
-        if (begin == end) end_pdl(p);  // after the loop the compiler would spill registers
+        if (begin == end) end_pdl(p);  // inside the loop, because after it the compiler would spill registers
     }
 }
 #endif

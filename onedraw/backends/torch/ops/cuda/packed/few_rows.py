@@ -1,8 +1,8 @@
 """Launches the CUDA kernels that read packed weights: products of few rows, products of experts, dequantization.
 
 In: `PackedWeight` (tensor_core_layout.py) and `PackedActivations` (activations.py, which defines the arithmetic). Out:
-`few_rows_product` [T, N]; `experts_product`, the same for rows routed to experts; `dequantize`, a slice of outputs as the
-products of many rows read it; `dequantize_rows`, rows of a weight as floats. The kernels (`few_rows.cu`, `experts.cu`,
+`few_rows_product`, [T, N]; `experts_product`, the same for rows routed to experts; `dequantize`, some outputs of a weight in the
+form that products of many rows read; `dequantize_rows`, rows of a weight as floats. The kernels (`few_rows.cu`, `experts.cu`,
 `dequantize.cu`) are compiled when the first weight of a quantization type is loaded.
 """
 
@@ -43,9 +43,9 @@ from onedraw.checkpoints.dequantize import QUANT_TYPES
 
 FEW_ROWS_SOURCE, EXPERTS_SOURCE, DEQUANTIZE_SOURCE = "few_rows.cu", "experts.cu", "dequantize.cu"
 SPAN_SCALE_KINDS = ("Q4_K", "Q5_K", "Q6_K", "NVFP4")  # types with a float scale per span of 256 and integer scales within it
-DEQUANTIZE_WARPS = ROW_WARPS = 4  # warps per thread block, as in dequantize.cu
-PDL, OVERLAPS_PREVIOUS, OVERLAPS_NEXT = 1, 2, 4  # flags, as in work_items.cuh
-DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+DEQUANTIZE_WARPS = ROW_WARPS = 4  # warps per thread block; must equal the constants of dequantize.cu
+PDL, OVERLAPS_PREVIOUS, OVERLAPS_NEXT = 1, 2, 4  # flags of `ProductArguments.pdl`; must equal those of work_items.cuh
+DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}  # numbers of dtypes in the arguments of the kernels
 
 
 def has_minima(kind: str) -> bool:
@@ -65,7 +65,7 @@ def empty_dequantized(weight: PackedWeight, count: int) -> DequantizedWeight:
 
 
 class _DequantizeArguments(ctypes.Structure):
-    """`DequantizeArguments` of dequantize.cu."""
+    """The ctypes mirror of `DequantizeArguments` in dequantize.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("units", "weights", "scales", "minima", "min_scales")),
@@ -74,7 +74,7 @@ class _DequantizeArguments(ctypes.Structure):
 
 
 class _DequantizeRowsArguments(ctypes.Structure):
-    """`DequantizeRowsArguments` of dequantize.cu."""
+    """The ctypes mirror of `DequantizeRowsArguments` in dequantize.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("units", "wanted", "out")),
@@ -97,7 +97,7 @@ _COMMON: tuple[tuple[str, Any], ...] = (
 
 
 class _FewRowsArguments(ctypes.Structure):
-    """`ProductArguments` of work_items.cuh."""
+    """The ctypes mirror of `ProductArguments` in work_items.cuh, without ROUTED."""
 
     _fields_ = (
         *_COMMON,
@@ -108,7 +108,7 @@ class _FewRowsArguments(ctypes.Structure):
 
 
 class _ExpertsArguments(ctypes.Structure):
-    """`ExpertsArguments` of experts.cu."""
+    """The ctypes mirror of `ExpertsArguments` in experts.cu."""
 
     _fields_ = (
         *_COMMON,
@@ -124,7 +124,7 @@ class _ExpertsArguments(ctypes.Structure):
 
 
 def kind_number(kind: str) -> int:
-    """KIND of the CUDA sources: the ggml type number."""
+    """The macro KIND of the CUDA sources, which is the ggml type number."""
     return QUANT_TYPES[kind].ggml_type or 0
 
 
@@ -155,7 +155,7 @@ def _few_rows_kernel(kind: str, device: torch.device, tiles: int, whole_k: bool)
 
 @cache
 def _experts_kernel(kind: str, device: torch.device, tiles: int) -> Kernel:
-    shared = shared_memory(device) - RESERVED_SHARED  # the kernel also has static shared memory
+    shared = shared_memory(device) - RESERVED_SHARED  # the rest is for the static shared memory of the kernel
     return Module(EXPERTS_SOURCE, device, experts_defines(kind, tiles)).kernel("experts_product", shared)
 
 
@@ -176,7 +176,7 @@ def compile_kernels(kind: str, device: torch.device) -> None:
 
 @lru_cache(maxsize=64)
 def compile_expert_kernels(kind: str, device: torch.device) -> None:
-    """`compile_kernels` for the products of experts."""
+    """Like `compile_kernels`, for the products of experts."""
     fitting = [tiles for tiles in EXPERT_BLOCKS if expert_tiles_fit(tiles, shared_memory(device))]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(lambda tiles: compile_for(EXPERTS_SOURCE, device, experts_defines(kind, tiles)), fitting))
@@ -193,7 +193,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def few_rows_borders(weight: PackedWeight) -> tuple[int, ...]:
-    """Row counts from which a product of few rows uses another kernel or work split."""
+    """Row counts from which a product of few rows uses another kernel variant, another work split, or two launches."""
     device, segments = weight.units.device, -(-weight.spans // SEGMENT)
     multiprocessors, shared = _multiprocessors(device), shared_memory(device)
     return split_borders(len(weight.units), segments, multiprocessors=multiprocessors, shared=shared, most=FEW_ROWS)
@@ -213,11 +213,12 @@ def few_rows_product(
     carry: Tensor | None = None,
     whole_k: bool | None = None,
 ) -> Tensor:
-    """Up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider tensor; bias and residual have its dtype.
-    `partial_sums`: a float32 buffer for sums of segments; if it is too small for all outputs, they are computed slab by slab; if
-    None, it is allocated here. `overlaps_previous`: with PDL this product may run concurrently with the one launched before it,
-    which reads the same rows and was launched with `overlaps_next`; the two have different `partial_sums` and `carry`
-    (`empty_carry`). `whole_k` (work_split.py) does not change the result."""
+    """activations · weightᵀ + bias + residual for up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider
+    tensor; bias and residual have its dtype. `partial_sums`: a float32 buffer for sums of segments; if it is too small for all
+    outputs, they are computed slab by slab; if None, it is allocated here. `overlaps_previous`: with PDL this product may run
+    concurrently with the one launched before it, which reads the same rows and was launched with `overlaps_next`; the two have
+    different `partial_sums` and `carry` (`empty_carry`). `whole_k` overrides the choice of work_split.py; it does not change the
+    result."""
     rows, device = len(activations), weight.units.device
     assert rows <= FEW_ROWS, f"{rows} rows: at most {FEW_ROWS} are supported"
     if rows == 0:
@@ -291,7 +292,7 @@ def empty_carry(device: torch.device) -> Tensor:
 
 
 def partial_sum_count(rows: int, weight: PackedWeight) -> int:
-    """Floats of `partial_sums` that a product of `rows` rows uses; several launches share the buffer."""
+    """Floats of `partial_sums` that a product of `rows` rows uses; if it takes several launches, they share the buffer."""
     device, segments = weight.units.device, -(-weight.spans // SEGMENT)
     unit_count, shared = len(weight.units), shared_memory(device)
     needed = 0
@@ -307,7 +308,7 @@ def partial_sum_count(rows: int, weight: PackedWeight) -> int:
 
 
 def tile_height(pairs: int, count: int, device: torch.device) -> int:
-    """Rows per tile for `pairs` (row, expert) pairs routed to `count` experts. It does not change the result."""
+    """Rows per tile for `pairs` (row, expert) pairs routed to `count` experts. The height does not change the result."""
     return TILE_ROWS * expert_tiles(pairs, count, shared=shared_memory(device))
 
 
@@ -315,7 +316,7 @@ def experts_product(
     activations: PackedActivations, experts: PackedWeight, routes: Routes, *, divide: int, out: Tensor, pdl: bool = False
 ) -> Tensor:
     """out[pair] = activations[pair // divide] · expertᵀ for all pairs, each with its own expert; out [pairs, N] in bf16 or f16,
-    which may be columns of a wider tensor. The launch does not depend on the routes, so it needs no synchronization."""
+    which may be columns of a wider tensor. The grid depends only on the number of pairs, so the host need not read the routes."""
     device, rows = experts.units.device, len(activations)
     if not len(routes.order):
         return out
@@ -344,7 +345,7 @@ def experts_product(
 
 
 def dequantize(weight: PackedWeight, first: int, count: int, out: DequantizedWeight | None = None) -> DequantizedWeight:
-    """Outputs first … first + count; `first` is a multiple of 16."""
+    """Dequantize outputs first … first + count to float16 codes and scales; `first` is a multiple of 16."""
     assert first % UNIT_ROWS == 0, f"the first output must be a multiple of {UNIT_ROWS}"
     assert first + count <= len(weight.units) * UNIT_ROWS, "outputs past the weight's end"
     out = empty_dequantized(weight, count) if out is None else out
@@ -366,7 +367,7 @@ def dequantize(weight: PackedWeight, first: int, count: int, out: DequantizedWei
 
 
 def dequantize_rows(weight: PackedWeight, wanted: Tensor | None, *, out: Tensor) -> Tensor:
-    """Rows of a weight as floats, the wanted ones (int64) or all: out [T, K], contiguous."""
+    """Rows of a weight as floats → out [T, K], contiguous: the rows numbered in `wanted` (int64), or all rows if None."""
     if len(out):
         assert out.is_contiguous(), "the output must be contiguous"
         wanted = None if wanted is None else wanted.long().contiguous()

@@ -1,8 +1,8 @@
 """Linear layers whose weights stay quantized on a GPU.
 
 In: tensors of a checkpoint, read from the mapped file. Out: a `PackedLinear`: several weights concatenated along the outputs,
-each with its own quantization type; neighbours of one type form one weight. Weights that no packed kernel supports are matrices
-of the model's dtype among them.
+each with its own quantization type; neighbours of one type form one weight. A weight whose type has no packed kernel is kept as a
+matrix of the model's dtype.
 
 Products of few rows read the quantized blocks directly (few_rows.py). For many rows the weight is dequantized to float16, a slice
 of outputs at a time, in a buffer of the workspace, and multiplied there (many_rows_hopper.py, many_rows.py). Both follow the
@@ -51,8 +51,10 @@ from onedraw.checkpoints.dequantize import copy_rows
 from onedraw.models.source import LazyTensor
 from onedraw.models.tensor_views import ColumnSelection
 
-MANY_ROWS_FROM = 257  # rows; fewer are faster 64 by 64. Captured steps have fewer, so no CUDA graph uses the dequantize buffer.
-HOPPER = (9, 0)
+# From so many rows on, weights are dequantized; products of fewer rows are faster in parts of 64 rows. Captured steps have fewer
+# rows, so no CUDA graph uses the buffer for dequantized weights.
+MANY_ROWS_FROM = 257
+HOPPER = (9, 0)  # compute capability
 
 
 # ------------------------------------------------------------------ loading
@@ -68,7 +70,7 @@ class HostToDeviceCopy:
         self._current = 0
 
     def copy(self, raw: np.ndarray) -> Tensor:
-        """Rows [n, bytes] → the same on the device."""
+        """Copy rows [n, bytes] to the device, asynchronously for CUDA."""
         current = self._current = 1 - self._current
         event = self._copied[current]
         if event is not None:
@@ -87,7 +89,7 @@ class HostToDeviceCopy:
 def read_packed_weight(
     tensors: Sequence[LazyTensor], *, pad: int, copier: HostToDeviceCopy, device: torch.device
 ) -> PackedWeight:
-    """Concatenate weights of one type along their rows, each padded to a multiple of `pad` rows. Stacks of matrices are
+    """Concatenate weights of one type along their rows, each padded with zero rows to a multiple of `pad`. Stacks of matrices are
     concatenated matrix by matrix."""
     heights, width = [padded(tensor.shape[-2], pad) for tensor in tensors], tensors[0].shape[-1]
     stack = tensors[0].shape[:-2]
@@ -113,7 +115,7 @@ def load_packed_weight(
 ) -> PackedWeight:
     """`read_packed_weight`, with its kernels compiled and its workspace reserved."""
     weight = read_packed_weight(tensors, pad=pad, copier=copier, device=device)
-    if device.type == "cuda":  # compile now, never during a step
+    if device.type == "cuda":  # kernels are compiled when weights are loaded, never during a step
         compile_kernels(weight.kind, device)
     workspace.reserve(weight)
     return weight
@@ -132,7 +134,8 @@ def packed_linear(
     pending: PendingActivations | None = None,
     pdl: bool = False,
 ) -> PackedLinear | None:
-    """None if none of these weights can stay quantized: a single matrix is better then."""
+    """Weights concatenated along the outputs; None if none of them can stay quantized, because one dense matrix is faster
+    then."""
     if all(map(why_not_gpu_packed, tensors)):
         return None
     tensors, order = _in_stored_order(tensors, device)
@@ -164,7 +167,8 @@ def packed_linear(
 
 
 def _in_stored_order(tensors: Sequence[LazyTensor], device: torch.device) -> tuple[Sequence[LazyTensor], Tensor | None]:
-    """Weights with their columns in stored order, and the permutation that brings an input row into that order."""
+    """Weights with their columns in stored order, and the permutation of an input row into that order (None if it is the
+    identity)."""
     (first, *others) = tensors
     if not isinstance(first, ColumnSelection):
         return tensors, None
@@ -189,8 +193,9 @@ def packed_product(
     overlaps_next: bool = False,
     number: int = 0,
 ) -> Tensor:
-    """Activations times a weight: out [T, N], which may be columns of a wider tensor. `partial_sums`, `overlaps_previous` and
-    `overlaps_next`: see `few_rows_product`. `number`: index among the products that may run concurrently."""
+    """activations · weightᵀ + bias + residual → out [T, N], which may be columns of a wider tensor. `partial_sums`,
+    `overlaps_previous` and `overlaps_next`: see `few_rows_product`. `number`: index among the products that may run
+    concurrently."""
     rows = len(activations)
     if rows < MANY_ROWS_FROM:
         partial_sums = workspace.partial_sums(weight) if partial_sums is None else partial_sums
@@ -227,8 +232,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 class PackedLinear(Linear):
-    """Weights concatenated along the outputs, quantized or as matrices of x's dtype. `order` (int32): the permutation from an
-    input row to stored columns, for a single weight with permuted columns. `pending`: packed output of a norm or gate."""
+    """Weights concatenated along the outputs, quantized or as matrices of x's dtype. `order` (int32): the permutation of an input
+    row into the stored order of columns, for a single weight with permuted columns. `pending`: activations that the preceding
+    norm or gate has already packed."""
 
     def __init__(
         self,
@@ -284,7 +290,7 @@ class PackedLinear(Linear):
         return y
 
     def _partial_sums(self, rows: int) -> list[Tensor]:
-        """A partial-sum buffer per part if all parts may run concurrently, else none."""
+        """One partial-sum buffer per part if the products of all parts may run concurrently, otherwise an empty list."""
         parts = [part for part in self.parts if isinstance(part, PackedWeight)]
         if not (self._pdl and 1 < len(parts) == len(self.parts) and 0 < rows <= FEW_ROWS):
             return []
@@ -298,10 +304,11 @@ class PackedLinear(Linear):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        return self.all_borders() if self.device.type == "cuda" else ()  # the emulator takes seconds for so many rows
+        # The CPU emulator of tests would take seconds for the row counts at these borders.
+        return self.all_borders() if self.device.type == "cuda" else ()
 
     def all_borders(self) -> tuple[int, ...]:
-        """Row counts from which another kernel or launch computes the product."""
+        """Row counts from which another kernel, work split or launch computes the product."""
         found = {pack_border(self._width), FEW_ROWS + 1, MANY_ROWS_FROM}
         for part, height in zip(self.parts, self._heights, strict=True):
             if isinstance(part, PackedWeight):
@@ -314,7 +321,7 @@ class PackedLinear(Linear):
         return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
 
     def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
-        """Dequantized rows of a single weight: [T] → [T, K]."""
+        """Dequantized rows of a single weight, by number: [T] → [T, K]."""
         (part,) = self.parts
         if not isinstance(part, PackedWeight):
             return part.index_select(0, wanted)

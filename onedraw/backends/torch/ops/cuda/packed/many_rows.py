@@ -27,12 +27,12 @@ class ManyRowsTile:
     depth: int = 64
     warps: int = 8
     stages: int = 3
-    group: int = 8  # row blocks that neighbouring programs share, for L2 reuse
+    group: int = 8  # row tiles per band: programs are numbered band by band, so that weights are reused from the L2 cache
 
 
 @triton.jit
 def _tile_index(rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """The tile of a program (row block, output block), ordered so that neighbours share rows or weights."""
+    """The tile of a program, as (row tile, output tile), ordered so that neighbouring programs share rows or weights."""
     program = tl.program_id(0)
     blocks_m = tl.cdiv(rows, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
@@ -69,7 +69,8 @@ def _many_rows_product(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """PER: scales per span, 1 or 8. BLOCK_K: inputs per step, 32 if PER is 8."""
+    """One tile of x · weightsᵀ + bias + residual. PER: scales per span and output, 1 or 8. BLOCK_K: inputs per iteration, 32 if
+    PER is 8."""
     block_m, block_n = _tile_index(rows, n, BLOCK_M, BLOCK_N, GROUP)
     m = (block_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -138,7 +139,8 @@ def many_rows_product(
     residual: Tensor | None = None,
     tile: ManyRowsTile | None = None,
 ) -> Tensor:
-    """`out` [T, N] and `residual` may be columns of wider tensors."""
+    """activations · dequantized weightᵀ + bias + residual → `out` [T, N]. `out` and `residual` may be columns of wider
+    tensors."""
     rows, (n, width) = len(activations), dequantized.weights.shape
     if rows == 0:
         return out

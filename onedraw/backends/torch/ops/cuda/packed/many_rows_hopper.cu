@@ -1,13 +1,23 @@
-// Products of packed weights with many rows on Hopper, over weights written out in float16 (spans.py has the rule,
-// triton_wide.py the same product for other cards).
+// Products of many rows with dequantized weights on Hopper GPUs. activations.py defines the arithmetic, and many_rows.py computes
+// the same product on other GPUs.
 //
-// In: rows X [T, S * 256] with powers of two, here [S, T'], and sums [T, S, 16], a slice of a weight W [N, S * 256] with its
-// scales and minima. Out: y [T, N]. A block of threads has tiles of 128 rows and 128 outputs, one after the other. Of its three
-// warpgroups two multiply, each 64 rows, and one brings: a thread the tiles of X and W, another what belongs to a span. The two
-// that multiply run apart, so that one keeps the matrix unit busy while the other scales what came out of it.
+// Axes: T rows, N outputs, S spans of 256 inputs; T' and N' are T and N rounded up to whole tiles. A block of inputs is 32
+// inputs.
+// In: activations X [T, S * 256] float16, their factors 2^e [S, T'] float32 and their block sums [T, S, 16] float16 (the hi parts
+// of eight blocks, then the lo parts); weights W [N, S * 256] float16 with scales [S * PER, N'] float32. Weights with minima have
+// min_scales [S * PER, N'] float32 too: with PER 1 these scale the minima [N, S, 8] float16, with PER 8 they are the minima.
+// Out: y [T, N] in bf16 or float16.
 //
-// Defined by who compiles: PER, scales of a span (1 or 8); MINIMA, 0 or 1; BRAIN, whether y is bf16; STAGES, SLOTS; GROUP, blocks of
-// rows in a band of tiles; CLUSTER, blocks of threads that share the weights they bring.
+// A thread block computes tiles of 128 rows by 128 outputs, one after the other. Two of its three warpgroups are consumers, which
+// multiply 64 rows of a tile each. The third is the producer: one of its threads copies tiles of X and W to shared memory,
+// another copies the scales, minima, block sums and factors of a span. With PER 1 the two consumers alternate on the tensor
+// cores, so that one multiplies while the other scales its result; with PER 8 each consumer overlaps the multiplication of a
+// block of inputs with the scaling of the block before it.
+//
+// Compile-time constants (many_rows_hopper.py): PER, scales per span and output (1 or 8); MINIMA, whether the weights have
+// minima; BF16, whether y, bias and residual are bf16 instead of float16; STAGES, buffers for tiles of X and W; SLOTS, buffers
+// for the data of a span; GROUP, row tiles per band (see tile_position); CLUSTER, thread blocks per cluster, which share tiles of
+// W.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -17,11 +27,12 @@ struct __align__(64) TensorMap {
     u64 words[16];
 };
 
-constexpr int TILE = 128, DEPTH = 64, SPAN = 256;
-constexpr int OPERAND_BYTES = TILE * DEPTH * 2;  // bytes of a tile of X, and of W
-constexpr int HALF_BYTES = TILE * 16;          // bytes of eight float16 for 128 rows or outputs
-constexpr int FLOAT_BYTES = TILE * 4;
-// A slot holds what belongs to a span: sums hi and lo, minima twice, scales, minima's scales, powers of two.
+constexpr int TILE = 128, DEPTH = 64, SPAN = 256;  // rows or outputs of a tile; inputs per stage; inputs per span
+constexpr int OPERAND_BYTES = TILE * DEPTH * 2;  // one stage of X; a stage of W has the same size
+constexpr int HALF_BYTES = TILE * 16;          // eight float16 for each of 128 rows or outputs
+constexpr int FLOAT_BYTES = TILE * 4;          // one float for each of 128 rows or outputs
+// A slot holds the data of one span: hi and lo block sums, with PER 1 the minima twice (one copy is multiplied by hi, the other
+// by lo), then scales, scales of the minima, and factors 2^e. AT_* are byte offsets in a slot.
 constexpr int AT_MINIMA = 2 * HALF_BYTES, AT_SCALES = AT_MINIMA + (PER == 1 ? 2 : 0) * HALF_BYTES;
 constexpr int AT_MIN_SCALES = AT_SCALES + PER * FLOAT_BYTES, AT_FACTORS = AT_MIN_SCALES + PER * FLOAT_BYTES;
 constexpr int SLOT_BYTES = AT_FACTORS + FLOAT_BYTES;
@@ -54,7 +65,7 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap *map, int colu
         : "memory");
 }
 
-// The same into all blocks of the cluster, each at the same place.
+// Copies a tile to the same shared-memory offset in every block of the cluster, and completes bytes on every block's own barrier.
 __device__ __forceinline__ void copy_tile_multicast(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -63,7 +74,8 @@ __device__ __forceinline__ void copy_tile_multicast(u32 to, const TensorMap *map
         : "memory");
 }
 
-// Tell a block of the cluster, at its own barrier of this place.
+// Arrives at the barrier of another block of the cluster (`rank`) that has the same shared-memory offset as this block's
+// `barrier`.
 __device__ __forceinline__ void arrive_remote(u32 barrier, int rank) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -72,7 +84,8 @@ __device__ __forceinline__ void arrive_remote(u32 barrier, int rank) {
         : "memory");
 }
 
-// A warp needs a stage no longer: whoever fills it is told, in every block of the cluster.
+// Called by a consumer warp that has read a stage. With clusters every block's producer must know, because each one writes a part
+// of W into all blocks; lane i therefore arrives at the barrier of block i.
 __device__ __forceinline__ void release_stage(u32 barrier, int lane) {
     if (CLUSTER == 1) {
         if (lane == 0) arrive(barrier);
@@ -85,7 +98,7 @@ __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// 128 floats that lie one behind the other.
+// Copies FLOAT_BYTES contiguous bytes, which are 128 floats, by one bulk copy.
 __device__ __forceinline__ void copy_floats(u32 to, const float *from, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "n"(FLOAT_BYTES), "r"(barrier)
@@ -110,18 +123,20 @@ __device__ __forceinline__ float load_half(u32 at) {
     return found;
 }
 
-// Where an operand lies: rows of 128 bytes, swizzled, eight of them 1,024 bytes apart.
+// The wgmma descriptor of an operand with rows of 64 float16 (128 bytes) in the 128-byte swizzle; groups of eight rows are 1,024
+// bytes apart.
 __device__ __forceinline__ u64 descriptor_swizzled(u32 at) {
     return u64(1) << 62 | u64(1024 >> 4) << 32 | u64(1) << 16 | (at >> 4 & 0x3FFF);
 }
 
-// Groups of eight rows of 16 bytes, 128 bytes apart; the other eight inputs HALVES bytes on.
+// The wgmma descriptor of an operand of sixteen inputs without swizzle: an 8 x 8 matrix is 128 contiguous bytes, neighbouring
+// groups of eight rows are 128 bytes apart, and inputs 8 to 15 lie HALF_BYTES after inputs 0 to 7.
 __device__ __forceinline__ u64 descriptor_plain(u32 at) {
     return u64(128 >> 4) << 32 | u64(HALF_BYTES >> 4) << 16 | (at >> 4 & 0x3FFF);
 }
 
-// The two warpgroups that multiply take turns at the matrix unit: named barriers 1 and 2 say that it is the first's and the
-// second's. Whoever has been served scales what came out of it while the other one is served.
+// The two consumer warpgroups take turns at the tensor cores. Named barrier 1 + g means that it is the turn of group g: a group
+// waits on its own barrier before it issues the products of a span, and then arrives at the barrier of the other group.
 __device__ __forceinline__ void pingpong_wait(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
 __device__ __forceinline__ void pingpong_signal(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
 
@@ -131,7 +146,7 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// d [64, 128] = a [64, 16] b [128, 16]ᵀ, plus d where `adds`.
+// Issues d [64, 128] = a [64, 16] · b [128, 16]ᵀ, or d += a · bᵀ if `adds` is nonzero. The result is valid after wgmma_wait.
 __device__ __forceinline__ void wgmma(float (&d)[64], u64 a, u64 b, int adds) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
@@ -152,7 +167,7 @@ __device__ __forceinline__ void wgmma(float (&d)[64], u64 a, u64 b, int adds) {
         : "memory");
 }
 
-// Two numbers as y has them, the first in the lower half, and back.
+// Rounds two floats to the dtype of y and packs them into a word, the first in its lower half; widen_pair is the inverse.
 __device__ __forceinline__ u32 round_pair(float low, float high) {
     u32 both;
     if (BF16)
@@ -184,7 +199,9 @@ struct TilePosition {
     int row, column;
 };
 
-// Neighbouring tiles share rows or weights; the blocks of a cluster have tiles below each other, and share the weights.
+// The first row and output of tile number `tile`. Tiles are numbered within bands of GROUP row tiles, so that tiles computed at
+// about the same time share rows or weights in the L2 cache. The blocks of a cluster compute vertically adjacent tiles, which use
+// the same weights.
 __device__ __forceinline__ TilePosition tile_position(int tile, int high, int wide, int rank) {
     const int band = tile / (GROUP * wide), within = tile % (GROUP * wide), height = min(high - band * GROUP, GROUP);
     return {((band * GROUP + within % height) * CLUSTER + rank) * TILE, within / height * TILE};
@@ -195,10 +212,14 @@ struct ManyRowsArguments {
     const float *factors, *scales, *min_scales;
     const u16 *bias, *residual;
     u16 *y;
-    int rows, n, spans, scale_stride, factor_stride, residual_stride, y_stride, paired;  // paired: two numbers of y or the residual lie in a whole word
+    int rows, n, spans,                 // T, N, S
+        scale_stride, factor_stride,    // N' and T': elements between rows of scales and min_scales, and of factors
+        residual_stride, y_stride,      // elements between rows of the residual and of y
+        paired;                         // whether y and the residual are 4-byte aligned with even strides, for access by words
 };
 
-// sum += part · scale · power of two, for both rows of a thread; `scales` of its first output.
+// sum += part · scale · factor for a thread's accumulators of a 64 x 128 tile, which has wgmma's register layout: two rows (with
+// factors f0 and f1) by sixteen pairs of neighbouring outputs. `scales`: shared-memory address of the scale of the first output.
 __device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)[64], u32 scales, float f0, float f1) {
 #pragma unroll
     for (int j = 0; j < 16; j++) {
@@ -210,7 +231,8 @@ __device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)
     }
 }
 
-// The same with a block of inputs' minima, which meet the block's sum in either row.
+// sum += block sum · minimum · factor, for weights with a minimum per block of inputs. s0 and s1: the block sums of the thread's
+// two rows.
 __device__ __forceinline__ void add_minima(float (&sum)[64], float s0, float s1, u32 min_scales, float f0, float f1) {
 #pragma unroll
     for (int j = 0; j < 16; j++) {
@@ -222,7 +244,8 @@ __device__ __forceinline__ void add_minima(float (&sum)[64], float s0, float s1,
     }
 }
 
-// A thread's numbers of a tile, rounded, with bias and residual, each sum rounded. row, column: of its first.
+// Rounds a thread's results to the dtype of y, adds bias and residual, rounding after each addition as all packed products do,
+// and stores them. first_row, first_column: position of the thread's first result in y.
 __device__ __forceinline__ void write_outputs(const ManyRowsArguments &args, const float (&total)[64], int first_row, int first_column) {
 #pragma unroll
     for (int side = 0; side < 2; side++) {
@@ -254,7 +277,7 @@ __device__ __forceinline__ void write_outputs(const ManyRowsArguments &args, con
 }
 
 #if PER > 1
-// A block of 32 inputs, from zero: on its way when this returns.
+// Issues the product of one block of 32 inputs, starting from zero; the caller waits for it with wgmma_wait.
 __device__ __forceinline__ void wgmma_block(float (&part)[64], u32 rows, u32 weights) {
     const u64 a = descriptor_swizzled(rows), b = descriptor_swizzled(weights);
     wgmma_fence();
@@ -271,7 +294,8 @@ __device__ __forceinline__ void add_block(float (&sum)[64], const float (&part)[
         const float s0 = load_half(hi) + load_half(lo), s1 = load_half(hi + 128) + load_half(lo + 128);
         add_minima(sum, s0, s1, slot + AT_MIN_SCALES + block * FLOAT_BYTES + 4 * c, f0, f1);
     }
-    // All of it is done here: what is left for later would need copies of `part`, which is about to be filled again.
+    // The empty asm uses every sum, which stops the compiler from moving these additions past the next product: moved additions
+    // would need copies of `part`, which that product overwrites.
 #pragma unroll
     for (int i = 0; i < 64; i++) asm volatile("" : "+f"(sum[i]));
 }
@@ -300,9 +324,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1) many_rows_prod
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if (CLUSTER > 1) sync_cluster();  // everybody's barriers are there
+    if (CLUSTER > 1) sync_cluster();  // remote arrivals need initialized barriers in every block of the cluster
 
-    if (thread >= 256) {  // the warpgroup that brings
+    if (thread >= 256) {  // the producer warpgroup
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int mine = thread - 256;
         if (mine == 0) {
@@ -350,7 +374,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1) many_rows_prod
                 }
             }
         }
-    } else {  // the two that multiply
+    } else {  // the two consumer warpgroups
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = thread / 128, lane = thread % 32, r = thread / 32 * 16 + lane / 4, c = lane % 4 * 2;
         const u32 own = base + group * 64 * DEPTH * 2;
@@ -397,7 +421,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1) many_rows_prod
                     wgmma_wait<0>();
                     add_scaled(sum, part, at + AT_MIN_SCALES + 4 * c, -f0, -f1);
                 }
-                __syncwarp();  // all lanes have read the slot
+                __syncwarp();  // lane 0 releases the slot for the warp, so all lanes must have read it
                 if (lane == 0) arrive(slot_empty + 8 * slot);
                 if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
                 if (span % 4 == 3 || span == spans - 1) {
@@ -409,8 +433,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1) many_rows_prod
             write_outputs(args, total, place.row + r, place.column + c);
         }
 #else
-        // Two blocks of inputs are on their way, one multiplied while the other is scaled. What segments add up to lies in shared
-        // memory meanwhile: [64][256 threads].
+        // Products of two blocks of inputs alternate: one is multiplied while the other is scaled. Running totals over segments
+        // are kept in shared memory, [64 accumulators][256 threads], because three accumulator arrays already fill the registers.
         float even[64], odd[64];
         const u32 totals = barriers + 256 + 4 * thread;
         const int pairs = spans * 4;
@@ -442,7 +466,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1) many_rows_prod
                 add_block(sum, odd, at, block + 1, r, c, f0, f1);
                 wgmma_wait<0>();
                 if (block == 6) {
-                    __syncwarp();  // all lanes have read the slot
+                    __syncwarp();  // lane 0 releases the slot for the warp, so all lanes must have read it
                 if (lane == 0) arrive(slot_empty + 8 * slot);
                     if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
                 }
@@ -462,5 +486,5 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1) many_rows_prod
         }
 #endif
     }
-    if (CLUSTER > 1) sync_cluster();  // nobody leaves while others may still write here
+    if (CLUSTER > 1) sync_cluster();  // a block must not exit while others may still write to its shared memory or barriers
 }

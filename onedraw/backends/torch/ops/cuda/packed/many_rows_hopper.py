@@ -15,11 +15,12 @@ from onedraw.backends.packing import SPAN
 from onedraw.backends.torch.ops.cuda.nvrtc import Kernel, Module, checked, driver
 from onedraw.backends.torch.ops.cuda.packed.activations import DequantizedWeight, PackedActivations
 
-TILE, DEPTH, THREADS = 128, 64, 384
-STAGES, SLOTS = {1: 6, 8: 4}, {1: 3, 8: 2}  # pipeline stages of X and W tiles, and slots of per-span data, by scales per span
-GROUP = 4  # row blocks that neighbouring tiles share, for L2 reuse
-CLUSTER = 2  # thread blocks of a cluster, which share weight tiles by multicast
-# CUtensorMapDataType FLOAT16; swizzle NONE and 128B; L2 promotion 256B
+TILE, DEPTH, THREADS = 128, 64, 384  # rows and outputs of a tile, inputs of a pipeline stage, threads per block
+# By scales per span (1 or 8): pipeline stages for tiles of X and W, and slots for per-span data, that fit into shared memory.
+STAGES, SLOTS = {1: 6, 8: 4}, {1: 3, 8: 2}
+GROUP = 4  # row tiles per band: tiles are computed band by band, so that weights are reused from the L2 cache
+CLUSTER = 2  # thread blocks per cluster; its blocks share tiles of W, which TMA multicasts to all of them
+# Values of the driver's enums: CUtensorMapDataType FLOAT16, swizzle NONE and 128B, L2 promotion 256B.
 _FLOAT16, _NO_SWIZZLE, _SWIZZLE_128, _L2_PROMOTION = 6, 0, 3, 3
 
 
@@ -44,7 +45,7 @@ class _ManyRowsArguments(ctypes.Structure):
 
 
 def _tensor_map(tensor: Tensor, *, inner: int, swizzle: int, height: int = TILE) -> _TensorMap:
-    """Tiles [height, inner] of a float16 matrix."""
+    """The descriptor by which TMA copies tiles [height, inner] of a float16 matrix to shared memory."""
     return _encode(tensor.data_ptr(), *tensor.shape, tensor.stride(0), inner, swizzle, height)
 
 
@@ -92,7 +93,8 @@ def compile_kernels(*, by_block: bool, minima: bool, dtype: torch.dtype, device:
 
 
 def shared_bytes(per: int) -> int:
-    """Stages of X and W tiles, slots of per-span data, barriers, totals if they do not stay in registers, and alignment."""
+    """Bytes of shared memory per block: stages of X and W tiles, slots of per-span data, barriers, the running totals that do not
+    fit into registers (8 scales per span), and room for alignment."""
     slot = (4 if per == 1 else 2) * TILE * 16 + (2 * per + 1) * TILE * 4
     totals = 0 if per == 1 else TILE * TILE * 4
     return 1024 + STAGES[per] * 2 * TILE * DEPTH * 2 + SLOTS[per] * slot + 256 + totals
@@ -104,7 +106,8 @@ def _processors(device: torch.device) -> int:
 
 
 def _by_span(factors: Tensor) -> Tensor:
-    """[T, S] → [S, T'], T' in whole tiles."""
+    """Transpose factors [T, S] to [S, T'], where T' is T rounded up to the rows of a cluster's tiles; the padding is
+    uninitialized."""
     rows, spans = factors.shape
     by_span = torch.empty(spans, -(-rows // (TILE * CLUSTER)) * TILE * CLUSTER, dtype=torch.float32, device=factors.device)
     by_span[:, :rows] = factors.t()
@@ -123,7 +126,8 @@ def many_rows_product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`out` [T, N] and `residual` may be columns of wider tensors."""
+    """activations · dequantized weightᵀ + bias + residual → `out` [T, N]. `out` and `residual` may be columns of wider
+    tensors."""
     rows, (n, width) = len(activations), dequantized.weights.shape
     if rows == 0:
         return out

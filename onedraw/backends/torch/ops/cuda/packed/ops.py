@@ -1,8 +1,8 @@
 """The operations of a GPU whose weights stay in their quantized blocks.
 
-In: a device and the dtype of activations. Out: `PackedOps`: TritonOps whose products, experts and tables read weights in their
-blocks. A weight in a format without kernels is a float tensor. Norms and gates also quantize their rows for the packed product
-that follows them.
+In: a device and the dtype of activations. Out: `PackedOps`: `TritonOps` whose products, experts and embedding tables read weights
+in their quantized blocks. A weight of a quantization type without kernels becomes a float tensor. Norms and gates also store
+their rows as packed activations, for the packed product that follows them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PackedOps(TritonOps):
         return y
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """Also from how many rows one program computes a norm."""
+        """Includes FEW_ROWS + 1: up to FEW_ROWS rows, several programs of the norm kernel share a row."""
         known = super().kernel_borders(mixers)
         return tuple(sorted({*known, FEW_ROWS + 1})) if known else ()
 

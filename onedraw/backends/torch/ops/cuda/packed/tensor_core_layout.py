@@ -29,8 +29,8 @@ from torch import Tensor
 from onedraw.backends.packing import SPAN, UNIT_ROWS, gpu_unit_bytes
 from onedraw.checkpoints.dequantize import QUANT_TYPES
 
-VALUES_AT_ONCE = 1 << 24  # values reordered at a time, which bounds the temporary memory
-SIGN_BITS = (13, 14, 12, 15)
+VALUES_AT_ONCE = 1 << 24  # weights reordered at a time, which bounds the temporary memory
+SIGN_BITS = (13, 14, 12, 15)  # MXFP4, NVFP4: position of the sign in a halfword, by 2 u + h
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class PackedWeight:
     """A quantized weight [rows, width], or a stack of `count` such weights for experts."""
 
     kind: str
-    rows: int  # of one matrix
-    width: int
-    units: Tensor  # [count * rows / 16, spans, bytes] uint8
+    rows: int  # rows of one matrix of the stack
+    width: int  # inputs, before padding to whole spans
+    units: Tensor  # [count * U, S, bytes of a unit] uint8, for U = rows / 16 units and S spans
     counters: Tensor  # int32 [rows / 16 + 1]: finished segments per unit during a product; zero between products
     count: int = 1
 
@@ -54,16 +54,16 @@ class PackedWeight:
 
     @property
     def unit_count(self) -> int:
-        """Units along the outputs of one matrix."""
+        """U, the number of units along the outputs of one matrix."""
         return len(self.units) // self.count
 
     def units_slice(self, units: slice) -> PackedWeight:
-        """A view of some units of a single matrix."""
+        """A view of a range of units of a single matrix."""
         rows = min(self.rows, units.stop * UNIT_ROWS) - units.start * UNIT_ROWS
         return PackedWeight(self.kind, rows, self.width, self.units[units], self.counters[units])
 
     def matrix(self, number: int) -> PackedWeight:
-        """A view of one matrix of the stack."""
+        """A view of matrix `number` of the stack."""
         own = self.units[number * self.unit_count : (number + 1) * self.unit_count]
         return PackedWeight(self.kind, self.rows, self.width, own, self.counters)
 
@@ -75,8 +75,9 @@ def empty_packed_weight(kind: str, *, rows: int, width: int, device: torch.devic
 
 
 def fill_packed_weight(weight: PackedWeight, raw: Tensor, *, first: int, number: int = 0, factors: Tensor | None = None) -> None:
-    """Stored rows [n, bytes] → rows first … first + n of a matrix, or [m, n, bytes] → those of matrices number … number + m. Each
-    row may be filled only once. `factors` [m, n]: of NVFP4, 1 if None."""
+    """Write stored rows [n, bytes] to rows first … first + n of matrix `number`, or stored rows [m, n, bytes] to those of
+    matrices number … number + m. Each row may be filled only once, because rows are combined with the zeros of an empty weight by
+    OR. `factors` [m, n]: the float32 factors of NVFP4 matrices, 1 if None."""
     raw = raw.view(-1, *raw.shape[-2:])
     many, rows, _ = raw.shape
     begin, end = first // UNIT_ROWS, -(-(first + rows) // UNIT_ROWS)
@@ -98,7 +99,8 @@ def fill_packed_weight(weight: PackedWeight, raw: Tensor, *, first: int, number:
 
 
 def row_slices(count: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """All rows of `count` matrices in slices (matrices, rows) of about VALUES_AT_ONCE: whole matrices, or some rows of one."""
+    """All rows of `count` matrices in pairs of slices (matrices, rows) of about VALUES_AT_ONCE values: whole matrices, or some
+    rows of one."""
     step = max(UNIT_ROWS, VALUES_AT_ONCE // max(width, 1) // UNIT_ROWS * UNIT_ROWS)
     together = max(1, step // max(rows, 1))
     for number in range(0, count, together):
@@ -110,7 +112,8 @@ def row_slices(count: int, rows: int, width: int) -> Iterator[tuple[slice, slice
 
 
 def _parts(blocks: Tensor, kind: str) -> list[Tensor]:
-    """[rows, spans, blocks, bytes] → the sections of the units [U, spans, …] bytes, in order."""
+    """Stored blocks [rows, spans, blocks, bytes] → the sections of their units, [U, spans, …] bytes each, in the order of a
+    unit."""
     if kind == "Q4_K":
         whole = blocks[:, :, 0]
         return [_nibbles(_halves(_split(whole[..., 16:], -1, 4, 32))), *_six_bit_scales(whole)]
@@ -138,7 +141,8 @@ def _parts(blocks: Tensor, kind: str) -> list[Tensor]:
         return [_signed_codes(codes), _by_pair(blocks[..., :1].flatten(-2))]
     if kind in ("Q5_0", "Q5_1"):
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-        top = (blocks[..., -20:-16, None] >> shifts & 1).flatten(-3)  # a bit per input, eight in a byte
+        # [rows, spans, 256]: one bit per input, unpacked from eight per byte
+        top = (blocks[..., -20:-16, None] >> shifts & 1).flatten(-3)
         return [_nibbles(codes), _fifth_bits(top), _by_pair(blocks[..., :-20].flatten(-2))]
     return [_nibbles(codes), _by_pair(blocks[..., :-16].flatten(-2))]
 
@@ -149,12 +153,12 @@ def _halves(stored: Tensor) -> Tensor:
 
 
 def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
-    """Unflatten one axis."""
+    """Unflatten axis `dim` into `sizes`."""
     return torch.unflatten(tensor, dim, sizes)
 
 
 def _axes(codes: Tensor, steps: int) -> Tensor:
-    """[rows, spans, 256] → [U, h, g, spans, 16 / steps, steps, u, t, e]"""
+    """[rows, spans, 256] → [U, h, g, spans, 16 / steps, steps, u, t, e]: the axes of the fragment layout."""
     return _split(_split(codes, 0, -1, 2, 8), -1, 16 // steps, steps, 2, 4, 2)
 
 
@@ -202,7 +206,7 @@ def _by_pair(stored: Tensor) -> Tensor:
 
 
 def _six_bit_scales(whole: Tensor) -> list[Tensor]:
-    """Scales and minima of Q4_K and Q5_K."""
+    """Scales and minima of Q4_K and Q5_K, repacked as the module's docstring describes."""
     head = _by_pair(whole[..., :16])  # [U, spans, g, h, 16]
     low = head[..., 12:] & 15
     per_pair = [head[..., 4:8].flatten(-2), low[..., 0, :] | low[..., 1, :] << 4, head[..., :2].flatten(-2)]

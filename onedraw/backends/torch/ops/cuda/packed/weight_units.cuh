@@ -1,8 +1,9 @@
 // Dequantizes units of packed weights, sixteen outputs by 256 inputs, in the registers of a warp.
 //
-// In: units in the layout of tensor_core_layout.py, of a KIND (the ggml type number). Out: float16 weights of a step of sixteen inputs as
-// the A fragment of mma.m16n8k16, exact or rounded once as activations.py defines, and the scales and minima of a span or a block. Tests
-// run this code on a CPU with the section of PTX instructions replaced (tests/backends/torch/emulated.h).
+// In: units in the layout of tensor_core_layout.py. KIND is the quantization type as a ggml type number. Out: float16 weights of
+// a step of sixteen inputs as the A fragment of mma.m16n8k16, exact or rounded once as activations.py defines, and the scales and
+// minima of a span (256 inputs) or a block (32 inputs). With g = lane / 4 and t = lane % 4, a lane holds weights of outputs g and
+// g + 8. Tests run this code on a CPU with the section of PTX instructions replaced (tests/backends/torch/emulated.h).
 
 #define Q4_0 2
 #define Q4_1 3
@@ -17,16 +18,18 @@
 
 #define FIFTH_BIT (KIND == Q5_0 || KIND == Q5_1 || KIND == Q5_K)
 #define SIX_BIT_SCALES (KIND == Q4_K || KIND == Q5_K)
-#define FP4 (KIND == MXFP4 || KIND == NVFP4)    // codes e2m1: sign, two bits of exponent, one of mantissa
-#define SPAN_SCALE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // a float scale per span and integer scales within it
-#define MINIMA (KIND == Q4_1 || KIND == Q5_1)     // a float16 minimum per block
-// Codes are used as the low mantissa bits of a subnormal float16: weights are multiples of 2^-24 (outputs g) and 2^-20 (outputs g + 8).
+#define FP4 (KIND == MXFP4 || KIND == NVFP4)  // codes are e2m1 floats: a sign bit, two exponent bits and a mantissa bit
+#define SPAN_SCALE (SIX_BIT_SCALES || KIND == Q6_K || KIND == NVFP4)  // a float scale per span, integer scales within it
+#define MINIMA (KIND == Q4_1 || KIND == Q5_1)  // the type has a float16 minimum per block
+// Codes are used as the low mantissa bits of a subnormal float16, so weights are multiples of 2^-24 (outputs g) or 2^-20 (outputs
+// g + 8).
 #define SUBNORMAL (SIX_BIT_SCALES || KIND == Q6_K)
 
 typedef unsigned int word;
 typedef unsigned short halfword;
 typedef unsigned char byte;
 
+// Sizes of the sections of a unit. A load is sixteen bytes per lane for codes and high bits, and sixteen bytes per g for scales.
 #define CODE_LOADS (KIND == Q8_0 ? 8 : 4)
 #define HIGH_LOADS (FIFTH_BIT ? 1 : KIND == Q6_K ? 2 : 0)
 #define SCALE_LOADS (SIX_BIT_SCALES || KIND == MXFP4 ? 1 : MINIMA ? 4 : 2)
@@ -35,12 +38,13 @@ typedef unsigned char byte;
 #define SCALE_BYTES (SCALE_LOADS * 128)
 #define EXTRA_BYTES (SIX_BIT_SCALES ? 128 : KIND == NVFP4 ? 64 : KIND == Q6_K ? 32 : 0)
 #define UNIT_BYTES (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + EXTRA_BYTES)
-#define SPAN 256
-#define SEGMENT 4
+#define SPAN 256   // inputs
+#define SEGMENT 4  // spans
 
 // ------------------------------------------------------------------ PTX instructions
 
-// A load without caching, for data that is read once. Without `more` the register stays undefined and is not used.
+// Loads without allocating in L1, for data that is read once. If `more` is false, nothing is loaded and the register is
+// undefined.
 __device__ __forceinline__ void load_streaming(uint4 &v, const byte *at, bool more) {
     asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "r"((int)more));
@@ -69,7 +73,7 @@ __device__ __forceinline__ word fma2(word a, word b, word c) {
     return v;
 }
 
-// Broadcasts one half of a word to both. f16x2 instructions select halves of operands, so this compiles to no instruction.
+// Broadcasts one half of a word to both halves. It costs nothing: f16x2 instructions can select a half of each operand.
 template <int HALF> __device__ __forceinline__ word both(word a) {
     word v;
     if (HALF) {
@@ -98,7 +102,7 @@ __device__ __forceinline__ float half_to_float(word bits) {
     return v;
 }
 
-__device__ __forceinline__ float rounded_to(float value, int bf16) {  // to the output dtype and back
+__device__ __forceinline__ float rounded_to(float value, int bf16) {  // rounds to the output dtype and widens to float again
     float v;
     if (bf16) {
         asm("{.reg .b16 h; .reg .b32 w; cvt.rn.bf16.f32 h, %1; mov.b32 w, {0, h}; mov.b32 %0, w;}" : "=f"(v) : "f"(value));
@@ -139,7 +143,8 @@ __device__ __forceinline__ void ldmatrix_x2(word &v0, word &v1, word at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(v0), "=r"(v1) : "r"(at));
 }
 
-// The same value, opaque to the compiler: it stays in a register, and constants added to it become immediate offsets of addresses.
+// Returns the same value, opaque to the compiler, so that it stays in a register and constants added to it become immediate
+// address offsets.
 __device__ __forceinline__ word opaque(word v) {
     asm volatile("mov.b32 %0, %0;" : "+r"(v));
     return v;
@@ -153,7 +158,8 @@ __device__ __forceinline__ void copy_async_4(word to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
 }
 
-// An mbarrier in shared memory at which `count` threads arrive, each when its asynchronous copies are complete
+// An mbarrier in shared memory that completes when `count` threads have arrived; a thread arrives when its asynchronous copies
+// finish.
 __device__ __forceinline__ void init_barrier(word at, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory"); }
 
 __device__ __forceinline__ void arrive_after_copies(word at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory"); }
@@ -166,7 +172,8 @@ __device__ __forceinline__ void wait_barrier(word at) {
 #endif
 }
 
-// Programmatic dependent launch: wait until the preceding grid has finished and its writes are visible; let the next grid start
+// Programmatic dependent launch. wait_previous_grid waits until the preceding grid has finished and its writes are visible;
+// launch_dependents lets the next grid start.
 __device__ __forceinline__ void wait_previous_grid() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -179,21 +186,22 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-// Atomic increment with acquire and release: writes before it are visible to threads that increment later. Returns the old value.
+// Increments a counter in global memory with acquire and release semantics: writes before it are visible to threads that
+// increment the counter later. Returns the old value.
 __device__ __forceinline__ int atomic_increment(int *counter) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
     return before;
 }
 
-// The same in shared memory, among the threads of a block
+// Increments a counter in shared memory with acquire and release semantics among the threads of a block. Returns the old value.
 __device__ __forceinline__ int atomic_increment_shared(word counter) {
     int before;
     asm volatile("atom.acq_rel.cta.shared.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(counter) : "memory");
     return before;
 }
 
-// Relaxed loads and stores at device scope, for polling data of another block
+// Relaxed loads and stores at device scope, for polling data that another block writes
 __device__ __forceinline__ uint4 load_relaxed(const float4 *at) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -212,14 +220,18 @@ __device__ __forceinline__ word component(const uint4 &v, int i) { return i == 0
 
 // ------------------------------------------------------------------ a unit in the registers of a warp
 
-#define MAGIC 0x64006400u        // float16 1024, twice: an integer in the ten mantissa bits is added to 1024
-#define TOP_MAGIC 0x54005400u    // float16 64, twice: the same for an integer in the upper six mantissa bits
+// 1024 and 64 in both halves of a word. An integer placed in the low mantissa bits of float16 1024, or from bit 4 on in float16
+// 64, is thereby added to it; adding the negative number gives the integer as float16.
+#define MAGIC 0x64006400u
+#define TOP_MAGIC 0x54005400u
 #define MINUS_1024 0xE400E400u
 #define MINUS_1152 0xE480E480u
 #define MINUS_64 0xD400D400u
-#define SUBNORMAL_MINUS_32 0x82008020u  // -32 · 2^-24 and -32 · 2^-20
+#define SUBNORMAL_MINUS_32 0x82008020u  // -32 · 2^-24 in the lower half, -32 · 2^-20 in the upper half
 
-__constant__ word sixty_fours = 0x64646464u;  // in constant memory: known to the compiler, permute selectors would take registers
+// The high byte of float16 1024, four times. It is in constant memory because the compiler would keep permute selectors in
+// registers if it knew the value.
+__constant__ word sixty_fours = 0x64646464u;
 
 struct Unit {
     uint4 codes[CODE_LOADS];
@@ -259,11 +271,11 @@ __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, 
     load_scales(unit, at, lane, more);
 }
 
-// Integer scales of outputs g (lower half) and g + 8 (upper half) in the form that codes are multiplied with
+// The integer scales of outputs g (lower half of a word) and g + 8 (upper half), prepared for multiplication with codes
 struct Scales {
     word magic;
-    word pairs[8];  // K types: bytes of outputs g and g + 8 interleaved, two of each in a word
-    word factor, zero;  // zero: the value of code 0 (Q6_K)
+    word pairs[8];  // K types and NVFP4: bytes of outputs g and g + 8 interleaved, two of each in a word
+    word factor, zero;  // factor: scales of the current step as float16; zero: value of code 0 (Q6_K)
 };
 
 __device__ __forceinline__ void pair_up(word (&pairs)[8], int i, word first, word second) {
@@ -287,25 +299,27 @@ __device__ __forceinline__ void unpack_scales(Scales &scales, const Unit &unit) 
     }
 }
 
-// Integer scale `which` of both outputs as float16, with `off` added to remove the magic number
+// Integer scale `which` of both outputs as float16. The byte is inserted into float16 1024, and `off` is added to remove that
+// offset.
 __device__ __forceinline__ word integer_scales(const Scales &scales, int which, word off) {
     return add2(permute(scales.pairs[which >> 1], scales.magic, which & 1 ? 0x4342u : 0x4140u), off);
 }
 
-// Select the integer scales of step i, for types that have them
+// Selects the integer scales of step i, for types that have them.
 __device__ __forceinline__ void select_scales(Scales &scales, int i) {
     if (SIX_BIT_SCALES && i % 2 == 0) scales.factor = integer_scales(scales, i / 2, MINUS_1024);
     if (KIND == Q6_K) {
         scales.factor = integer_scales(scales, i, MINUS_1152);
         scales.zero = mul2(scales.factor, SUBNORMAL_MINUS_32);
     }
-    if (KIND == NVFP4) {  // e4m3 shifted into the bits of float16, times a power of two
+    if (KIND == NVFP4) {  // shifts e4m3 into the bits of float16 and corrects the exponent bias, times 1/2 for the doubled codes
         const word times = 0x58005800u;
         scales.factor = mul2(permute(scales.pairs[i >> 1], 0, i & 1 ? 0x3424u : 0x1404u) >> 1, times);
     }
 }
 
-// Subtracted from 1024 + code and from 64 + code, for types without integer scales
+// Constants added to 1024 + code and to 64 + code, which remove that offset and the zero point of the type, for types without
+// integer scales
 #define OFF_1024 (KIND == Q4_0 ? 0xE408E408u : KIND == Q5_0 ? 0xE410E410u : MINUS_1024)
 #define OFF_64 (KIND == Q4_0 ? 0xD480D480u : KIND == Q5_0 ? 0xD500D500u : MINUS_64)
 
@@ -321,7 +335,7 @@ __device__ __forceinline__ void dequantize_step(word (&a)[4], const Unit &unit, 
         return;
     }
     const word w = component(unit.codes[i / 4], i & 3);
-    if (FP4) {  // e2m1 shifted into the bits of float16
+    if (FP4) {  // shifts e2m1 into the bits of float16 and corrects the exponent bias, times 2 as in ggml, which halves scales
         const word times = 0x78007800u;
         a[0] = mul2(and_or(w << 9, 0x0E000E00u, (w << 2) & 0x80008000u), times);
         a[1] = mul2(and_or(w << 6, 0x0E000E00u, (w << 1) & 0x80008000u), times);
@@ -368,7 +382,7 @@ __device__ __forceinline__ void dequantize_step(word (&a)[4], const Unit &unit, 
     }
 }
 
-// The factor 1 / t that undoes the subnormal scaling of output g + 8 h
+// 2^24 or 2^20: the factor that undoes the subnormal scaling of output g + 8 h, 1 for types without it
 __device__ __forceinline__ float subnormal_inverse(int h) { return SUBNORMAL ? (h ? 1048576.0f : 16777216.0f) : 1.0f; }
 
 // The span scale of output g + 8 h
@@ -380,7 +394,8 @@ __device__ __forceinline__ float span_scale(const Unit &unit, int h) {
     return half_to_float(h ? pair >> 16 : pair & 0xFFFFu);
 }
 
-// The scales of the minima of both outputs, float16 each; all four lanes with the same g must call this
+// The scales of the minima of outputs g (lower half) and g + 8, as float16. All four lanes with the same g must call this
+// together.
 __device__ __forceinline__ word minima_scales(const Unit &unit, int lane) {
     word mine = ((unit.extra >> 12) & 15u) | ((unit.extra >> 24) & 0xF0u);
     mine <<= 8 * (lane & 3);
@@ -388,14 +403,14 @@ __device__ __forceinline__ word minima_scales(const Unit &unit, int lane) {
     return mine | __shfl_xor_sync(0xFFFFFFFFu, mine, 2);
 }
 
-// Minima 2 t and 2 t + 1 of output g + 8 h, float16 with the subnormal scaling of its weights
+// Minima of blocks 2 t and 2 t + 1 of output g + 8 h, as float16 with the same subnormal scaling as the weights
 __device__ __forceinline__ word minima_pair(const Unit &unit, int h) { return h ? (unit.extra >> 2) & 0x03F003F0u : unit.extra & 0x003F003Fu; }
 
 __device__ __forceinline__ float power_of_two(word exponent) {  // 2^(exponent - 128)
     return __uint_as_float(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
 }
 
-// The scale and the minimum of a block of 32 inputs of output g + 8 h
+// The scale, and below the minimum, of a block of 32 inputs of output g + 8 h
 __device__ __forceinline__ float block_scale(const Unit &unit, int block, int h) {
     if (MINIMA) return half_to_float(component(unit.scales[SCALE_LOADS / 2 * h + block / 4], block & 3) & 0xFFFFu);
     if (KIND == MXFP4) return power_of_two((component(unit.scales[0], 2 * h + block / 4) >> (8 * (block & 3))) & 255u);

@@ -1,34 +1,38 @@
-// Work items of packed products with few rows: an item is a unit of sixteen outputs by a segment of four spans (1,024 inputs).
+// Work items of packed products with few rows. A unit is sixteen outputs, a span 256 inputs, a segment four spans (1,024 inputs);
+// a work item is one unit by one segment.
 //
-// Compile-time constants: KIND, TILES (of eight rows), ROUTED if rows are pairs of a row and one of its experts. Provides: copying rows to
-// shared memory, the sums of an item span by span, adding the sums of segments, and writing outputs. A warp computes items one at a time;
-// weights are loaded directly into registers, one span ahead. The sums of segments are always added in order, so neither the constants
-// nor the number of rows changes a result.
+// Compile-time constants: KIND (weight_units.cuh); TILES, tiles of eight rows; ROUTED, defined if rows are (row, expert) pairs.
+// Provides: copying rows to shared memory, computing the sums of an item span by span, adding the sums of segments, and writing
+// outputs. A warp computes items one at a time; weights are loaded directly into registers, one span ahead. The sums of segments
+// are always added in order, so neither the constants nor the number of rows changes a result.
+//
+// A lane holds four accumulators per tile, in the layout of mma.m16n8k16: with g = lane / 4 and t = lane % 4, accumulator c
+// belongs to output g + 8 (c / 2) and row 2 t + c % 2.
 
 #include "weight_units.cuh"
 
 struct ProductArguments {
-    const byte *units;
-    const halfword *x;      // [rows, spans * 256] float16
-    const float *factors;   // [rows, spans]
-    const halfword *sums;   // [rows, spans, 16] float16
-    const halfword *bias, *residual;
-    halfword *out;
-    float *partial_sums;    // [unit_count, segments, TILES, 32 lanes, 4]: sums of segments, without WHOLE_K
-    int *counters;          // [unit_count], zero between products
-    long long residual_stride, out_stride;
+    const byte *units;      // packed weights, in the layout of tensor_core_layout.py
+    const halfword *x;      // [rows, spans * 256] float16, scaled by 2^-e
+    const float *factors;   // [rows, spans], 2^e
+    const halfword *sums;   // [rows, spans, 16] float16: the hi parts of eight block sums, then the lo parts
+    const halfword *bias, *residual;  // [outputs] and [rows, outputs] in the dtype of `out`, or null
+    halfword *out;          // [rows, outputs] float16 or bf16
+    float *partial_sums;    // [unit_count, segments, TILES, 32 lanes, 4]: sums of items, used only without WHOLE_K
+    int *counters;          // [unit_count]: finished segments of a unit during a product without WHOLE_K; zero between products
+    long long residual_stride, out_stride;  // elements between rows
     int outputs, unit_count, spans, rows;
-    int barriers;           // with WHOLE_K: offset of the row barriers in shared memory
-    int buffers;            // without: segments of rows that fit into shared memory
-    int bf16, pdl;          // pdl: flags PDL, OVERLAPS_PREVIOUS, OVERLAPS_NEXT (few_rows.cu)
+    int barriers;           // with WHOLE_K: byte offset of the row barriers in shared memory
+    int buffers;            // without WHOLE_K: segments of rows that fit into shared memory
+    int bf16, pdl;          // bf16: whether `out` is bf16; pdl: flags PDL, OVERLAPS_PREVIOUS, OVERLAPS_NEXT (few_rows.cu)
 #ifdef ROUTED
-    const int *pairs;       // pair numbers of the rows of this tile
-    int divide;             // pairs per input row
+    const int *pairs;       // [rows]: pair number of each row of this tile
+    int divide;             // pairs per row of activations: pair i reads row i / divide
 #else
     float *carry;           // [blocks, TILES, 32 lanes, 4]: sums that a block passes to the next; CARRY_EMPTY between products
-    int granule;            // items that no two blocks share, where INSIDE: those of a unit, or one
-    int even, odd;          // granules of a block, and how many blocks have one more
-    float per_segment;      // one by the segments
+    int granule;            // with WHOLE_K: items that are assigned to blocks together, either all items of a unit or one
+    int even, odd;          // with WHOLE_K: every block has `even` granules, and the first `odd` blocks have one more
+    float per_segment;      // 1 / segments
 #endif
 };
 
@@ -36,7 +40,7 @@ struct ProductArguments {
 #define OVERLAPS_PREVIOUS 2
 #define OVERLAPS_NEXT 4
 
-// Index of row `row` of a product in the activations, and in the output
+// Row `row` of a product is row input_row of the activations and row output_row of the output.
 __device__ __forceinline__ int input_row(const ProductArguments &p, int row) {
 #ifdef ROUTED
     return p.pairs[row] / p.divide;
@@ -53,8 +57,8 @@ __device__ __forceinline__ int output_row(const ProductArguments &p, int row) {
 #endif
 }
 
-// Shared memory of a segment: per row its values and block sums, padded so that eight rows use different banks; a row of zeros in place
-// of missing rows; then 2^e of each row.
+// A segment in shared memory: for each row its values and its block sums, padded so that eight rows use different banks; a row of
+// zeros, which is read in place of rows that a tile does not have; then the factor 2^e of each row.
 #define ROW_BYTES (SEGMENT * (SPAN * 2 + 32) + 16)
 #define SUMS_AT (SEGMENT * SPAN * 2)
 
@@ -62,13 +66,14 @@ __device__ __forceinline__ int factors_at(const ProductArguments &p) { return (p
 
 __device__ __forceinline__ int buffer_bytes(const ProductArguments &p) { return factors_at(p) + TILES * 8 * 4; }
 
-// Offsets for ldmatrix of eight rows by 32 inputs, four 8 x 8 matrices: lane 8 i + r has the address of row r of matrix i.
+// The byte offset in shared memory that this lane passes to ldmatrix_x4, which loads eight rows by 32 inputs as four 8 x 8
+// matrices: lane 8 i + r addresses row r of matrix i.
 __device__ __forceinline__ int row_offset(const ProductArguments &p, int tile) {
     const int lane = threadIdx.x & 31;
     return min(tile * 8 + (lane & 7), p.rows) * ROW_BYTES + (lane >> 3) * 16;
 }
 
-// Clears the row of zeros of every buffer, and 2^e of missing rows.
+// Clears the row of zeros of every buffer, and the factors of rows that a tile does not have.
 __device__ __forceinline__ void clear_rows(const ProductArguments &p, byte *rows, int bytes, int buffers) {
     const int pieces = (bytes - p.rows * ROW_BYTES) / 16;
     for (int i = threadIdx.x; i < buffers * pieces; i += blockDim.x)
@@ -78,7 +83,7 @@ __device__ __forceinline__ void clear_rows(const ProductArguments &p, byte *rows
 __device__ __forceinline__ void copy_rows(const ProductArguments &p, word to, int span) {
     const int live = min(SEGMENT, p.spans - span);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += blockDim.x) {  // in pieces of sixteen bytes
+    for (int i = threadIdx.x; i < p.rows * (SEGMENT * 32); i += blockDim.x) {  // sixteen bytes per copy
         const int row = i / (SEGMENT * 32), piece = i % (SEGMENT * 32);
         if (piece < live * 32)
             copy_async_16(to + row * ROW_BYTES + piece * 16, p.x + ((long long)input_row(p, row) * p.spans + span) * SPAN + piece * 8);
@@ -135,14 +140,14 @@ __device__ __forceinline__ void write_outputs(const ProductArguments &p, const f
     write_outputs(p, total, unit_index, [&](int, int, int row, int output) { return residual_at(p, row, output); });
 }
 
-// Stores this lane's sums of an item; `to`: the lane's address for the first tile.
+// Stores this lane's sums of an item. `to` is the lane's address for the first tile of eight rows.
 __device__ __forceinline__ void store_partial_sums(const ProductArguments &p, float4 *to, const float (&sums)[TILES][4]) {
 #pragma unroll
     for (int n = 0; n < TILES; n++)
         if (n * 8 + 2 * (int)(threadIdx.x & 3) < p.rows) __stcg(to + n * 32, four(sums[n]));
 }
 
-// Adds a unit's sums of segments in order, from global memory, and writes its outputs.
+// Adds a unit's sums of segments in order, from global memory, and writes the unit's outputs.
 __device__ __forceinline__ void reduce_segments(const ProductArguments &p, int segments, int unit_index) {
     const float4 *from = (const float4 *)p.partial_sums + (long long)unit_index * segments * TILES * 32 + (threadIdx.x & 31);
     float total[TILES][4];
@@ -155,20 +160,21 @@ __device__ __forceinline__ void reduce_segments(const ProductArguments &p, int s
     write_outputs(p, total, unit_index);
 }
 
-// Adds the stored sum of the preceding segments, or zero.
+// Adds the stored sum of the preceding segments, or zero if `stored` is null.
 __device__ __forceinline__ void add_previous(float (&sums)[TILES][4], const float4 *stored) {
 #pragma unroll
     for (int n = 0; n < TILES; n++) add_to(sums[n], stored ? stored[n * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
 }
 
-// A warp with many items counts two of them at once to wait for memory only once; counting late leaves more reductions to the end.
+// After storing the sums of an item, a warp increments the unit's counter. A warp with many items does this for two items at
+// once, to wait for memory only once. Waiting for more than two would leave more units to be reduced at the end of the product.
 #define MAX_UNCOUNTED 2
 #define MANY_ITEMS 4
 #define FEW_SEGMENTS 8
 
-// Counts the warp's items whose sums are stored (lane i has the unit of item i), and writes the outputs of units whose last segment this
-// was. __syncwarp before and after the atomic orders all lanes' stores before it and their loads after it: neither ballot nor shuffle
-// orders memory.
+// Increments the counters of a warp's stored items (lane i has the unit of item i) and, where an item was the last of its unit to
+// be stored, writes the unit's outputs. __syncwarp before and after the atomic orders all lanes' stores before it and their loads
+// after it: neither ballot nor shuffle orders memory.
 __device__ __forceinline__ void finish_counted(const ProductArguments &p, int unit_index, int count, int segments) {
     const int lane = threadIdx.x & 31;
     __syncwarp();
@@ -185,7 +191,8 @@ __device__ __forceinline__ void finish_counted(const ProductArguments &p, int un
     }
 }
 
-// Adds one span of sixteen outputs. `unit` is consumed and refilled from `next`, register by register as they become free.
+// Adds one span of sixteen outputs. Each register of `unit` is refilled with weights of the span at `next` as soon as it has been
+// used.
 __device__ __forceinline__ void add_span(const ProductArguments &p, float (&sums)[TILES][4], Unit &unit, const byte *next, bool more, const byte *rows,
                                          const word (&own)[TILES], int place) {
     const int lane = threadIdx.x & 31;
@@ -260,7 +267,7 @@ __device__ __forceinline__ void add_span(const ProductArguments &p, float (&sums
     }
 }
 
-// The sums of an item: its spans in order, then times 2^e. The loads of the first span of `next` are issued.
+// The sums of an item: its spans in order, then times 2^e. The loads of the first span of `next` are issued before this returns.
 __device__ __forceinline__ void add_item(const ProductArguments &p, float (&sums)[TILES][4], Unit &unit, const byte *at, int spans, const byte *next,
                                          bool more, const byte *rows, const word (&own)[TILES]) {
 #pragma unroll
@@ -273,14 +280,14 @@ __device__ __forceinline__ void add_item(const ProductArguments &p, float (&sums
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
-        for (int c = 0; c < 4; c++)  // in two steps: the product of both factors may overflow
+        for (int c = 0; c < 4; c++)  // two multiplications, because the product of both factors may overflow
             sums[n][c] = __fmul_rn(__fmul_rn(sums[n][c], subnormal_inverse(c >> 1)), powers[n * 8 + (c & 1)]);
 }
 
-// Item `item` of `items`, rotated by `rotation`
+// Item number (item + turn) mod items, for item and turn below items.
 __device__ __forceinline__ int rotated(int item, int turn, int items) { return item + turn < items ? item + turn : item + turn - items; }
 
-// An item: its unit and segment, the address of its weights, and its number of spans (`live`)
+// A work item: its unit and segment, the address of its weights, and the number of spans in its segment (`live`).
 struct Item {
     const byte *at;
     int unit_index, segment, live;
@@ -291,7 +298,7 @@ __device__ __forceinline__ void locate(const ProductArguments &p, Item &item) {
     item.live = min(SEGMENT, p.spans - item.segment * SEGMENT);
 }
 
-// Item number `item` in the order of segments, then units
+// Item number `item`, when items are numbered by segment first and by unit within a segment.
 __device__ __forceinline__ Item locate_item(const ProductArguments &p, int item) {
     Item found;
     found.segment = item / p.unit_count;

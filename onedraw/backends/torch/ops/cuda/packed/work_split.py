@@ -13,35 +13,36 @@ from itertools import pairwise
 
 from onedraw.backends.packing import SEGMENT, SPAN, UNIT_ROWS
 
-TILE_ROWS = 8  # rows (columns of B) of one mma.m16n8k16
-TILES = (1, 2, 3, 4, 6, 8)  # row tiles per kernel variant
-WHOLE_K_WARPS = {1: 16, 2: 16}  # maximum warps per block, by row tiles, if a block computes all segments of its outputs
-# Maximum registers per thread then (0: no limit). Sixteen warps with 112 registers leave 8,192 registers of a multiprocessor, so
-# a small kernel (norm, gate) can run next to a product without waiting for a block to end or delaying the next one.
+TILE_ROWS = 8  # rows of activations in one mma.m16n8k16: the columns of its operand B
+TILES = (1, 2, 3, 4, 6, 8)  # compiled kernel variants: tiles of eight rows that a block computes
+WHOLE_K_WARPS = {1: 16, 2: 16}  # maximum warps per block, by row tiles, if a block computes all segments of its outputs (whole K)
+# Maximum registers per thread for whole K (0: no limit). Sixteen warps with 112 registers leave 8,192 registers of a
+# multiprocessor, so a small kernel (norm, gate) can run next to a product without waiting for a block to end or delaying the next
+# one.
 WHOLE_K_REGISTERS = {1: 112, 2: 0}
-SPLIT_K_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # maximum warps per block otherwise
+SPLIT_K_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # maximum warps per block, by row tiles, without whole K
 # A block computes all segments of its outputs (whole K) if the activations, which every block then reads completely, are small
-# compared to the weights. Blocks get whole units if that balances them, else items, and two blocks may share a unit. The
-# thresholds are measured on an H200 with cold weights (bench/gpu_rows.py time --all-forms).
+# compared to the weights. Blocks get whole units if that balances them; otherwise they get items, and two blocks may share a
+# unit. The thresholds are measured on an H200 with cold weights (bench/gpu_rows.py time --all-forms).
 BALANCED = 0.9  # minimum ratio of mean to maximum units per block for whole units
-MAX_ITEMS = 1 << 21  # limit of the kernel's division of an item index by segments, for whole K
-ALWAYS_WHOLE_K_ROWS = 4
-WHOLE_K_UNITS = {1: 16, 2: 64}  # minimum units per block for whole K with more rows, by row tiles
-ALIGNED = 0.97  # minimum fraction of multiprocessors used when each block then reads rows of a single segment
+MAX_ITEMS = 1 << 21  # whole K: the kernel divides item numbers by float multiplication, which is exact below this number
+ALWAYS_WHOLE_K_ROWS = 4  # products of at most so many rows use whole K whenever it is possible
+WHOLE_K_UNITS = {1: 16, 2: 64}  # products of more rows use whole K from so many units per block on, by row tiles
+ALIGNED = 0.97  # blocks are fewer, so that each reads rows of one segment, if this fraction of the multiprocessors has a block
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSplit:
-    tiles: int  # of eight rows
+    tiles: int  # row tiles of a block, eight rows each
     whole_k: bool  # a block computes all segments of its outputs, except for units shared by two blocks
-    warps: int  # per block, compile-time maximum
-    threads: int
+    warps: int  # maximum warps per block, a compile-time constant
+    threads: int  # threads per block of this launch
     blocks: int
-    granule: int  # with whole_k, items that are assigned together: those of a unit, or one
-    barriers: int  # with whole_k, offset of the row barriers in shared memory
-    buffers: int  # segments of rows in shared memory at a time
+    granule: int  # with whole_k, the items that are assigned together: all items of a unit, or one item
+    barriers: int  # with whole_k, byte offset of the row barriers in shared memory
+    buffers: int  # segments of rows that are in shared memory at a time
     shared: int  # bytes of shared memory
-    sums: int  # without whole_k, partial sums per unit in global memory
+    sums: int  # floats of partial sums per unit in global memory; 0 with whole_k
 
     @property
     def defines(self) -> dict[str, int]:
@@ -55,12 +56,13 @@ def split_defines(tiles: int, whole_k: bool) -> dict[str, int]:
 
 
 def buffer_bytes(rows: int, tiles: int) -> int:
-    """Shared memory of a segment of rows plus a row of zeros: values, block sums, padding against bank conflicts, factors 2^e."""
+    """Bytes of shared memory for a segment of rows plus a row of zeros: values, block sums, padding against bank conflicts, and
+    the factors 2^e."""
     return (rows + 1) * (SEGMENT * (2 * SPAN + 32) + 16) + tiles * TILE_ROWS * 4
 
 
 def rows_at_once(rows: int, shared: int) -> int:
-    """`rows`, or as many as fit into shared memory."""
+    """The number of rows that one launch computes: `rows`, or as many as fit into `shared` bytes of shared memory."""
     return next(count for count in (rows, 48, 32, 24, 16, 8) if count <= rows and buffer_bytes(count, tiles_of(count)) <= shared)
 
 
@@ -72,7 +74,8 @@ def tiles_of(rows: int) -> int:
 def split_work(
     rows: int, unit_count: int, segments: int, *, multiprocessors: int, shared: int, whole_k: bool | None = None
 ) -> WorkSplit:
-    """For rows that fit into shared memory. `whole_k` overrides the choice where both variants are possible, for measurements."""
+    """How to launch a product whose rows fit into shared memory. `whole_k` overrides the choice where both variants are possible;
+    only measurements and tests set it."""
     tiles = tiles_of(rows)
     buffer = buffer_bytes(rows, tiles)
     height = -(-unit_count // multiprocessors)  # maximum units per block; some blocks have one less
@@ -87,7 +90,7 @@ def split_work(
         items = -(-unit_count * segments // (blocks * granule)) * granule  # maximum per block; some blocks have a granule less
         warps = min(items, WHOLE_K_WARPS[tiles])
         pending = items + 1  # sums of all items, and of the carry from the preceding block
-        if whole:  # sums of each warp's own unit, then of the items that are distributed over all warps
+        if whole:  # the sums of each warp's own unit, then of the items that are distributed over all warps
             pending = max(warps, *(units % warps * segments for units in (unit_count // blocks, height)))
         barriers = segments * buffer + pending * tiles * TILE_ROWS * UNIT_ROWS * 4
         if (needed := barriers + 8 * (segments + 1)) <= shared:
@@ -113,7 +116,7 @@ def split_borders(unit_count: int, segments: int, *, multiprocessors: int, share
 
 
 def output_slabs(unit_count: int, most: int) -> list[slice]:
-    """Units of outputs in slabs of at most `most` units, of about equal size."""
+    """Slices of at most `most` units, of about equal size, that cover all units."""
     assert most > 0, "the partial-sum buffer is too small for sixteen outputs"
     count = -(-unit_count // most)
     height = -(-unit_count // count)
@@ -126,24 +129,25 @@ def _prefers_whole_k(rows: int, tiles: int, height: int) -> bool:
 
 # ------------------------------------------------------------------ experts
 
-EXPERT_WARPS = 8  # per block
+EXPERT_WARPS = 8  # warps per block
 EXPERT_BLOCKS = {1: 2, 2: 2, 4: 2, 8: 1}  # blocks per multiprocessor that the register limit allows, by row tiles
-# Row tiles by the average number of pairs per expert, as an upper bound: a kernel computes the padding of a tile as well.
+# Row tiles and the largest average number of pairs per expert for which they are used. Tall tiles read weights less often, but a
+# kernel also computes the unused rows of a tile.
 EXPERT_PAIRS = {1: 4, 2: 12, 4: 48}
-MAX_SPLIT_K = 4  # warps per unit of sixteen outputs
-RESERVED_SHARED = 2 << 10  # bytes of shared memory per block besides rows and sums: static memory of the kernel and the driver's
+MAX_SPLIT_K = 4  # maximum warps that share a unit of sixteen outputs
+RESERVED_SHARED = 2 << 10  # bytes of shared memory per block for static variables of the kernel and for the driver
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWorkSplit:
-    split_k: int  # warps per unit of sixteen outputs, each with its own segments
+    split_k: int  # warps that share a unit of sixteen outputs, each computing other segments
     threads: int
     blocks_per_tile: int  # blocks that cover all outputs of a row tile
     shared: int  # bytes of shared memory
 
 
 def expert_tiles_fit(tiles: int, shared: int) -> bool:
-    """Whether that many row tiles fit into the shared memory of a block."""
+    """Whether `tiles` row tiles fit into `shared` bytes of shared memory per block."""
     return buffer_bytes(tiles * TILE_ROWS, tiles) + RESERVED_SHARED <= shared
 
 
@@ -154,15 +158,15 @@ def expert_tiles(pairs: int, count: int, *, shared: int) -> int:
 
 
 def expert_borders(count: int, *, shared: int) -> tuple[int, ...]:
-    """Pair counts above which the row tiles are larger."""
+    """Numbers of pairs after which a larger row tile is used."""
     edges = [most * count for most in EXPERT_PAIRS.values()]
     return tuple(n for n in edges if expert_tiles(n, count, shared=shared) != expert_tiles(n + 1, count, shared=shared))
 
 
 @lru_cache(maxsize=4096)
 def split_expert_work(rows: int, tiles: int, unit_count: int, segments: int, *, shared: int) -> ExpertWorkSplit:
-    """For tiles of up to `rows` rows. Each warp of a split needs a segment of rows in shared memory, and the block must leave
-    shared memory for the other blocks of its multiprocessor."""
+    """How to launch a product of experts with tiles of up to `rows` rows. Each warp that shares a unit needs a segment of rows in
+    shared memory, and a block must leave shared memory for the other blocks of its multiprocessor."""
     buffer, available = buffer_bytes(rows, tiles), shared // EXPERT_BLOCKS[tiles] - RESERVED_SHARED
     split_k = 1
     while split_k < min(MAX_SPLIT_K, segments) and _expert_bytes(2 * split_k, buffer, tiles) <= available:
@@ -172,5 +176,6 @@ def split_expert_work(rows: int, tiles: int, unit_count: int, segments: int, *, 
 
 
 def _expert_bytes(split_k: int, buffer: int, tiles: int) -> int:
-    """Shared memory: a segment of rows per warp of a split, and the sums of all of them but the first."""
+    """Bytes of shared memory: a segment of rows for each warp that shares a unit, and the sums of all these warps but the
+    first."""
     return split_k * buffer + EXPERT_WARPS // split_k * (split_k - 1) * tiles * TILE_ROWS * 16 * 4

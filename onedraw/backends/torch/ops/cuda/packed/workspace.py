@@ -1,8 +1,8 @@
 """Scratch memory of packed products on a GPU: dequantized weights, partial sums, and carry buffers between thread blocks.
 
-In: the weights that will be used. Out: a buffer for dequantized slices of outputs and one for the partial sums of products of few
-rows; both are counted by the memory plan (`DEQUANT_BYTES`, `packing.partial_sum_bytes`) and allocated at the first product. The
-carry buffers take about 100 KiB, which the memory plan does not count.
+In: the weights that products will use. Out: a buffer for dequantized slices of outputs, and one for the partial sums of products
+of few rows. Both are counted by the memory plan (`DEQUANT_BYTES`, `packing.partial_sum_bytes`) and allocated at the first
+product. The carry buffers take about 100 KiB, which the memory plan does not count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onedraw.backends.torch.ops.cuda.packed.few_rows import SPAN_SCALE_KINDS, em
 from onedraw.backends.torch.ops.cuda.packed.many_rows_hopper import TILE
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight
 
-_ALIGNED = 256  # bytes
+_ALIGNED = 256  # views of the buffer start at multiples of so many bytes
 
 
 class Workspace:
@@ -33,31 +33,33 @@ class Workspace:
         self._dequantized = torch.empty(0, dtype=torch.uint8, device=device)
         self._partial_sums = [
             torch.empty(0, dtype=torch.float32, device=device)
-        ]  # the last is current; CUDA graphs use the others
+        ]  # the last is current; captured CUDA graphs still use the earlier ones
         self._carries: list[Tensor] = []
-        self._views: dict[tuple[str, int, int], DequantizedWeight] = {}  # of `_dequantized`, by type, spans and outputs
+        self._views: dict[tuple[str, int, int], DequantizedWeight] = {}  # views of `_dequantized` by type, spans and outputs
 
     def reserve(self, weight: PackedWeight) -> None:
-        """Grow the sizes of the buffers so that they serve this weight; nothing is allocated yet."""
+        """Raise the planned sizes of the buffers so that they are large enough for this weight; nothing is allocated yet."""
         rows = padded_outputs(weight.rows)
         self._needed = max(self._needed, min(self._most, rows * _output_bytes(weight) + 4 * _ALIGNED))
         self._partial_sum_bytes = max(self._partial_sum_bytes, partial_sum_bytes(weight.rows, weight.width))
 
     def partial_sums(self, weight: PackedWeight) -> Tensor:
-        """The float32 buffer for partial sums of products of few rows: of all outputs, or as large as the memory plan allows."""
+        """The float32 buffer for partial sums of products of few rows; it holds all outputs, or as many as the memory plan
+        allows."""
         self.reserve(weight)
         if self._partial_sums[-1].nbytes < self._partial_sum_bytes:
             self._partial_sums.append(torch.empty(self._partial_sum_bytes // 4, dtype=torch.float32, device=self._device))
         return self._partial_sums[-1]
 
     def carry(self, number: int) -> Tensor:
-        """The buffer through which thread blocks of a product pass sums on; `number`: index among concurrent products."""
+        """The buffer through which the thread blocks of a product pass partial sums to their successors. `number`: index among
+        the products that may run concurrently, which need separate buffers."""
         while len(self._carries) <= number:
             self._carries.append(empty_carry(self._device))
         return self._carries[number]
 
     def slices(self, weight: PackedWeight) -> Iterator[tuple[slice, DequantizedWeight]]:
-        """Slices of outputs that fit into the buffer at a time, each with its view of the buffer."""
+        """Slices of the outputs, each small enough for the buffer, with a view of the buffer to dequantize it into."""
         self.reserve(weight)
         if self._dequantized.numel() < self._needed:
             self._views, self._dequantized = {}, self._dequantized[:0].clone()  # free the old buffer before allocating
@@ -91,7 +93,7 @@ class Workspace:
 
 
 def _output_bytes(weight: PackedWeight) -> int:
-    """Bytes of one dequantized output."""
+    """Bytes of one dequantized output: its float16 weights, scales and minima."""
     per = 1 if weight.kind in SPAN_SCALE_KINDS else 8
     min_scales = (4 * per + (16 if per == 1 else 0)) if has_minima(weight.kind) else 0
     return weight.spans * (2 * SPAN + 4 * per + min_scales)
