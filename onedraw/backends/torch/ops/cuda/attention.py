@@ -1,6 +1,7 @@
 """Paged attention with Triton: one kernel for decode tokens, chains of drafts, verify trees, prompt chunks and sliding windows.
 
-In: queries [T, H * D], a layer's KV pages, and the range of keys of every token. Out: [T, H * D].
+In: queries [T, H * D], a layer's KV pages, and the range of keys of every token. Out: [T, H * D]. Axes: T tokens, H query heads,
+K KV heads, D the size of a head, P pages, S positions of a page, N tiles.
 
 A tile holds a few neighbouring queries of one row, times the query heads that share a KV head. Keys are read in blocks of 32 or
 64 absolute positions (`block_keys`, a function of the head size alone). A split is a range of absolute positions: inside it
@@ -44,11 +45,12 @@ from onedraw.backends.torch.ops.cuda.tree_attention import attend_tree_paths
 from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, wait_for_inputs
 
 Ints = npt.NDArray[np.int64]
-FIRST_SPLIT = 128  # keys in each of the first splits
+FIRST_SPLIT = 128  # keys in each of the first splits; later splits are longer (`split_indices`)
 LOG2_E = math.log2(math.e)
-TILE_WORDS = 8
+TILE_WORDS = 8  # columns of `TileSet.tiles`
 TREE_COLUMNS = 64  # value columns per program of `attend_tree_paths`
-# Kinds of tiles: all keys of a token; the key blocks that all nodes of a tree share; the remaining key blocks of one node.
+# Kinds of tiles, by the keys that they read. FULL: all keys of a token; TREE_PREFIX: the key blocks that all nodes of a tree
+# share; TREE_PATH: the remaining key blocks of one node.
 FULL, TREE_PREFIX, TREE_PATH = range(3)
 
 
@@ -59,8 +61,8 @@ class AttentionMetadata:
     rows: Tensor  # [T] row of each token
     first_keys: Tensor  # [T] first position each token attends to
     last_keys: Tensor  # [T] last position each token attends to
-    merge_rows: Tensor  # [T] row of each token in the split buffers
-    page_table: Tensor  # [R, W] pages
+    merge_rows: Tensor  # [T] index of each token in the split buffers
+    page_table: Tensor  # [R, W]: the pages of each row
     paths: Tensor | None  # [T, depth] slots of the drafts on a node's path, relative to the first draft; None without trees
     page_size: int
 
@@ -69,14 +71,14 @@ class AttentionMetadata:
 class TileSet:
     """Tiles of one height and kind, launched together."""
 
-    height: int  # queries times query heads per KV head
+    height: int  # rows of a tile: queries times query heads per KV head
     # [N, TILE_WORDS] int32: first token, token count, split that a TREE_PATH tile continues (-1: none), row, first and last
     # position to read, position of the first draft, first split
     tiles: Tensor
-    merge_tokens: Tensor  # [t] int32: tokens whose splits are stored to be merged; empty where `sequential`
-    splits: int  # one more than the last split of any token
-    grid_splits: int  # the largest number of splits of a tile
-    sequential: bool  # one program processes all splits of a tile
+    merge_tokens: Tensor  # [t] int32: tokens whose splits are stored to be merged; empty if `sequential`
+    splits: int  # one more than the index of the last split of any token
+    grid_splits: int  # the largest number of splits that a tile reads
+    sequential: bool  # whether one program processes all splits of a tile
     kind: int = FULL
 
 
@@ -134,16 +136,16 @@ def _attend(
     if SEQUENTIAL:
         begin_split = split_index(low, FIRST_SPLIT)
         end_split = split_index(high, FIRST_SPLIT) + 1
-    else:  # the last splits are the longest: they start first
+    else:  # programs of the last splits, which are the longest, start first
         begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
         if (split_start(begin_split, FIRST_SPLIT) > high) | (split_start(end_split, FIRST_SPLIT) <= low):
-            wait_for_inputs(PDL)  # a kernel that waits for this one relies on all kernels before it, too
+            wait_for_inputs(PDL)  # a kernel that waits for this one relies on this one having waited for all kernels before it
             return
     HEADS_PER_KV: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, BLOCK_M)
     live = m // HEADS_PER_KV < count
-    token = first + tl.maximum(tl.minimum(m // HEADS_PER_KV, count - 1), 0)  # a padding tile has none
+    token = first + tl.maximum(tl.minimum(m // HEADS_PER_KV, count - 1), 0)  # the clamp serves padding tiles, which have no token
     first_key = tl.where(live, tl.load(first_keys + token), 2147483647)
     last_key = tl.where(live, tl.load(last_keys + token), -1)
     d = tl.arange(0, BLOCK_D)
@@ -155,7 +157,7 @@ def _attend(
     next_slots = key_slots(start_key, row_pages, head, table_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
     wait_for_inputs(PDL)
     dtype = q.dtype.element_ty
-    if KV_QUANT:  # even and odd dimensions apart, see `quantized_scores`
+    if KV_QUANT:  # even and odd dimensions are multiplied separately, see `quantized_scores`
         pair = tl.arange(0, BLOCK_D // 2)
         pair_mask = live[:, None] & (pair < D // 2)[None, :]
         even_query = tl.load(q_ptrs + 2 * pair[None, :], mask=pair_mask, other=0.0)
@@ -166,7 +168,7 @@ def _attend(
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for split in range(begin_split, end_split):  # names in _s: state of this split
+    for split in range(begin_split, end_split):  # variables ending in _s hold the state of this split
         row_max_s = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
         acc_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
@@ -174,7 +176,8 @@ def _attend(
             even, odd = tl.split(tl.reshape(acc_s, (BLOCK_M, BLOCK_D // 2, 2)))
         start_key = tl.maximum(split_start(split, FIRST_SPLIT), low // BLOCK_KEYS * BLOCK_KEYS)
         stop_key = tl.minimum(split_start(split + 1, FIRST_SPLIT), high + 1)
-        # First the blocks that no query masks, then the others. The slots of the next block are loaded while one is computed.
+        # The blocks that no query masks come first, then the others. The slots of the next block are loaded while one is
+        # computed.
         masked_start = start_key
         if not KV_QUANT:
             common_stop = tl.minimum(stop_key, tl.min(tl.where(live, last_key, 2147483646), 0) + 1)
@@ -244,7 +247,8 @@ def attend(
     stages: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """q [T, H * D] (rows of stride 1) over KV pages [P * K, S * D]; `scales` of quantized pages: [P * K, S]."""
+    """Attention of q [T, H * D] (rows of stride 1) over KV pages [P * K, S * D] → [T, H * D]. `scales`: those of quantized keys
+    and values, [P * K, S] each."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
     block_d = triton.next_power_of_2(dim) if scales is None else max(triton.next_power_of_2(dim), 32)
     splits = max((tile_set.splits for tile_set in tile_sets if not tile_set.sequential), default=0)
@@ -316,20 +320,21 @@ def attend(
 
 
 def block_keys(dim: int) -> int:
-    """Keys per block: few enough that several blocks fit in shared memory at once, on small cards too."""
+    """Keys per block: few enough that several blocks of keys and values fit into shared memory, also on small cards."""
     return 64 if dim <= 128 else 32
 
 
 def _warps(height: int, block_d: int, sequential: bool) -> int:
-    """Enough registers for the accumulator of a split and, where `sequential`, for that of the splits before it."""
+    """The number of warps that gives a program registers for the accumulator of a split and, if `sequential`, for the accumulator
+    of the splits before it."""
     sums = height * block_d * (2 if sequential else 1)
     return 16 if sums > 32768 else 8 if sums > 16384 or height >= 128 or block_d >= 512 else 4
 
 
 def _stages(height: int, block_d: int, itemsize: int, shared: int) -> int:
-    """Pipeline stages: blocks of keys and values in shared memory at once, at most three. Where the MMA instructions cannot read
-    operands from shared memory, the current block is in registers and takes no space. Two tiles of 64 rows fit beside each
-    other."""
+    """Pipeline stages: blocks of keys and values that are in shared memory at once, at most three. If the MMA instructions cannot
+    read operands from shared memory, the current block is in registers and takes no space. For tiles of 64 rows, the stages take
+    so little that two programs fit on a multiprocessor."""
     keys, block = block_keys(block_d), 2 * block_keys(block_d) * block_d * itemsize
     from_shared = height >= 64 and shared > SMALL_SHARED
     if from_shared and height == 64:

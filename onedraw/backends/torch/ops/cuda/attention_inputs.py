@@ -1,7 +1,8 @@
 """Inputs of the attention kernels for one step, packed into one int32 array: one host-to-device copy per attention shape.
 
-In: Inputs and an AttentionShape. Out: HostAttentionInputs, and on the device the kernels' AttentionMetadata and TileSets. Steps
-with equal layouts can share captured CUDA graphs, so all steps padded to one bucket have one layout.
+In: Inputs and an AttentionShape. Out: HostAttentionInputs, and on the device AttentionMetadata and TileSets for the kernels.
+Steps with equal layouts can share captured CUDA graphs, so all steps padded to one bucket have one layout. Axes: T tokens, N
+tiles.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from onedraw.backends.torch.ops.cuda.attention import (
 from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Ints
 
 Words = npt.NDArray[np.int32]
-Tile = tuple[int, int, int, int]  # first token, token count, kind, position of the first draft
-TileLists = dict[tuple[int, int], list[Tile]]  # by kind and height
-SPLIT_BUFFER_BYTES = 256 * 2**20  # of stored splits, at most
-LONG_PROMPT = 128  # queries of a row, from which on tall tiles are used
-NO_TREE = np.iinfo(np.int32).max
+Tile = tuple[int, int, int, int]  # first token, token count, kind, position of the first draft (NO_TREE without a tree)
+TileLists = dict[tuple[int, int], list[Tile]]  # tiles by kind and height
+SPLIT_BUFFER_BYTES = 256 * 2**20  # the most memory that stored splits may take; beyond it, tiles are sequential
+LONG_PROMPT = 128  # rows of at least so many queries use tall tiles if heads are small
+NO_TREE = np.iinfo(np.int32).max  # a position after all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class AttentionShape:
     kv_heads: int
     dim: int
     window: int | None
-    full_grid: int
-    small_shared_memory: bool = False  # at most SMALL_SHARED bytes per block
+    full_grid: int  # the number of programs with which every multiprocessor has two
+    small_shared_memory: bool = False  # whether a block has at most SMALL_SHARED bytes of shared memory
 
     @property
     def group_size(self) -> int:
@@ -63,13 +64,13 @@ class AttentionShape:
 class TileSetLayout:
     """Sizes of a TileSet in the packed array, and how it is launched."""
 
-    height: int
-    tiles: int
-    merge_tokens: int
-    splits: int
-    grid_splits: int
-    sequential: bool
-    kind: int
+    height: int  # queries times query heads per KV head
+    tiles: int  # number of tiles
+    merge_tokens: int  # tokens whose splits are stored to be merged; 0 if `sequential`
+    splits: int  # one more than the index of the last split of any token
+    grid_splits: int  # the largest number of splits of a tile
+    sequential: bool  # one program processes all splits of a tile
+    kind: int  # FULL, TREE_PREFIX or TREE_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class AttentionLayout:
 
     tokens: int
     rows: int
-    width: int
+    width: int  # columns of the page table
     depth: int | None  # columns of the array of tree paths; None if no row has a draft tree
     page_size: int
     tile_sets: tuple[TileSetLayout, ...]
@@ -92,7 +93,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTemplate:
-    """A layout, the words that all its steps have in common, and the start of each other array."""
+    """A layout, the array with the words that all its steps have in common, and the start of each array that a step fills in."""
 
     layout: AttentionLayout
     starts: tuple[int, ...]
@@ -107,11 +108,11 @@ class HostAttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAttentionInputs:
-    """The packed words on the device, and views of them."""
+    """The packed words on the device, and views of them: key ranges, page table and tiles."""
 
     words: Tensor
-    positions: Tensor  # [T]
-    slots: Tensor  # [T]
+    positions: Tensor  # [T] int32: position of each token
+    slots: Tensor  # [T] int32: slot of each token's key and value, counted over the pages of its row
     metadata: AttentionMetadata
     tile_sets: tuple[TileSet, ...]
 
@@ -145,7 +146,7 @@ def _attention_layout(inputs: Inputs, shape: AttentionShape, tile_sets: tuple[Ti
 
 
 def _template(layout: AttentionLayout, tokens: list[Ints]) -> LayoutTemplate:
-    """`tokens`: for each tile set, the tokens whose splits are merged."""
+    """A template with the merge rows filled in. `tokens`: for each tile set, the tokens whose splits are merged."""
     starts = [0, *accumulate(map(_aligned, layout.sizes))]
     words = np.zeros(starts.pop(), dtype=np.int32)
     kept, behind = np.concatenate(tokens), 7 + (layout.depth is not None)
@@ -156,12 +157,12 @@ def _template(layout: AttentionLayout, tokens: list[Ints]) -> LayoutTemplate:
 
 
 def _aligned(size: int) -> int:
-    """Arrays start at multiples of 16 bytes, so that kernels specialized for aligned pointers fit every step."""
+    """The size rounded up to 16 bytes: kernels specialized for pointers aligned to 16 bytes then fit the arrays of every step."""
     return -(-size // 4) * 4
 
 
 def device_attention_inputs(words: Tensor, layout: AttentionLayout) -> DeviceAttentionInputs:
-    """Views of `words` (int32, on the device) by the layout; nothing is copied."""
+    """Views of `words` (int32, on the device) as `layout` describes; nothing is copied."""
     sizes = layout.sizes
     arrays = [array[:size] for array, size in zip(torch.split(words, list(map(_aligned, sizes))), sizes, strict=True)]
     positions, slots, rows, first_keys, last_keys, merge_rows, page_table = arrays[:7]
@@ -194,26 +195,26 @@ def stage_attention_inputs(inputs: Inputs, shape: AttentionShape) -> DeviceAtten
 
 
 def _tile_sets(inputs: Inputs, shape: AttentionShape) -> list[tuple[TileSetLayout, Ints, Ints]]:
-    """Tile sets of an eager step. A row uses the lowest tile height that holds its queries, else the tallest."""
+    """The tile sets of an eager step. A row uses the lowest tile height that holds its queries, or the tallest if none does."""
     splits = int(split_indices(inputs.host_ends.max())) + 1
     tile_lists: TileLists = {}
     for span in inputs.spans:
         known = span.count - len(span.drafts) if span.branches else span.count
         if span.branches:
-            # The nodes' shared key blocks are read by tiles of many nodes, the rest by one tile per node.
+            # The key blocks that all nodes share are read by tiles of many nodes, the other blocks by one tile per node.
             known = max(known - 1, 0)
             _add_tiles(tile_lists, shape, splits, span.first + known, span.count - known, TREE_PREFIX, span.stop)
             for token in range(span.first + known, span.first + span.count):
                 _add_tiles(tile_lists, shape, splits, token, 1, TREE_PATH, span.stop)
         _add_tiles(tile_lists, shape, splits, span.first, known, FULL, NO_TREE)
-    # Sorted by kind: TREE_PREFIX before TREE_PATH.
+    # Sorted by kind, so that TREE_PREFIX comes before TREE_PATH, which reads the splits that it stores.
     return [_tile_set(inputs, shape, height, tiles, splits) for (_, height), tiles in sorted(tile_lists.items())]
 
 
-@lru_cache(maxsize=128)  # megabytes each, for long contexts and many rows
+@lru_cache(maxsize=128)  # the size is bounded because a template takes megabytes for long contexts and many rows
 def _bucket_template(bucket: Bucket, shape: AttentionShape, page_size: int) -> LayoutTemplate:
-    """The same tiles for every step of a bucket: each row has as many as the longest row could need, unused ones are empty.
-    Either every row is a chain, or every row is a tree of one known token and its drafts."""
+    """The same tiles for every step of a bucket: each row has as many as the longest row could need, and unused tiles are empty.
+    Either every row is a chain of drafts, or every row is a tree of one known token and its drafts."""
     splits = int(split_indices(np.asarray(bucket.reach - 1))) + 1
     if bucket.depth is None:
         tile_sets = [_bucket_tile_set(bucket, shape, FULL, bucket.longest, splits)]
@@ -226,13 +227,13 @@ def _bucket_template(bucket: Bucket, shape: AttentionShape, page_size: int) -> L
     template = _template(layout, [np.arange(tile_set.merge_tokens, dtype=np.int64) for tile_set in tile_sets])
     for tile_set, start in zip(tile_sets, template.starts[-len(tile_sets) :], strict=True):
         size = tile_set.tiles * TILE_WORDS
-        empty = [0, 0, -1, bucket.rows, FIRST_SPLIT, 0, 0, 1]  # no token, and no key
+        empty = [0, 0, -1, bucket.rows, FIRST_SPLIT, 0, 0, 1]  # a tile without tokens and keys
         template.words[start : start + size] = np.tile(empty, tile_set.tiles)
     return template
 
 
 def _bucket_tile_set(bucket: Bucket, shape: AttentionShape, kind: int, count: int, splits: int) -> TileSetLayout:
-    """Tiles for up to `count` tokens of each row; TREE_PATH: a tile for every token."""
+    """Tiles for up to `count` tokens of each row; for TREE_PATH a tile for every token."""
     height = _tile_height(shape, count, kind, splits)
     tile_count = bucket.tokens if kind == TREE_PATH else bucket.rows * -(-count // (height // shape.group_size))
     tokens = 0 if kind == TREE_PATH else bucket.tokens
@@ -245,7 +246,7 @@ def _bucket_tile_set(bucket: Bucket, shape: AttentionShape, kind: int, count: in
 def _bucket_tiles(
     inputs: Inputs, bucket: Bucket, shape: AttentionShape, tile_sets: tuple[TileSetLayout, ...]
 ) -> list[list[Tile]]:
-    """The tiles that a step of a bucket uses, per tile set."""
+    """The tiles that a step of a bucket uses, for each tile set."""
     rows = [span for span in inputs.spans if span.lane is not None]
     tile_lists: list[list[Tile]] = [[] for _ in tile_sets]
     for tile_set, tiles in zip(tile_sets, tile_lists, strict=True):
@@ -265,8 +266,9 @@ def _add_tiles(
 
 
 def _tile_height(shape: AttentionShape, count: int, kind: int, splits: int) -> int:
-    # Tiles over 64 are faster for long prompts with small heads, and where one tile holds all queries of a row, which then reads
-    # its keys once, if its splits fill the device. The nodes of a tree would leave the last such tile nearly empty.
+    # Tiles taller than 64 are faster for long prompts with small heads. They are also faster where one tile holds all queries of
+    # a row, because the row's keys are then read once, if its splits alone fill the device. For a tree the last such tile would
+    # be nearly empty.
     long_prompt = count >= LONG_PROMPT and shape.dim <= 128
     enough_splits = splits * shape.kv_heads >= shape.full_grid // 4 and kind == FULL
     heights = [h for h in shape.tile_heights if h <= 64 or long_prompt or (enough_splits and count * shape.group_size <= h)]
@@ -278,17 +280,19 @@ def _append_tiles(tiles: list[Tile], per: int, first: int, count: int, kind: int
 
 
 def _tile_table(inputs: Inputs, shape: AttentionShape, tiles: list[Tile]) -> Ints:
-    """[N, TILE_WORDS] for tiles of one kind."""
+    """Tiles of one kind as the table [N, TILE_WORDS] of a TileSet."""
     if not tiles:
         return np.zeros((0, TILE_WORDS), dtype=np.int64)
     kind = tiles[0][2]
     first, count, _, tree_start = np.asarray(tiles, dtype=np.int64).T
     table = np.empty((len(tiles), TILE_WORDS), dtype=np.int64)
     firsts = inputs.host_firsts(shape.window)
-    low, high = firsts[first], inputs.host_ends[first + count - 1]  # key ranges of known tokens grow
+    # The last token has the largest end, because key ranges of known tokens grow.
+    low, high = firsts[first], inputs.host_ends[first + count - 1]
     carried_split: Ints | int = -1
     if kind != FULL:
-        prefix_stop = tree_start // block_keys(shape.dim) * block_keys(shape.dim)  # end of the key blocks that all nodes share
+        # The end of the key blocks that all nodes share.
+        prefix_stop = tree_start // block_keys(shape.dim) * block_keys(shape.dim)
         if kind == TREE_PATH:
             carried_split = np.where(low < prefix_stop, split_indices(prefix_stop - 1), -1)
             low = np.maximum(low, prefix_stop)
@@ -306,7 +310,7 @@ def _tile_set(
 ) -> tuple[TileSetLayout, Ints, Ints]:
     table = _tile_table(inputs, shape, tiles)
     grid_splits = max(int((split_indices(table[:, 5]) + 1 - table[:, 7]).max()), 1)
-    # A TREE_PATH tile reads the splits that the TREE_PREFIX tile of its node stored.
+    # A TREE_PATH tile stores no splits: it reads those that the TREE_PREFIX tile of its node stored.
     token_ranges = [np.arange(f, f + c) for f, c, k, _ in tiles if k != TREE_PATH]
     tokens = np.concatenate(token_ranges) if token_ranges else np.zeros(0, dtype=np.int64)
     kind = tiles[0][2]
@@ -316,8 +320,9 @@ def _tile_set(
 
 
 def _is_sequential(shape: AttentionShape, kind: int, height: int, tiles: int, tokens: int, splits: int) -> bool:
-    """One program per tile: where there is one split, where the tiles fill the device and the registers hold two accumulators, or
-    where the stored splits would exceed SPLIT_BUFFER_BYTES. TREE_PATH tiles always, TREE_PREFIX tiles never."""
+    """Whether one program processes all splits of a tile: where there is one split, where the tiles fill the device and the
+    registers hold two accumulators, or where the stored splits would exceed SPLIT_BUFFER_BYTES. TREE_PATH tiles always are,
+    TREE_PREFIX tiles never."""
     enough_programs = tiles * shape.kv_heads >= shape.full_grid and height * shape.dim <= 128 * 128
     large_buffers = splits * tokens * shape.heads * shape.dim * 4 > SPLIT_BUFFER_BYTES
     return kind == TREE_PATH or (kind == FULL and (splits == 1 or enough_programs or large_buffers))

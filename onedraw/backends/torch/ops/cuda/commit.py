@@ -1,9 +1,10 @@
-"""After sampling, on the device: which drafts are kept, kept keys and values moved, and the last token of each lane.
+"""After sampling, on the device: verify drafts, move kept keys and values, and remember the last token of each lane.
 
 In: the token sampled at every position of a step, and the rows' drafts. Out: the kept drafts and their rollback slots; keys and
-values moved to the slots of their positions; tokens for the next step. The rule is that of `sampling/verify.py`: parents come
-before their children, so one pass finds the whole path. The host verifies by itself when the tokens arrive; these kernels spare
-the device the round trip.
+values moved to the slots of their positions; tokens for the next step. Drafts are kept by the rule of `sampling/verify.py`:
+parents come before their children, so one pass finds the whole path. The host repeats the verification when the sampled tokens
+arrive; on the device it lets the next step start without waiting for the host. Axes: T tokens, R rows, W the most drafts of a
+row, K taps of the convolution, L layers.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -19,18 +20,18 @@ from torch import Tensor
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 
-ROW_WORDS = 5  # first token, tokens, lane, first slot in the rollback buffer, KV slot of the first draft
-BLOCK = 256  # tokens per program of the last two kernels
+ROW_WORDS = 5  # columns of `rows`: first token, tokens, lane, first slot in the rollback buffer, KV slot of the first draft
+BLOCK = 256  # tokens per program of `resolve_pending_tokens` and `store_last_tokens`
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedDrafts:
-    """The kept drafts of each row, in order, -1 after the last."""
+    """The kept drafts of each row in order of position; -1 follows the last one."""
 
-    kept: Tensor  # [R, W] int32: index among the row's drafts
-    slots: Tensor  # [R, W] int32: slot in the rollback buffer
+    kept: Tensor  # [R, W] int32: index of the draft among the row's drafts
+    slots: Tensor  # [R, W] int32: slot of the draft in the rollback buffer
     lanes: Tensor  # [R] int32
-    window_sources: Tensor  # [R, 1 + K] int32: sources of `shift_conv_windows`
+    window_sources: Tensor  # [R, 1 + K] int32: the argument `sources` of `shift_conv_windows`
 
 
 @triton.jit(do_not_specialize=["width", "slot_count"])
@@ -64,7 +65,7 @@ def _verify_drafts(
     depth = 0
     sampled = tl.load(samples + first)
     next_draft = tl.min(tl.where((parent == -1) & (token == sampled), draft, BLOCK), 0)
-    while next_draft < BLOCK:  # this draft is kept: continue with its children, which come after it
+    while next_draft < BLOCK:  # this draft is kept; its children come after it
         path = tl.where(draft == depth, next_draft, path)
         sampled = tl.sum(tl.where(draft == next_draft, sampled_after, 0), 0)
         depth += 1
@@ -92,10 +93,10 @@ def verify_drafts(
     slot_count: int = 0,
     pdl: bool = False,
 ) -> VerifiedDrafts:
-    """samples and tokens [T] int64, parents [T] int32 (of drafts), rows [R, ROW_WORDS] int32; `longest`: tokens of a row, at
-    most.
+    """samples and tokens [T] int64, parents [T] int32 (index of a draft's parent among the row's drafts, -1 for the row's last
+    known token), rows [R, ROW_WORDS] int32. `longest`: the most tokens of a row.
 
-    `taps` of the convolution and `slot_count` of the rollback buffer are for the window sources.
+    `taps` (of the convolution) and `slot_count` (of the rollback buffer) are needed for the window sources.
     """
     count, width, device = len(rows), max(longest - 1, 1), samples.device
     kept, slots = (torch.empty(count, width, dtype=torch.int32, device=device) for _ in range(2))
@@ -123,7 +124,7 @@ def _move_kept_kv(
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, head and layer; all positions are read before any is written."""
+    """One row, head and layer. All positions are read before any is written, because a target may be another draft's source."""
     begin_kernel(PDL)
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = tl.program_id(0) % KV_HEADS
@@ -158,9 +159,9 @@ def move_kept_kv(
     page_size: int,
     pdl: bool = False,
 ) -> None:
-    """Move the KV entries of kept tree nodes to the slots of their positions, in the rows' pages [R, W]. `stores` [L, 2] int64:
-    addresses of each layer's keys and values, or of their scales; `head_bytes`: size of one position of one head, a multiple of
-    4."""
+    """Move the KV entries of kept tree nodes to the slots of their positions, in the pages [R, W] of the rows. `stores` [L, 2]
+    int64: addresses of each layer's keys and values, or of their scales. `head_bytes`: size of one position of one head, a
+    multiple of 4."""
     width, words = verified.kept.shape[1], head_bytes // 4
     block = min(64, triton.next_power_of_2(words))
     _move_kept_kv[(len(rows) * kv_heads, len(stores), triton.cdiv(words, block))](
@@ -174,15 +175,15 @@ def move_kept_kv(
 
 
 def resolve_pending_tokens(tokens: Tensor, last: Tensor) -> Tensor:
-    """tokens [n] and last [lanes + 1] → [n]: a token of -1 - lane is replaced by the lane's last token. If sampling left that
-    lane without a token, the replacement is arbitrary: the row's results are discarded."""
+    """tokens [n] and last [lanes + 1] → [n]: a token of -1 - lane is replaced by the lane's last token. If no token was sampled
+    for that lane, the replacement is arbitrary, and the row's results are discarded."""
     resolved = torch.empty_like(tokens)
     _resolve_pending_tokens[(triton.cdiv(len(tokens), BLOCK),)](tokens, last, resolved, len(tokens), BLOCK=BLOCK)
     return resolved
 
 
 def store_last_tokens(samples: Tensor, lanes: Tensor, last: Tensor) -> None:
-    """last[lanes] = samples[:, 0]; samples [T, columns], lanes [T]. Padding uses the extra lane."""
+    """last[lanes] = samples[:, 0], for samples [T, columns] and lanes [T]. Padding rows have the lane after the last real one."""
     _store_last_tokens[(triton.cdiv(len(lanes), BLOCK),)](samples, lanes, last, len(lanes), samples.stride(0), BLOCK=BLOCK)
 
 

@@ -2,9 +2,10 @@
 
 In: projections of a step's tokens, and the lanes' convolution windows. Out: queries, keys, values and gates of every token
 (`conv_and_gates`); the layer's output from the state's output, and updated windows (`gated_norm`). The state itself is updated in
-`delta_chunked.py` (chunked form, 64 absolute positions each, for prompts) and in `delta_recurrent.py` and `delta_tree.py`
+`delta_chunked.py` (chunked form, 64 absolute positions at a time, for prompts) and in `delta_recurrent.py` and `delta_tree.py`
 (recurrent form, for generated and drafted tokens). The formulas are in `ops/plain/delta.py`. Everything between the projections
-and the last product is float32.
+and the last product is float32. Axes: T tokens, Hk key heads of size Dk, Hv value heads of size Dv, C = 2 Hk Dk + Hv Dv
+convolution channels, K taps of the convolution. A window holds the last K - 1 inputs of a lane's convolution.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -30,13 +31,13 @@ from onedraw.backends.torch.ops.cuda.triton_math import (
 from onedraw.models.spec import DeltaSpec
 
 WINDOW_BLOCK = 256  # channels of a window per program of `gated_norm`
-SHIFT_BLOCK = 512  # and of `shift_conv_windows`
-L2_EPS = 1e-6
+SHIFT_BLOCK = 512  # channels of a window per program of `shift_conv_windows`
+L2_EPS = 1e-6  # added to the sum of squares in the L2 normalization of queries and keys
 
 
 def unsupported_reason(spec: DeltaSpec) -> str:
-    """Why these kernels cannot compute a layer, empty where they can. The recurrent form sums a column over every eighth row in
-    eight partial sums, in parts of four or eight rows that are added in pairs: head sizes must be multiples of 8."""
+    """Why these kernels cannot compute a layer; empty if they can. Head sizes must be multiples of 8, because the recurrent form
+    sums a column in eight partial sums over every eighth row."""
     heads = {"key heads": spec.key_dim, "value heads": spec.value_dim}
     for name, size in heads.items():
         if size % 8 or size < 16:
@@ -80,7 +81,8 @@ def state_sizes(states: Tensor, *, key_heads: int) -> dict[str, int]:
 
 @triton.jit
 def _conv_input(projected, windows, source, tokens, stride, start, offsets, mask, CHANNELS: tl.constexpr):
-    """Input of one convolution tap: channels of a row of the step, of a window from index `tokens` on; zeros for -1."""
+    """The input of one convolution tap, in some channels. `source`: a row of the step, or from `tokens` on a row of `windows`; -1
+    gives zeros."""
     current = projected + source * stride + start + offsets
     past = windows + (source - tokens) * CHANNELS + start + offsets
     value = tl.load(current, mask=mask & (source >= 0) & (source < tokens), other=0.0).to(tl.float32)
@@ -91,7 +93,7 @@ def _conv_input(projected, windows, source, tokens, stride, start, offsets, mask
 @triton.jit
 def _token_gates(projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START: tl.constexpr,
                  HEADS: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
-    """Log decay, decay and beta of all heads of a token. START: first column of a and b in the projections."""
+    """Log decay, decay and beta of all heads of a token. START: the first column of the projections a and b."""
     head = tl.arange(0, BLOCK)
     mask = head < HEADS
     base = projected + token * stride + START + head
@@ -135,8 +137,8 @@ def _conv_and_gates(
     EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token: convolution, silu, and L2 normalization of queries and keys. The last program of a token: its gates.
-    The last tap is the token itself, so it is what a draft stores as its convolution input."""
+    """One head of one token: convolution, silu, and L2 normalization of queries and keys. The last program of a token computes
+    its gates. The last tap is the token itself, so its input is the one that a draft stores in the rollback buffer."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -175,7 +177,7 @@ def _conv_and_gates(
         _token_gates(
             projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START, VALUE_HEADS, BLOCK_HEADS, DRAFTS
         )
-    launch_dependents(PDL)  # at the end: programs that start earlier are spread unevenly over the multiprocessors
+    launch_dependents(PDL)  # at the end, because programs that start earlier are spread unevenly over the multiprocessors
 
 
 def conv_and_gates(
@@ -193,8 +195,9 @@ def conv_and_gates(
     drafts: DraftIncrements | None = None,
     pdl: bool = False,
 ) -> DeltaQkv:
-    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b). taps [T, K] int32, oldest first: rows of the step, from T on rows of
-    windows [lanes * (K - 1), C], -1 for zeros. Drafts store decay, key and convolution input in the rollback buffer."""
+    """projected [T, C + Hv * Dv + 2 Hv]: columns of qkv, z, a and b. taps [T, K] int32, oldest first: rows of the step, or from T
+    on rows of windows [lanes * (K - 1), C], or -1 for zeros. Drafts store decay, key and convolution input in the rollback
+    buffer."""
     count, device = len(projected), projected.device
     q, k = (torch.empty(count, key_heads, key_dim, device=device) for _ in range(2))
     v = torch.empty(count, value_heads, value_dim, device=device)
@@ -248,7 +251,7 @@ def _shift_window(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one window. All sources are read before anything is written, since a window may be its own source."""
+    """Write one window. All sources are read before anything is written, because a window may be its own source."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < CHANNELS
     tap = tl.arange(0, TAPS)
@@ -277,7 +280,7 @@ def _shift_windows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The strides step from layer to layer."""
+    """All windows of all layers; the strides are elements from one layer to the next."""
     begin_kernel(PDL)
     layer = tl.program_id(2).to(tl.int64)
     inputs += layer * rows * stride
@@ -333,7 +336,7 @@ def _gated_norm(
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token; the programs after those of all tokens shift windows."""
+    """One head of one token; the programs after those of all tokens each shift some channels of a window."""
     begin_kernel(PDL)
     program = tl.program_id(0)
     window_program = program - tokens * HEADS
@@ -364,8 +367,9 @@ def gated_norm(
     sources: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """rms(out) · weight · silu(z), with z after the first `channels` columns of `projected`: [T, Hv * Dv] in its dtype. The same
-    launch shifts the windows, as `shift_conv_windows` does: the step does not read them any more."""
+    """rms(out) · weight · silu(z), with z after the first `channels` columns of `projected`: [T, Hv * Dv] in the dtype of
+    `projected`. The same launch shifts the windows as `shift_conv_windows` does, because no later kernel of the step reads
+    them."""
     count, heads, dim = out.shape
     y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
     window_count = 0 if sources is None else len(sources)

@@ -1,7 +1,9 @@
 """Gated DeltaNet in chunked form: the state updated by chunks of 64 absolute positions, for prompts.
 
 In: queries, keys, values and gates of every token, the lanes' states, and the tokens of each chunk. Out: the state's output at
-every token; states are updated in place and saved to checkpoint slots.
+every token; states are updated in place and saved to checkpoint slots. Axes: T tokens, Hk key heads, Hv value heads, Dk and Dv
+their sizes, R spans (prompt positions of one row that a step computes). Formulas: Q and K are a chunk's queries and keys, β its
+update rates, D[i, j] the product of the decays after token j up to token i.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -34,7 +36,8 @@ def _invert_chunks(
     BLOCK_K: tl.constexpr,
     CHUNK_LENGTH: tl.constexpr,
 ):
-    """(I + tril₋₁(β K Kᵀ D))⁻¹ of one chunk and head, by forward substitution; and tril(Q Kᵀ D)."""
+    """(I + tril₋₁(β K Kᵀ D))⁻¹ of one chunk and head, by forward substitution, and tril(Q Kᵀ D). tril₋₁ is the part below the
+    diagonal."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -131,7 +134,7 @@ def _scan_chunks(
         output = cum_decay[:, None] * tl.dot(tl.load(q + key_offsets, mask=key_mask, other=0.0), state, input_precision="tf32x3")
         output = output + tl.dot(tl.load(scores + square_offsets), change, input_precision="tf32x3")
         tl.store(out + value_offsets, output, mask=live[:, None] & column_mask[None, :])
-        # Keys, transposed, each decayed by the rest of the chunk.
+        # Transposed keys, each multiplied by the decays of the tokens after it in the chunk.
         transposed_offsets = ((first + i)[None, :] * KEY_HEADS + key_head) * KEY_DIM + d[:, None]
         decayed_keys = (
             tl.load(k + transposed_offsets, mask=live[None, :] & key_dim_mask[:, None], other=0.0)
@@ -151,8 +154,8 @@ def chunked_delta(
 ) -> None:
     """Process prompt positions. chunks [n, 2] int32: first token and token count (64, or fewer at a prompt's end), in order of
     spans. spans [R, 4] int32: lane, first chunk, end of its chunks, whether the state starts at zero. save_slots [n] int32: the
-    checkpoint slot that gets the state after a chunk, or -1. States are updated in place; out [T, Hv, Dv] is written for the
-    chunks' tokens."""
+    checkpoint slot in which the state after a chunk is saved, or -1. States are updated in place; out [T, Hv, Dv] is written at
+    the tokens of the chunks."""
     _, value_heads, key_dim, value_dim = states.shape
     if not len(chunks):
         return

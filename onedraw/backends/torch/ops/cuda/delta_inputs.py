@@ -1,7 +1,8 @@
 """Inputs of the Gated DeltaNet kernels for one step: index tables of 32-bit integers on the device.
 
 In: RecurrentSpans. Out: DeltaTables: convolution taps, chunks, paths, and the sources of the convolution windows. A path lists
-the tokens that one program of the recurrent form processes: a row's known tokens, then its drafts, a tree branch by branch.
+the tokens that one program of the recurrent form processes: a row's known tokens, then its drafts, a tree branch by branch. Axes:
+T tokens, P paths, K taps of the convolution.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ TREE_BRANCHES = 2  # branches of a tree that one program processes in parallel
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPaths:
-    """Each path belongs to a different lane."""
+    """Paths for one launch; each belongs to a different lane."""
 
     table: Tensor  # [P, PATH_WORDS] int32
-    entries: Tensor  # [n] int32: 4 * token, plus RESTART and REPEAT
-    branches: int = 1  # entries per time step, one for each branch processed in parallel
+    entries: Tensor  # [n] int32: 4 * token, plus the flags RESTART and REPEAT
+    branches: int = 1  # entries per time step: one for each branch that is processed in parallel
 
 
 def run_paths(
@@ -57,7 +58,7 @@ class PathBuilder:
         self.entries: list[int] = []
 
     def add(self, known: list[int], walks: list[list[int]], *, lane: int, fresh: bool) -> None:
-        """Add a path: entries of the known tokens, then one list of draft entries per parallel branch."""
+        """Add a path. `known`: the entries of its known tokens; `walks`: for each parallel branch, the entries of its drafts."""
         longest = max(map(len, walks), default=0)
         if not (known or longest):
             return
@@ -66,20 +67,21 @@ class PathBuilder:
             self.entries += itertools.chain(known, *walks)
             return
         self.entries += [entry for entry in known for _ in range(self.branches)]
-        # A branch that ends early repeats an entry, which stores nothing.
+        # A branch that ends early is filled up with a repeated entry, which stores nothing.
         idle = (known[0] if known else walks[0][0]) & ~3 | REPEAT
         walks = [*walks, *[[]] * (self.branches - len(walks))]
         self.entries += itertools.chain(*itertools.zip_longest(*walks, fillvalue=idle))
 
     def build(self, staging: Staging, rows: int = 0, entries: int = 0) -> RecurrentPaths:
-        """Padded to `rows` paths and `entries` time steps; a path without entries is a no-op."""
+        """The paths, padded to `rows` paths and `entries` time steps; a path without entries does nothing."""
         table = _filled(self.rows, (max(rows, len(self.rows)), PATH_WORDS), 0)
         padded = _filled(self.entries, (max(entries * self.branches, len(self.entries)),), 0)
         return RecurrentPaths(staging.put(table), staging.put(padded), self.branches)
 
 
 class DeltaTables:
-    """All tables are on the device once constructed. Owner: the pass over the layers that made it."""
+    """The index tables of a step, which are on the device once this is constructed. Owner: the pass over the layers that made
+    it."""
 
     def __init__(self, spans: RecurrentSpans, *, staging: Staging, bucket: Bucket | None = None) -> None:
         chunks: list[list[int]] = []
@@ -101,7 +103,7 @@ class DeltaTables:
         self.chunk_slots = put(_filled(slots, (len(slots),)))
         if bucket is None:
             self.paths = paths.build(staging)
-        else:  # a draft is repeated at most once for each of its descendants
+        else:  # an upper bound: a draft is repeated at most once for each of its descendants
             entries = bucket.tokens * (1 if bucket.depth is None else bucket.depth)
             self.paths = paths.build(staging, bucket.rows, entries)
         self.taps = put(spans.host_taps.astype(np.int32))
@@ -113,14 +115,14 @@ class DeltaTables:
 
 
 def _window_sources(targets: list[int], rows: Ints, min_rows: int = 0) -> Words:
-    """[m, 1 + K]: the target window, the K - 1 source rows, padding; a target of -1 is a no-op."""
+    """[m, 1 + K]: the target window (-1: none), its K - 1 source rows, and padding; padded to `min_rows` windows."""
     padded = np.full((max(len(targets), min_rows), rows.shape[1] + 2), -1, dtype=np.int32)
     padded[: len(targets), 0], padded[: len(targets), 1:-1] = targets, rows
     return padded
 
 
 def _draft_slots(spans: RecurrentSpans) -> Words:
-    """[T] slot of each draft in the rollback buffer, -1 for known tokens."""
+    """[T]: the slot of each draft in the rollback buffer, -1 for known tokens."""
     slots = np.full(len(spans.host_taps), -1, dtype=np.int32)
     for span in spans.runs:
         first = span.first + span.known
@@ -135,7 +137,7 @@ def add_span(span: RecurrentSpan, paths: PathBuilder) -> None:
     walks = [list(range(node, node + 4 * len(span.drafts), 4))]
     if _is_tree(span):
         nodes = _depth_first(span.drafts)
-        # The fewest time steps with which the branches processed in parallel cover the tree.
+        # Each walk is at most so long that all parallel branches together cover the tree, in the fewest time steps.
         least = 1 + max(len(ancestors) for _, ancestors in nodes)
         limits = itertools.count(least)
         parts = next(walks for limit in limits if len(walks := _parallel_walks(nodes, limit)) <= paths.branches)
@@ -144,13 +146,14 @@ def add_span(span: RecurrentSpan, paths: PathBuilder) -> None:
 
 
 def _is_tree(span: RecurrentSpan) -> bool:
-    """Whether some draft's parent is not the draft before it."""
+    """Whether some draft's parent is not the draft before it, so that the drafts form a tree and not a chain."""
     return chain_length(span.drafts) != len(span.drafts)
 
 
 def _parallel_walks(nodes: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
-    """Entries of drafts in depth-first order, relative to the first draft, in walks of at most `limit`. Where a draft is not a
-    child of the draft before it, its ancestors are repeated from the state after the known tokens."""
+    """The entries of drafts in depth-first order, relative to the first draft, cut into walks of at most `limit` entries. Where a
+    draft is not a child of the draft before it, the walk restarts from the state after the known tokens and repeats the draft's
+    ancestors."""
     walks: list[list[int]] = []
     last_path: list[int] = []
     for index, ancestors in nodes:
@@ -168,7 +171,7 @@ def _parallel_walks(nodes: list[tuple[int, list[int]]], limit: int) -> list[list
 
 
 def _depth_first(drafts: Sequence[Draft]) -> list[tuple[int, list[int]]]:
-    """Drafts in depth-first order, each with its ancestors."""
+    """Drafts in depth-first order, each with its ancestors from the root on."""
     children: dict[int, list[int]] = {}
     for index, draft in enumerate(drafts):
         children.setdefault(draft.parent, []).append(index)
@@ -184,7 +187,8 @@ def _depth_first(drafts: Sequence[Draft]) -> list[tuple[int, list[int]]]:
 def commit_tables(
     kept: Sequence[KeptDrafts], *, conv: int, slot_count: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lanes [n], rollback buffer slots [n, longest] and window sources [n, 1 + K] of a commit; `slot_count`: of the buffer."""
+    """Lanes [n], rollback buffer slots [n, longest] and window sources [n, 1 + K] of a commit. `conv`: K; `slot_count`: slots of
+    the rollback buffer."""
     longest = max(len(drafts.places) for drafts in kept)
     slots = np.full((len(kept), longest), -1, dtype=np.int32)
     sources = np.full((len(kept), conv + 1), -1, dtype=np.int32)

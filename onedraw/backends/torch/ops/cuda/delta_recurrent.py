@@ -1,13 +1,13 @@
 """Gated DeltaNet in recurrent form: the state updated token by token, for generated tokens and chains of drafts; and the commit.
 
 In: queries, keys, values and gates of every token, the lanes' states, and paths. Out: the state's output at every token; states
-are updated in place. A path is the work of one program: the known tokens of a row, then a chain of drafts (trees:
+are updated in place. A path is the work of one program: the known tokens of a row, then a chain of drafts (for trees, see
 `delta_tree.py`). Drafts never change a lane's state: they store decay, key and change in the rollback buffer, from which
-`commit_states` repeats the update of the drafts that are kept.
+`commit_states` repeats the update of the drafts that are kept. Axes: T tokens, P paths, Hv value heads, Dv their size.
 
-A program is one warp that holds some columns of the state in registers, in parts of so many rows that the sum of a column stays
-in the warp; the inputs of later tokens are prefetched. The order of a sum is the same for any number of columns: eight partial
-sums over every eighth row, which are then added pairwise.
+A program is one warp that holds some columns of the state in registers. The rows of the state are divided into parts of ROWS
+rows, few enough that all threads that sum a column are in the warp; the inputs of later tokens are prefetched. The order of a sum
+is the same for any number of columns: eight partial sums over every eighth row, which are then added pairwise.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -22,9 +22,10 @@ from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, DraftIncrements, sta
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED, begin_kernel
 
-COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # state columns per warp; more from MANY_PATHS paths without drafts on
-COMMIT_COLUMNS = 32
-PATH_WORDS = 5  # lane, index of the first entry, entries, entries of known tokens, whether the state starts at zero
+COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # state columns per warp: MANY_COLUMNS for MANY_PATHS or more paths without drafts
+COMMIT_COLUMNS = 32  # state columns per program of a commit
+# Columns of `paths`: lane, first entry, number of entries, entries of known tokens, whether the state starts at zero.
+PATH_WORDS = 5
 
 
 @triton.jit
@@ -35,7 +36,8 @@ def _rank_one_update(key, change, state):
 
 @triton.jit
 def _load_parts(vector, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """A key or a query, by parts. A part has fewer numbers than a warp has threads, so each thread loads its own."""
+    """A key or a query as a tuple of parts of ROWS values. A part has at most as many values as a warp has threads, so that each
+    thread loads its own."""
     values = ()
     for part in tl.static_range(PARTS):
         if PARTS * ROWS == KEY_DIM:
@@ -48,7 +50,7 @@ def _load_parts(vector, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: t
 @triton.jit
 def _load_token(head_ptrs, token, row, column_mask, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
                 VALUE_DIM: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Key, query, value, decay and beta of a token. `head_ptrs`: pointers to those of this head at token 0."""
+    """Key, query, value, decay and beta of a token, by pointers `head_ptrs` to those of this head at token 0."""
     key = _load_parts(head_ptrs[0] + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
     query = _load_parts(head_ptrs[1] + token * KEY_HEADS * KEY_DIM, row, KEY_DIM, PARTS, ROWS)
     value = tl.load(head_ptrs[2] + token * VALUE_HEADS * VALUE_DIM, mask=column_mask, other=0.0)
@@ -57,7 +59,8 @@ def _load_token(head_ptrs, token, row, column_mask, KEY_HEADS: tl.constexpr, VAL
 
 @triton.jit
 def _state_dot(state, vector, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """State columns times a key or query: eight partial sums over every eighth row, added pairwise down to ROWS sums."""
+    """The columns of the state times a key or query: eight partial sums over every eighth row, added pairwise down to ROWS
+    sums."""
     total = state[0] * vector[0][:, None]
     if ROWS == 8:
         for part in tl.static_range(1, PARTS):
@@ -81,7 +84,7 @@ def _updated_state(state, key, change, PARTS: tl.constexpr):
 
 @triton.jit
 def _store_columns(target, values, index, head, row, column, column_mask, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """Store columns of a head at `index`, if it is not negative. The threads of the first row store them."""
+    """Store columns of a head at `index`, unless it is negative. Only the threads of the first row store."""
     ptrs = target + (index * VALUE_HEADS + head) * VALUE_DIM + row[:, None] * 0 + column[None, :]
     tl.store(ptrs, values[None, :], mask=(row == 0)[:, None] & column_mask[None, :] & (index >= 0))
 
@@ -144,7 +147,8 @@ def _recurrent_delta(
                 head_ptrs, next_token, row, column_mask, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PARTS, ROWS
             )
             slot, slot_ahead = tl.load(draft_slots + token).to(tl.int64), tl.load(draft_slots + next_token).to(tl.int64)
-        # The output of a token is reduced and stored during the update for the next token.
+        # The output of a token is reduced and stored during the update for the next token, which hides the latency of the
+        # reduction.
         output = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
         output_token = tl.full((), -1, dtype=tl.int64)
         for index in range(count):
@@ -192,7 +196,7 @@ def recurrent_delta(
 ) -> None:
     """Process paths [P, PATH_WORDS] int32, each of a different lane. Entries [n] int32 are 4 * token. A lane's state is read
     before its path and written after the known tokens; a path without known tokens does not write it. Drafts store their changes
-    in the rollback buffer. out [T, Hv, Dv] float32."""
+    in the rollback buffer. The state's output is stored in out [T, Hv, Dv] float32."""
     _, value_heads, key_dim, value_dim = states.shape
     columns = MANY_COLUMNS if drafts is None and len(paths) >= MANY_PATHS and not INTERPRETED else COLUMNS
     rows = 128 // columns  # each thread of a warp holds four columns of one row
@@ -240,8 +244,8 @@ def _commit_states(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Repeat the updates of kept drafts with the same products and sums. states_stride: elements of one layer's states;
-    slots_stride: rollback slots of one layer."""
+    """Repeat the updates of kept drafts with the same products and sums, so with the same bits. states_stride: elements of one
+    layer's states; slots_stride: slots of one layer in the rollback buffer."""
     begin_kernel(PDL)
     COLUMN_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     layer = (tl.program_id(2) // COLUMN_BLOCKS).to(tl.int64)
@@ -274,8 +278,8 @@ def commit_states(
     states: Tensor, *, increments: tuple[Tensor, Tensor, Tensor], lanes: Tensor, kept_slots: Tensor, pdl: bool = False
 ) -> None:
     """Apply the increments (decays, keys, changes) of kept drafts to the states of their lanes [n]. kept_slots [n, longest]
-    int32: in order of position, -1 after the last. Tensors are of one layer, or contiguous with the layers as leading
-    dimension."""
+    int32: slots of a lane's kept drafts in order of position, -1 after the last. Tensors are of one layer, or contiguous with the
+    layers as leading dimension."""
     layers = states.shape[0] if states.dim() == 5 else 1
     value_heads, key_dim, value_dim = states.shape[-3:]
     decays, keys, changes = increments

@@ -1,9 +1,10 @@
 """Gated DeltaNet in recurrent form for verify trees: branches processed in parallel, one warp each.
 
-In: the inputs of `recurrent_delta`, with as many entries per time step as there are parallel branches. Out: the same bits. Each
-warp processes the known tokens and then some branches of the tree. Where it moves to another branch, it restarts from the state
-after the known tokens and repeats the drafts on the way; a repeated update gives the same bits, so no state is read back. One
-warp alone would process the branches one after the other, with the latency of every update; in parallel the latencies overlap.
+In: the inputs of `recurrent_delta`, with as many entries per time step as there are parallel branches. Out: the bits that
+`recurrent_delta` would give. Each warp processes the known tokens and then some branches of the tree. Where it moves to another
+branch, it restarts from the state after the known tokens and repeats the drafts on the way; a repeated update gives the same
+bits, so no state is read back. One warp alone would process the branches one after the other, with the latency of every update;
+in parallel the latencies overlap.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -19,14 +20,14 @@ from onedraw.backends.torch.ops.cuda.delta_recurrent import COLUMNS
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 
-# Flags of an entry. RESTART: first reset the state to the one before the drafts. REPEAT: the draft was already processed on
-# another branch, so update the state and write no output.
+# Flags of an entry. RESTART: first set the state to the one before the drafts. REPEAT: the draft was already processed on another
+# branch, so update the state and store no output.
 RESTART, REPEAT = 1, 2
 
 
 @triton.jit
 def _load_parts(vectors, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr):
-    """Keys or queries of all branches, by parts of [BRANCHES * 8]."""
+    """Keys or queries of all branches, as a tuple of parts of [BRANCHES * 8]."""
     values = ()
     for part in tl.static_range(PARTS):
         if PARTS * 8 == KEY_DIM:
@@ -38,8 +39,8 @@ def _load_parts(vectors, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _state_dot(state, vectors, PARTS: tl.constexpr, BRANCHES: tl.constexpr, COLUMNS: tl.constexpr):
-    """State columns times keys or queries: eight partial sums over every eighth row, added pairwise, for every row of a
-    branch."""
+    """The columns of the state times keys or queries: eight partial sums over every eighth row, added pairwise. The result is
+    repeated in all eight rows of a branch."""
     total = state[0] * vectors[0][:, None]
     for part in tl.static_range(1, PARTS):
         total = tl.fma(state[part], tl.broadcast_to(vectors[part][:, None], total.shape), total)
@@ -69,8 +70,8 @@ def _tree_delta(
     BRANCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile has eight rows of each branch's state, and a thread four columns of a row: so a branch is a warp, and no sum crosses
-    warps."""
+    """One path, for one head and some columns of its state. A tile has eight rows of each branch's state, and a thread four
+    columns of a row: so a branch is a warp, and no sum crosses warps."""
     begin_kernel(PDL)
     path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)
@@ -131,7 +132,7 @@ def _tree_delta(
             change_ptrs = changes + (slot[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
             tl.store(change_ptrs, change, mask=(stores & (slot >= 0))[:, None] & column_mask)
             if index == known - 1:
-                tl.debug_barrier()  # all branches have read the lane's state
+                tl.debug_barrier()  # all branches must have read the lane's state before it is overwritten
                 known_state = state
                 for part in tl.static_range(PARTS):
                     state_mask = ((row + part * 8 < KEY_DIM) & (branch == 0))[:, None] & column_mask
@@ -151,7 +152,8 @@ def tree_delta(
     branches: int,
     pdl: bool = False,
 ) -> None:
-    """As `recurrent_delta`. Each time step of a path has one entry per parallel branch: 4 * token, plus RESTART and REPEAT."""
+    """Like `recurrent_delta`, but each time step of a path has one entry per parallel branch: 4 * token, plus RESTART and
+    REPEAT."""
     _, value_heads, key_dim, value_dim = states.shape
     if len(paths):
         _tree_delta[(triton.cdiv(value_dim, COLUMNS), value_heads, len(paths))](

@@ -2,8 +2,9 @@
 
 In: rows x [T, E], the experts of each row with their weights, and the experts' matrices. Out: [T, E].
 
-(row, expert) pairs are grouped by expert and cut into tiles; a tile processes K from front to back like any other product, so the
-bits of a row do not depend on the other rows of its expert. The outputs of a row are added in expert order.
+A pair is a row and one of its experts. Pairs are grouped by expert and cut into tiles; a tile processes the inputs of the product
+from front to back like any other product, so the bits of a row do not depend on the other rows of its expert. The outputs of a
+row are added in expert order.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from onedraw.models.spec import Activation, MoeSpec
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 
-MAX_PAIRS = 512  # (row, expert) pairs that `group_by_expert` takes
-PAIR_BLOCK = 16  # pairs that its inner loop compares at once
+MAX_PAIRS = 512  # the most pairs that `group_by_expert` accepts; more are sorted by torch
+PAIR_BLOCK = 16  # the pairs that the loop of `_group_by_expert` compares at a time
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _choose_experts(
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The top experts of one row, the lowest index among equals; their weights are added in this order."""
+    """The top experts of one row, best first, the lowest index among equals. Their scores are added in this order."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -63,7 +64,8 @@ def _choose_experts(
     rank = scores
     if BIAS:
         rank = scores + tl.load(bias + expert, mask=mask, other=0.0)
-    # NaN ranks first, as in a sort, and makes the row's weights NaN: the row is reported, and no expert is selected twice.
+    # NaN ranks first, as in a sort, and makes all weights of the row NaN, so that the row is reported; no expert is selected
+    # twice.
     rank = tl.where(rank == rank, rank, float("inf"))
     remaining = mask
     slot = tl.arange(0, SLOTS)
@@ -122,7 +124,7 @@ def _group_by_expert(
     PAIR_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for all pairs: the position of a pair is the number of pairs before it, found by counting."""
+    """One program sorts all pairs: the position of a pair is the number of pairs that come before it, which it counts."""
     begin_kernel(PDL)
     expert = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, BLOCK)
@@ -206,8 +208,8 @@ def _add_shared_expert(
 
 
 def add_shared_expert(out: Tensor, shared: Tensor, gate: Tensor | None, residual: Tensor | None, *, pdl: bool = False) -> Tensor:
-    """residual + (shared · sigmoid(gate) + out), rounded where separate operations would round; the gate is column 0 of [T,
-    …]."""
+    """residual + (shared · sigmoid(gate) + out), rounded where separate operations would round. The gate is column 0 of `gate`
+    [T, …]; None: 1."""
     rows, width = out.shape
     y = torch.empty_like(out if residual is None else residual)
     if rows:
@@ -219,20 +221,17 @@ def add_shared_expert(out: Tensor, shared: Tensor, gate: Tensor | None, residual
     return y
 
 
-# ------------------ Mixture of experts with Triton
-
-
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# ------------------------------------------------------------------ grouped products
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """(row, expert) pairs grouped by expert, on the device; computed without a host synchronization."""
+    """Pairs grouped by expert, on the device. They are computed without synchronizing with the host."""
 
-    order: Tensor  # [T * used] int32: pairs by expert, those of one expert in order of rows
-    tiles: Tensor  # [N, 3] int32: expert, first pair, pairs; 0 pairs for an unused tile
-    weights: Tensor  # [T, used] float32, lowest expert first
-    height: int  # pairs of a tile, at most
+    order: Tensor  # [T * used] int32: numbers of pairs, sorted by expert and then by row
+    tiles: Tensor  # [n, 3] int32: expert, index in `order` of the tile's first pair, number of pairs (0 for an unused tile)
+    weights: Tensor  # [T, used] float32: the experts' weights, lowest expert first
+    height: int  # the largest number of pairs of a tile
 
     @property
     def used(self) -> int:
@@ -255,8 +254,8 @@ def _grouped_gemm(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile. With GATE: activation(first half of the weight's
-    rows) times the second half, each rounded as a separate product would be."""
+    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile. With GATE: activation(x · gateᵀ) times x · upᵀ,
+    where gate is the first half of the weight's rows and up the second; each is rounded as a separate product would be."""
     begin_kernel(PDL)
     tile = tl.program_id(0) * 3
     expert = tl.load(tiles + tile).to(tl.int64)
@@ -291,7 +290,7 @@ def _grouped_gemm(
 
 @triton.jit
 def _combine(outputs, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Outputs of one row, each times its weight, added in order."""
+    """The sum of a row's outputs, each times its weight, in the order of `Routes.weights`."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -304,12 +303,12 @@ def _combine(outputs, weights, y, width, scale, USED: tl.constexpr, BLOCK: tl.co
 
 
 def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = None, pdl: bool = False) -> Routes:
-    """Group experts [T, used] int64 and their weights [T, used] float32, in any order; `count` experts in total. `height`: pairs
-    of a tile, at most."""
+    """Group the pairs of experts [T, used] int64, which may be in any order, with their weights [T, used] float32. `count`: the
+    number of experts. `height`: the largest number of pairs of a tile, chosen here if None."""
     rows, used = experts.shape
     pairs = rows * used
     height = height or (16 if pairs <= 32 * count else 64)
-    max_tiles = min(pairs, count + pairs // height)  # for any routing
+    max_tiles = min(pairs, count + pairs // height)  # an upper bound for any routing, so that shapes do not depend on the data
     if 0 < pairs <= MAX_PAIRS:
         tables = group_by_expert(
             experts.contiguous(), weights.contiguous(), count=count, height=height, max_tiles=max_tiles, pdl=pdl
@@ -332,7 +331,7 @@ def route(experts: Tensor, weights: Tensor, *, count: int, height: int | None = 
 
 
 def route_borders(count: int, used: int) -> tuple[int, ...]:
-    """Row counts from which on pairs are grouped by sorting, and from which on tiles are taller."""
+    """Row counts from which pairs are sorted by torch instead of `group_by_expert`, and from which tiles are taller."""
     return MAX_PAIRS // used + 1, 32 * count // used + 1
 
 
@@ -346,14 +345,15 @@ def run_experts(
     scale: float = 1.0,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, E]; gate_up [experts, 2F, E], down [experts, E, F] → Σ weight · down(act(gate x) · up x), lowest expert first."""
+    """x [T, E], gate_up [experts, 2F, E], down [experts, E, F] → the sum of weight · down(activation(gate x) · up x) over a row's
+    experts, lowest first: [T, E]."""
     hidden = grouped_gemm(x, gate_up, routes, divide=routes.used, gate=ACTIVATIONS[activation], pdl=pdl)  # [T * used, F]
     outputs = grouped_gemm(hidden, down, routes, divide=1, pdl=pdl)  # [T * used, E]
     return combine(outputs, routes, width=x.shape[1], scale=scale, pdl=pdl)
 
 
 def combine(outputs: Tensor, routes: Routes, *, width: int, scale: float, pdl: bool = False) -> Tensor:
-    """Outputs of pairs [T * used, width] → [T, width], lowest expert first."""
+    """Outputs of pairs [T * used, width] → their weighted sums [T, width], lowest expert first, times `scale`."""
     rows = len(routes.weights)
     y = torch.empty(rows, width, dtype=outputs.dtype, device=outputs.device)
     if rows:
@@ -366,7 +366,7 @@ def combine(outputs: Tensor, routes: Routes, *, width: int, scale: float, pdl: b
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, gate: int = 0, pdl: bool) -> Tensor:
-    """Each pair's row of x (pair // divide) times the weight of its expert: [T * used, N], or N / 2 with a gate."""
+    """Row pair // divide of x times the weight of the pair's expert, for all pairs: [T * used, N], or N / 2 with a gate."""
     _, n, k = weight.shape
     n = n // 2 if gate else n
     y = torch.empty(len(routes.order), n, dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
 """8-bit KV cache: quantization when keys and values are written, dequantization when they are read.
 
 In: heads, or loaded codes. Out: codes and scales as in `state/kv_pages.py`, or exact values in the dtype of the product. Codes
-are widened two at a time by bit operations, which are faster than conversion instructions.
+are widened two at a time by bit operations, which are faster than conversion instructions. Each code is a byte.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -12,10 +12,11 @@ import triton.language as tl
 
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED
 
-# Two codes, one in a byte of each 16-bit half of `a` → two 16-bit floats. int8 in the lower byte: as bf16, the lower seven bits
-# become the mantissa of a number from 128 on, minus 128 or, with the sign bit set, 256; as f16, all eight bits become a mantissa
-# from 1024 on. fp8 in the upper byte: exponent and mantissa are shifted to their place in the wider format below the sign, and a
-# product with 2^120 or 2^8 corrects the exponent bias.
+# Inline assembly that widens two codes to 16-bit floats; each half of the word `a` has one code. An int8 code is in the lower
+# byte of its half: for bf16, its lower seven bits become the mantissa of a number from 128 on, from which 128 is subtracted, or
+# 256 if the sign bit is set; for f16, all eight bits become the mantissa of a number from 1024 on. An fp8 code is in the upper
+# byte: exponent and mantissa are shifted to their place in the wider format below the sign, and multiplication by 2^120 or 2^8
+# corrects the exponent bias.
 _WIDEN_ASM = {
     ("int8", "bf16"): """lop3.b32 b, a, 0x00800080, 0xC300C300, 0xEA; lop3.b32 a, a, 0x007f007f, 0x43004300, 0xEA;
         mov.b32 by, 0x3f803f80; fma.rn.bf16x2 {out}, a, by, b;""",
@@ -25,7 +26,7 @@ _WIDEN_ASM = {
     ("fp8", "f16"): """shr.u32 b, a, 1; and.b32 b, b, 0x3f803f80; lop3.b32 a, a, 0x80008000, b, 0xEA;
         mov.b32 by, 0x5C005C00; mul.rn.f16x2 {out}, a, by;""",
 }
-# Moves the lower or upper codes of two pairs to the byte that _WIDEN_ASM expects.
+# Inline assembly that moves the lower or the upper codes of two 16-bit pairs to the byte that _WIDEN_ASM expects.
 _SELECT_ASM = {"int8": ("mov.b32 a, $1;", "shr.u32 a, $1, 8;"), "fp8": ("shl.b32 a, $1, 8;", "mov.b32 a, $1;")}
 
 
@@ -43,7 +44,7 @@ UPPER_INT8_BF16, UPPER_INT8_F16, UPPER_FP8_BF16, UPPER_FP8_F16 = (_unpack_asm(*n
 
 @triton.jit
 def _dequantize(codes, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Codes (integers of any width) as values of `dtype`, without inline assembly."""
+    """Codes (integers of any width) as values of `dtype`, without inline assembly, for the interpreter and for float32."""
     if FP8:
         bits = codes.to(tl.int16)
         values = (((bits & 127) << 7) | ((bits & 128) << 8)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -54,8 +55,8 @@ def _dequantize(codes, dtype: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def unpack_pairs(pairs, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Pairs of codes (int16) → the values of the lower codes and of the upper codes. Codes are loaded as 16-bit pairs since the
-    transposing loads for MMA operands move 16 bits at a time, and since for 16-bit operands the compiler keeps the order of the
+    """Pairs of codes (int16) → the values of the lower codes and of the upper codes. Codes are loaded as 16-bit pairs because the
+    transposing loads for MMA operands move 16 bits at a time, and because for 16-bit operands the compiler keeps the order of the
     sum for every tile shape."""
     BF16: tl.constexpr = dtype == tl.bfloat16
     if INTERPRETED or dtype == tl.float32:
@@ -74,8 +75,8 @@ def unpack_pairs(pairs, dtype: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def quantize_heads(x, dtype: tl.constexpr, QUANT_MAX: tl.constexpr):
-    """x [heads, D] float32, finite → codes and scales [heads]. Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to
-    even."""
+    """x [heads, D] float32, finite → codes [heads, D] and scales [heads]. Adding and subtracting 1.5 * 2^23 rounds to an integer,
+    with ties to even."""
     largest = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(largest, tl.full(largest.shape, QUANT_MAX, tl.float32))
     divisor = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape)

@@ -1,7 +1,7 @@
 """Matrix products with Triton: y = x Wᵀ, with optional bias, residual and gated activation.
 
-In: rows x [T, K] and a weight [N, K]. Out: [T, N]. One kernel for any number of rows: a program processes K from front to back
-and K is never split, so the shape of a tile does not change a bit of the result.
+In: rows x [T, K] and a weight [N, K]. Out: [T, N]. One kernel serves any number of rows: a program processes K from front to back
+and K is never split among programs, so the shape of a tile does not change a bit of the result.
 
 The epilogue rounds where separate operations would round: after the product, after the bias, after the residual. So fusing them
 changes no bit.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, launch_dependents, wait_for_inputs
 
-MAX_TILED_ROWS = 512  # larger row counts all use one tile
+MAX_TILED_ROWS = 512  # `choose_tile` has one tile for all larger row counts
 SMALL_SHARED = 99 * 1024  # bytes of shared memory per block on sm86 and sm89
 
 
@@ -35,11 +35,12 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    group: int = 1  # blocks of rows that neighbouring programs share, for L2 reuse
-    swapped: bool = False  # the weight is the left MMA operand, which has the larger minimum height
+    group: int = 1  # row blocks per group: neighbouring programs of a group read the same weights, which the L2 cache then holds
+    # Whether the weight is the left MMA operand; with few rows that wastes less, because left tiles are at least 64 high.
+    swapped: bool = False
 
     def shared(self, itemsize: int) -> int:
-        """Bytes of shared memory, as an upper bound."""
+        """An upper bound of the bytes of shared memory."""
         return (self.rows + self.columns) * self.depth * itemsize * self.stages
 
 
@@ -142,8 +143,8 @@ def linear(
     pdl: bool = False,
 ) -> Tensor:
     """x [T, K], rows of stride 1 → [T, N], written to `out` if given (it may be columns of a wider tensor). With `gate` (a number
-    of ACTIVATIONS), the weight's rows alternate between gate and up projection, and the result is activation(gate) * up: [T, N /
-    2], rounded as `gated_activation` rounds."""
+    of ACTIVATIONS), the weight's rows alternate between gate and up projection, and the result is activation(gate) * up,
+    [T, N / 2], rounded as `gated_activation` rounds."""
     (rows, depth), n = x.shape, weight.shape[0]
     y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
@@ -182,8 +183,8 @@ def linear(
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
-    """Options of programmatic dependent launch: the start of a kernel overlaps the end of the kernel before it. Every kernel
-    waits before it loads what another kernel of the step writes."""
+    """Options of programmatic dependent launch (PDL), where the start of a kernel overlaps the end of the kernel before it. Every
+    kernel waits before it loads data that another kernel of the step writes."""
     return {"launch_pdl": True} if pdl else {}
 
 
@@ -207,8 +208,8 @@ def _swapped(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -
     return Tile(rows, columns, depth, warps, stages, swapped=True)
 
 
-SkinnyTiles = tuple[Tile, Tile, Tile]  # for up to 16, 32 and 64 rows
-# By (N, K); measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products).
+SkinnyTiles = tuple[Tile, Tile, Tile]  # tiles for up to 16, 32 and 64 rows
+# Tiles by (N, K), measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products).
 SKINNY_TILES: dict[tuple[int, int], SkinnyTiles] = {
     (6144, 4096): (_plain(16, 64, 256, 4), _swapped(32, 64, 128, 7), _plain(64, 64, 128, 5)),
     (4096, 4096): (_plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 128, 5)),
@@ -227,7 +228,7 @@ SKINNY_TILES: dict[tuple[int, int], SkinnyTiles] = {
 @lru_cache(maxsize=4096)
 def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> Tile:
     """The tile for a product of `rows` rows that fits in `shared` bytes of shared memory."""
-    if dtype == torch.float32:  # no tensor cores: small tiles, with the same order along K
+    if dtype == torch.float32:  # float32 products use no tensor cores, so small tiles are better; the order along K is the same
         return Tile(16 if rows <= 16 else 32, 32, 32, 4, 2, group=8 if rows > 32 else 1)
     if rows <= 64:
         low, middle, high = SKINNY_TILES.get((n, k)) or _default_skinny_tiles(n)
@@ -242,13 +243,14 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
 
 
 def tile_borders(n: int, k: int, dtype: torch.dtype, shared: int) -> tuple[int, ...]:
-    """Row counts at which the tile changes."""
+    """The row counts from which another tile is used."""
     tiles = [choose_tile.__wrapped__(rows, n, k, dtype, shared) for rows in range(1, MAX_TILED_ROWS + 1)]
     return tuple(rows for rows, (before, here) in enumerate(pairwise(tiles), start=2) if before != here)
 
 
 def _default_skinny_tiles(n: int) -> SkinnyTiles:
-    """For few columns narrow, deep tiles, so that a single program per multiprocessor has enough loads in flight."""
+    """Tiles of shapes that were not measured. Few columns get narrow, deep tiles, so that a single program per multiprocessor has
+    enough loads in flight."""
     if n <= 4608:
         return _plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 128, 5)
     if n <= 12288:

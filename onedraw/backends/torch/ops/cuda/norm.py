@@ -1,8 +1,8 @@
 """RMSNorm, gated activations and gates with Triton.
 
-In: rows [T, W]. Out: rows. A program has one row, or a piece of one and computes the whole row's sum for it, in a layout that
-depends on the width alone: the order of the sum does not depend on the other rows. Norms and gated activations can write their
-rows in the format of packed products as well.
+In: rows [T, W]. Out: rows. A program computes a row, or a piece of a row; in both cases it computes the whole row's sum, in a
+layout that depends on the width alone, so the order of the sum does not depend on the other rows. Norms and gated activations can
+also write their rows in the format of packed products.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -19,10 +19,10 @@ from onedraw.backends.torch.ops.cuda.packed.activations import PackedActivations
 from onedraw.backends.torch.ops.cuda.triton_math import apply_activation, begin_kernel, sigmoid, softplus
 from onedraw.models.spec import Activation, Gate
 
-# Programs with at most this many warps fit on a multiprocessor beside a block of a packed product (packed/work_split.py); larger
-# ones would delay the start of the product's blocks.
+# A program with at most this many warps fits on a multiprocessor beside a block of a packed product (packed/work_split.py); a
+# larger program would delay the start of the product's blocks.
 MAX_WARPS = 8
-ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}  # the numbers of activations in the arguments of kernels
 
 
 @triton.jit
@@ -68,8 +68,8 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, packed: PackedActivations | None = None, pdl: bool = False
 ) -> Tensor:
-    """x [..., W], rows of stride 1. A float32 weight is applied before the normalized values are rounded. `packed`: also store
-    the rows as activations of packed products, as `pack_activations` would."""
+    """x [..., W], rows of stride 1. A float32 weight is applied before the normalized values are rounded, any other after it.
+    `packed`: also store the rows as activations of packed products, as `pack_activations` would."""
     width = x.shape[-1]
     flat = x.reshape(-1, width) if x.dim() != 2 else x
     if flat.stride(-1) != 1:
@@ -137,14 +137,14 @@ def _gated_activation(
 def gated_activation(
     gate_up: Tensor, activation: Activation, *, paired: bool = False, packed: PackedActivations | None = None, pdl: bool = False
 ) -> Tensor:
-    """activation(gate) * up: [T, 2F] → [T, F], with the gate in the first half, or `paired` with up column by column. `packed`:
-    also store the rows as activations of packed products."""
+    """activation(gate) * up: [T, 2F] → [T, F]. The gate is the first half of the columns, or with `paired` every other column,
+    followed by its up. `packed`: also store the rows as activations of packed products."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         max_block, min_block = (
             (2048, 1) if packed is None else (SEGMENT * SPAN, SPAN)
-        )  # a segment of packed activations has one scale
+        )  # a segment of packed activations has one factor, so a program has a whole segment
         block = max(min(max_block, triton.next_power_of_2(width)), min_block)
         _gated_activation[(rows, triton.cdiv(width, block))](
             gate_up,
@@ -215,8 +215,9 @@ def _packed_pointers(packed: PackedActivations | None) -> tuple[Tensor | None, .
 
 
 def _splits_rows(x: Tensor) -> bool:
-    """Whether several programs share a row. With aligned rows the compiler vectorizes loads by eight in both cases; otherwise the
-    layout, and with it the order of the sum, would depend on what else a program loads."""
+    """Whether several programs compute pieces of one row. They do only if rows are aligned: then the compiler vectorizes loads by
+    eight, whatever else the program loads; otherwise the layout, and with it the order of the sum, would depend on the piece that
+    the program loads beside the row."""
     aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     return aligned and len(x) <= FEW_ROWS
 

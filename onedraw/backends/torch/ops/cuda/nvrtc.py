@@ -1,9 +1,9 @@
 """Compiles the CUDA sources of this package at run time with NVRTC, which every torch for CUDA installs.
 
 In: a source file, its macros, a device. Out: a `Kernel`, which launches on torch's current stream, so CUDA graphs capture it.
-Machine code is cached in the folder of `cache_in`, named by a hash of source, options and compiler version. A cached file with a
-wrong checksum, or that the driver does not load, is compiled again. NVRTC must have the CUDA version that torch was built for,
-because the driver may not load the code of another version.
+Machine code is cached in the folder given to `cache_in`, in files named by a hash of source, options and compiler version. A
+cached file with a wrong checksum, or that the driver does not load, is compiled again. NVRTC must have the CUDA version that
+torch was built for, because the driver may not load the code of another version.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from onedraw.errors import BadSetting
 
 log = logging.getLogger("onedraw")
 FOLDER = Path(__file__).parent / "packed"
-MIN_CAPABILITY = (8, 0)  # the sources use mma.m16n8k16 and cp.async
-SYSTEM_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")  # names for the system's loader
-_OPTIONS = ("--std=c++17", "--fmad=false")  # only explicit fma in the sources is fused
+MIN_CAPABILITY = (8, 0)  # compute capability: the sources use mma.m16n8k16 and cp.async
+SYSTEM_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")  # file names that the system's loader looks for
+_OPTIONS = ("--std=c++17", "--fmad=false")  # products and sums are fused only where the sources call fma
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 << 10  # bytes of shared memory that a block may have without that attribute
@@ -49,7 +49,7 @@ def cache_in(cache: Path) -> None:
 @dataclass(frozen=True, slots=True)
 class Compiler:
     library: ctypes.CDLL
-    version: str  # like 13.0
+    version: str  # such as "13.0"
 
 
 @lru_cache(maxsize=1)
@@ -59,7 +59,8 @@ def compiler() -> Compiler | None:
 
 
 def _matching(installed: Iterator[Compiler], cuda: str | None) -> Compiler | None:
-    """The first of exactly this version, else the first of the same major version; any if torch is built without CUDA."""
+    """The first compiler of exactly this CUDA version, or else the first of the same major version; any if torch is built without
+    CUDA."""
     same_major = None
     for candidate in installed:
         if cuda is None or candidate.version == cuda:
@@ -76,7 +77,7 @@ def _installed() -> Iterator[Compiler]:
             library = ctypes.CDLL(name)
             major, minor = ctypes.c_int(), ctypes.c_int()
             library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        except (OSError, AttributeError):  # missing, or another library of this name
+        except (OSError, AttributeError):  # the file is missing, or is another library of this name
             continue
         yield Compiler(library, f"{major.value}.{minor.value}")
 
@@ -93,7 +94,7 @@ def version() -> str:
 
 
 def why_not() -> str:
-    """Why the CUDA sources cannot be compiled; empty if they can."""
+    """Why the CUDA sources cannot be compiled, and what to install; empty if they can be."""
     if compiler() is not None:
         return ""
     others = ", ".join(dict.fromkeys(installed.version for installed in _installed()))
@@ -104,14 +105,14 @@ def why_not() -> str:
 
 
 def read_source(name: str) -> str:
-    """A source with its includes expanded."""
+    """The text of a source file, with its includes expanded."""
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines(keepends=True)
     included = (_INCLUDE.fullmatch(line.strip()) for line in lines)
     return "".join(line if found is None else read_source(found[1]) for line, found in zip(lines, included))
 
 
 def compile_source(name: str, architecture: str, defines: Mapping[str, int], *, again: bool = False) -> bytes:
-    """The machine code of a source for an architecture (like sm_90), cached unless `again`."""
+    """The machine code of a source for an architecture (such as sm_90). It is read from the cache unless `again`."""
     nvrtc = compiler()
     if nvrtc is None:
         raise BadSetting(f"kernels for packed weights cannot be compiled: {why_not()}, or use --dtype bf16")
@@ -132,7 +133,7 @@ def compile_source(name: str, architecture: str, defines: Mapping[str, int], *, 
 
 
 def _read(file: Path) -> bytes | None:
-    """The cached code; None if the file is missing, or damaged, which is logged."""
+    """The cached code; None if the file is missing, or damaged, in which case a warning is logged."""
     try:
         cached = file.read_bytes()
     except OSError:
@@ -170,7 +171,7 @@ def _bytes_of(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> byte
 
 
 def _write(file: Path, code: bytes) -> None:
-    """Write code and checksum to a temporary file and rename it. Failure is ignored: the next start compiles again."""
+    """Write code and checksum to a temporary file and rename it. Failure is ignored, because the next start can compile again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent)
@@ -217,7 +218,7 @@ def checked(code: int, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel on a device, with all arguments in one structure."""
+    """A kernel on one device; all its arguments are the members of one structure."""
 
     name: str
     handle: ctypes.c_void_p
@@ -225,8 +226,8 @@ class Kernel:
     def launch(
         self, arguments: ctypes.Structure, *, grid: tuple[int, int], threads: int, shared: int = 0, pdl: bool = False
     ) -> None:
-        """Launch on torch's current stream. `pdl`: programmatic dependent launch; the kernel may start before its predecessor has
-        finished and synchronizes itself."""
+        """Launch on torch's current stream. `pdl`: use programmatic dependent launch; then the kernel may start before its
+        predecessor has finished, and must itself wait for it."""
         stream = torch.cuda.current_stream().cuda_stream
         attribute = _Attribute(id=_SERIALIZATION, value=1)
         config = _Config(*grid, 1, threads, 1, 1, shared, stream, ctypes.pointer(attribute), int(pdl))
@@ -246,8 +247,8 @@ def compile_for(
 
 
 def architecture_for(major: int, minor: int, *, arch_specific: bool = False) -> str:
-    """The architecture to compile for: the GPU's own, or the newest of its generation that this NVRTC supports, which is
-    binary compatible. `arch_specific`: the GPU's own with architecture-specific instructions (like sm_90a)."""
+    """The architecture to compile for: the GPU's own, or the newest of the same major version that this NVRTC supports, whose
+    code also runs on the GPU. `arch_specific`: the GPU's own, with architecture-specific instructions (such as sm_90a)."""
     exact = 10 * major + minor
     known = [number for number in _architectures() if number // 10 == major and number <= exact]
     return f"sm_{exact if arch_specific or not known else max(known)}{'a' if arch_specific else ''}"
@@ -271,7 +272,8 @@ class Module:
         code = compile_for(source, device, defines, arch_specific=arch_specific)
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes torch's context current
+            # Torch initializes its CUDA context lazily; this makes it current for the driver calls.
+            torch.cuda.current_stream().synchronize()
             if not driver().cuModuleLoadData(ctypes.byref(self._handle), code):
                 return
             log.warning("the cached code of %s does not load on %s; compiling it again", source, device)

@@ -1,8 +1,9 @@
 """Online softmax of the attention kernels: key blocks accumulated into a split, and splits merged into a row.
 
-The state of a split or row is (maximum, sum, accumulator): the largest score, the sum of exp2(score - maximum), and the values
-weighted likewise. Blocks inside a split and splits inside a row are processed from front to back, so the rounding is the same
-whether splits run in one program or in many.
+A split is a range of a row's key positions, and consists of key blocks. The state of a split or row is (maximum, sum,
+accumulator): the largest score, the sum of exp2(score - maximum), and the sum of the values weighted by exp2(score - maximum).
+Blocks inside a split and splits inside a row are processed from front to back, so the rounding is the same whether splits run in
+one program or in many.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -20,8 +21,9 @@ from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, load_
 
 @triton.jit
 def key_slots(start, row_pages, head, table_width, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Slots of a block's keys in the page store of one head; any slot of the row's pages for positions that are not read."""
-    # Blocks start at multiples of their length; written so that the compiler knows, and divisions become shifts.
+    """The slots of a block's keys in the page store of one head. Positions that are not read get any slot in the row's pages."""
+    # Blocks start at multiples of their length. `start` is rounded to one so that the compiler knows it, and divisions become
+    # shifts.
     position = (start // BLOCK_KEYS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)).to(tl.uint32)
     page = load_int32(row_pages + tl.minimum((position // PAGE_SIZE).to(tl.int32), table_width - 1))
     return (page * KV_HEADS + head) * PAGE_SIZE + (position % PAGE_SIZE).to(tl.int32)
@@ -65,8 +67,8 @@ def accumulate(scores, value, ones, row_max, sums, acc, IEEE: tl.constexpr):
 @triton.jit
 def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D: tl.constexpr,
                      KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    """Scores of a block of quantized keys. Two neighbouring dimensions share 16 bits, so even and odd dimensions are multiplied
-    separately."""
+    """Scores of a block of quantized keys. A 16-bit load has the codes of two neighbouring dimensions, so even and odd dimensions
+    are multiplied separately."""
     mask = in_range[:, None] & (pair < D // 2)[None, :]
     pair_offsets = (slots.to(tl.int64) * (D // 2))[:, None] + pair[None, :]
     lower, upper = unpack_pairs(tl.load(keys + pair_offsets, mask=mask, other=0), even_query.dtype, KV_QUANT == 2)
@@ -78,7 +80,8 @@ def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, p
 @triton.jit
 def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D: tl.constexpr,
                          KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    """`accumulate` for a block of quantized values: even and odd columns of `pair` have separate accumulators."""
+    """`accumulate` for a block of quantized values: the even and the odd one of two neighbouring columns have separate
+    accumulators."""
     dtype = ones.dtype
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -100,7 +103,7 @@ def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, on
 
 @triton.jit
 def split_index(position, FIRST_SPLIT: tl.constexpr):
-    """The split of a position; `split_indices` on the host."""
+    """The split of a position, by the formula of `split_indices` on the host."""
     low = tl.minimum(position // FIRST_SPLIT, position // (2 * FIRST_SPLIT) + 4)
     return tl.minimum(low, tl.minimum(position // (4 * FIRST_SPLIT) + 8, position // (8 * FIRST_SPLIT) + 16))
 
@@ -140,7 +143,7 @@ def _load_splits(
     D: tl.constexpr,
     SPLITS_PER_LOAD: tl.constexpr,
 ):
-    """Load the states of the next SPLITS_PER_LOAD splits; empty states from `stop` on."""
+    """Load the states of the next SPLITS_PER_LOAD splits; those from `stop` on are empty states."""
     maxima, sums, accs = (), (), ()
     for offset in tl.static_range(SPLITS_PER_LOAD):
         mask = live & (split + offset < stop)
@@ -168,8 +171,8 @@ def merge_split_range(
     D: tl.constexpr,
     SPLITS_PER_LOAD: tl.constexpr,
 ):
-    """Merge splits [begin, stop) of one token, for `heads` [ROWS] and value columns [C]: maximum and sum [ROWS], accumulator
-    [ROWS, C]. Several splits are loaded at once, which hides latency and does not change the order of merging."""
+    """Merge splits [begin, stop) of one token, for `heads` [ROWS] and value columns [C], into maximum and sum [ROWS] and
+    accumulator [ROWS, C]. Several splits are loaded at once, which hides latency and does not change the order of merging."""
     row_max = tl.full((heads.shape[0],), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((heads.shape[0],), dtype=tl.float32)
     acc = tl.zeros((heads.shape[0], column.shape[0]), dtype=tl.float32)
@@ -200,7 +203,7 @@ def merge_splits(
     SPLITS_PER_LOAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attention of one token and head from its stored splits."""
+    """The attention output of one token and head, from its stored splits."""
     token = tl.load(tokens + tl.program_id(0))
     merge_row = tl.load(merge_rows + token)
     head = tl.program_id(1)

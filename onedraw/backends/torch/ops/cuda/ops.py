@@ -1,7 +1,9 @@
 """The Triton kernels as a model's operations, on an NVIDIA GPU.
 
-In: a device and a dtype that the kernels support. Out: `TritonOps`. Steps may have any number of rows: no kernel's bits depend
-on it.
+In: a device and a dtype that the kernels support. Out: `TritonOps`. A step may have any number of rows: the bits of a row do not
+depend on it.
+
+Axes: T tokens of a step, N outputs and K inputs of a weight, F width of a gated activation.
 """
 
 from __future__ import annotations
@@ -37,19 +39,20 @@ from onedraw.backends.torch.state.recurrent_state import LaneStore, recurrent_sp
 from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
-LIBRARY_ROWS = 2048  # the library always gets exactly so many rows, so it always picks the kernel that was checked
-OLDEST = (8, 0)  # compute capability that Triton's bf16 products need
+LIBRARY_ROWS = 2048  # cuBLAS always gets exactly so many rows, so that it picks the kernel whose bits `_library_agrees` compared
+OLDEST = (8, 0)  # the compute capability from which Triton has bf16 products
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run on this device."""
+    """Whether the kernels run on this device with this dtype."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     return torch.cuda.get_device_capability(device) >= OLDEST
 
 
 class TritonLinear(Linear):
-    """A weight [N, K]. Blocks of 2,048 rows are computed by the library where its bits were found equal."""
+    """A weight [N, K]. Blocks of 2,048 rows are computed by cuBLAS if its bits equal those of the Triton kernel for this
+    shape."""
 
     def __init__(self, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> None:
         self.out_features, self.in_features = weight.shape
@@ -79,8 +82,9 @@ class TritonLinear(Linear):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Of tiles. The library's bits are compared when the weight is loaded."""
-        if self.device.type != "cuda":  # the interpreter takes seconds for so many rows
+        """Row counts at which the Triton kernel changes its tile. cuBLAS is compared when the weight is loaded instead."""
+        # Triton's interpreter would take seconds for so many rows.
+        if self.device.type != "cuda":
             return ()
         return tile_borders(self.out_features, self.in_features, self.dtype, shared_memory(self.device))
 
@@ -94,8 +98,8 @@ class TritonLinear(Linear):
 
 
 class TritonGated(TritonLinear):
-    """Gate and up in one product with the activation fused. Rows of the weight are in (gate, up) pairs; it replaces the linear
-    that it is made from."""
+    """Gate and up projection in one product with the activation fused. It is made from a linear layer, which it replaces: the
+    rows of its weight are reordered so that each gate row is followed by the up row of the same output."""
 
     def __init__(self, joined: TritonLinear, activation: Activation) -> None:
         half = joined.out_features // 2
@@ -121,7 +125,7 @@ _AGREEMENTS: dict[tuple[int, int, torch.dtype, torch.device], bool] = {}
 
 
 def _library_agrees(weight: Tensor) -> bool:
-    """Whether the library's product of 2,048 rows has the kernel's bits; compared once per shape."""
+    """Whether cuBLAS and the Triton kernel give the same bits for 2,048 rows; compared once per shape."""
     shape = (*weight.shape, weight.dtype, weight.device)
     if weight.device.type != "cuda":
         return False
@@ -230,7 +234,7 @@ class TritonDeltaInputs:
         )
         out = torch.empty(
             len(projected), spec.value_heads, spec.value_dim, device=projected.device
-        )  # rows of padding are not written
+        )  # rows of padding stay uninitialized
         chunks = {"chunks": tables.chunks, "spans": tables.chunk_spans, "save_slots": tables.chunk_slots}
         chunked_delta(gates, store.states, store.saved_states, out, **chunks)
         run_paths(gates, store.states, out, tables.paths, drafts=drafts, pdl=self.pdl)
@@ -248,7 +252,7 @@ class TritonDeltaInputs:
 
 
 class TritonBank:
-    """All experts' matrices, stacked."""
+    """The matrices of all experts, stacked: gate_up [experts, 2F, E] and down [experts, E, F]."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation, *, pdl: bool) -> None:
         self._gate_up, self._down, self._activation, self._pdl = gate_up, down, activation, pdl
@@ -259,7 +263,7 @@ class TritonBank:
 
     @property
     def linears(self) -> list[Linear]:
-        """None: the kernels need no row rule."""
+        """Empty: the grouped kernels accept any row count, so no product of this layer has a row rule."""
         return []
 
     def borders(self, used: int) -> tuple[int, ...]:
@@ -279,7 +283,7 @@ class TritonBank:
 
 
 class TritonOps(FloatOps):
-    """`pdl`: a kernel may start while the one before it ends (Hopper and later)."""
+    """`pdl`: use programmatic dependent launch, where a kernel may start while the one before it ends (Hopper and later)."""
 
     rule = RowRule(floor=1)
     choices = KernelChoices(first_split=FIRST_SPLIT, norm_warps=MAX_WARPS)
@@ -329,8 +333,9 @@ class TritonOps(FloatOps):
         return AttentionShape(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """From so many tokens, attention takes one program per token and head; from so many rows, delta states another split."""
-        if self._device.type != "cuda":  # the interpreter takes a second for every step
+        """Numbers of tokens from which the tiles of attention fill the device, so that a program computes all splits of its tile,
+        and of rows from which programs of the recurrent form take more columns of a state."""
+        if self._device.type != "cuda":  # Triton's interpreter would take seconds for every step
             return ()
         found = {-(-_busy(self._device) // one.kv_heads) for one in mixers if isinstance(one, AttentionSpec)}
         return tuple(sorted(found | {MANY_PATHS for one in mixers if isinstance(one, DeltaSpec)}))
@@ -364,7 +369,7 @@ class TritonOps(FloatOps):
             delta_kernels.shift_conv_windows(store.fed, store.windows, store.windows, sources)
 
     def _commit_on_device(self, state: ModelState, drafts: DeviceCommit) -> None:
-        """Nothing here is read by the host, so that the commit can be captured."""
+        """Commit without reading anything on the host, so that the commit can be captured in a CUDA graph."""
         bucket, rows = drafts.bucket, drafts.rows
         if not state.commits(bucket):
             return
@@ -400,7 +405,7 @@ class TritonOps(FloatOps):
 
 @lru_cache(maxsize=8)
 def _busy(device: torch.device) -> int:
-    """The number of programs that fills the device twice."""
-    if device.type != "cuda":  # the interpreter's
+    """The number of programs with which every multiprocessor of the device has two."""
+    if device.type != "cuda":  # any number serves the interpreter
         return 64
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,10 +1,11 @@
 """Norms of query, key and value heads, rotary embedding, and the write to the KV pages, in one kernel.
 
 In: the projections of a step [T, ≥ (H + 2K) * D], positions, and the slot of each token's key. Out: queries [T, H * D]; keys and
-values are written to their pages. Results are rounded where separate operations would round.
+values are written to their pages. Results are rounded where separate operations would round. Axes: T tokens, H query heads, K key
+and value heads, D the size of a head.
 
 A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. 8-bit pages store
-codes and scales, as in `state/kv_pages.py`.
+A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. 8-bit pages store
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -25,7 +26,8 @@ HEADS_PER_PROGRAM = 4
 
 @triton.jit
 def _scale_to_rms(x, mean, weight, at, inside, eps, dtype: tl.constexpr, HAS_WEIGHT: tl.constexpr, FP32_WEIGHT: tl.constexpr):
-    """x [heads, D] float32 times rsqrt(mean of squares), and times the weight; rounded as RMSNorm rounds."""
+    """x [heads, D] float32 times 1 / sqrt(mean + eps), where `mean` is the mean of squares, and times the weight; rounded as
+    RMSNorm rounds."""
     scaled = x * tl.rsqrt(mean + eps)[:, None]
     if HAS_WEIGHT:
         factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -42,7 +44,8 @@ def _all_finite(x):
 @triton.jit
 def _write_kv(keys, values, key_scales, value_scales, key, value, offsets, head_slot, mask, head_mask, dtype: tl.constexpr,
               QUANT_MAX: tl.constexpr):  # fmt: skip
-    """Store a token's keys and values, quantized where QUANT_MAX > 0; heads that are not finite as NaN keys and zero values."""
+    """Store a token's keys and values, quantized if QUANT_MAX > 0. A head that is not finite is stored as NaN keys and zero
+    values."""
     finite = _all_finite(value)
     if QUANT_MAX > 0:
         key = key.to(tl.float32)
@@ -94,13 +97,14 @@ def _norm_rope_and_cache(
     QUANT_MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Columns of x: HEADS query heads, then KV_HEADS key heads, then KV_HEADS value heads. HEADS may be 0."""
+    """Some heads of one token. Columns of x: HEADS query heads, then KV_HEADS key heads, then KV_HEADS value heads. HEADS may be
+    0."""
     token = tl.program_id(0).to(tl.int64)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     block = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
-    # The other dimension of each rotated pair; past the rotary dimensions the dimension itself.
+    # The other dimension of each rotated pair; past the rotary dimensions it is the dimension itself, which is not rotated.
     partner = tl.where(d < ROTARY_HALF, d + ROTARY_HALF, tl.where(d < 2 * ROTARY_HALF, d - ROTARY_HALF, d))
     is_rotary = d < 2 * ROTARY_HALF
     angle = tl.where(d < ROTARY_HALF, d, d - ROTARY_HALF)
@@ -116,7 +120,7 @@ def _norm_rope_and_cache(
     column = tl.where(is_query, head, HEADS + head)
     mask = (head < limit)[:, None] & inside[None, :]
     base = x + token * x_stride + column[:, None] * D
-    begin_kernel(PDL)  # positions, cos and sin are written by no kernel of the step: they are loaded before the wait
+    begin_kernel(PDL)  # no kernel of the step writes positions, cos and sin, so they are loaded before the PDL wait
     current = tl.load(base + d[None, :], mask=mask, other=0.0).to(tl.float32)
     paired = tl.load(base + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     raw = current
@@ -172,7 +176,7 @@ def norm_rope_and_cache(
     writes: bool = True,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, …] with q, k, v side by side → rotated queries [T, H * D]. `writes`: store keys and values, too."""
+    """x [T, …] with the columns of q, k and v side by side → rotated queries [T, H * D]. `writes`: also store keys and values."""
     count = len(x)
     queries = torch.empty(count, heads * dim, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(heads, HEADS_PER_PROGRAM) + (triton.cdiv(kv_heads, HEADS_PER_PROGRAM) if writes else 0)

@@ -38,10 +38,10 @@ MAX_CACHED_PARAMS = 4096
 
 @dataclass(frozen=True, slots=True)
 class TritonSamplingInputs:
-    """Sampling inputs of a step, on the device."""
+    """The sampling inputs of a step, on the device."""
 
     table: SamplingTable
-    columns: int
+    columns: int  # columns of the samples: the token, then checksum and logprobs where requested
     weights: Tensor | None  # [2, V] int64 checksum weights
     sampler: TritonSampler
 
@@ -54,16 +54,16 @@ class PackedParams:
     """The sampling parameters of one request in the layout of the kernels' table."""
 
     params: SamplingParams
-    numbers: npt.NDArray[np.int64]  # the table's columns before KEY_0
+    numbers: npt.NDArray[np.int64]  # the columns of the table before KEY_0
     greedy: bool
     uses_counts: bool
-    has_entries: bool  # logit bias, or adjustments that need more of the history than token counts
+    has_entries: bool  # whether there are logit biases, or adjustments that need more of the history than token counts
     has_top_k: bool
     has_top_p: bool
 
 
 class TokenEntries:
-    """A flat list of (token id, value) entries, row by row."""
+    """A flat list of (token id, value) entries of all rows, row by row."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -77,7 +77,7 @@ class TokenEntries:
         return start
 
     def add_kinds(self, kinds: Sequence[Sequence[tuple[int, float]]]) -> tuple[int, ...]:
-        """Append one list after the other; return the start of each and the end of the last."""
+        """Append the lists of all kinds, one after the other; return the start of each and the end of the last."""
         bounds = [len(self._tokens)]
         for kind in kinds:
             self._tokens += [token for token, _ in kind]
@@ -86,7 +86,7 @@ class TokenEntries:
         return tuple(bounds)
 
     def arrays(self, *, padded: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Token ids and values. `padded`: to one of a few lengths, so that captured steps can share a layout."""
+        """Token ids and values. `padded`: their length is one of a few, so that captured steps can share a layout."""
         count = len(self._tokens)
         length = _padded_length(count) if padded else max(count, 1)
         tokens, values = np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32)
@@ -107,7 +107,8 @@ class TritonSampler(Sampler):
         return self
 
     def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
-        if any(p.history.constraint is not None for p in positions):  # token masks: the plain sampler gives the same tokens
+        # The plain sampler, which gives the same tokens, applies the token masks of constraints.
+        if any(p.history.constraint is not None for p in positions):
             return super()._slab(logits.float(), positions, columns)
         inputs = self.prepare(positions, staging=DirectStaging(self._device), columns=columns)
         self._update_counts(inputs.table)
@@ -118,7 +119,7 @@ class TritonSampler(Sampler):
     def prepare(
         self, positions: Sequence[SamplingPosition], *, staging: Staging, columns: int = 1, rows: int = 0
     ) -> TritonSamplingInputs:
-        """Pack the positions for the kernels, padded to `rows`; padding rows sample greedily and are not read."""
+        """Pack the positions for the kernels, padded to `rows`. Padding rows sample greedily, and their samples are not used."""
         checksums = any(p.params.checksums for p in positions)
         with self._lock:
             inputs = TritonSamplingInputs(
@@ -134,8 +135,8 @@ class TritonSampler(Sampler):
     def sample_prepared(
         self, logits: Callable[[slice], Tensor], inputs: TritonSamplingInputs, last: Tensor | None = None
     ) -> Tensor:
-        """Samples [C, columns] for all rows of prepared inputs; `logits` is called slab by slab. `last`: the token that each lane
-        sampled last, for rows that wait for it."""
+        """Samples [C, columns] for all C rows of prepared inputs; `logits` is called for one slab of rows at a time. `last`: the
+        token that each lane sampled last, for rows whose own last token only the device knows."""
         self._update_counts(inputs.table)
         if last is not None and inputs.table.output is not None:
             inputs = replace(inputs, table=replace(inputs.table, tokens=resolve_pending_tokens(inputs.table.tokens, last)))
@@ -143,11 +144,11 @@ class TritonSampler(Sampler):
         return torch.cat([self._sample_slab(logits(span), inputs, span)[0] for span in self._spans(rows)])
 
     def sampling_table(self, positions: Sequence[SamplingPosition]) -> SamplingTable:
-        """The table of positions, for callers that launch `sample_tokens` themselves."""
+        """The table of these positions, for callers that launch `sample_tokens` themselves."""
         return self._sampling_table(positions, DirectStaging(self._device), 0)
 
     def _update_counts(self, table: SamplingTable) -> None:
-        """Add the tokens of each lane's history that its counts lack; drafts are counted in the kernels."""
+        """Add the tokens of each lane's history that the lane's counts lack; the kernels count drafts themselves."""
         if table.count_increments is not None and table.output is not None:
             one = torch.ones_like(table.count_increments, dtype=torch.int32)
             table.output.view(-1).scatter_add_(0, table.count_increments, one)
@@ -203,7 +204,7 @@ class TritonSampler(Sampler):
         counts, increments = self._count_increments(counting, rows)
         try:
             staged = None if counts is None else staging.put(increments)
-        except StagingBufferFull:  # the increments were recorded as added, and will not be
+        except StagingBufferFull:  # the increments were recorded as added, but the step does not run
             if counts is not None:
                 counts.forget(counting)
             raise
@@ -222,7 +223,7 @@ class TritonSampler(Sampler):
     def _entry_bounds(
         self, group: Sequence[SamplingPosition], packed: PackedParams, entries: TokenEntries
     ) -> Iterator[tuple[int, ...]]:
-        """For each position, the start of its entries of each kind and the end of the last kind."""
+        """For each position, the index of its first entry of each kind, and the end of the last kind's entries."""
         if packed.has_entries:
             for p in group:
                 host = adjustment(p.params, p.history, p.drafts, self._recall(p))
@@ -230,13 +231,14 @@ class TritonSampler(Sampler):
         else:
             path = _draft_tokens(max(group, key=lambda p: len(p.drafts))) if packed.uses_counts else ()
             first = entries.add(path)
-            for p in group:  # positions of a chain share prefixes of one path
+            for p in group:  # positions of a chain share prefixes of one path, so their entries are stored once
                 drafts = _draft_tokens(p) if packed.uses_counts else ()
                 start = first if drafts == path[: len(drafts)] else entries.add(drafts)
                 yield (start, start, start, start, start + len(drafts))
 
     def _packed_params(self, params: SamplingParams) -> PackedParams:
-        """Cached by identity: a request has one parameter object for all its positions."""
+        """The parameters in the kernels' layout. They are cached by identity, because a request has one object for all its
+        positions."""
         packed = self._packed.get(id(params))
         if packed is None or packed.params is not params:
             if len(self._packed) > MAX_CACHED_PARAMS:
@@ -252,7 +254,7 @@ class TritonSampler(Sampler):
         return packed
 
     def _entry_kinds(self, p: SamplingPosition, host: Adjustment) -> list[list[tuple[int, float]]]:
-        """Logit bias, DRY penalties, bans, and the drafts that penalties count."""
+        """The entries of a position: logit bias, DRY penalties, bans, and the drafts that penalties count."""
         bias = [(t, v) for t, v in p.params.logit_bias if 0 <= t < self._vocab]
         kinds = [bias, list(host.penalized), [(t, 0.0) for t in valid_ids(host.banned, self._vocab)]]
         return [*kinds, [(t, 0.0) for t in _draft_tokens(p)] if p.params.counts_history else []]
@@ -260,7 +262,7 @@ class TritonSampler(Sampler):
     def _count_increments(
         self, counting: Sequence[SamplingPosition], rows: int
     ) -> tuple[LaneCounts | None, npt.NDArray[np.int64]]:
-        """The lanes' token counts, and the flat indices to increment; padding goes to the extra lane."""
+        """The lanes' token counts, and the flat indices to increment; padding indices belong to a lane that no row uses."""
         if not counting:
             return None, np.zeros(0, dtype=np.int64)
         if self._counts is None:
@@ -271,24 +273,24 @@ class TritonSampler(Sampler):
         return self._counts, increments
 
     def _checksum_weights(self) -> Tensor:
-        """[2, V]"""
+        """[2, V] int64: the weights of tokens in the checksum of the raw and of the kept scores."""
         if self._weights is None:
             self._weights = torch.from_numpy(np.stack(checksum_weights(self._vocab))).to(self._device)
         return self._weights
 
 
 def _draft_tokens(p: SamplingPosition) -> tuple[int, ...]:
-    """The tokens between history and position; -1 - lane for a token that only the device knows."""
+    """The tokens between the history and the position; -1 - lane stands for a token that only the device knows."""
     return (-1 - p.lane,) if p.drafts == (PENDING_TOKEN,) else p.drafts
 
 
 def _padded_length(count: int) -> int:
-    """The next power of two, at least 64."""
+    """The next power of two, and at least 64."""
     return max(64, 1 << (count - 1).bit_length())
 
 
 def _group_by_history(positions: Sequence[SamplingPosition]) -> Iterator[tuple[int, Sequence[SamplingPosition]]]:
-    """Runs of positions with one history and parameters, each with the index of its first."""
+    """Runs of positions that share one history and parameters, each with the index of its first position."""
     first = 0
     for index, p in enumerate(positions):
         if p.history is not positions[first].history or p.params is not positions[first].params:
@@ -299,7 +301,7 @@ def _group_by_history(positions: Sequence[SamplingPosition]) -> Iterator[tuple[i
 
 
 def _numbers(params: SamplingParams, applied: Filters) -> list[float]:
-    """The float columns of a table row."""
+    """The values of the table's first six columns, which hold floats."""
     return [
         applied.divisor,
         applied.limit,

@@ -1,6 +1,7 @@
 """Sampling with Triton by the rule of `sampling/law.py`: the same tokens and checksums as `backends/torch/sampling/sampler.py`.
 
-In: logits [C, V'] and a table of sampling parameters. Out: tokens [C], and the deficits and limits they were sampled from.
+In: logits [C, V'] and a table of sampling parameters. Out: tokens [C], and the deficits and limits from which they were sampled.
+Axes: C rows (positions to sample), V tokens of the vocabulary, V' V with padding, W the padded width of deficits.
 
     scores    block by block: bias, penalties by counts, DRY, bans; the maximum of each block
     deficits  (best - score) / temperature
@@ -28,9 +29,9 @@ from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, log, log1p
 
 BLOCK = 2048
 
-# Columns of the table [C, COLUMNS] int64; the first six hold the bits of a float64.
+# Columns of the table [C, COLUMNS] int64; the first six hold the bits of a float64. Kernels use the numbers, not these names.
 DIVISOR, LIMIT, REPETITION, FREQUENCY, PRESENCE, TOP_P, TOP_K, KEY_0, KEY_1, GREEDY, LANE = range(11)
-BIAS, DRY, BANS, DRAFTS, ENTRIES_END = range(11, 16)  # start of a row's entries of each kind, and the end of the last
+BIAS, DRY, BANS, DRAFTS, ENTRIES_END = range(11, 16)  # index of a row's first entry of each kind, and of the end of the last kind
 COLUMNS = 16
 
 
@@ -44,16 +45,16 @@ class SamplingTable:
     output: Tensor | None  # [lanes, V'] int32, how often each token occurs in a lane's output
     prompt: Tensor | None  # [lanes, V'] bool, whether a token occurs in a lane's prompt
     count_increments: Tensor | None  # [n] int64: flat indices of `output` to increment before sampling
-    has_top_k: bool  # in some row
-    has_top_p: bool
-    adjusted: bool  # some row has logit bias, penalties, DRY or bans
+    has_top_k: bool  # whether some row uses top-k
+    has_top_p: bool  # whether some row uses top-p
+    adjusted: bool  # whether some row has logit bias, penalties, DRY or bans
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingResult:
-    tokens: Tensor  # [C] int64, -1 where the rule leaves no token
-    deficits: Tensor  # [C, W] float32, infinite past the vocabulary
-    limits: Tensor  # [C] float32
+    tokens: Tensor  # [C] int64; -1 if the sampling rule leaves no token
+    deficits: Tensor  # [C, W] float32: (best - score) / temperature; infinite past the vocabulary
+    limits: Tensor  # [C] float32: the largest deficit that a token may have
 
 
 @triton.jit
@@ -72,8 +73,8 @@ def _apply_entries(scores, ids, tokens, values, begin, stop, KIND: tl.constexpr)
 
 @triton.jit
 def _apply_penalties(scores, ids, mask, table, row, tokens, output, prompt, stride):
-    """Repetition, frequency and presence penalties, in this order, for rows that have a lane of counts; drafts before the
-    position count, too."""
+    """Repetition, frequency and presence penalties, in this order, for rows that have a lane of token counts. Drafts that precede
+    the sampled position are counted as well."""
     row_ptr = table + row * 16
     lane = tl.load(row_ptr + 10)
     if lane >= 0:
@@ -108,7 +109,8 @@ def _scores(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Bias, penalties and bans of one block, and its largest score and logit; NaN where there is one."""
+    """Add bias, penalties and bans to the logits of one block, and store the largest score and logit; NaN if the block has a
+    NaN."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -146,9 +148,9 @@ def _mix32(word):
 
 @triton.jit
 def _gumbel(ids, key_0, key_1):
-    """-log(-log u) for u from the hash of (key, id): log(u) for the lower half, log1p(u - 1) for the upper half."""
+    """-log(-log u) for u from the hash of (key, id). log u is log(u) for u below one half and log1p(u - 1) above it."""
     word = _mix32(_mix32(ids.to(tl.uint32) ^ key_0) + key_1) >> 8
-    odd = (word.to(tl.int32) * 2 + 1).to(tl.int32)  # u * 2^25
+    odd = (word.to(tl.int32) * 2 + 1).to(tl.int32)  # odd = u * 2^25
     rest = tl.where(odd > 16777216, odd - 33554432, 0)
     upper_u = rest.to(tl.float32) * 2.9802322387695312e-08
     lower_u = (odd - rest).to(tl.float32) * 2.9802322387695312e-08
@@ -175,7 +177,7 @@ def _block_argmax(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The largest noise minus deficit of each block, and the lowest id that has it."""
+    """The largest value of noise minus deficit in each block, and the lowest id that has it."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -191,7 +193,7 @@ def _block_argmax(
     kept = mask & (deficit <= limit)
     best = tl.full((), float("-inf"), dtype=tl.float32)
     best_id = tl.full((), 2147483647, dtype=tl.int32)
-    if tl.max(kept.to(tl.int32), 0) > 0:  # most blocks have no token within the limit
+    if tl.max(kept.to(tl.int32), 0) > 0:  # most blocks have no token within the limit, and skip the noise
         value = 0.0 - deficit
         if tl.load(table + row * 16 + 9) == 0:
             key_0 = tl.load(table + row * 16 + 7).to(tl.uint32)
@@ -213,7 +215,7 @@ def _block_argmax(
 
 @triton.jit
 def _row_argmax(tokens, block_maxima, best_values, best_ids, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """The best token of all blocks; -1 where the logits are no distribution or no token is left."""
+    """The best token of all blocks; -1 if the logits contain NaN or +inf, or if no token is left."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
@@ -229,14 +231,14 @@ def _row_argmax(tokens, block_maxima, best_values, best_ids, blocks, BLOCKS: tl.
 def sample_tokens(
     logits: Tensor, table: SamplingTable, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
 ) -> tuple[SamplingResult, Tensor | None]:
-    """Sample one token per row of logits [C, ≥ V] (any dtype, rows of stride 1). With `weights` [2, V] int64 also checksums
+    """Sample one token per row of logits [C, ≥ V] (any dtype, inner stride 1). With `weights` [2, V] int64 also return checksums
     [C]."""
     rows, device = len(logits), logits.device
     blocks = triton.cdiv(width, BLOCK)
     grid, padded_blocks = (rows, blocks), triton.next_power_of_2(blocks)
     deficits = torch.empty(rows, width, dtype=torch.float32, device=device)
     block_maxima = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
-    # Buffers are zeroed first, so that the kernels are launched back to back.
+    # These buffers are zeroed before the first launch, so that the kernels are launched back to back.
     histograms = torch.zeros(2, rows, 2, HISTOGRAM_WORDS, dtype=torch.int64, device=device)
     checksums = None if weights is None else torch.zeros(rows, dtype=torch.int64, device=device)
     _scores[grid](

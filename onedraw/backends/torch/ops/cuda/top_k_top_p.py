@@ -1,12 +1,13 @@
 """Top-k and top-p with Triton: the limit of each row, which is the largest deficit that is kept.
 
 In: scores of rows and their sampling parameters (the table of `sampling.py`). Out: deficits, (best - score) / temperature, and
-limits [2, C] of top-k and top-p.
+limits [2, C] of top-k and top-p. Axes: C rows, W padded width of a row.
 
 Token weights, which are integers (1 for top-k, the probability mass for top-p), are added into a histogram of sixteen bins by
-deficit. The tokens of the bin that contains the limit are collected in a list, and binned once more into sixteen finer bins; the
-tokens of the fine bin that contains the limit are collected in a shorter list, in which the limit is found by bisection. Where a
-list overflows, its source is read again instead. Integer sums are exact in any order, so the limit does not depend on scheduling.
+deficit (level 0). The tokens of the bin that contains the limit are collected in a list, and binned once more into sixteen finer
+bins (level 1); the tokens of the fine bin that contains the limit are collected in a shorter list, in which the limit is found by
+bisection. If a list overflows, its source is read again instead. Integer sums are exact in any order, so the limit does not
+depend on scheduling.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -23,11 +24,12 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED, begin_kernel, exp
 from onedraw.sampling.law import MASS_BITS
 
-# Programs are one warp each; few rows use smaller blocks, since large ones would leave the device idle.
+# Programs are one warp each. At most FEW_ROWS rows use blocks of FEW_BLOCK tokens, since large blocks would leave the device
+# idle.
 FEW_ROWS, FEW_BLOCK, SEARCH_BLOCK = 4, 256, 1024
-HISTOGRAM_WORDS = 32  # of one row and level: sixteen bins, the number of collected tokens, padding
+HISTOGRAM_WORDS = 32  # words of one row and level: sixteen bins, the number of collected tokens, padding
 # The first list has space for half of the vocabulary, the second for SHORT_LIST tokens. One program holds the second list in
-# registers, in REGISTER_LIST of them where it is that short, which is the usual case.
+# registers; if it has at most REGISTER_LIST tokens, which is the usual case, a smaller variant does.
 SHORT_LIST = 16384
 REGISTER_LIST = 2048
 
@@ -37,15 +39,16 @@ REGISTER_LIST = 2048
 
 @triton.jit
 def _bin_indices(deficit):
-    """Coarse and fine bin of a deficit, from the bits of deficit + 1: bins widen with the deficit, from a quarter on, and are
-    monotonic in it."""
+    """The coarse and the fine bin of a deficit, from the bits of deficit + 1. Both grow with the deficit; the coarse bins are a
+    quarter wide below 1 and double in width with every power of two."""
     bits = (deficit + 1.0).to(tl.int32, bitcast=True)
     return tl.maximum((bits >> 21) - 508, 0), (bits >> 17) & 15
 
 
 @triton.jit
 def bin_index(deficit, LEVEL: tl.constexpr):
-    """The bin among the sixteen of a level; the last bin of level 0 is unbounded, and level 1 divides it by coarse bins."""
+    """The bin among the sixteen of a level. Level 0 has coarse bins, the last of which is unbounded. Level 1 divides a coarse bin
+    into fine bins, and the unbounded one into coarse bins."""
     coarse, fine = _bin_indices(deficit)
     if LEVEL == 0:
         return tl.minimum(coarse, 15)
@@ -55,7 +58,7 @@ def bin_index(deficit, LEVEL: tl.constexpr):
 
 @triton.jit
 def token_weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
-    """Weight of a token: its mass, 0 past the limit; or 1."""
+    """The weight of a token: BY_MASS its probability mass, 0 past the limit; otherwise 1."""
     if BY_MASS:
         return tl.where(deficit <= limit, exp(0.0 - deficit) * SCALE, 0.0).to(tl.int64)
     else:
@@ -73,7 +76,7 @@ def _floor(x):
 
 @triton.jit
 def _at_least(bin, EDGE: tl.constexpr):
-    """1.0 where the integer `bin` ≥ EDGE, else 0.0: one saturating addition."""
+    """1.0 if the integer `bin` ≥ EDGE, otherwise 0.0, by one saturating addition."""
     if INTERPRETED:
         return tl.where(bin >= EDGE, 1.0, 0.0)
     else:
@@ -92,8 +95,8 @@ def zero_sums(SUMS: tl.constexpr):
 
 @triton.jit
 def accumulate_weights(sums, deficit, mask, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LEVEL: tl.constexpr):
-    """Add the weights of one deficit per thread to sixteen sums: sum e has the bins from e on. Masses have 41 bits; they are
-    added in three parts of at most 14 bits, integers that float32 adds exactly."""
+    """Add the weights of one deficit per thread to sixteen sums, of which sum e takes the bins from e on. Masses have 41 bits;
+    they are added in three parts of at most 14 bits, integers that float32 adds exactly."""
     bin = bin_index(deficit, LEVEL).to(tl.float32)
     new_sums = ()
     if BY_MASS:
@@ -135,13 +138,13 @@ def add_to_histogram(histogram, sums, BY_MASS: tl.constexpr):
 
 @triton.jit
 def table_float(table, row, COLUMN: tl.constexpr):
-    """A float64 column of the table."""
+    """A float64 column of the table, which stores its bits as int64."""
     return tl.load(table + row * 16 + COLUMN).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def row_max(block_maxima, blocks, BLOCKS: tl.constexpr):
-    """The maximum of a row from the maxima of its blocks; NaN where there is one."""
+    """The maximum of a row, from the maxima of its blocks; NaN if one of them is NaN."""
     block = tl.arange(0, BLOCKS)
     x = tl.load(block_maxima + block, mask=block < blocks, other=float("-inf"))
     has_nan = tl.max((x != x).to(tl.int32), 0)
@@ -158,7 +161,8 @@ def _row_uses_filter(table, row, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _target_weight(table, histogram, row, BY_MASS: tl.constexpr):
-    """The number of tokens top-k keeps, or the mass top-p keeps: its share of the histogram's total."""
+    """The weight that the kept tokens must reach: for top-k the number of tokens, for top-p its share of the histogram's total
+    mass."""
     if BY_MASS:
         total = tl.sum(tl.load(histogram + tl.arange(0, 16)), 0)
         mass = tl.ceil(table_float(table, row, 5) * total.to(tl.float64)).to(tl.int64)
@@ -169,7 +173,7 @@ def _target_weight(table, histogram, row, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _target_bin(histogram, target):
-    """The bin in which the cumulated weight reaches the target, and the weight left to reach inside it."""
+    """The bin in which the cumulated weight reaches the target, and the weight that is left to reach inside it."""
     bins = tl.arange(0, 16)
     counts = tl.load(histogram + bins)
     bin = tl.minimum(tl.sum((tl.cumsum(counts, 0) < target).to(tl.int32), 0), 15)
@@ -178,7 +182,7 @@ def _target_bin(histogram, target):
 
 @triton.jit
 def limit_so_far(table, limits, row, HAS_TOP_K: tl.constexpr):
-    """The limit of min-p, and of top-k where the row has it."""
+    """The limit of min-p, or that of top-k if the row uses top-k and it is smaller."""
     limit = table_float(table, row, 1).to(tl.float32)
     if HAS_TOP_K:  # noqa: SIM102 - constexpr condition, and a runtime one
         if _row_uses_filter(table, row, False):
@@ -217,7 +221,8 @@ def _deficits(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Turn scores (the logits where nothing adjusts them) into deficits, and count them into level 0 of the first filter."""
+    """Turn scores (the logits, unless they were adjusted) into deficits, and count them into level 0 of the first filter's
+    histogram."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
@@ -245,7 +250,7 @@ def _deficits(
 def _candidates(
     deficits, lists, row, ids, histogram, width, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr
 ):
-    """Deficits of the first list, or of the whole row where the list overflowed; and their mask."""
+    """Deficits of the first list, or of the whole row if the list overflowed, and a mask of the valid ones."""
     written = tl.load(histogram + 16)
     fits = written <= LONG_LIST
     listed = tl.load(lists + row * (LONG_LIST + SHORT_LIST) + ids, mask=fits & (ids < written), other=float("inf"))
@@ -286,7 +291,8 @@ def _count_level(table, deficits, lists, histogram, row, start, width, limit, VO
 @triton.jit
 def _collect(table, deficits, lists, histogram, row, ids, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
              LONG_LIST: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr):  # fmt: skip
-    """Append the tokens of the bin that contains the limit to the level's list, in any order; count them even if it overflows."""
+    """Append the tokens of the bin that contains the limit to the level's list, in any order. They are counted even if it
+    overflows."""
     bin, left = _target_bin(histogram, _target_weight(table, histogram, row, BY_MASS))
     target = lists + row * (LONG_LIST + SHORT_LIST)
     if LEVEL == 0:
@@ -325,7 +331,7 @@ def _search_level(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One level of the search over one block of a row: count into the histogram, or (COLLECT) collect the limit's bin."""
+    """One level of the search over one block of a row: count weights into the histogram, or (COLLECT) collect the limit's bin."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V
@@ -345,7 +351,8 @@ def _search_level(
 @triton.jit
 def _bisect_list(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LONG_LIST: tl.constexpr,
                  SHORT_LIST: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
-    """The limit in the second list, by bisection of the float's bits."""
+    """The limit in the second list, as the bits of a float, by bisection: bits of floats that are not negative sort like the
+    floats."""
     ids = tl.arange(0, ROOM)
     mask = ids < written
     deficit = tl.load(lists + row * (LONG_LIST + SHORT_LIST) + LONG_LIST + ids, mask=mask, other=0.0)
@@ -404,7 +411,7 @@ def _find_limit(
                 bits = deficit.to(tl.int32, bitcast=True)
                 high = tl.maximum(high, tl.max(tl.where(mask, bits, 0), 0))
                 low = tl.minimum(low, tl.min(tl.where(mask, bits, 2139095040), 0))
-            while low < high:  # the second list overflowed: slow, and rare
+            while low < high:  # the second list overflowed, which is slow and rare
                 middle = low + (high - low) // 2
                 total = tl.full((), 0, dtype=tl.int64)
                 for start in range(0, stop, REGISTER_LIST):
@@ -432,9 +439,10 @@ def find_limits(
     has_top_p: bool,
     pdl: bool,
 ) -> Tensor:
-    """Turn scores into deficits, and find the limits [2, C] of top-k and top-p (`has_top_k`, `has_top_p`: some row has it).
+    """Turn scores into deficits, and find the limits [2, C] of top-k and top-p. `has_top_k`, `has_top_p`: whether some row uses
+    it.
 
-    `deficits` [C, W] holds the scores on entry where they are adjusted. histograms [2, C, 2, HISTOGRAM_WORDS] int64 are zero.
+    `deficits` [C, W] holds the scores on entry if they are adjusted. histograms [2, C, 2, HISTOGRAM_WORDS] int64 must be zero.
     """
     (rows, width), blocks, device = deficits.shape, block_maxima.shape[2], deficits.device
     limits = torch.empty(2, rows, dtype=torch.float32, device=device)
@@ -454,7 +462,8 @@ def find_limits(
         tensors = (table, deficits, lists, limits, histograms[int(by_mass)], width)
         constants = {"VOCAB": vocab, "HAS_TOP_K": has_top_k, "BY_MASS": by_mass, "SCALE": 2.0**MASS_BITS, "LONG_LIST": long_list}
         steps = [(level, collect) for level in (0, 1) for collect in (False, True)]
-        for level, collect in steps[1:] if by_mass == filters[0] else steps:  # `_deficits` did the first count
+        # `_deficits` has counted level 0 of the first filter
+        for level, collect in steps[1:] if by_mass == filters[0] else steps:
             _search_level[(rows, triton.cdiv(vocab, block))](
                 *tensors, **constants, LEVEL=level, COLLECT=collect, SHORT_LIST=SHORT_LIST, BLOCK_V=block, num_warps=1, **options
             )

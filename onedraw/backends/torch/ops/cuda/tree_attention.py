@@ -1,9 +1,10 @@
-"""Attention of the nodes of a verify tree: stored splits of the shared prefix merged, then the blocks that hold the node's path.
+"""Attention of the nodes of a verify tree: merges stored splits of the shared prefix, then reads the blocks of the node's own
+path.
 
 In: queries, a layer's KV pages, and the split states that TREE_PREFIX tiles of `attention.py` stored. Out: attention of each
-node. A program has one node, one KV head and some value columns; columns are independent, so their number per program changes no
-bit. The preceding kernel is `_attend`, whose programs have all waited for queries and keys before they let this kernel start: so
-the scores of the first block are computed before the PDL wait.
+node. A program computes one node, one KV head and some value columns; columns are independent, so their number per program
+changes no bit. The preceding kernel is `_attend`, whose programs have all waited for queries and keys before they let this kernel
+start; therefore queries and keys may be read before the PDL wait, and the scores of the first block are.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -27,7 +28,7 @@ from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, wait_
 
 @triton.jit
 def _repeat_rows(row_max, row_sum, acc, TIMES: tl.constexpr):
-    """Repeat the rows of a state TIMES times, to the height of a tile."""
+    """Repeat the rows of a state TIMES times, which makes it as high as a tile."""
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     row_max = tl.reshape(tl.broadcast_to(row_max[None, :], (TIMES, ROWS)), (TIMES * ROWS,))
@@ -39,7 +40,7 @@ def _repeat_rows(row_max, row_sum, acc, TIMES: tl.constexpr):
 @triton.jit
 def _path_block(start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS: tl.constexpr,
                 PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):  # fmt: skip
-    """A block's key slots, the positions this tile reads, and those visible to the node."""
+    """The slots of a block's keys, and masks of the positions that this tile reads and of those that the node attends to."""
     position = start + tl.arange(0, BLOCK_KEYS)
     in_range = (position >= low) & (position <= high)
     slots = path_key_slots(start, low, high, tree_start, path, row_pages, head, path_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
@@ -93,7 +94,7 @@ def attend_tree_paths(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile: one node and one KV head."""
+    """One tile, which is one node and one KV head, and some value columns."""
     tile = tl.program_id(0) * 8
     head = tl.program_id(1)
     token = tl.load(tiles + tile)
@@ -102,7 +103,7 @@ def attend_tree_paths(
     low = tl.load(tiles + tile + 4)
     high = tl.load(tiles + tile + 5)
     tree_start = tl.load(tiles + tile + 6)
-    is_node = tl.load(tiles + tile + 1) > 0  # else a padding tile
+    is_node = tl.load(tiles + tile + 1) > 0  # a padding tile has no token
     HEADS_PER_KV: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, BLOCK_M)
     live = (m < HEADS_PER_KV) & is_node
@@ -116,7 +117,7 @@ def attend_tree_paths(
     start_key = tl.maximum(split_start(begin_split, FIRST_SPLIT), low // BLOCK_KEYS * BLOCK_KEYS)
     dtype = q.dtype.element_ty
     q_ptrs = q + token.to(tl.int64) * q_stride + query_head[:, None] * D
-    if KV_QUANT:  # even and odd dimensions apart, see `quantized_scores`
+    if KV_QUANT:  # even and odd dimensions are multiplied separately, see `quantized_scores`
         pair = tl.arange(0, BLOCK_D // 2)
         pair_mask = live[:, None] & (pair < D // 2)[None, :]
         even_query = tl.load(q_ptrs + 2 * pair[None, :], mask=pair_mask, other=0.0)
@@ -126,7 +127,7 @@ def attend_tree_paths(
         query = tl.load(q_ptrs + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
     ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=dtype)
     stop_key, split_stop = high + 1, split_start(begin_split + 1, FIRST_SPLIT)
-    # Scores of the first block, before the PDL wait.
+    # The scores of the first block are computed before the PDL wait (see the module's docstring).
     slots, in_range, visible = _path_block(
         start_key, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS
     )
@@ -139,7 +140,7 @@ def attend_tree_paths(
         value = tl.load(values + offsets[:, None] + column[None, :], mask=in_range[:, None] & column_mask[None, :], other=0.0)
     scores = tl.where(live[:, None] & visible[None, :], scores, float("-inf"))
     wait_for_inputs(PDL)
-    # Load the split that is continued, and merge the splits before it meanwhile, in as many rows as there are heads.
+    # Load the split that the path continues, and meanwhile merge the splits before it, in as many rows as there are heads.
     split_row = (begin_split * merge_count + merge_row).to(tl.int64) * HEADS + query_head
     continues = live & (begin_split == carried_split)
     row_max_s = tl.load(split_max + split_row, mask=continues, other=float("-inf"))

@@ -1,8 +1,8 @@
 """Functions that the Triton kernels share: accurate math, activations, programmatic dependent launch (PDL).
 
 In and out: float32 tiles. Kernels are compiled without contraction of products and sums into fused multiply-adds
-(`enable_fp_fusion=False`), so each operation rounds as written. Triton's interpreter has no libdevice; there numpy's functions
-are used.
+(`enable_fp_fusion=False`), so each operation rounds as written. Triton's interpreter has no libdevice, so functions of `tl`
+replace it there.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -40,10 +40,10 @@ def load_int32(pointers):
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """PDL: allow the next kernel's programs to start on free multiprocessors. Small kernels call this right after their wait,
-    kernels that fill the device near their end, since waiting programs would occupy it. Calling it before the wait (see
-    `begin_kernel`) is rarely good: while the previous kernel holds some multiprocessors, the next one would crowd on the
-    others."""
+    """PDL: allow the next kernel's programs to start on free multiprocessors. Small kernels call this right after their wait.
+    Kernels that fill the device call it near their end, because waiting programs would occupy the device. Calling it before the
+    wait (see `begin_kernel`) is rarely good: while the previous kernel still holds some multiprocessors, all programs of the next
+    one would start on the others."""
     if PDL:
         gdc_launch_dependents()
 
@@ -92,13 +92,13 @@ def sigmoid(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), x itself past 20."""
+    """log(1 + e^x); x itself where x > 20, which is the same after rounding."""
     return tl.where(x > 20.0, x, log1p(exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
 def apply_activation(x, ACTIVATION: tl.constexpr):
-    """silu (1) or gelu in its tanh form (2), of float32."""
+    """silu (ACTIVATION 1) or gelu in its tanh form (2), of float32 values."""
     if ACTIVATION == 1:
         return silu(x)
     else:
@@ -108,8 +108,9 @@ def apply_activation(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def begin_kernel(PDL: tl.constexpr, LAUNCH_FIRST: tl.constexpr = False):
-    """PDL calls at the start of a small kernel. LAUNCH_FIRST: the next kernel is a packed product, which has at most one program
-    per multiprocessor and can load its first weights before its own wait, so it may start before this kernel waits."""
+    """The PDL calls at the start of a small kernel. LAUNCH_FIRST: let the next kernel start before this one waits. That is for a
+    packed product as next kernel: it has at most one program per multiprocessor, and loads its first weights before its own
+    wait."""
     if LAUNCH_FIRST:
         launch_dependents(PDL)
         wait_for_inputs(PDL)
