@@ -1,1 +1,1 @@
-"""The engine: sequences, scheduler, the engine step, and the service that runs it on its own thread."""
+"""The engine: sequences, the scheduler, the engine step, and the service that runs all of them on a thread of its own."""

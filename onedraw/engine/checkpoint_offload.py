@@ -1,7 +1,8 @@
-"""Moves prompt checkpoints between memory and disk: saved checkpoints become snapshots, prompts resume from snapshots.
+"""Moves prompt checkpoints between device memory and disk, where they survive a restart as snapshots.
 
-In: checkpoints that rows have filled, prompts about to be admitted. Out: files; pages and checkpoints in the prefix cache, where
-admission finds them like any others. The engine thread copies and reads; a thread of `SnapshotFolder` writes.
+Checkpoints that rows have saved are exported to files. Before a prompt is admitted, a snapshot that covers more of it than the
+prefix cache is loaded into the cache, where admission finds it like any other prefix. The engine's thread exports and reads; the
+thread of a SnapshotFolder writes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from onedraw.types import History
 
 log = logging.getLogger("onedraw.snapshots")
 
-MIN_TOKENS = 64  # computing a shorter prompt is faster than reading it from disk
+MIN_TOKENS = 64  # Computing a prompt shorter than this takes less time than reading its snapshot.
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMatch:
-    """A snapshot that covers a prompt up to `position`; with `slot`, its recurrent state and logits are used too."""
+    """A snapshot that covers the first `position` tokens of a prompt. With `slot`, its recurrent state and logits are used
+    too."""
 
     snapshot: Snapshot
     position: int
@@ -32,7 +34,7 @@ class SnapshotMatch:
 
 
 class CheckpointOffload:
-    """Owner: the engine."""
+    """Saves and restores the snapshots of one engine. It may only be used on the engine's thread."""
 
     def __init__(self, folder: SnapshotFolder, *, allocator: Allocator, backend: Backend, min_tokens: int = MIN_TOKENS) -> None:
         if not isinstance(backend, SupportsSnapshots):
@@ -45,25 +47,25 @@ class CheckpointOffload:
         return self._folder.written
 
     def save(self, checkpoints: list[tuple[PrefixCheckpoint, tuple[int, ...]]]) -> None:
-        """Export the checkpoints that a step saved and queue them for writing, as far as the disk keeps up."""
+        """Export the checkpoints that a step has saved and queue them for writing. While the disk is busy they are skipped."""
         for checkpoint, tokens in checkpoints:
             if len(tokens) < self._min_tokens or self._folder.busy or tokens in self._folder:
                 continue
             held = checkpoint_pages(self._allocator, checkpoint)
-            if held is None:  # evicted within the same step
+            if held is None:  # It was evicted within the same step.
                 continue
             firsts, pages = [first for first, _ in held], [pages for _, pages in held]
             try:
                 arrays = self._backend.export_checkpoint(checkpoint.slot, pages)
-            except Exception as error:  # a missing snapshot only costs time later; no reply depends on it
+            except Exception as error:  # Without a snapshot a later prompt is computed, which costs time but changes no reply.
                 log.warning("a checkpoint could not be exported to a snapshot: %s", error)
                 return
             if not checkpoint.logits:
-                arrays.pop("logits", None)  # the slot still has the logits of an earlier checkpoint
+                arrays.pop("logits", None)  # The slot may still contain the logits of an earlier checkpoint.
             self._folder.write(tokens, arrays, logits=checkpoint.logits, firsts=firsts)
 
     def fetch(self, history: History) -> None:
-        """Before admission: load a snapshot into the prefix cache if it covers more of the prompt than the cache does."""
+        """Load a snapshot into the prefix cache if it covers more of the prompt than the cache does."""
         if len(history.prompt) < self._min_tokens:
             return
         cached = reusable_length(self._allocator, history)
@@ -82,7 +84,7 @@ class CheckpointOffload:
             self._folder.discard(match.snapshot, error)
             cancel_import(self._allocator, imported)
             return
-        except Exception as error:  # compute the prompt instead; the file may be good, so it stays
+        except Exception as error:  # The prompt is computed instead. The file may be fine, so it stays on disk.
             log.warning("a snapshot could not be loaded: %s", error)
             cancel_import(self._allocator, imported)
             return
@@ -90,8 +92,8 @@ class CheckpointOffload:
         self.restored += 1
 
     def _find(self, history: History) -> SnapshotMatch | None:
-        """The snapshot of exactly this prompt; else, with recurrent state, of a chunk boundary inside it; else, as many full
-        pages as possible."""
+        """Return the best usable snapshot: of the whole prompt with its logits; else, for a model with recurrent state, the
+        longest at a chunk boundary; for other models, the one with the most full pages."""
         prompt, rules, size = history.prompt, self._allocator.rules, self._allocator.page_size
         has_slots = self._allocator.checkpoint_slots.count > 0
         whole = self._folder.longest_whole(prompt, lengths=[len(prompt)]) if has_slots and not history.output else None
@@ -113,35 +115,36 @@ class CheckpointOffload:
         self._folder.close()
 
 
-# ------------------ Import of a prefix from a disk snapshot into the prefix cache
+# ---------------------------------------------------------------------- importing a snapshot into the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixImport:
-    """Pages and slot reserved for a prefix until it is in the prefix cache."""
+    """Pages and a checkpoint slot that are reserved for a prefix until its content is loaded and added to the prefix cache."""
 
     tokens: tuple[int, ...]
     slot: int | None
-    new_pages: tuple[dict[int, int], ...]  # per group: page index in the prefix → page to be filled
-    held_pages: tuple[dict[int, int], ...]  # the same for pages that the cache has already
+    new_pages: tuple[dict[int, int], ...]  # per layer group, page index in the prefix → page to fill
+    held_pages: tuple[dict[int, int], ...]  # per layer group, page index → page that the cache has already
     pinned: Node
 
     def page_map(self, firsts: Sequence[int]) -> list[dict[int, int]]:
-        """Per group: stored page → page to be filled. `firsts`: index in the prefix of each group's first stored page."""
+        """Return for each layer group a map from the number of a stored page to the page to fill. `firsts` has the index in the
+        prefix of each group's first stored page."""
         return [{index - first: page for index, page in new.items()} for first, new in zip(firsts, self.new_pages, strict=True)]
 
 
 def reusable_length(allocator: Allocator, history: History) -> int:
-    """How far a prompt could be resumed from the prefix cache now."""
+    """Return up to which position a prompt could be resumed from the prefix cache now."""
     path = allocator.prefix_cache.match(history.prompt)
     return longest_resume(path, history.prompt, prompt=len(history.prompt), known=len(history), rules=allocator.rules).position
 
 
 def checkpoint_pages(allocator: Allocator, checkpoint: PrefixCheckpoint) -> list[tuple[int, list[int]]] | None:
-    """Per group: index of the first page that the checkpoint's position attends to, and the pages from there on, in order.
+    """Return for each layer group the index of the first page to store, and the pages from there to the checkpoint's position.
 
-    None if the checkpoint or one of these pages is gone. If still present, the pages that the end of the last full page
-    attends to are included: the next prompt of a conversation resumes there.
+    These are the pages that this position attends to. Those that the end of the last full page attends to are added if the cache
+    has them, since the next prompt of a conversation resumes there. None if the checkpoint or a needed page was evicted.
     """
     if checkpoint.node.checkpoints.get(checkpoint.tail) is not checkpoint:
         return None
@@ -163,7 +166,7 @@ def checkpoint_pages(allocator: Allocator, checkpoint: PrefixCheckpoint) -> list
 
 
 def begin_import(allocator: Allocator, tokens: tuple[int, ...], *, slot: bool) -> PrefixImport | None:
-    """Reserve the pages that the cache lacks, and a slot if requested. None if there is not enough room."""
+    """Reserve the pages that the cache lacks, and a checkpoint slot if requested. None if there are too few."""
     position, size = len(tokens), allocator.page_size
     path = allocator.prefix_cache.match(tokens)
     new_pages: list[dict[int, int]] = [{} for _ in allocator.pools]
@@ -184,14 +187,14 @@ def begin_import(allocator: Allocator, tokens: tuple[int, ...], *, slot: bool) -
     for pool, new in zip(allocator.pools, new_pages, strict=True):
         for index in new:
             new[index] = pool.take()
-    if slot and imported.slot is None:  # rows are going to read or fill all slots
+    if slot and imported.slot is None:  # Planned rows will read or fill every slot, so none can be evicted.
         cancel_import(allocator, imported)
         return None
     return imported
 
 
 def finish_import(allocator: Allocator, imported: PrefixImport, *, logits: bool) -> None:
-    """The reserved pages and slot have their content: register them in the prefix cache."""
+    """Add the reserved pages and slot, which have been filled, to the prefix cache."""
     tokens, size, cache = imported.tokens, allocator.page_size, allocator.prefix_cache
     depth = len(tokens) // size
     node = cache.root
@@ -200,7 +203,7 @@ def finish_import(allocator: Allocator, imported: PrefixImport, *, logits: bool)
         for group, new in enumerate(imported.new_pages):
             if index in new:
                 cache.add_page(node, group, new[index])
-    cache.pin(node)  # the node stays while its checkpoint is replaced
+    cache.pin(node)  # so that the cache keeps the node while its checkpoint is replaced
     tail = tokens[depth * size :]
     if imported.slot is not None:
         before = node.checkpoints.get(tail)
@@ -224,7 +227,7 @@ def cancel_import(allocator: Allocator, imported: PrefixImport) -> None:
 
 
 def _release_pages(allocator: Allocator, imported: PrefixImport) -> None:
-    """The pages become idle if the prefix cache refers to them, else free."""
+    """Release the pages: those in the prefix cache stay available for reuse, the others become free."""
     for group, (new, held) in enumerate(zip(imported.new_pages, imported.held_pages, strict=True)):
         allocator.release_pages(group, [page for _, page in sorted({**new, **held}.items())])
     allocator.prefix_cache.unpin(imported.pinned)

@@ -1,11 +1,13 @@
-"""The engine step: plan → submit → collect → commit → deliver events.
+"""The engine step: plan rows, submit them to the backend, collect their outcomes, commit them, and deliver events.
 
-In: requests with sinks, cancellations. Out: events to the sinks. One thread owns everything here (see service.py).
+Requests come with a sink, a function that the engine calls with the request's events. All state here belongs to one thread, which
+`service.py` runs.
 
-Plans of disjoint sequences may be in flight at once. With asynchronous scheduling a plan is submitted before the tokens of
-the one before it are known, so the host works on one step while the device computes the next. Where `submit` returns before
-the step is computed, the events of a step are delivered after the next one is submitted, so the device does not wait for them.
-A step that raises fails its own rows and releases what they hold; the engine continues.
+A plan is a list of rows, and a row is what one sequence computes in a step. Plans with different sequences may be in flight at
+once. With asynchronous scheduling a plan is submitted before the tokens of the previous one are known, so the host prepares a
+step while the device computes another. Where `submit` returns before the step is computed, the events of a step are delivered
+after the next one is submitted, so the device does not wait for them. If a step raises, its own rows fail and release their
+pages, and the engine continues.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ log = logging.getLogger("onedraw.engine")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a step produced for one request. The last event of a request has a finish or an error."""
+    """The result of a step for one request. The last event of a request has a finish reason or an error."""
 
     request_id: str
     sampled: tuple[SampledToken, ...] = ()
     finish: Finish | None = None
     stop_id: int | None = None
     usage: Usage = field(default_factory=Usage)
-    scored: tuple[Logprobs, ...] | None = None  # logprobs of all prompt tokens but the first; once, if requested
+    scored: tuple[Logprobs, ...] | None = None  # logprobs of all prompt tokens but the first; sent once, if requested
     error: OnedrawError | None = None
-    kept: int = 0  # how many of `sampled`, from the first on, were drafts
+    kept: int = 0  # number of leading tokens of `sampled` that had been drafted
 
 
-Sink = Callable[[Event], None]
-Observer = Callable[[Row, RowOutcome], None]  # called with every row that carried drafts, and its outcome
-COUNTERS = (  # fields of Stats that the engine itself counts
+Sink = Callable[[Event], None]  # receives the events of one request on the engine's thread, so it must not block
+Observer = Callable[[Row, RowOutcome], None]  # called with each row that carried drafts, and its outcome
+COUNTERS = (  # the fields of Stats that the engine itself counts; the others come from the scheduler and the allocator
     "prompt_tokens",
     "completion_tokens",
     "drafts",
@@ -65,7 +67,7 @@ COUNTERS = (  # fields of Stats that the engine itself counts
 
 
 class Engine:
-    """Owner: the engine thread of the service, or the test that calls `step`."""
+    """Runs steps for all live requests. Its methods may only be called on one thread, except for `busy`."""
 
     def __init__(
         self,
@@ -79,33 +81,34 @@ class Engine:
         self.scheduler = scheduler
         self._observer, self._offload = observer, offload
         self._live: dict[str, tuple[Sequence, Sink]] = {}
-        self._in_flight: deque[tuple[StepHandle, list[ScheduledRow]]] = deque()  # in order of submission
-        self._undelivered: deque[tuple[Sink, Event]] = deque()  # in order
+        self._in_flight: deque[tuple[StepHandle, list[ScheduledRow]]] = deque()  # submitted steps, oldest first
+        self._undelivered: deque[tuple[Sink, Event]] = deque()  # events, oldest first
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether work is left. Safe to read from another thread while a sequence moves between the queues."""
+        """Whether work is left. Another thread may read this, even while a sequence moves between queues."""
         return bool(self._live or self._in_flight or self._undelivered)
 
     def add(self, request: Request, sink: Sink, constraint: Constraint | None = None) -> None:
-        """`constraint`: built from the request's constraint data, for this request alone."""
+        """Add a request. `constraint` was built from its constraint data, and no other request uses the same object."""
         sequence = Sequence(request, None if constraint is None else IsolatedConstraint(constraint))
         self._live[request.id] = (sequence, sink)
         self.scheduler.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Remove a request; an unknown id has finished already. If it has a row in flight, its lease is released later."""
+        """Remove a request. An unknown id has already finished. The pages of a row in flight are released when it is
+        collected."""
         if request_id in self._live:
             sequence, sink = self._remove(request_id)
             self._undelivered.append((sink, Event(request_id, finish="cancelled", usage=sequence.usage)))
             self._deliver()
 
     def step(self) -> None:
-        """Submit as many plans as the backend takes, then collect and commit the oldest one in flight."""
+        """Submit as many plans as the backend accepts, then collect and commit the oldest one in flight."""
         if self.scheduler.waiting:
-            self._deliver()  # admission may read a snapshot from disk, and events must not wait for it
+            self._deliver()  # Admission may read a snapshot from disk, and events must not wait for that.
         self._submit_plans()
         self._submit_ahead()
         self._deliver()
@@ -114,7 +117,7 @@ class Engine:
         handle, members = self._in_flight.popleft()
         try:
             outcome = self.backend.collect(handle)
-        except BaseException as error:  # a panic in native code is not an Exception
+        except BaseException as error:  # A panic in native code is not an Exception.
             ended = self._release_ended(members)
             self._fail([member for member in members if member.sequence not in ended], error)
             return
@@ -123,15 +126,15 @@ class Engine:
         for member, result in zip(members, outcome.rows, strict=True):
             if member.sequence not in ended:
                 self._commit(member, result)
-        saved = self.scheduler.allocator.take_saved()  # also without offload: else the list would grow
+        saved = self.scheduler.allocator.take_saved()  # This empties a list that would otherwise grow, even without offload.
         offloads = self._offload is not None and bool(saved)
         if offloads or not self.backend.capacity.async_tokens:
             self._deliver()
-        if self._offload is not None and offloads:  # after delivery: no reply waits for the export
+        if self._offload is not None and offloads:  # Events were delivered above, so that no reply waits for the export.
             self._offload.save(saved)
 
     def _deliver(self) -> None:
-        """Call the sinks with the events so far."""
+        """Call the sinks with all events that were not delivered yet, oldest first."""
         while self._undelivered:
             sink, event = self._undelivered.popleft()
             sink(event)
@@ -142,12 +145,12 @@ class Engine:
                 return
 
     def _submit_ahead(self) -> None:
-        """Submit the step after the only one in flight, before its tokens are known."""
+        """Submit the step after the only one in flight, although the tokens it samples are not known yet."""
         if len(self._in_flight) == 1:
             self._submit(self.scheduler.plan_ahead(self._in_flight[0][1]), "steps_ahead", True)
 
     def _submit(self, members: list[ScheduledRow], counter: str, counts: bool) -> bool:
-        """Whether a plan was submitted. If the backend raises, the rows of the plan fail."""
+        """Submit a plan and return whether that worked. If the backend raises, the rows of the plan fail."""
         if not members:
             return False
         if not self._returns_at_once(members):
@@ -163,13 +166,14 @@ class Engine:
         return True
 
     def _returns_at_once(self, members: list[ScheduledRow]) -> bool:
-        """Whether `submit` only starts this plan. Plans in flight must be of that kind too: others could occupy the device."""
+        """Whether `submit` returns before this plan is computed. That needs the same of every plan in flight, since any other
+        would occupy the device first."""
         plans = [members, *(others for _, others in self._in_flight)]
         return all(self.backend.capacity.submits_async([member.row for member in plan]) for plan in plans)
 
     def _release_ended(self, members: list[ScheduledRow]) -> set[Sequence]:
-        """The plan of these members is collected. Returns the sequences that ended meanwhile, and releases those that have no
-        other row in flight."""
+        """Note that the plan of these members was collected. Return the sequences among them that had ended before, and release
+        the pages of those without another row in flight."""
         self.scheduler.mark_collected(members)
         ended = {member.sequence for member in members if member.sequence.ended}
         for sequence in ended:
@@ -207,7 +211,7 @@ class Engine:
         )
 
     def fail_all(self, error: OnedrawError) -> None:
-        """End every request with this error. An exception for one request must not keep the others from their last event."""
+        """End every request with this error. A failure to end one request must not keep the others from their last event."""
         while self._in_flight:
             handle, members = self._in_flight.popleft()
             try:
@@ -215,7 +219,7 @@ class Engine:
             except BaseException as failure:
                 log.error("a step in flight failed during shutdown", exc_info=failure)
             self.scheduler.mark_collected(members)
-        self.scheduler.in_flight.clear()  # no plan is in flight any more
+        self.scheduler.in_flight.clear()  # Every plan has been collected above.
         for request_id, (_, sink) in list(self._live.items()):
             try:
                 self._remove(request_id)
@@ -228,7 +232,7 @@ class Engine:
                 self._deliver()
             except BaseException as failure:
                 log.error("the error event of a request could not be delivered", exc_info=failure)
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:  # cancelled while in flight
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:  # these were cancelled while a row was in flight
             try:
                 self.scheduler.finish(sequence)
             except BaseException as failure:
@@ -257,11 +261,11 @@ class Engine:
             stop_id = sampled[-1].token if finish == "stop" else None
             kept = sequence.kept - kept_before
             self._undelivered.append((sink, Event(row.request_id, sampled, finish, stop_id, sequence.usage, scored, kept=kept)))
-        if error is not None:  # a separate event: a stop string in the tokens before it may end the reply without error
+        if error is not None:  # This is an event of its own: a stop string before it may end the reply without an error.
             self._undelivered.append((sink, Event(row.request_id, usage=sequence.usage, error=error)))
 
     def _prompt_logprobs(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
-        """The logprobs of the prompt, once, when its last position is computed."""
+        """Return the prompt's logprobs when its last position has been computed, once per request; else None."""
         if not sequence.bypasses_cache or sequence.logprobs_sent or sequence.computed < len(sequence.request.prompt):
             return None
         sequence.logprobs_sent = True
@@ -273,11 +277,11 @@ class Engine:
             self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
         sequence.ended = True
-        del self._live[request_id]  # last: if something above raises, the request still gets its error event
+        del self._live[request_id]  # Last, so that the request still gets its error event if something above raises.
         return sequence, sink
 
     def _fail(self, members: list[ScheduledRow], error: BaseException) -> None:
-        """The step of these members raised: end their requests with an error."""
+        """End the requests of these rows with an error, because their step raised. The error id is also in the log."""
         error_id = secrets.token_hex(6)
         log.error("step failed, error id %s", error_id, exc_info=error)
         self._totals["failed_steps"] += 1

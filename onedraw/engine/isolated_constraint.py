@@ -1,7 +1,7 @@
 """Wraps a request's constraint so that an exception in it fails only this request, not the other rows of the step.
 
-A constraint that raises counts as one that allows no token. The engine then takes the cause from `failure`: an error made for
-the user, or any other exception, which is logged with an error id.
+If the constraint raises, no token is allowed, so the row samples none. The engine then asks `failure` for the cause: an error
+with a message for the user, or any other exception, which is logged under an error id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class IsolatedConstraint:
-    """Owner: one request."""
+    """The constraint of one request, with its exceptions caught."""
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
@@ -27,7 +27,7 @@ class IsolatedConstraint:
         return EMPTY_MASK if isinstance(answer, BaseException) else answer
 
     def failure(self, output: Sequence[int]) -> OnedrawError | None:
-        """The error that the constraint raises after this output, if it raises."""
+        """Return the error that the constraint raises after this output, or None if it does not raise."""
         answer = self._try(output, ())
         if isinstance(answer, OnedrawError):
             return answer
@@ -42,5 +42,5 @@ class IsolatedConstraint:
             return self._constraint.allowed(output, drafts)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in native code is not an Exception
+        except BaseException as error:  # A panic in native code is not an Exception.
             return error

@@ -1,17 +1,17 @@
-"""The scheduler decides which sequences run in the next step and how many tokens each computes: sequences → Plan.
+"""The scheduler: it decides which sequences run in the next step and how many tokens each of them computes.
 
-In: waiting and running sequences, the allocator, a token budget. Out: rows with their sequences.
+It reads the waiting and running sequences, the allocator and a token budget, and returns rows with their sequences.
 
-First come, first served. Generating sequences take one token each (and drafts if there is room), then the rest of the
-budget goes to prompts in order of arrival. A prompt row that does not reach the end of its prompt stops at a multiple of the
-backend's chunk. A sequence that needs pages preempts the latest sequence without a row in this plan. A sequence whose whole
-prompt comes from a checkpoint generates at once, with a row of no tokens.
+Requests are served first come, first served. Each generating sequence gets one token, and drafts if there is room; the rest of
+the budget goes to prompts in order of arrival. A prompt row that does not reach the end of its prompt stops at a multiple of
+the backend's chunk. If a sequence needs pages and none is free, the latest sequence without a row in this plan is preempted. A
+sequence whose whole prompt comes from a checkpoint generates at once, with a row that has no tokens to compute.
 
-If the backend takes several plans at once, each plan gets an even share of the sequences, or as many as cost no extra time, so
-that sequences are left for the next plan. A sequence with a row in flight gets no second row and is not preempted.
+If the backend takes several plans at once, each plan gets an even share of the sequences, or more if more rows cost no extra
+time, so that the next plan has sequences too. A sequence with a row in flight gets no second row and is not preempted.
 
-With asynchronous scheduling (`plan_ahead`), a plan of plain decode rows is followed by one with the same sequences, each one
-token further, before the first is collected. As soon as there is anything else to do, the next plan waits for the collection.
+With asynchronous scheduling, `plan_ahead` follows a plan of plain decode rows with a plan of the same sequences, one token
+further, before the first one is collected. If there is anything else to do, the next plan waits until then.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from onedraw.memory.pages import longest_row
 from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import History, Row
 
-Fetch = Callable[[History], None]  # loads the snapshot of a prompt, if the disk has one, into the prefix cache
+Fetch = Callable[[History], None]  # loads a snapshot of the prompt into the prefix cache, if there is one on disk
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """A row and the sequence it belongs to."""
+    """A row of a plan, and the sequence to which it belongs."""
 
     sequence: Sequence
     row: Row
-    source: str = ""  # which proposer, or the device, made the row's drafts
+    source: str = ""  # the name of the proposer that made the row's drafts, or "device" for the backend's drafter
 
 
 class Scheduler:
-    """Owner: the engine. `running` is in order of admission, `waiting` in order of arrival."""
+    """The queues of sequences and the rules above. The engine owns it. `running` is in order of admission, `waiting` in order of
+    arrival."""
 
     def __init__(
         self, *, allocator: Allocator, capacity: Capacity, speculator: Speculator, step_tokens: int, fetch: Fetch | None = None
@@ -50,14 +51,14 @@ class Scheduler:
         self.capacity = capacity
         self.speculator = speculator
         most = step_tokens if capacity.step_tokens is None else min(step_tokens, capacity.step_tokens)
-        self.step_tokens = max(most, capacity.chunk)  # at least one chunk, so that a prompt always advances
+        self.step_tokens = max(most, capacity.chunk)  # at least one chunk, since a prompt advances by whole chunks
         self.longest_row = min(
             self.step_tokens,
             longest_row(capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk),
         )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.in_flight: Counter[Sequence] = Counter()  # sequences with rows in flight, and how many rows
+        self.in_flight: Counter[Sequence] = Counter()  # sequence → number of its rows that are submitted and not collected
         self.preemptions = 0
         self._fetch = fetch
 
@@ -85,8 +86,8 @@ class Scheduler:
         return members
 
     def plan_ahead(self, members: List[ScheduledRow]) -> list[ScheduledRow]:
-        """The plan after the one in flight: one row per sequence, for the token that is being sampled. Empty if the next plan
-        must wait for the collection: a sequence is not in flight, has drafts, or gets no page."""
+        """Return the plan after the one in flight: one row per sequence, for the token that is being sampled. It is empty if the
+        next plan must wait for the collection, because a sequence is not in flight, has drafts, or gets no page."""
         if not self.capacity.async_scheduling or any(member.row.drafts for member in members):
             return []
         self._admit()
@@ -99,10 +100,10 @@ class Scheduler:
         return [ScheduledRow(member.sequence, member.sequence.row_ahead(member.row)) for member in continuing]
 
     def _can_run_ahead(self, member: ScheduledRow, running: int) -> bool:
-        """Whether the sequence's next row depends on this row's outcome in nothing but its token."""
+        """Whether the sequence's next row depends on the outcome of this row only through the sampled token."""
         sequence, row = member.sequence, member.row
         if not row.samples or len(row.tokens) != 1 or row.start < row.prompt_stop or not _needs_no_host(row):
-            return False  # after preemption the next token may be known already
+            return False  # After preemption, tokens beyond this row may be known, and the row samples nothing new.
         if self._propose(sequence, self.step_tokens, running, tentative=True).drafts:
             return False
         return sequence.lease is not None and sequence.lease.reserve(row.stop + 1)
@@ -118,7 +119,7 @@ class Scheduler:
                 del self.in_flight[member.sequence]
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence from its queue and release its lease."""
+        """Remove a sequence from its queue and release its lease (lane, pages and checkpoint)."""
         assert sequence not in self.in_flight, "a row in flight still writes to the pages of this lease"
         if sequence.lease is not None:
             sequence.lease.release()
@@ -149,14 +150,14 @@ class Scheduler:
         proposal = self.speculator.propose(*known, room=room, running=running, tentative=tentative)
         drafts = proposal.drafts[:room]
         vocab, legal = self.capacity.vocab, 0
-        for token, parent in drafts:  # in the vocabulary, and with a parent before it
+        for token, parent in drafts:  # keep drafts while tokens are in the vocabulary and parents come before them
             if not (0 <= token < vocab and -1 <= parent < legal):
                 break
             legal += 1
         return Proposal(drafts[:legal], proposal.source) if legal else NO_PROPOSAL
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
-        """How many known tokens a prompt row takes: all that remain, or up to a multiple of the chunk."""
+        """Return how many known tokens a prompt row computes: all that remain, or as many as end at a multiple of the chunk."""
         budget = min(budget, self.longest_row)
         if budget >= sequence.remaining:
             return sequence.remaining
@@ -168,20 +169,20 @@ class Scheduler:
     def _add_row(
         self, sequence: Sequence, length: int, proposal: Proposal, members: list[ScheduledRow], planned: set[Sequence]
     ) -> bool:
-        """Reserve pages for the row, preempting later sequences if necessary, and add it to the plan."""
-        if sequence.lease is None:  # preempted earlier in this plan
+        """Reserve pages for a row and add it to the plan. If necessary, later sequences are preempted; return whether it fits."""
+        if sequence.lease is None:  # An earlier row of this plan has preempted it.
             return False
         needed = sequence.computed + length + len(proposal.drafts)
-        if proposal.drafts and not sequence.lease.reserve(needed):  # drafts are no reason to preempt a sequence
+        if proposal.drafts and not sequence.lease.reserve(needed):  # Drop the drafts rather than preempt a sequence for them.
             proposal, needed = NO_PROPOSAL, sequence.computed + length
         while not sequence.lease.reserve(needed):
             victim = next((s for s in reversed(self.running) if s not in planned and s not in self.in_flight), sequence)
-            if victim is sequence and self.in_flight:  # rows in flight may release pages when collected
+            if victim is sequence and self.in_flight:  # Rows in flight may release pages when they are collected.
                 return False
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if self.capacity.lookahead:  # pages for the backend's own drafter, if available without preemption
+        if self.capacity.lookahead:  # Reserve pages for the backend's own drafter, if that needs no preemption.
             sequence.lease.reserve(min(needed + self.capacity.lookahead, self.capacity.max_context))
         members.append(ScheduledRow(sequence, sequence.row(length=length, drafts=proposal.drafts), proposal.source))
         planned.add(sequence)
@@ -195,7 +196,7 @@ class Scheduler:
 
 
 def _needs_no_host(row: Row) -> bool:
-    """Whether sampling needs nothing that the host computes from the tokens before it."""
+    """Whether sampling the next token needs nothing that the host computes from the latest one, such as a token mask."""
     params = row.params
     plain = params.logprobs is None and row.history.constraint is None
     return plain and params.dry is None and not params.bad_words

@@ -1,6 +1,6 @@
-"""One request being generated: its known tokens, how far they are computed, and its lease.
+"""A request that is being generated: its known tokens, how far they are computed, and the memory it holds.
 
-In: row outcomes. Out: newly sampled tokens, and whether the request is finished. Owner: the engine thread.
+Row outcomes come in; newly sampled tokens and the finish reason go out. A Sequence belongs to the engine's thread.
 
     known    = len(history)                 prompt and everything sampled so far
     computed <= known                       positions whose state is committed
@@ -35,15 +35,15 @@ class Sequence:
     history: History = field(init=False)
     computed: int = 0
     lease: Lease | None = None
-    cached: int = 0  # prompt positions that came from the prefix cache when first admitted
+    cached: int = 0  # number of prompt positions that came from the prefix cache when the sequence was first admitted
     admitted: bool = False
     kept: int = 0
     rejected: int = 0
     scored: list[Logprobs] = field(default_factory=list)
-    next_drafts: tuple[Draft, ...] = ()  # made by the backend's drafter, for the next row
-    looked_up: bool = False  # in the disk snapshots, before the first admission
-    ended: bool = False  # no longer reported to its sink; a row may still be in flight
-    logprobs_sent: bool = False  # the prompt's logprobs; not computed again after preemption
+    next_drafts: tuple[Draft, ...] = ()  # drafts for the next row, made by a drafter on the device
+    looked_up: bool = False  # the disk was searched for a snapshot of the prompt, which happens once
+    ended: bool = False  # the sink gets no more events, although a row may still be in flight
+    logprobs_sent: bool = False  # the prompt's logprobs were sent, so a preempted sequence need not compute them again
 
     def __post_init__(self, constraint: Constraint | None) -> None:
         self.history = History(self.request.prompt, constraint=constraint)
@@ -54,12 +54,12 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens still to compute; 1 while generating, 0 if a checkpoint covers the whole prompt."""
+        """Known tokens that are not computed yet: 1 while generating, 0 if a checkpoint covers the whole prompt."""
         return self.known - self.computed
 
     @property
     def room(self) -> int:
-        """Tokens that may still be sampled."""
+        """How many tokens may still be sampled."""
         return self.request.params.max_tokens - len(self.history.output)
 
     @property
@@ -74,7 +74,7 @@ class Sequence:
 
     @property
     def bypasses_cache(self) -> bool:
-        """Prompt logprobs need the logits of every prompt position, so every position is computed."""
+        """Whether every prompt position must be computed, because the request wants the logprobs of its prompt."""
         return self.request.params.prompt_logprobs is not None
 
     def begin(self, lease: Lease) -> None:
@@ -87,11 +87,11 @@ class Sequence:
 
     @property
     def saves(self) -> bool:
-        """Whether the next row may save a checkpoint. Such a row carries no drafts, so its state covers known tokens only."""
+        """Whether the next row may save a checkpoint. Such a row has no drafts, so that its state covers known tokens only."""
         return self.lease is not None and bool(self.lease.save_positions)
 
     def rewind(self) -> None:
-        """Preemption: release the lease and compute again later. The tokens stay."""
+        """Preempt the sequence: release its lease and compute everything again later. Its tokens stay known."""
         assert self.lease is not None
         self.lease.release()
         self.lease, self.computed, self.next_drafts = None, 0, ()
@@ -119,7 +119,7 @@ class Sequence:
         )
 
     def row_ahead(self, row: Row) -> Row:
-        """The row after one in flight, for the token that it samples."""
+        """Return the row that follows a row in flight. It computes the token that the row in flight samples."""
         assert self.lease is not None
         return Row(
             request_id=row.request_id,
@@ -136,13 +136,13 @@ class Sequence:
         )
 
     def accept(self, row: Row, outcome: RowOutcome) -> tuple[tuple[SampledToken, ...], Finish | None]:
-        """Apply the outcome of a row. Tokens sampled past a stop id or past max_tokens are dropped."""
+        """Apply the outcome of a row. Tokens sampled beyond a stop id or max_tokens are dropped."""
         self.scored.extend(outcome.scored)
         self.next_drafts = outcome.next_drafts
         kept = len(outcome.kept)
         self.computed = row.stop + kept
         sampled, finish = self._append(outcome.sampled)
-        kept_in_reply = min(kept, len(sampled))  # a correct draft after a stop id is not part of the reply
+        kept_in_reply = min(kept, len(sampled))  # A draft that was correct but comes after a stop id is not part of the reply.
         self.kept += kept_in_reply
         self.rejected += len(row.drafts) - kept_in_reply
         return sampled, finish

@@ -1,7 +1,7 @@
-"""The border between threads: callers on any thread, the engine on its own.
+"""The service connects callers on any thread with the engine, which runs on a thread of its own.
 
-In: submit and cancel from any thread. Out: events, delivered on the engine thread (a sink must not block). Requests that the
-backend cannot serve are refused here, before any work. A cancellation takes effect at the start of the next step.
+Any thread may submit and cancel requests. Events are delivered on the engine's thread, so a sink must not block. A request that
+the backend cannot serve is refused before it is queued. A cancellation takes effect at the start of the next step.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def refuse_constraints(spec: ConstraintSpec) -> Constraint | None:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request that can run, with its constraint built."""
+    """A request that the backend can serve, with its constraint already built."""
 
     request: Request
     constraint: Constraint | None = None
 
 
 class Service:
-    """Builds, runs and closes an engine on one thread.
+    """Builds, runs and closes an engine on a thread of its own.
 
-    The engine is built on that thread too, so that a CPU backend's OpenMP pool belongs to it: with two pools on one machine
-    both are slower by a third.
+    The engine is built on that thread as well, so that the OpenMP pool of a CPU backend belongs to it: two pools on one machine
+    would slow each other down by a third.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Service:
         made: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_engine, made), name="onedraw-engine", daemon=True)
         self._thread.start()
-        self._engine = made.result()  # raises if make_engine raised
+        self._engine = made.result()  # raises the exception of make_engine, if there was one
         self._stats = self._engine.stats()
 
     @property
@@ -83,16 +83,16 @@ class Service:
 
     @property
     def max_requests(self) -> int:
-        """Requests that may run and wait at once; a call with more can never be accepted."""
+        """How many requests may run and wait together. A call with more of them could never be accepted."""
         return self._queue_limit + self.capacity.lanes
 
     def stats(self) -> Stats:
-        """As of the last step."""
+        """Return the counters as they were after the last step."""
         return self._stats
 
     def check(self, request: Request) -> CheckedRequest:
-        """Build the request's constraint, and raise if the request cannot run here. Called on the caller's thread: to compile a
-        grammar takes a while."""
+        """Build the request's constraint, and raise if the request cannot be served. This runs on the caller's thread, because
+        compiling a grammar takes time and the engine's thread must not wait for it."""
         capacity, params = self.capacity, request.params
         constraint = None if request.constraint is None else self._build_constraint(request.constraint)
         for token in request.prompt:
@@ -120,7 +120,7 @@ class Service:
         return CheckedRequest(request, constraint)
 
     def submit(self, requests: Sequence[tuple[Request | CheckedRequest, Sink]]) -> None:
-        """Accept all of the requests or none. A plain Request is checked first."""
+        """Accept all of the requests or none. Requests that are not checked yet are checked first."""
         if len(requests) > self.max_requests:
             raise BadRequest(
                 f"{len(requests)} replies at once are more than the {self.max_requests} that may run and wait; "
@@ -144,7 +144,7 @@ class Service:
             self._changed.notify()
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let the running ones finish for at most this long, then end the thread."""
+        """Refuse new requests, let running ones finish within `drain_seconds`, then cancel the rest and end the thread."""
         with self._changed:
             self._draining = True
         deadline = time.monotonic() + drain_seconds
@@ -156,7 +156,7 @@ class Service:
         self._thread.join()
 
     def _has_work(self) -> bool:
-        with self._changed:  # under the lock an arrival is either still queued or added to the engine
+        with self._changed:  # Under the lock, an arrival is either in the queue or in the engine, never between them.
             return bool(self._arrivals) or self._engine.busy
 
     def _free_lanes(self) -> int:
@@ -177,7 +177,7 @@ class Service:
         except BaseException:
             log.exception("the engine failed and cannot continue")
         finally:
-            with self._changed:  # no request is accepted from here on
+            with self._changed:  # From here on `submit` refuses requests, so none can be left without an event.
                 self._stop = True
                 left, self._arrivals = self._arrivals, deque()
             for checked, sink in left:
@@ -191,21 +191,21 @@ class Service:
                 engine.close()
 
     def _step(self, engine: Engine) -> bool:
-        """One engine step. False: stop."""
+        """Run one engine step and return whether to continue."""
         try:
             if not self._take_messages(engine):
                 return False
             engine.step()
             if not engine.busy:
                 engine.scheduler.allocator.audit()
-        except BaseException:  # a bug outside the backend, or a panic in native code: no caller may wait forever
+        except BaseException:  # A bug outside the backend or a panic in native code. Every caller must still get its last event.
             log.exception("the engine failed between steps")
             engine.fail_all(StepFailed("the engine failed; see the server's log"))
         self._stats = engine.stats()
         return True
 
     def _take_messages(self, engine: Engine) -> bool:
-        """Apply arrivals and cancellations; sleep while there is nothing to do. False: stop."""
+        """Pass arrivals and cancellations to the engine. Sleep while there is nothing to do. Return False to stop the thread."""
         with self._changed:
             while not (self._stop or self._arrivals or self._cancelled or engine.busy):
                 self._changed.wait()
@@ -216,7 +216,7 @@ class Service:
                 checked, sink = self._arrivals.popleft()
                 engine.add(checked.request, sink, checked.constraint)
             if arrived:
-                self._stats = engine.stats()  # the next submit reads how many are waiting
+                self._stats = engine.stats()  # `submit` compares the number of waiting requests with the queue limit.
             cancelled, self._cancelled = self._cancelled, deque()
         for request_id in cancelled:
             engine.cancel(request_id)

@@ -1,6 +1,6 @@
-"""The engine's counters as one frozen value that any thread may read.
+"""The engine's counters as one frozen value, which any thread may read.
 
-In: counts of the engine, scheduler, allocator and speculator. Out: Stats, read by `/metrics`, `bench` and `prove`.
+The engine, scheduler, allocator and speculator count; `/metrics`, `onedraw bench` and `onedraw prove` read.
 """
 
 from __future__ import annotations
@@ -11,52 +11,54 @@ from itertools import zip_longest
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """Counters of one source of drafts."""
+    """Counters of the drafts from one source: a proposer on the host, or the drafter on the device."""
 
     source: str
     rows: int = 0  # rows that carried its drafts
-    drafted: int = 0
-    kept: int = 0
+    drafted: int = 0  # drafts that were verified
+    kept: int = 0  # drafts that equalled the sampled token
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
+    """Counters since the start. `running`, `waiting`, `pages_*`, `checkpoints_used` and `checkpoints_total` are gauges of now."""
+
     running: int = 0
     waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
-    window_pages_freed: int = 0  # pages that a sliding window has passed
+    window_pages_freed: int = 0  # pages freed because a sliding window has moved beyond them
     checkpoints_used: int = 0
     checkpoints_total: int = 0
     checkpoints_saved: int = 0
-    checkpoints_evicted: int = 0  # to make room for another one
+    checkpoints_evicted: int = 0  # checkpoints removed to make room for others
     restores: int = 0  # rows that restored a checkpoint
-    whole_prompts: int = 0  # of them, rows with nothing left to compute
-    page_copies: int = 0
+    whole_prompts: int = 0  # rows that restored a checkpoint and had nothing left to compute
+    page_copies: int = 0  # partly filled pages copied for a restored checkpoint
     snapshots_saved: int = 0  # checkpoints written to the disk
-    snapshots_restored: int = 0  # prompts that resumed from one
-    prefix_queries: int = 0  # tokens looked up
-    prefix_hits: int = 0  # tokens found
-    prompt_tokens: int = 0  # prompt tokens computed; recomputation counts again
+    snapshots_restored: int = 0  # prompts that resumed from a snapshot on disk
+    prefix_queries: int = 0  # tokens looked up in the prefix cache
+    prefix_hits: int = 0  # tokens found in the prefix cache
+    prompt_tokens: int = 0  # prompt tokens computed; those computed again after preemption count again
     completion_tokens: int = 0
     preemptions: int = 0
     drafts: int = 0  # rows that carried drafts
     draft_trees: int = 0  # rows whose drafts branch
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # drafts kept by verification, also those after a stop id
-    accepted_per_position: tuple[int, ...] = ()  # rows that kept a draft at depth 1, 2, …
+    accepted_tokens: int = 0  # drafts kept by verification, including those after a stop id
+    accepted_per_position: tuple[int, ...] = ()  # entry i: rows that kept more than i drafts
     drafted_by: tuple[DraftStats, ...] = ()
-    propose_seconds: float = 0.0  # spent in proposers on the host
-    middle_chunks: int = 0  # rows that did not reach the end of the known tokens
+    propose_seconds: float = 0.0  # time spent in proposers on the host
+    middle_chunks: int = 0  # rows that stopped before the end of the known tokens
     mixed_steps: int = 0  # steps with more than one row
     failed_steps: int = 0
     steps: int = 0
-    overlapped_steps: int = 0  # submitted while another step was in flight
-    steps_ahead: int = 0  # submitted before the tokens of the step in flight were known
-    step_seconds: float = 0.0
+    overlapped_steps: int = 0  # steps submitted while another one, of other sequences, was in flight
+    steps_ahead: int = 0  # steps submitted before the tokens of the previous one were known
+    step_seconds: float = 0.0  # duration of all steps together
 
     def since(self, earlier: Stats) -> Stats:
-        """Counts since `earlier`; `running` and the other gauges become differences too."""
+        """Return the counts since `earlier`. Gauges become differences as well."""
         composite = ("accepted_per_position", "drafted_by")
         numbers = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Stats) if f.name not in composite}
         pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
