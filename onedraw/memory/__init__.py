@@ -1,1 +1,1 @@
-"""KV cache memory: pages, prefix cache, checkpoint slots, disk snapshots, and the allocator that hands them out."""
+"""Host-side accounting of KV cache memory: pages, prefix cache, checkpoint slots, disk snapshots, and the allocator."""

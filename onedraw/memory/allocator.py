@@ -1,7 +1,8 @@
-"""The allocator hands out lanes, KV pages and checkpoint slots; a lease is the part of them that one sequence holds.
+"""The allocator gives out lanes, KV pages and checkpoint slots. A Lease is the part of them that one sequence holds.
 
-In: a sequence's tokens and lengths. Out: Lease, whose page and slot numbers go into rows. `Lease.release` returns everything.
-`audit` checks the counts whenever the engine is idle; tests call `audit_all` after every step.
+A lane is a slot of per-sequence state on the device, and a page is a block of KV positions. Only numbers are handled here; the
+backend owns the memory. `Lease.release` returns everything. `audit` compares the counts whenever the engine is idle, and tests
+call `audit_all` after every step.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from onedraw.memory.pages import NO_PAGE, GroupSizes, PagePool, Pages, first_vis
 from onedraw.memory.prefix_cache import Node, PrefixCache, PrefixCheckpoint, ResumePoint, ReuseRules, longest_resume
 from onedraw.types import CheckpointSave, History, PageCopy
 
-_UNLIMITED = 2**62
+_UNLIMITED = 2**62  # larger than any position
 
 
 class CacheSizes(Protocol):
-    """The sizes of a backend's capacity that the allocator works with."""
+    """The sizes that the allocator needs to know of a backend's Capacity."""
 
     @property
     def lanes(self) -> int: ...
@@ -43,11 +44,11 @@ class CacheSizes(Protocol):
 
 
 class Allocator:
-    """Owner: the scheduler, on the engine thread."""
+    """Gives out memory, in numbers. The scheduler owns it, on the engine's thread."""
 
     def __init__(self, sizes: CacheSizes, *, reuse: bool) -> None:
         self.page_size = sizes.page_size
-        self.reuse = reuse  # whether prefixes are shared
+        self.reuse = reuse  # whether prompts share the pages of common prefixes
         self.rules = ReuseRules(
             page_size=sizes.page_size,
             windows=tuple(group.window for group in sizes.groups),
@@ -61,13 +62,13 @@ class Allocator:
         )
         self.lanes = Slots(sizes.lanes)
         self.checkpoint_slots = CheckpointSlots(sizes.checkpoints if reuse else 0, evict=self.remove_checkpoint)
-        self.leases: dict[int, Lease] = {}  # by lane
-        self.saving: set[tuple[int, ...]] = set()  # prefixes whose checkpoints planned rows will fill
-        self.tokens_queried = 0  # looked up in the prefix cache
-        self.tokens_hit = 0  # found there
-        self.window_pages_freed = 0  # pages that a sliding window has passed
+        self.leases: dict[int, Lease] = {}  # lane → its lease
+        self.saving: set[tuple[int, ...]] = set()  # prefixes whose checkpoints are being saved by planned rows
+        self.tokens_queried = 0  # tokens looked up in the prefix cache
+        self.tokens_hit = 0  # tokens found there
+        self.window_pages_freed = 0  # pages freed because a sliding window has moved beyond them
         self.checkpoints_saved = 0
-        self._saved_ends: list[tuple[PrefixCheckpoint, tuple[int, ...]]] = []  # see take_saved
+        self._saved_ends: list[tuple[PrefixCheckpoint, tuple[int, ...]]] = []  # what `take_saved` returns next
 
     @property
     def pages_held(self) -> int:
@@ -80,12 +81,12 @@ class Allocator:
     # ------------------------------------------------------------------ allocation
 
     def allocate(self, history: History, *, reuse: bool, more: int = 1, step: int | None = None) -> Lease | None:
-        """A lease that resumes from the longest cached prefix, or None if lanes or pages do not suffice.
+        """Return a lease that resumes from the longest cached prefix, or None if lanes or pages do not suffice.
 
         At least one known token is left to compute, because its logits are needed, unless a checkpoint has them. The known
-        tokens and `more` must fit now, in rows of up to `step` tokens, beside the pages that running sequences still need:
-        admission must not cause preemption. A prompt that is only scored has no next token, so it must not wait for a page
-        for one.
+        tokens and `more` new ones must fit now, in rows of at most `step` tokens, in addition to the pages that running sequences
+        still need: admitting a sequence must not preempt another. `more` is 0 for a prompt that is only scored, so that it does
+        not wait for a page it never uses.
         """
         if not self.lanes.available:
             return None
@@ -95,7 +96,7 @@ class Allocator:
             tokens = history.prompt if self.rules.recurrent else tuple(history.slice(0, known))
         path = self.prefix_cache.match(tokens)
         length, step = known + more, step or known + more
-        for copies in (True, False):  # copying a partly filled page takes one page more than a cold run, maybe too many
+        for copies in (True, False):  # Copying a partly filled page takes one page more than a cold run, perhaps too many.
             resume = longest_resume(path, tokens, prompt=prompt, known=known, rules=self.rules, copies=copies)
             if self._fits(resume, length, step):
                 self.tokens_queried += len(tokens)
@@ -106,11 +107,11 @@ class Allocator:
         return None
 
     def first_visible(self, length: int, window: int | None) -> int:
-        """Positions before it can be freed once `length` positions are committed."""
+        """Return the first position that is still needed once `length` positions are committed."""
         return first_visible(length, window)
 
     def _shared_pages(self, resume: ResumePoint, group: int) -> Pages:
-        """Pages of the resumed prefix by page index; NO_PAGE for those that the window has passed."""
+        """Return the pages of the resumed prefix by page index. It is NO_PAGE where a sliding window has moved beyond."""
         first = first_visible(resume.position, self.pools[group].window) // self.page_size
         return page_array([NO_PAGE] * first + [node.pages[group] for node in resume.path[1 + first :]])
 
@@ -125,8 +126,9 @@ class Allocator:
         return True
 
     def _reserved(self, group: int) -> int:
-        """Pages of a sliding group that running sequences will take again: a window frees some pages and takes others, so
-        the number held now is no bound. The positions of one step are counted for the new sequence alone: all rows share them."""
+        """Return how many more pages of a group with a sliding window the running sequences will need. Their windows free pages
+        and take others, so the number they hold now is no bound. The positions of one step are counted for the new sequence
+        alone, since all rows of a step share its token budget."""
         window = self.pools[group].window
         if window is None:
             return 0
@@ -168,7 +170,7 @@ class Allocator:
         return lease
 
     def _plan_restore(self, checkpoint: PrefixCheckpoint, pages: tuple[Pages, ...]) -> Restore:
-        """Pin a checkpoint and hold the pages to copy until a row has restored them."""
+        """Pin the checkpoint and retain its partly filled pages until a row has copied them."""
         self.checkpoint_slots.pin(checkpoint.slot)
         for pool, source in zip(self.pools, checkpoint.pages):
             pool.retain(source)
@@ -181,7 +183,7 @@ class Allocator:
     # ------------------------------------------------------------------ checkpoints
 
     def add_checkpoint(self, lease: Lease, pending: PendingSave) -> None:
-        """A row has filled a checkpoint's slot: add it to the prefix cache, unless the cache has the same one."""
+        """Add a checkpoint, whose slot a row has filled, to the prefix cache. If the cache has an equal one, free the slot."""
         self.saving.discard(pending.tokens)
         depth, node = pending.position // self.page_size, lease.node
         while node.depth > depth:
@@ -204,27 +206,28 @@ class Allocator:
             self._saved_ends.append((checkpoint, pending.tokens))
 
     def remove_checkpoint(self, checkpoint: PrefixCheckpoint) -> None:
-        """Remove a checkpoint from the prefix cache and release its slot."""
+        """Remove a checkpoint from the prefix cache and free its slot."""
         for group, page in self.prefix_cache.remove_checkpoint(checkpoint):
             self.pools[group].uncache(page)
         self.checkpoint_slots.release(checkpoint.slot)
 
     def take_saved(self) -> list[tuple[PrefixCheckpoint, tuple[int, ...]]]:
-        """Checkpoints at the end or last chunk boundary of a prompt, saved since the last call, with their tokens."""
+        """Return the checkpoints at the end or last chunk boundary of a prompt that were saved since the last call, with their
+        tokens."""
         saved, self._saved_ends = self._saved_ends, []
         return saved
 
     # ------------------------------------------------------------------ release
 
     def release_pages(self, group: int, pages: Sequence[int]) -> None:
-        """Release pages of one group, last first: then the end of a prefix is evicted before its beginning."""
+        """Release pages of one group, the last first, so that the end of a prefix is evicted before its beginning."""
         pool, cached = self.pools[group], self.prefix_cache.has_page
         for page in reversed(pages):
             if page != NO_PAGE:
                 pool.release(page, cached=cached(group, page))
 
     def end_restore(self, restore: Restore) -> None:
-        """The row that restores has run, or will not run."""
+        """Unpin a checkpoint, because the row that restores it has run or will not run."""
         self.checkpoint_slots.unpin(restore.slot)
         for copy in restore.copies:
             self.release_pages(copy.group, (copy.source,))
@@ -242,14 +245,14 @@ class Allocator:
         del self.leases[lease.lane]
 
     def _forget_page(self, group: int, page: int) -> None:
-        """An idle page gets new content."""
+        """Remove a page from the prefix cache, because it gets new content, and the checkpoints that need it."""
         for checkpoint in self.prefix_cache.forget_page(group, page):
             self.remove_checkpoint(checkpoint)
 
     # ------------------------------------------------------------------ audit
 
     def audit(self) -> None:
-        """Raise if a page or lane is lost. Compares counts only, so it is cheap enough for every idle moment."""
+        """Raise if a page or lane was lost. Only counts are compared, so this is cheap enough for every idle moment."""
         if self.lanes.available + len(self.leases) != self.lanes.count:
             raise AssertionError("a lane is lost")
         for group, pool in enumerate(self.pools):
@@ -258,7 +261,7 @@ class Allocator:
                 raise AssertionError(f"group {group}: the pool counts {pool.held} held pages, leases hold {held}")
 
     def _held_pages(self, group: int) -> Counter[int]:
-        """Every page that leases hold, with the number of holders."""
+        """Return every page that leases hold, with the number of its holders."""
         held: Counter[int] = Counter()
         for lease in self.leases.values():
             held.update(page for page in lease.pages[group] if page != NO_PAGE)
@@ -267,7 +270,7 @@ class Allocator:
         return held
 
     def audit_all(self) -> None:
-        """Raise if the state of any page, slot, lane or node contradicts the leases."""
+        """Raise if the state of any page, slot, lane or node of the prefix cache contradicts the leases."""
         self.audit()
         for group, pool in enumerate(self.pools):
             pool.audit(self._held_pages(group), self.prefix_cache.pages(group))
@@ -291,7 +294,7 @@ def _partial_page(resume: ResumePoint, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """What the first row of a lease restores before it runs. The source pages are held until then."""
+    """A checkpoint slot and pages that the first row of a lease copies before it runs. They are kept until then."""
 
     slot: int
     copies: tuple[PageCopy, ...]
@@ -299,33 +302,33 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class PendingSave:
-    """A checkpoint that the planned row fills."""
+    """A checkpoint slot that a planned row will fill."""
 
     position: int
     slot: int
-    tokens: tuple[int, ...]  # the prefix it belongs to
-    logits: bool
+    tokens: tuple[int, ...]  # the prefix whose state is saved
+    logits: bool  # whether the logits of its last position are saved too
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Lane, pages and pending checkpoints of one sequence. Owner: that sequence."""
+    """The lane, pages and pending checkpoints of one sequence, which owns the lease."""
 
     allocator: Allocator
     lane: int
-    pages: tuple[Pages, ...]  # per group; NO_PAGE where the window has passed
-    freed: list[int]  # per group: number of leading pages that the window has passed
-    node: Node  # of the last committed full page
-    shareable: int  # positions before it may enter the prefix cache
-    cached: int  # positions taken from the prefix cache
-    length: int  # positions that the sequence was admitted for
+    pages: tuple[Pages, ...]  # pages of each layer group by page index; NO_PAGE where a sliding window has moved beyond
+    freed: list[int]  # for each group, the number of those leading NO_PAGE entries
+    node: Node  # the node of the last full page that is committed
+    shareable: int  # positions below this one may enter the prefix cache
+    cached: int  # number of positions that came from the prefix cache
+    length: int  # number of positions for which the sequence was admitted
     prompt: tuple[int, ...]
-    save_positions: tuple[int, ...] = ()  # positions not yet computed that are worth a checkpoint, most useful first
-    restore: Restore | None = None  # until the first row has run
-    pending_saves: list[PendingSave] = field(default_factory=list)  # from planning a row to its commit
+    save_positions: tuple[int, ...] = ()  # uncomputed positions that are worth a checkpoint, the most useful first
+    restore: Restore | None = None  # set until the first row has run
+    pending_saves: list[PendingSave] = field(default_factory=list)  # set from the planning of a row until its commit
 
     def reserve(self, length: int) -> bool:
-        """Hold pages for positions up to `length` in every group. False, with nothing taken, if a pool has too few."""
+        """Take pages for positions up to `length` in every group. If a pool has too few, take none and return False."""
         count = pages_for(length, self.allocator.page_size)
         for pool, pages in zip(self.allocator.pools, self.pages):
             if count > len(pages) and count - len(pages) > pool.available:
@@ -339,7 +342,7 @@ class Lease:
         return len(self.pages[group]) - self.freed[group]
 
     def plan_saves(self, *, start: int, stop: int, samples: bool) -> tuple[CheckpointSave, ...]:
-        """Take slots for the checkpoints worth saving in a row of these positions, as far as slots are available."""
+        """Take slots for the checkpoints worth saving in a row of these positions, as long as there are slots."""
         if not self.save_positions:
             return ()
         for position in self.save_positions:
@@ -362,8 +365,8 @@ class Lease:
             self.pending_saves.append(PendingSave(position, slot, tokens, logits))
 
     def commit(self, length: int, history: History, *, ahead: int = 0) -> None:
-        """Positions up to `length` are final: release the pages past them, add full pages and checkpoints to the prefix
-        cache, and free the pages that no window reaches any more. A row in flight writes the next `ahead` positions."""
+        """Note that positions up to `length` are final. Release the pages beyond them, except for the next `ahead` positions,
+        which a row in flight writes; add full pages and checkpoints to the prefix cache; and free pages outside every window."""
         allocator = self.allocator
         if self.restore is not None:
             allocator.end_restore(self.restore)
@@ -385,7 +388,7 @@ class Lease:
                 self._free_passed(group, allocator.first_visible(length, pool.window) // allocator.page_size)
 
     def _cache_pages(self, full: int, history: History) -> None:
-        """Add the full pages up to number `full` to the prefix cache."""
+        """Add full pages, up to page index `full`, to the prefix cache."""
         cache, size, node = self.allocator.prefix_cache, self.allocator.page_size, self.node
         for number in range(node.depth, full):
             node = cache.child(node, tuple(history.slice(number * size, (number + 1) * size)))
@@ -397,11 +400,11 @@ class Lease:
         self.node = node
 
     def _free_passed(self, group: int, first: int) -> None:
-        """Release the pages before number `first`, which the window has passed."""
+        """Release the pages before page index `first`, beyond which the sliding window has moved."""
         pages, before = self.pages[group], self.freed[group]
         if first <= before:
             return
-        self.allocator.release_pages(group, pages[before:first][::-1])  # the one passed first becomes idle, so is evicted, first
+        self.allocator.release_pages(group, pages[before:first][::-1])  # the oldest becomes idle, and so is evicted, first
         pages[before:first] = page_array([NO_PAGE] * (first - before))
         self.freed[group] = first
         self.allocator.window_pages_freed += first - before

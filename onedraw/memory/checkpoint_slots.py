@@ -1,6 +1,6 @@
-"""Numbered slots: lanes, and checkpoint slots with least-recently-used eviction; and which prompt positions to checkpoint.
+"""Numbered slots with least-recently-used eviction for checkpoints, and the choice of prompt positions to checkpoint.
 
-In: take, release, add, pin. Out: slot numbers. Owner: the allocator.
+The allocator uses them on the engine's thread. Only numbers are handled here; the backend owns the memory of a slot.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 from onedraw.memory.prefix_cache import PrefixCheckpoint
 
-MIN_INTERVAL = 8  # chunks between the regular checkpoints of a long prompt, at least
-MAX_SHARE = 4  # the regular checkpoints of one prompt take at most 1 / MAX_SHARE of the slots
+MIN_INTERVAL = 8  # The regular checkpoints of a long prompt are at least this many chunks apart.
+MAX_SHARE = 4  # The regular checkpoints of one prompt take at most 1 / MAX_SHARE of the slots.
 
 
 class Slots:
@@ -33,14 +33,14 @@ class Slots:
 
 
 class CheckpointSlots:
-    """A slot is free, taken (a planned row fills it), or in use by a checkpoint. A row is still going to restore a pinned
-    checkpoint, so it is not evicted."""
+    """Slots for checkpoints. A slot is free, taken (a planned row fills it), or in use by a checkpoint. A pinned checkpoint is
+    going to be restored by a planned row, so it is not evicted."""
 
     def __init__(self, count: int, *, evict: Callable[[PrefixCheckpoint], None]) -> None:
         self._slots = Slots(count)
         self._used: OrderedDict[int, PrefixCheckpoint] = OrderedDict()  # least recently used first
-        self._pins: dict[int, int] = {}
-        self._evict = evict  # removes a checkpoint and releases its slot
+        self._pins: dict[int, int] = {}  # slot → number of planned rows that restore its checkpoint
+        self._evict = evict  # removes a checkpoint from the prefix cache and releases its slot
         self.evictions = 0
 
     @property
@@ -52,7 +52,7 @@ class CheckpointSlots:
         return len(self._used)
 
     def take(self) -> int | None:
-        """A slot to fill, or None if rows are going to read or fill all of them."""
+        """Return a slot to fill, or None if planned rows are going to read or fill every slot."""
         if not self._slots.available:
             oldest = next((c for slot, c in self._used.items() if slot not in self._pins), None)
             if oldest is None:
@@ -62,7 +62,7 @@ class CheckpointSlots:
         return self._slots.take()
 
     def release(self, slot: int) -> None:
-        """Free a slot that was taken and not filled, or whose checkpoint was removed."""
+        """Free a slot that was taken but not filled, or whose checkpoint was removed."""
         if slot in self._pins:
             raise AssertionError(f"slot {slot} is released although a row is going to restore it")
         self._used.pop(slot, None)
@@ -94,9 +94,9 @@ class CheckpointSlots:
 
 
 def checkpoint_positions(*, prompt: int, start: int, shared: int, chunk: int, recurrent: bool, slots: int) -> tuple[int, ...]:
-    """Positions of a prompt worth a checkpoint, most useful first. The choice affects speed only, never the answer.
+    """Return the positions of a prompt worth a checkpoint, the most useful first. They affect speed only, never the answer.
 
-    `start`: position from which the prompt is resumed. `shared`: length of the prefix that the cache has pages for.
+    The prompt is resumed from `start`, and the cache has pages for its first `shared` positions.
     """
     positions = [prompt]
     if recurrent:
@@ -107,8 +107,8 @@ def checkpoint_positions(*, prompt: int, start: int, shared: int, chunk: int, re
 
 
 def _regular_positions(prompt: int, *, chunk: int, most: int) -> range:
-    """At most `most` positions at equal intervals, latest first. Intervals double, so prompts of different lengths save at
-    common positions."""
+    """Return at most `most` positions at equal intervals, the latest first. Intervals are doubled until they fit, so that
+    prompts of different lengths save at common positions."""
     interval = MIN_INTERVAL * chunk
     while most and prompt // interval > most:
         interval *= 2

@@ -1,10 +1,10 @@
-"""Snapshots on disk: pages, recurrent state and last logits of prompts, reused after a restart.
+"""Snapshots on disk: the pages, recurrent state and last logits of prompts, which can be reused after a restart.
 
-In: arrays with the tokens they belong to. Out: the same arrays for a prompt that begins with these tokens. A separate thread
-writes; the caller's thread reads. A file is either complete or absent: it is written under a temporary name, flushed and
-renamed. A file that is truncated, damaged, made by another configuration or of another prompt is discarded with one
-warning, and the prompt is computed. The checksum detects accidental damage: a CRC-32 of every MiB under one blake2b, four
-times as fast as blake2b of everything, because the first token waits for the read.
+A snapshot consists of arrays and the tokens they belong to. It is loaded for a prompt that begins with these tokens. A thread
+of its own writes files; the caller's thread reads. A file is either complete or absent: it is written under a temporary name,
+flushed and renamed. A file that is truncated, damaged, or written for another configuration or prompt is discarded with one
+warning, and the prompt is computed. The checksum detects accidental damage. It is a blake2b over one CRC-32 per MiB, four
+times as fast as a blake2b of all bytes: the first token waits for the read. The parts of a file are:
 
     magic, u64 length of the header, header (JSON), tokens (u32), arrays one after the other, checksum of all before it
 """
@@ -34,16 +34,16 @@ log = logging.getLogger("onedraw.snapshots")
 Arrays = Mapping[str, npt.NDArray[Any]]
 MAGIC = b"onedraw snapshot 2\n"
 SUFFIX = ".snapshot"
-DIGEST = 16
-BLOCK = 2**20  # bytes under one CRC
-MAX_QUEUED = 2  # snapshots waiting to be written; more are dropped, because their arrays use memory
-MAX_READ_BYTES = 2**30  # at an admission
-HALF_LIFE = 24 * 3600.0  # seconds in which an unused snapshot loses half of its value
+DIGEST = 16  # bytes of a checksum, and of the hash of a prefix's tokens
+BLOCK = 2**20  # bytes under one CRC-32
+MAX_QUEUED = 2  # Further snapshots are dropped while this many wait to be written, because their arrays use memory.
+MAX_READ_BYTES = 2**30  # A larger snapshot is not read, since all requests wait during the read.
+HALF_LIFE = 24 * 3600.0  # An unused snapshot loses half of its value in this many seconds.
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The content of a file. `firsts`: per page group, the index in the prefix of the first stored page."""
+    """What a file contains. `firsts` has, for each layer group, the index in the prefix of the first stored page."""
 
     tokens: tuple[int, ...]
     logits: bool  # whether the logits of the last token are included
@@ -53,24 +53,24 @@ class Snapshot:
 
 
 class SnapshotFolder:
-    """Owner: the engine thread; only `_write` runs on the writing thread.
+    """The snapshots of one configuration, in one folder. It belongs to the engine's thread; only `_write` runs on another.
 
-    `fingerprint` names everything that affects the bits of the arrays: weights, backend, kind of device, dtypes, chunk and
-    page length, drafter, version; not the split over devices. Each fingerprint has its own folder below `root`; all folders
-    share `budget` bytes.
+    `fingerprint` names everything that affects the bits of the arrays: weights, backend, kind of device, dtypes, chunk and page
+    size, drafter and version, but not the split over devices. Each fingerprint has a folder of its own below `root`, and all of
+    them share `budget` bytes.
     """
 
     def __init__(self, root: Path, *, fingerprint: str, page_size: int, budget: int, max_queued: int = MAX_QUEUED) -> None:
         self._max_queued = max_queued
         self._root, self._fingerprint, self._page_size, self._budget = root, fingerprint, page_size, budget
         self._folder = root / hashlib.blake2b(fingerprint.encode(), digest_size=8).hexdigest()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # snapshots contain the prompts of users
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # Only the owner may read, since snapshots contain users' prompts.
         self._folder.mkdir(exist_ok=True)
-        self._index: dict[bytes, Snapshot] = {}  # by the key of all its tokens
-        self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # by the key of each of its full pages
+        self._index: dict[bytes, Snapshot] = {}  # hash of all its tokens → snapshot
+        self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # hash of the tokens up to the end of a full page → (snapshot, pages)
         self._lengths: dict[int, int] = {}  # length in tokens → number of snapshots
         self.written = self.skipped = 0
-        self._lock = threading.Lock()  # guards the four above, which the writing thread updates
+        self._lock = threading.Lock()  # guards the fields above, which the writing thread updates, and `_pending`
         self._queue: queue.Queue[tuple[Snapshot, Arrays] | None] = queue.Queue()
         self._pending = 0
         for path in sorted(self._folder.iterdir()):
@@ -84,7 +84,7 @@ class SnapshotFolder:
     # ------------------------------------------------------------------ lookup and reading
 
     def longest_whole(self, tokens: Sequence[int], *, lengths: Sequence[int] | None = None) -> Snapshot | None:
-        """The longest snapshot whose tokens are exactly tokens[:n], for n in `lengths` (None: any n)."""
+        """Return the longest snapshot whose tokens are exactly tokens[:n] for an n in `lengths`; None allows every n."""
         with self._lock:
             wanted = sorted(n for n in self._lengths if n <= len(tokens) and (lengths is None or n in lengths))
         found, state, done = None, hashlib.blake2b(digest_size=DIGEST), 0
@@ -96,7 +96,7 @@ class SnapshotFolder:
         return found
 
     def longest_pages(self, tokens: Sequence[int]) -> tuple[Snapshot, int] | None:
-        """A snapshot that shares the most leading full pages with `tokens`, and the number of these pages."""
+        """Return the snapshot that shares the most leading full pages with `tokens`, and their number."""
         found, state, size = None, hashlib.blake2b(digest_size=DIGEST), self._page_size
         for start in range(0, len(tokens) - size + 1, size):
             state.update(_packed(tokens[start : start + size]))
@@ -112,7 +112,8 @@ class SnapshotFolder:
             return _key(tokens) in self._index
 
     def read(self, snapshot: Snapshot) -> dict[str, npt.NDArray[Any]] | None:
-        """The arrays of a snapshot; None if the file is too large, or damaged or of another prompt: then it is discarded."""
+        """Return the arrays of a snapshot. None if the file is too large, or if it is damaged or of another prompt; then it is
+        discarded."""
         try:
             if snapshot.size > MAX_READ_BYTES:
                 return None
@@ -125,21 +126,21 @@ class SnapshotFolder:
             stop = start + 4 * header["tokens"]
             if np.frombuffer(content[start:stop], "<u4").tolist() != list(snapshot.tokens):
                 raise ValueError("it belongs to another prompt")
-            os.utime(snapshot.path)  # the eviction policy reads the time of last use
+            os.utime(snapshot.path)  # `_evict` takes the file's time for the time of its last use.
             return dict(_arrays(content, header["arrays"], stop))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.discard(snapshot, error)
             return None
 
     def discard(self, snapshot: Snapshot, error: Exception) -> None:
-        """Discard a snapshot whose content does not match its header; warn once."""
+        """Delete a snapshot that cannot be used, and log a warning."""
         self._skip(snapshot.path, error)
         self._unregister(snapshot)
 
     # ------------------------------------------------------------------ writing
 
     def write(self, tokens: Sequence[int], arrays: Arrays, *, logits: bool, firsts: Sequence[int]) -> bool:
-        """Queue for the writing thread; the caller must not change the arrays afterwards. False if the queue is full."""
+        """Queue a snapshot for writing. The caller must not change the arrays afterwards. False if the queue is full."""
         with self._lock:
             if self._pending >= self._max_queued or _key(tokens) in self._index:
                 return False
@@ -183,7 +184,7 @@ class SnapshotFolder:
             temporary.replace(snapshot.path)
         except OSError:
             temporary.unlink(missing_ok=True)
-            self._evict()  # the disk may be full of snapshots over the budget
+            self._evict()  # The disk may be full because the snapshots exceed the budget.
             raise
         self._register(Snapshot(snapshot.tokens, snapshot.logits, snapshot.firsts, snapshot.path, size))
         self.written += 1
@@ -204,7 +205,7 @@ class SnapshotFolder:
         return [MAGIC, struct.pack("<Q", len(text)), text, _packed(snapshot.tokens), *bodies]
 
     def _evict(self) -> None:
-        """Delete files of all fingerprints until they fit the budget, lowest value first (see `value`)."""
+        """Delete the files with the lowest value, of all fingerprints, until the rest fits into the budget."""
         found = []
         for path in self._root.glob(f"*/*{SUFFIX}"):
             try:
@@ -251,7 +252,7 @@ class SnapshotFolder:
                     del self._lengths[length]
 
     def _register_file(self, path: Path) -> None:
-        """Register a file of an earlier run by its header; `read` checks the content."""
+        """Add a file of an earlier run to the index by its header. `read` checks the content later."""
         if path.suffix == ".part":
             if not _alive(path):
                 _remove(path)
@@ -276,7 +277,7 @@ class SnapshotFolder:
             self._skip(path, error)
 
     def _header(self, content: bytes | memoryview) -> tuple[dict[str, Any], int]:
-        """The header, and the offset of its end."""
+        """Parse the header, and return it with the offset of its end."""
         length = _header_length(content)
         start = len(MAGIC) + 8
         header = json.loads(bytes(content[start : start + length]))
@@ -291,18 +292,18 @@ class SnapshotFolder:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file; ignore paths that cannot be deleted, such as folders."""
+    """Delete a file. A path that cannot be deleted, such as a folder, stays."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def value(tokens: int, size: int, age: float) -> float:
-    """Tokens saved per byte, halved for every HALF_LIFE since the last use."""
+    """Return the tokens saved per byte, halved for every HALF_LIFE that has passed since the last use. `age` is in seconds."""
     return float(tokens / max(size, 1) * 0.5 ** (max(age, 0.0) / HALF_LIFE))
 
 
 class Checksum:
-    """The checksum of bytes given in parts of any length."""
+    """Computes the checksum of bytes that are given in parts of any length."""
 
     def __init__(self) -> None:
         self._whole = hashlib.blake2b(digest_size=DIGEST)
@@ -318,7 +319,7 @@ class Checksum:
                 self._end_block()
 
     def digest(self) -> bytes:
-        """The checksum; no `update` may follow."""
+        """Return the checksum. No `update` may follow."""
         self._end_block()
         return self._whole.digest()
 
@@ -347,7 +348,7 @@ def _arrays(content: memoryview, described: Sequence[Any], start: int) -> list[t
 
 
 def _content(path: Path) -> memoryview:
-    """Writable, so that arrays over it need no copy of their own; not zeroed first."""
+    """Read a file into an array that was not zeroed first. It is writable, so that torch can use it without a copy."""
     content = np.empty(path.stat().st_size, np.uint8).data
     with path.open("rb") as file:
         if file.readinto(content) != len(content):
@@ -364,7 +365,7 @@ def _key(tokens: Sequence[int]) -> bytes:
 
 
 def _alive(path: Path) -> bool:
-    """Whether the process that writes this file still runs."""
+    """Whether the process that is writing this temporary file still runs. Its name contains the process id."""
     try:
         os.kill(int(path.stem.rpartition(".")[2]), 0)
     except (ValueError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""KV cache pages: how many a sequence needs, and a pool that counts the holders of each page.
+"""KV cache pages: how many of them a sequence needs, and a pool that counts the holders of each page.
 
-In: retain and release calls. Out: page numbers. Only integers: page content belongs to the backend. Each layer group has
-its own pool. A page is in exactly one of three states: free, held (by one or more leases), or idle (no holder, but the
+Only page numbers are handled here; the backend owns their content. Each layer group (layers with the same attention window) has a
+pool of its own. A page is in exactly one of three states: free, held (by one or more leases), or idle (without a holder, but the
 prefix cache still refers to its content).
 """
 
@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-NO_PAGE = -1  # a page that the sliding window has passed, or that the prefix cache does not have
-Pages: TypeAlias = "array[int]"  # an array, because a step's page table takes thousands of numbers at once
+NO_PAGE = -1  # stands for a page that a sliding window has moved beyond, or that the prefix cache does not have
+Pages: TypeAlias = "array[int]"  # An array rather than a list, because page tables copy thousands of numbers in each step.
 
 
 def page_array(numbers: Iterable[int]) -> Pages:
@@ -21,7 +21,7 @@ def page_array(numbers: Iterable[int]) -> Pages:
 
 
 class GroupSizes(Protocol):
-    """Pages of one layer group, and its attention window."""
+    """The number of pages of one layer group, and its attention window in positions (None: full attention)."""
 
     @property
     def pages(self) -> int: ...
@@ -35,18 +35,18 @@ def pages_for(length: int, page_size: int) -> int:
 
 
 def first_visible(length: int, window: int | None) -> int:
-    """The first position that position `length` or any later one attends to."""
+    """Return the first position to which position `length` or any later one attends."""
     return 0 if window is None or length < window else length - window + 1
 
 
 def most_pages(length: int, *, window: int | None, step: int, page_size: int) -> int:
-    """The most pages held at once while computing up to `length` in rows of at most `step` positions, for any page offset."""
+    """Return the most pages held at once while computing up to `length` in rows of at most `step` positions."""
     whole = pages_for(length, page_size)
     return whole if window is None else min(whole, pages_for(window + step - 2, page_size) + 1)
 
 
 def longest_row(groups: Sequence[GroupSizes], *, page_size: int, max_context: int, chunk: int) -> int:
-    """The longest row that a sequence running alone can always get pages for, beside the pages of its sliding windows."""
+    """Return the longest row for which a sequence that runs alone always gets pages, with those of its sliding windows."""
     longest = max_context
     for group in groups:
         if group.window is not None and group.pages * page_size < max_context:
@@ -55,7 +55,7 @@ def longest_row(groups: Sequence[GroupSizes], *, page_size: int, max_context: in
 
 
 def longest_context(groups: Sequence[GroupSizes], *, page_size: int, max_context: int, chunk: int) -> int:
-    """The longest context that a sequence running alone can get pages for."""
+    """Return the longest context for which a sequence that runs alone gets pages."""
     longest = max_context
     for group in groups:
         if most_pages(max_context, window=group.window, step=chunk, page_size=page_size) > group.pages:
@@ -64,19 +64,19 @@ def longest_context(groups: Sequence[GroupSizes], *, page_size: int, max_context
 
 
 class PagePool:
-    """The pages of one layer group. Owner: the allocator."""
+    """The pages of one layer group. The allocator owns it."""
 
     def __init__(self, count: int, *, window: int | None = None, on_evict: Callable[[int], None]) -> None:
         self.count = count
         self.window = window
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
-        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
-        self._on_evict = on_evict  # called when an idle page is taken for new content
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the page that has been idle for longest comes first
+        self._on_evict = on_evict  # called with an idle page that is taken for new content
 
     @property
     def available(self) -> int:
-        """Pages that can be taken now: free ones and idle ones."""
+        """The number of pages that can be taken now: free ones and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -84,11 +84,12 @@ class PagePool:
         return self.count - self.available
 
     def idle(self, page: int) -> bool:
-        """Whether retaining this page makes one page fewer available."""
+        """Whether the page is idle, so that retaining it leaves one page fewer available."""
         return page in self._idle
 
     def take(self) -> int:
-        """A page for new content. The caller has checked that one is available. With no free page, evict the longest idle one."""
+        """Return a page for new content; the caller has checked that one is available. If none is free, the page that has been
+        idle for longest is evicted from the prefix cache."""
         if self._free:
             page = self._free.pop()
         else:
@@ -98,13 +99,13 @@ class PagePool:
         return page
 
     def retain(self, page: int) -> None:
-        """Add a holder to a page whose content is final."""
+        """Add a holder to a page. Only pages with final content may have several."""
         if self._holders[page] == 0:
             del self._idle[page]
         self._holders[page] += 1
 
     def release(self, page: int, *, cached: bool) -> None:
-        """Remove a holder. Without holders the page becomes idle if the prefix cache refers to it, else free."""
+        """Remove a holder. A page without holders becomes idle if the prefix cache refers to it, else free."""
         self._holders[page] -= 1
         if self._holders[page] < 0:
             raise AssertionError(f"page {page} released more often than held")
@@ -115,13 +116,13 @@ class PagePool:
                 self._free.append(page)
 
     def uncache(self, page: int) -> None:
-        """The prefix cache no longer refers to the page: free it if it has no holder."""
+        """Note that the prefix cache no longer refers to the page, which becomes free if it has no holder."""
         if page in self._idle:
             del self._idle[page]
             self._free.append(page)
 
     def audit(self, held: Mapping[int, int], cached: Collection[int]) -> None:
-        """Raise if the counts disagree with the pages that leases hold or that the prefix cache refers to."""
+        """Raise if the counts disagree with the pages that leases hold or to which the prefix cache refers."""
         for page in range(self.count):
             if self._holders[page] != held.get(page, 0):
                 raise AssertionError(f"page {page}: {self._holders[page]} holders counted, {held.get(page, 0)} leases hold it")

@@ -1,9 +1,9 @@
-"""The prefix cache: which pages and checkpoints hold which token prefix, and how far a new prompt can resume from them.
+"""The prefix cache: which pages and checkpoints belong to which token prefix, and from where a new prompt can resume.
 
-A radix tree with one full page of tokens per node. A prefix of n positions can be resumed if every layer group still has
-the pages that position n attends to and, for models with recurrent state, a checkpoint of that state exists at n: at a
-chunk boundary inside the prompt, or at the very end of the same prompt. If nothing is left to compute, the checkpoint must
-also have the logits of the last position.
+It is a radix tree in which each node stands for one full page of tokens. A prompt can resume at position n if every layer
+group still has the pages to which position n attends. A model with recurrent state also needs a checkpoint of that state at n,
+which is saved at chunk boundaries inside a prompt and at its end. If nothing is left to compute, the checkpoint must have the
+logits of the last position as well.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from onedraw.memory.pages import NO_PAGE, first_visible
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One full page of tokens after those of its ancestors. Owner: the prefix cache."""
+    """One full page of tokens that follows the pages of its ancestors. The prefix cache owns it."""
 
     parent: Node | None
     tokens: tuple[int, ...]
-    depth: int  # full pages up to and including this one
-    pages: list[int]  # per group
+    depth: int  # number of full pages up to and including this one
+    pages: list[int]  # the page of each layer group; NO_PAGE if it is gone
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    checkpoints: dict[tuple[int, ...], PrefixCheckpoint] = field(default_factory=dict)  # by their tail
-    pins: int = 0  # leases whose committed full pages end here
+    # tail (tokens after this page) → checkpoint
+    checkpoints: dict[tuple[int, ...], PrefixCheckpoint] = field(default_factory=dict)
+    pins: int = 0  # number of leases whose last committed full page this is, which keep the node
 
     @property
     def empty(self) -> bool:
@@ -33,10 +34,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixCheckpoint:
-    """The recurrent state after `position` tokens, in `slot`; with `logits`, those of the last of them too.
+    """The recurrent state after `position` tokens, stored in `slot`. With `logits`, those of the last token are stored too.
 
-    If the position is inside a page, `tail` has the tokens after the node and `pages` the partly filled page of each group.
-    The sequence that saved it may still write to these pages after the tail.
+    If the position is inside a page, `tail` has the tokens after the node's page and `pages` the partly filled page of each
+    group. The sequence that saved the checkpoint may still write behind the tail in these pages.
     """
 
     node: Node
@@ -52,36 +53,36 @@ class ReuseRules:
     """The sizes of a backend that decide where a prefix can be resumed."""
 
     page_size: int
-    windows: tuple[int | None, ...]  # of the layer groups
+    windows: tuple[int | None, ...]  # attention window of each layer group; None: full attention
     chunk: int
     recurrent: bool
 
     def boundary(self, position: int) -> bool:
-        """Whether every longer prompt passes through the state at `position`."""
+        """Whether every longer prompt, computed in chunks, passes through the state at `position`."""
         return position % self.chunk == 0
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Resume at `position` with the pages of `path`, from a checkpoint if there is one."""
+    """A point to resume from: the pages of `path` up to `position`, and a checkpoint if the model needs one."""
 
     position: int
-    path: list[Node]  # the root and the full pages before `position`
+    path: list[Node]  # the root and the nodes of the full pages before `position`
     checkpoint: PrefixCheckpoint | None = None
 
     @property
     def copies_page(self) -> bool:
-        """The last page is partly filled and may still be written by another sequence."""
+        """Whether the last page is partly filled. Another sequence may still write to it, so it must be copied."""
         return self.checkpoint is not None and bool(self.checkpoint.tail)
 
 
 class PrefixCache:
-    """Owner: the allocator."""
+    """The radix tree. The allocator owns it."""
 
     def __init__(self, *, page_size: int, groups: int) -> None:
         self.root = Node(None, (), 0, [])
         self._page_size = page_size
-        self._users: list[dict[int, list[Node | PrefixCheckpoint]]] = [{} for _ in range(groups)]  # per group, by page
+        self._users: list[dict[int, list[Node | PrefixCheckpoint]]] = [{} for _ in range(groups)]  # per group, page → its users
         self._count = 0
 
     def __len__(self) -> int:
@@ -91,7 +92,7 @@ class PrefixCache:
         return page in self._users[group]
 
     def match(self, tokens: tuple[int, ...]) -> list[Node]:
-        """The root and the nodes of the longest chain of full pages that is a prefix of `tokens`."""
+        """Return the root and the longest chain of nodes whose tokens are a prefix of `tokens`."""
         node, size = self.root, self._page_size
         path = [node]
         for start in range(0, len(tokens) - size + 1, size):
@@ -103,12 +104,12 @@ class PrefixCache:
         return path
 
     def find_checkpoint(self, tokens: tuple[int, ...]) -> PrefixCheckpoint | None:
-        """The checkpoint after exactly these tokens."""
+        """Return the checkpoint after exactly these tokens, or None."""
         path, depth = self.match(tokens), len(tokens) // self._page_size
         return path[depth].checkpoints.get(tokens[depth * self._page_size :]) if len(path) > depth else None
 
     def child(self, node: Node, tokens: tuple[int, ...]) -> Node:
-        """The child of `node` with these tokens, created if missing."""
+        """Return the child of `node` with these tokens. It is created if missing."""
         found = node.children.get(tokens)
         if found is None:
             found = node.children[tokens] = Node(node, tokens, node.depth + 1, [NO_PAGE] * len(self._users))
@@ -116,7 +117,7 @@ class PrefixCache:
         return found
 
     def add_page(self, node: Node, group: int, page: int) -> None:
-        """Add a page whose content is final, unless the node already has a page of this group."""
+        """Add a page with final content to a node, unless the node already has a page of this group."""
         if node.pages[group] == NO_PAGE:
             node.pages[group] = page
             self._users[group].setdefault(page, []).append(node)
@@ -127,7 +128,7 @@ class PrefixCache:
             self._users[group].setdefault(page, []).append(checkpoint)
 
     def remove_checkpoint(self, checkpoint: PrefixCheckpoint) -> list[tuple[int, int]]:
-        """Remove a checkpoint. Returns (group, page) of the pages that the cache no longer refers to."""
+        """Remove a checkpoint. Return (group, page) of the pages to which the cache no longer refers."""
         unused = []
         for group, page in enumerate(checkpoint.pages):
             users = self._users[group].get(page, [])
@@ -141,7 +142,7 @@ class PrefixCache:
         return unused
 
     def forget_page(self, group: int, page: int) -> list[PrefixCheckpoint]:
-        """The page gets new content. Returns the checkpoints that used it; the caller removes them."""
+        """Remove a page that gets new content. Return the checkpoints that used it, which the caller must remove."""
         lost = []
         for user in self._users[group].pop(page):
             if isinstance(user, PrefixCheckpoint):
@@ -165,7 +166,7 @@ class PrefixCache:
             node = node.parent
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root."""
+        """Iterate over all nodes except the root."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -193,7 +194,7 @@ class PrefixCache:
 def longest_resume(
     path: list[Node], tokens: Sequence[int], *, prompt: int, known: int, rules: ReuseRules, copies: bool = True
 ) -> ResumePoint:
-    """The farthest point to resume `tokens` from. `path`: the nodes that match them. Without `copies` only at page ends."""
+    """Return the farthest point from which `tokens`, whose nodes are `path`, can resume. Without `copies` it is at a page end."""
     available = _page_availability(path, rules)
     for node in reversed(path):
         for checkpoint in _matching_checkpoints(node, tokens, rules.page_size):
@@ -208,12 +209,12 @@ def longest_resume(
 
 
 def _on_cold_path(position: int, prompt: int, rules: ReuseRules) -> bool:
-    """Whether a run without cache of a prompt of this length passes through the state at `position`."""
+    """Whether a run without cache passes through the same state at `position`, given the length of its prompt."""
     return position == prompt or (position < prompt and rules.boundary(position))
 
 
 def _matching_checkpoints(node: Node, tokens: Sequence[int], page_size: int) -> Iterator[PrefixCheckpoint]:
-    """The checkpoints at a node whose tail matches these tokens, longest first."""
+    """Iterate over the checkpoints of a node whose tail matches these tokens, the longest first."""
     if node.checkpoints:
         start = node.depth * page_size
         for tail in sorted(node.checkpoints, key=len, reverse=True):
@@ -222,8 +223,8 @@ def _matching_checkpoints(node: Node, tokens: Sequence[int], page_size: int) -> 
 
 
 def _page_availability(path: list[Node], rules: ReuseRules) -> Callable[[int], bool]:
-    """A test whether every group has all full pages of `path` that a position attends to."""
-    runs: list[list[int]] = []  # per group and depth: how many consecutive pages without a gap end there
+    """Return a function that tells whether every group has all full pages of `path` to which a position attends."""
+    runs: list[list[int]] = []  # per group and depth, the number of consecutive pages that end there without a gap
     for group in range(len(rules.windows)):
         run = [0]
         for node in path[1:]:
