@@ -29,7 +29,7 @@ from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.drafters import find_built_in_drafter
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import read_drafter_info
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Request, SamplingParams

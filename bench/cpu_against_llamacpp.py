@@ -65,7 +65,7 @@ def measure_rows(path: str, *, threads: int) -> dict[str, float]:
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import pick_ops, set_threads
     from onedraw.checkpoints.open import open_checkpoint
-    from onedraw.models.model_info import read_model_info
+    from onedraw.models.registry import read_model_info
     from onedraw.settings import default_cache_dir
     from onedraw.types import Draft, History, Plan, Row, SamplingParams
 

@@ -21,9 +21,8 @@ import numpy as np
 from onedraw.checkpoints.base import packed_bytes
 from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes
 from onedraw.checkpoints.gguf import read_file
-from onedraw.checkpoints.random_shapes import open_random, shape_config
-from onedraw.checkpoints.random_weights import RandomCheckpoint, RandomQuantTensor, random_blocks
-from onedraw.models.model_info import read_model_info
+from onedraw.checkpoints.random_weights import RandomCheckpoint, RandomQuantTensor, open_random, random_blocks, shape_config
+from onedraw.models.registry import read_model_info
 from onedraw.models.spec import DeltaSpec, ModelSpec
 from onedraw.models.weight_names import PLAIN_NAMES, WeightKey, weight_shapes
 

@@ -33,13 +33,13 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import copy_bandwidth, pick_ops
 from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs
 from onedraw.backends.torch.runner.graph_runner import CapturedStep
-from onedraw.checkpoints.random_shapes import named_mixture, open_random
+from onedraw.checkpoints.random_weights import named_mixture, open_random
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.lab.floor import step_bytes
 from onedraw.lab.recorded_drafts import RecordedProposer
+from onedraw.lab.references import step_bytes
 from onedraw.memory.allocator import Allocator
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Plan, Request, Row, SamplingParams
 

@@ -27,12 +27,11 @@ from onedraw.backends.torch.ops.cuda.experts import Routes, route
 from onedraw.backends.torch.ops.cuda.linear import shared_memory
 from onedraw.backends.torch.ops.cuda.nvrtc import cache_in
 from onedraw.backends.torch.ops.cuda.packed.activations import pack_activations
-from onedraw.backends.torch.ops.cuda.packed.experts import PackedExpertBank
 from onedraw.backends.torch.ops.cuda.packed.few_rows import compile_expert_kernels, compile_kernels, experts_product, tile_height
-from onedraw.backends.torch.ops.cuda.packed.linear import packed_product
+from onedraw.backends.torch.ops.cuda.packed.linear import Workspace, packed_product
+from onedraw.backends.torch.ops.cuda.packed.ops import PackedExpertBank
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight, empty_packed_weight, fill_packed_weight
 from onedraw.backends.torch.ops.cuda.packed.work_split import EXPERT_BLOCKS, TILE_ROWS, expert_tiles_fit
-from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.random_weights import random_blocks
 
 DEVICE = torch.device("cuda:0")

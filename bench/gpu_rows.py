@@ -22,8 +22,8 @@ from onedraw.backends.packing import SPAN_BYTES, gpu_packed_bytes
 from onedraw.backends.torch.ops.cuda.nvrtc import cache_in
 from onedraw.backends.torch.ops.cuda.packed.activations import PackedActivations, pack_activations
 from onedraw.backends.torch.ops.cuda.packed.few_rows import compile_kernels, dequantize, dequantize_rows, few_rows_product
+from onedraw.backends.torch.ops.cuda.packed.linear import Workspace
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight, empty_packed_weight, fill_packed_weight
-from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
 from tests.reference.packed_blocks import reference_product

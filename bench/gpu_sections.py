@@ -20,7 +20,7 @@ from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.checkpoints.random_weights import RandomCheckpoint
-from onedraw.models.model_info import ModelInfo
+from onedraw.models.registry import ModelInfo
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 

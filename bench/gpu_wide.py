@@ -33,10 +33,9 @@ from onedraw.backends.torch.ops.cuda.packed.activations import (
     PackedActivations,
     pack_activations,
 )
-from onedraw.backends.torch.ops.cuda.packed.linear import packed_product
+from onedraw.backends.torch.ops.cuda.packed.linear import Workspace, packed_product
 from onedraw.backends.torch.ops.cuda.packed.many_rows import ManyRowsTile
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight, empty_packed_weight, fill_packed_weight
-from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from onedraw.checkpoints.dequantize import dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
 from tests.reference.packed_blocks import reference_activations, reference_product, reference_weights

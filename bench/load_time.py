@@ -70,7 +70,7 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     from onedraw.backends.torch.model.transformer import Transformer
     from onedraw.backends.torch.runner.pipeline import StageDevice
     from onedraw.checkpoints.open import open_checkpoint
-    from onedraw.models.model_info import read_model_info
+    from onedraw.models.registry import read_model_info
     from onedraw.models.spec import DTYPE_BYTES
 
     device, chosen = "cpu", "packed" if dtype == "auto" else dtype

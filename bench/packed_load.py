@@ -26,8 +26,8 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.checkpoints import dequantize
 from onedraw.checkpoints.base import packed_bytes
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.checkpoints.random_shapes import open_random
-from onedraw.models.model_info import read_model_info
+from onedraw.checkpoints.random_weights import open_random
+from onedraw.models.registry import read_model_info
 from onedraw.types import History, Plan, Row, SamplingParams
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 
 NAMES = {
     "attn_norm": "input_layernorm.weight",

@@ -31,8 +31,7 @@ from onedraw.build.drafters import make_speculator
 from onedraw.build.llm import make_service, torch_backend
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.service import Event, Service
-from onedraw.models.model_info import ModelInfo, read_model_info
-from onedraw.models.registry import LLAMA
+from onedraw.models.registry import LLAMA, ModelInfo, read_model_info
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams

@@ -37,7 +37,7 @@ def source_of(model: str, *, random: bool) -> tuple[Any, Any]:
         return spec, random_weights(spec)
     from onedraw.checkpoints.download import resolve_model
     from onedraw.checkpoints.open import open_checkpoint
-    from onedraw.models.model_info import read_model_info
+    from onedraw.models.registry import read_model_info
     from onedraw.settings import default_cache_dir
 
     info = read_model_info(open_checkpoint(resolve_model(model, default_cache_dir())))

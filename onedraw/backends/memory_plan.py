@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from onedraw.backends.precision import float_dtype
+from onedraw.backends.devices import float_dtype
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, STATE_BYTES, LayerSpec, ModelSpec, MoeSpec
 

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from onedraw.backends.devices import Device
+from onedraw.backends.devices import PACKED, Device, device_precision, float_dtype, product_precision
 from onedraw.backends.memory_plan import PARTIAL_SUM_BYTES, PackedWeightBytes
-from onedraw.backends.precision import PACKED, device_precision, float_dtype, product_precision
 from onedraw.errors import BadSetting
 from onedraw.models.source import LazyTensor
 from onedraw.models.spec import DTYPE_BYTES

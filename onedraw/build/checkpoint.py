@@ -11,7 +11,7 @@ from pathlib import Path
 from onedraw.checkpoints.base import Checkpoint
 from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.checkpoints.random_shapes import is_random, open_random, open_random_drafter
+from onedraw.checkpoints.random_weights import is_random, open_random, open_random_drafter
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.fake_tokenizer import fake_chat_template, fake_tokenizer

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from onedraw.backends.devices import float_dtype
 from onedraw.backends.memory_plan import MemoryPlan
 from onedraw.backends.packing import gpu_packed_savings, is_gpu_packed
-from onedraw.backends.precision import float_dtype
 from onedraw.build.checkpoint import open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
 from onedraw.checkpoints.base import Checkpoint
 from onedraw.checkpoints.drafters import find_built_in_drafter
-from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES
+from onedraw.checkpoints.random_weights import DRAFTER_SHAPES
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
-from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.models.mtp import MtpSpec, has_mtp, read_mtp_info
+from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.draft_tree import build_tree

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from onedraw.backends.devices import Device
+from onedraw.backends.devices import KV_QUANT_DTYPES, Device, activation_precision, kv_precision
 from onedraw.backends.memory_plan import (
     DEFAULT_KV_BYTES,
     DRAFTS_PER_LANE,
@@ -24,9 +24,8 @@ from onedraw.backends.memory_plan import (
 )
 from onedraw.backends.packing import PACKED_DTYPES, matrix_kinds, plan_weight_storage, product_dtype
 from onedraw.backends.placement import SplitPlan, longest_context, plan_or_advise, plan_split
-from onedraw.backends.precision import KV_QUANT_DTYPES, activation_precision, kv_precision
 from onedraw.errors import BadSetting, OutOfMemory
-from onedraw.models.model_info import ModelInfo
+from onedraw.models.registry import ModelInfo
 from onedraw.settings import Settings
 
 DrafterBytes = Callable[[MemoryPlan], int]

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, SelfCheck, SupportsSnapshots, require_state_dtype
-from onedraw.backends.devices import can_overlap
+from onedraw.backends.devices import can_overlap, float_dtype
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
 from onedraw.backends.placement import SplitPlan
-from onedraw.backends.precision import float_dtype
 from onedraw.build.checkpoint import Progress, find_checkpoint, read_text
 from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_paths, make_speculator, select_drafter
 from onedraw.build.fit_devices import longest_draft, plan_devices
@@ -32,7 +31,7 @@ from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.llm.llm import LLM
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
-from onedraw.models.model_info import ModelInfo, read_model_info
+from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.constraints.factory import ConstraintFactory

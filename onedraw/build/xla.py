@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from onedraw import __version__
 from onedraw.backends.base import require_state_dtype
-from onedraw.backends.devices import Device
+from onedraw.backends.devices import Device, activation_precision, product_precision
 from onedraw.backends.memory_plan import MemoryPlan
-from onedraw.backends.precision import activation_precision, product_precision
 from onedraw.build.checkpoint import Progress, find_checkpoint
 from onedraw.build.fit_devices import plan_devices, plan_memory
 from onedraw.errors import BadSetting
-from onedraw.models.model_info import ModelInfo, read_model_info
+from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def require_jax() -> None:
 
 def xla_backend(settings: Settings, info: ModelInfo, notify: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
     from onedraw.backends.xla.backend import DRAFTS, XlaBackend, XlaStageDevice
-    from onedraw.backends.xla.families import require_supported
+    from onedraw.backends.xla.inputs import require_supported
     from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
@@ -80,8 +79,7 @@ def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
 def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device: Device) -> list[str]:
     """The step shapes that --backend xla compiles with its last stage on this device; UnsupportedModel if it cannot run the
     model."""
-    from onedraw.backends.xla.families import require_supported
-    from onedraw.backends.xla.inputs import compiled_shapes, product_rows
+    from onedraw.backends.xla.inputs import compiled_shapes, product_rows, require_supported
 
     require_supported(info.spec)
     shape = compiled_shapes(

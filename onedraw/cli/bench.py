@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from onedraw.checkpoints.random_shapes import SHAPES
+from onedraw.checkpoints.random_weights import SHAPES
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_request_options, add_settings, argument_type, read_request_options, read_settings, token_ids
 from onedraw.engine.stats import Stats
@@ -111,7 +111,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from onedraw.build.llm import build_llm
-    from onedraw.lab.floor import decode_step_floor
+    from onedraw.lab.references import decode_step_floor
 
     batches: tuple[int, ...] = arguments.batch
     if not batches or min(batches) < 1 or min(arguments.prompt_tokens, arguments.new_tokens, arguments.repeats) < 1:
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         if floor is not None:
             measures = [with_floor(m, floor, arguments.prompt_tokens + arguments.new_tokens // 2) for m in measures]
         if arguments.against is not None:
-            from onedraw.lab.transformers_peer import peer_rates
+            from onedraw.lab.references import peer_rates
 
             sampling = (
                 {"temperature": options.temperature or 1.0, "top_p": options.top_p or 1.0} if options.temperature != 0 else {}

@@ -13,15 +13,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
-from onedraw.backends.devices import Device, parse_device
+from onedraw.backends.devices import KV_QUANT_DTYPES, Device, float_dtype, parse_device
 from onedraw.backends.memory_plan import MemoryPlan, human_bytes
 from onedraw.backends.packing import PACKED_DTYPES, SPAN_BYTES, matrix_kinds, plan_weight_storage
 from onedraw.backends.placement import SplitPlan
-from onedraw.backends.precision import KV_QUANT_DTYPES, float_dtype
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.errors import OutOfMemory
-from onedraw.models.model_info import ModelInfo, read_model_info
+from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec
 from onedraw.settings import Settings
 

@@ -23,7 +23,7 @@ from onedraw.errors import BadSetting, NoTokenLeft, OutOfMemory
 from onedraw.llm.llm import LLM, idle_stats
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.reply_stream import Generation
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings
 from onedraw.text.constraints.grammar import structured_output_available
 

@@ -13,9 +13,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from onedraw.memory.checkpoint_slots import CheckpointSlots, Slots, checkpoint_positions
 from onedraw.memory.pages import NO_PAGE, GroupSizes, PagePool, Pages, first_visible, most_pages, page_array, pages_for
-from onedraw.memory.prefix_cache import Node, PrefixCache, PrefixCheckpoint, ResumePoint, ReuseRules, longest_resume
+from onedraw.memory.prefix_cache import (
+    CheckpointSlots,
+    Node,
+    PrefixCache,
+    PrefixCheckpoint,
+    ResumePoint,
+    ReuseRules,
+    Slots,
+    checkpoint_positions,
+    longest_resume,
+)
 from onedraw.types import CheckpointSave, History, PageCopy
 
 _UNLIMITED = 2**62  # larger than any position

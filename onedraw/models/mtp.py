@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from onedraw.errors import UnsupportedModel
-from onedraw.models.model_info import ModelInfo
 from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from onedraw.models.registry import ModelInfo
 from onedraw.models.source import LazyTensor, ModelSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec, Norm, Shapes
 from onedraw.models.weight_names import (

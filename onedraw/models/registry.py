@@ -1,19 +1,26 @@
-"""The supported model families, and the one that a checkpoint belongs to.
+"""The supported model families, and what the rest of the program needs to know about an open checkpoint.
 
-A family is found by `architectures` and `model_type` of config.json, or by `general.architecture` of a GGUF file.
-To support a new family, write it as a Family (see `family.py`) and add it to FAMILIES.
+In: a checkpoint. Out: its ModelInfo, without reading weights. A family is found by `architectures` and `model_type` of
+config.json, or by `general.architecture` of a GGUF file. To support a new family, write it as a Family (see `family.py`) and add
+it to FAMILIES.
 """
 
 from __future__ import annotations
 
-from onedraw.errors import CorruptFile, UnsupportedModel
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from onedraw.errors import BadParameter, CorruptFile, UnsupportedModel
 from onedraw.models.family import Family, Traits, dense_family
 from onedraw.models.gemma4 import GEMMA4
 from onedraw.models.laguna import LAGUNA
 from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from onedraw.models.source import ModelSource
-from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, name_table
+from onedraw.models.source import CheckpointFormat, ModelSource
+from onedraw.models.spec import ModelSpec
+from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, ModelWeights, WeightNames, name_table
 from onedraw.models.weight_transforms import EXPERT_WEIGHT_ALIAS, experts, gguf_experts
+from onedraw.types import SamplingParams
 
 LLAMA = dense_family(
     Traits(family="llama", mlp_bias=True, kv_heads_named=False, permuted=True),
@@ -28,10 +35,6 @@ MISTRAL = dense_family(
     architectures=("MistralForCausalLM",),
     gguf=(),
 )
-
-
-# ------------------ Qwen2, Qwen2.5 and Qwen3, dense and with experts
-
 
 QWEN2 = dense_family(
     Traits(family="qwen2", qkv_bias="always", out_bias="never", window="gated"),
@@ -71,11 +74,47 @@ QWEN3_MOE = dense_family(
     },
 )
 
-
-# ------------------ The supported model families, and the one that a checkpoint belongs to
-
-
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA4, LAGUNA)
+
+# Sampling defaults that generation_config.json sets only together with do_sample.
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+GGUF_SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+# Tokens that end a reply although no metadata key of a converted file names them, by GGUF architecture.
+EXTRA_EOS_TOKENS = {"gemma4": ("<turn|>", "<|tool_response>")}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    spec: ModelSpec
+    family: Family
+    format: CheckpointFormat
+    weights: ModelWeights
+    eos_ids: tuple[int, ...]
+    defaults: dict[str, float | int]  # sampling parameters
+
+
+def read_model_info(source: ModelSource) -> ModelInfo:
+    """Find the family, read the configuration, and check that the tensors match it."""
+    family = find_family(source)
+    if source.format == "gguf":
+        spec = family.from_metadata(source)
+    else:
+        spec = family.from_config(source.config, str(source.path / "config.json"))
+    weights = ModelWeights(source, spec, family.weight_names[source.format])
+    return ModelInfo(
+        spec=weights.spec,
+        family=family,
+        format=source.format,
+        weights=weights,
+        eos_ids=tuple(eos_ids(source)),
+        defaults=generation_defaults(source),
+    )
 
 
 def find_family(source: ModelSource) -> Family:
@@ -109,3 +148,53 @@ def _find_gguf_family(source: ModelSource) -> Family:
             return family
     supported = ", ".join(name for family in FAMILIES for name in family.gguf)
     raise UnsupportedModel(f"{source.path}: the architecture {name} is not supported in GGUF; supported: {supported}")
+
+
+def generation_defaults(source: ModelSource) -> dict[str, float | int]:
+    """The sampling parameters that the checkpoint recommends."""
+    if source.format == "gguf":
+        named = {name: source.config.get(f"general.sampling.{key}") for name, key in GGUF_SAMPLING_KEYS.items()}
+    else:
+        wanted = ("repetition_penalty", *(SAMPLED if source.generation_config.get("do_sample") is True else ()))
+        named = {name: source.generation_config.get(name) for name in wanted}
+    return {name: _number(source, name, value) for name, value in named.items() if value is not None}
+
+
+def _number(source: ModelSource, name: str, value: Any) -> float | int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CorruptFile(f"{source.path}: the default {name} must be a number, not {value!r}")
+    number: float | int = float(value)
+    if name == "top_k":
+        if value != int(value):
+            raise CorruptFile(f"{source.path}: the default top_k must be a whole number, not {value!r}")
+        number = 0 if value == -1 else int(value)  # some files write -1 for "off"
+    try:
+        SamplingParams(**{name: number})  # type: ignore[arg-type]  # every name is a numeric field
+    except BadParameter as error:
+        raise CorruptFile(f"{source.path}: the default {error}") from None
+    return number
+
+
+def eos_ids(source: ModelSource) -> list[int]:
+    """The token ids that end a reply, without duplicates; generation_config.json takes precedence over config.json."""
+    if source.format == "gguf":
+        named = [source.config.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        return _ids(source, *named, _extra_eos_ids(source))
+    inner = source.config.get("text_config")
+    for config in (source.generation_config, source.config, inner if isinstance(inner, dict) else {}):
+        if config.get("eos_token_id") is not None:
+            return _ids(source, config["eos_token_id"])
+    return []
+
+
+def _extra_eos_ids(source: ModelSource) -> list[int]:
+    texts = EXTRA_EOS_TOKENS.get(str(source.config.get("general.architecture")), ())
+    vocabulary = source.config.get("tokenizer.ggml.tokens")
+    return [vocabulary.index(text) for text in texts if text in vocabulary] if texts and isinstance(vocabulary, list) else []
+
+
+def _ids(source: ModelSource, *values: Any) -> list[int]:
+    flat = [one for value in values if value is not None for one in (value if isinstance(value, list) else [value])]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in flat):
+        raise CorruptFile(f"{source.path}: eos_token_id must be a token id or a list of them, not {flat!r}")
+    return list(dict.fromkeys(flat))

@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 
-from onedraw.backends.devices import Device, parse_device
-from onedraw.backends.precision import (
+from onedraw.backends.devices import (
+    Device,
     activation_precision,
     cuda_precision,
     device_precision,
     hip_precision,
     kv_precision,
+    parse_device,
     weakest,
 )
 from onedraw.errors import BadSetting

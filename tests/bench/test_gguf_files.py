@@ -14,8 +14,8 @@ from bench.gguf_files import Part, cut_gguf, write_gguf, write_random
 from onedraw.backends.packing import plan_weight_storage
 from onedraw.checkpoints.gguf import read_file
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.checkpoints.random_shapes import SHAPES
-from onedraw.models.model_info import read_model_info
+from onedraw.checkpoints.random_weights import SHAPES
+from onedraw.models.registry import read_model_info
 from tests.support import tiny
 
 SMALL: dict[str, dict[str, Any]] = {

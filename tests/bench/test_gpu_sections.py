@@ -8,7 +8,7 @@ from typing import Any
 
 from bench import gpu_backend
 from bench.gpu_sections import MORE
-from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, SHAPES
+from onedraw.checkpoints.random_weights import DRAFTER_SHAPES, SHAPES
 
 SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 32}

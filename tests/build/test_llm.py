@@ -16,7 +16,7 @@ from onedraw.build.llm import _report_layers, build_llm
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import BadSetting, OutOfMemory, UnsupportedModel
 from onedraw.llm.request_options import RequestOptions, make_generation
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings
 from tests.support import tiny
 

@@ -11,7 +11,7 @@ import pytest
 from onedraw.checkpoints.drafters import BUILT_IN_DRAFTERS, find_built_in_drafter
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests.reference.dflash import Drafter, Target, draft_along
 from tests.support.memory_source import MemorySource

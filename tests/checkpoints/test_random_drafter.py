@@ -13,12 +13,12 @@ from onedraw.backends.packing import gpu_packed_savings
 from onedraw.build.drafters import drafter_bytes
 from onedraw.build.fit_devices import plan_devices
 from onedraw.build.llm import build_llm
-from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, SHAPES, open_random, open_random_drafter
+from onedraw.checkpoints.random_weights import DRAFTER_SHAPES, SHAPES, open_random, open_random_drafter
 from onedraw.errors import ModelNotFound, OutOfMemory
 from onedraw.llm.llm import idle_stats
 from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.models.dflash import check_drafter_fits, read_drafter_info
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings
 
 SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from onedraw.backends.packing import plan_weight_storage
-from onedraw.checkpoints.random_shapes import named_mixture, open_random, shape_config
-from onedraw.checkpoints.random_weights import MIXTURES, RandomQuantTensor, mixture_kind
+from onedraw.checkpoints.random_weights import MIXTURES, RandomQuantTensor, mixture_kind, named_mixture, open_random, shape_config
 from onedraw.errors import ModelNotFound
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 
 
 def test_rows_have_the_same_values_however_they_are_read() -> None:

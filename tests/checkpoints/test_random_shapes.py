@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from onedraw.checkpoints.random_shapes import SHAPES, open_random
+from onedraw.checkpoints.random_weights import SHAPES, open_random
 from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 
 BILLIONS = {"llama3-8b": 8.03, "qwen3.6-27b": 26.9, "qwen3.6-35b-a3b": 34.7, "gemma4-31b": 30.7}
 

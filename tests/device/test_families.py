@@ -16,7 +16,7 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
 

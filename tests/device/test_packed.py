@@ -37,19 +37,18 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
     from onedraw.backends.torch.ops.cuda.packed import many_rows as many_rows
     from onedraw.backends.torch.ops.cuda.packed.activations import DequantizedWeight, PackedActivations, pack_activations
-    from onedraw.backends.torch.ops.cuda.packed.experts import PackedExpertBank, load_expert_bank
     from onedraw.backends.torch.ops.cuda.packed.linear import (
         HostToDeviceCopy,
         PackedLinear,
+        Workspace,
         load_packed_weight,
         packed_linear,
         packed_product,
         read_packed_weight,
     )
     from onedraw.backends.torch.ops.cuda.packed.many_rows import ManyRowsTile
-    from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
+    from onedraw.backends.torch.ops.cuda.packed.ops import PackedExpertBank, PackedOps, load_expert_bank
     from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight
-    from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
     from tests.backends.torch import emulated
     from tests.reference.packed_blocks import reference_product, reference_weights
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from onedraw.checkpoints.random_shapes import DRAFTER_SHAPES, make_random_drafter
+from onedraw.checkpoints.random_weights import DRAFTER_SHAPES, make_random_drafter
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.memory.allocator import Allocator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from onedraw.lab.floor import step_bytes
+from onedraw.lab.references import step_bytes
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from onedraw.models.weight_names import weight_shapes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from onedraw.checkpoints.random_shapes import SHAPES
-from onedraw.lab.transformers_peer import MAX_PROMPT_TOKENS, TIMED_TOKENS, WARMUP_TOKENS, transformers_rates
+from onedraw.checkpoints.random_weights import SHAPES
+from onedraw.lab.references import MAX_PROMPT_TOKENS, TIMED_TOKENS, WARMUP_TOKENS, transformers_rates
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 

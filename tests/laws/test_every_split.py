@@ -21,8 +21,8 @@ from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.engine.stats import Stats
 from onedraw.models.dflash import check_drafter_fits, read_drafter_info
-from onedraw.models.model_info import ModelInfo, read_model_info
 from onedraw.models.mtp import read_mtp_info
+from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.proposers import NgramProposer
 from onedraw.types import Request, SamplingParams

@@ -17,8 +17,8 @@ from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import read_drafter_info
-from onedraw.models.model_info import read_model_info
 from onedraw.models.mtp import read_mtp_info
+from onedraw.models.registry import read_model_info
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Schedule, plain, run, same

@@ -20,7 +20,7 @@ from onedraw.backends.torch.runner.pipeline import StageBoundary
 from onedraw.backends.torch.sampling import positions
 from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.types import DryParams, History, Request, SamplingParams
 from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same
 from tests.laws.test_modern_drafters import TRAINED, dense, dflash, mtp

@@ -25,7 +25,7 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.engine.engine import Engine, Sink
 from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same
 from tests.laws.test_fake import KINDS, Scenario, proposer_for, random_scenario

@@ -23,7 +23,7 @@ from onedraw.backends.xla import inputs, layers, sampler, state
 from onedraw.build import xla as compiling
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.memory.allocator import Allocator
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
 from tests.laws.harness import KnownAnswerProposer, Schedule, plain, run, same

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onedraw.memory.checkpoint_slots import MIN_INTERVAL, CheckpointSlots, Slots, checkpoint_positions
-from onedraw.memory.prefix_cache import PrefixCache, PrefixCheckpoint
+from onedraw.memory.prefix_cache import MIN_INTERVAL, CheckpointSlots, PrefixCache, PrefixCheckpoint, Slots, checkpoint_positions
 
 
 class CacheWithSlots:

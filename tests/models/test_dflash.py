@@ -12,7 +12,7 @@ import pytest
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import CorruptFile, ModelError, UnsupportedModel
 from onedraw.models.dflash import DrafterInfo, check_drafter_fits, default_target_layers, is_drafter, read_drafter_info
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.models.spec import AttentionSpec, DrafterSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests.support import tiny_drafters as tiny
 from tests.support.memory_source import MemorySource

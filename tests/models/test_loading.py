@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import ModelInfo, read_model_info
+from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.models.weight_names import weight_shapes
 from tests.reference.forward import logits
 from tests.support import tiny

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from onedraw.errors import CorruptFile
-from onedraw.models.model_info import eos_ids, generation_defaults
+from onedraw.models.registry import eos_ids, generation_defaults
 from tests.support.memory_source import MemorySource
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "max_length": 9}

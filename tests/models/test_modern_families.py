@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.model_info import read_model_info
-from onedraw.models.registry import FAMILIES
+from onedraw.models.registry import FAMILIES, read_model_info
 from onedraw.models.spec import AttentionSpec, DeltaSpec, MlpSpec, ModelSpec, MoeSpec
 from tests.support import released_configs, tiny, tiny_modern
 from tests.support.memory_source import MemorySource

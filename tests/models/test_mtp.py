@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.model_info import read_model_info
 from onedraw.models.mtp import MtpInfo, has_mtp, read_mtp_info
+from onedraw.models.registry import read_model_info
 from onedraw.models.spec import AttentionSpec, MoeSpec
 from tests.support import tiny
 

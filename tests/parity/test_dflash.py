@@ -15,7 +15,7 @@ from onedraw.backends.torch.drafters.dflash import DflashDrafter, DraftBlock
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import DrafterInfo, read_drafter_info
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Draft, Request, SamplingParams

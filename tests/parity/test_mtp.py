@@ -11,8 +11,8 @@ import pytest
 from onedraw.backends.torch.drafters.draft_model import DraftModel, MtpHead
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import UnsupportedModel
-from onedraw.models.model_info import read_model_info
 from onedraw.models.mtp import MtpInfo, read_mtp_info
+from onedraw.models.registry import read_model_info
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Schedule, run
 from tests.reference import forward

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import DrafterWeights, read_drafter_info
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.models.spec import DrafterSpec
 from tests.reference.dflash import (
     Drafter,

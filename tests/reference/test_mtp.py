@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import read_model_info
 from onedraw.models.mtp import read_mtp_info
+from onedraw.models.registry import read_model_info
 from tests.reference.forward import forward, norm
 from tests.reference.mtp import mtp_logits
 from tests.support import tiny, tiny_modern

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onedraw.checkpoints.random_shapes import FULL, SHAPES, SLIDING
+from onedraw.checkpoints.random_weights import FULL, SHAPES, SLIDING
 
 QWEN3_5: dict[str, Any] = {
     "vocab_size": 248320,

@@ -14,7 +14,7 @@ from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Row, SamplingParams
 

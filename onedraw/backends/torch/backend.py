@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 
 from onedraw.backends.base import Capacity, PageGroup, StepHandle
+from onedraw.backends.devices import kv_precision
 from onedraw.backends.placement import MIN_STAGING_ROWS, max_step_tokens
-from onedraw.backends.precision import kv_precision
 from onedraw.backends.torch.device import DTYPES, hardware_name
 from onedraw.backends.torch.drafters.base import Drafter
 from onedraw.backends.torch.model.transformer import LayerProbe, Transformer

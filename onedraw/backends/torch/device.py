@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from onedraw.backends.devices import Device, cpu_model, parse_device
-from onedraw.backends.precision import PACKED
+from onedraw.backends.devices import PACKED, Device, cpu_model, parse_device
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.cpu.library import build
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing

@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from onedraw.backends.xla.families import conv_width, require_supported
-from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, make_inputs
+from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, conv_width, make_inputs, require_supported
 from onedraw.backends.xla.model import XlaStage, run_layers
 from onedraw.backends.xla.platform import find_devices
 from onedraw.backends.xla.sampler import logits_of

@@ -6,6 +6,8 @@ input names of exported graphs (`export.py`), so they do not change.
 A token has a position in its sequence and a place: the index of its key and value, counted in slots over all pages of a group.
 Nodes of a draft tree take the slots after the row's known tokens, in order, and attend to the slots of their own path. Rows,
 lanes, pages and checkpoints have one extra entry at the end, which padding reads and writes.
+
+This module imports no jax, so `inspect` can check a model and list the compiled shapes without it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onedraw.errors import UnsupportedModel
+from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec
 from onedraw.sampling.verify import draft_paths
 from onedraw.types import Row
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
 MIN_PRODUCT_ROWS = 4  # rows of a matrix product: with fewer, libraries use other kernels with other rounding
 MAX_PRODUCT_ROWS = 32  # with more rows, the order of additions along the reduced axis was seen to change
 KEYS = 128  # key positions per attention block; a block starts at a position that is a multiple of this
@@ -373,3 +378,24 @@ def _prompt_tokens(layout: RowLayout) -> int:
     if prompt == layout.known and row.stop < row.prompt_stop and row.stop % CHUNK:
         raise AssertionError(f"a prompt row stops at {row.stop}, inside a chunk")
     return prompt
+
+
+def require_supported(spec: ModelSpec) -> None:
+    """UnsupportedModel for architectures that the layers of this backend do not implement."""
+    if spec.family not in FAMILIES or spec.softcap is not None or not all(map(_plain, spec.layers)):
+        raise UnsupportedModel(
+            f"--backend xla does not support {spec.family} yet; it runs {', '.join(FAMILIES)}; use --backend torch"
+        )
+
+
+def _plain(layer: LayerSpec) -> bool:
+    """Whether a layer is a mixer and a gated feed-forward with pre-norms, without the extras of some families."""
+    mixer = layer.mixer
+    odd = isinstance(mixer, AttentionSpec) and (mixer.v_norm or mixer.keys_as_values or mixer.reuses is not None)
+    added = layer.sandwich or layer.parallel_experts is not None or layer.inputs or layer.scaled
+    return isinstance(layer.feed_forward, MlpSpec) and not odd and not added
+
+
+def conv_width(spec: ModelSpec) -> int:
+    """Positions that the convolutions of recurrent layers read, the same in all layers; 0 without recurrent layers."""
+    return next((layer.mixer.conv for layer in spec.layers if isinstance(layer.mixer, DeltaSpec)), 0)

@@ -13,7 +13,7 @@ from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.model.layer import FeedForward
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, Plan, Request, Row, RowOutcome, SamplingParams
 from tests.laws.harness import Schedule

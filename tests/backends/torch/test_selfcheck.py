@@ -25,7 +25,7 @@ from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 from onedraw.settings import default_cache_dir
 from tests.support import tiny

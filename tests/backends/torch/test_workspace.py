@@ -14,12 +14,11 @@ from onedraw.backends.packing import SPAN_BYTES, partial_sum_bytes
 from onedraw.backends.torch.ops.cuda.packed import few_rows as packed_rows
 from onedraw.backends.torch.ops.cuda.packed.activations import DequantizedWeight, PendingActivations, empty_packed_activations
 from onedraw.backends.torch.ops.cuda.packed.few_rows import OVERLAPS_NEXT, OVERLAPS_PREVIOUS, PDL
-from onedraw.backends.torch.ops.cuda.packed.linear import PackedLinear
+from onedraw.backends.torch.ops.cuda.packed.linear import PackedLinear, Workspace
 from onedraw.backends.torch.ops.cuda.packed.many_rows_hopper import TILE
 from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
 from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import PackedWeight, empty_packed_weight
 from onedraw.backends.torch.ops.cuda.packed.work_split import tiles_of
-from onedraw.backends.torch.ops.cuda.packed.workspace import Workspace
 from tests.support.quantized_weights import random_tensor
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import jax
 from onedraw.backends.xla.backend import XlaBackend, XlaStageDevice
 from onedraw.backends.xla.platform import keep_compiled
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.models.model_info import read_model_info
+from onedraw.models.registry import read_model_info
 
 jax.config.update("jax_num_cpu_devices", 8)  # virtual devices for splits; must be set before jax lists its devices
 COMPILED = tempfile.TemporaryDirectory()  # shared by all tests of a process

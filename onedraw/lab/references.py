@@ -1,8 +1,9 @@
-"""Decoding speed of transformers with the same model, for comparison in benchmarks.
+"""What the decode speed of a benchmark is compared with: the memory-bandwidth floor, and transformers with the same model.
 
-In: a checkpoint folder or a model config, and batch sizes. Out: decoded tokens per second. transformers runs as its users
-run it: `generate` with sampling and default settings. The time between two tokens is measured after the first few, so prefill and
-warm-up do not count, and few tokens are enough.
+The floor of a decode step is the bytes that it must read, divided by the memory bandwidth: every matrix once for all rows,
+experts up to the number that the rows can select, keys and values per row within the attention window. transformers runs as its
+users run it: `generate` with sampling and default settings. The time between two tokens is measured after the first few, so
+prefill and warm-up do not count, and few tokens are enough.
 """
 
 from __future__ import annotations
@@ -19,12 +20,68 @@ from typing import Any, cast
 
 import torch
 
-from onedraw.backends.packing import product_dtype
+from onedraw.backends.devices import kv_precision
+from onedraw.backends.packing import matrix_kinds, matrix_sizes, product_dtype, supports_gpu_packed
 from onedraw.backends.torch.device import DTYPES, find_devices
+from onedraw.build.checkpoint import find_checkpoint
 from onedraw.checkpoints.download import resolve_model
-from onedraw.checkpoints.random_shapes import is_random, shape_config
+from onedraw.checkpoints.random_weights import is_random, shape_config
 from onedraw.errors import BadSetting
+from onedraw.models.registry import read_model_info
+from onedraw.models.spec import KV_BYTES, KV_SCALE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
+from onedraw.models.weight_names import WeightKey, weight_shapes
 from onedraw.settings import Settings, default_cache_dir
+
+
+def step_bytes(spec: ModelSpec, sizes: Mapping[WeightKey, int], *, dtype: str, rows: int, context: int) -> int:
+    """Bytes that a decode step reads. `sizes`: bytes of every matrix; `dtype`: of the KV cache; `context`: tokens per row."""
+    weights = 0
+    for (layer, weight), shape in weight_shapes(spec).items():
+        if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
+            continue  # small, or only a few rows are read
+        share = 1.0
+        if weight.startswith("expert_") and layer is not None:
+            experts = next(
+                part
+                for part in (spec.layers[layer].feed_forward, spec.layers[layer].parallel_experts)
+                if isinstance(part, MoeSpec)
+            )
+            share = min(1.0, rows * experts.used / experts.experts)
+        weights += int(sizes[layer, weight] * share)
+    return weights + rows * sum(_state_bytes(spec, index, context, dtype) for index in range(len(spec.layers)))
+
+
+def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
+    mixer = spec.layers[index].mixer
+    if isinstance(mixer, AttentionSpec):
+        positions = context if mixer.window is None else min(context, mixer.window)
+        return 2 * positions * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
+    return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # read and written
+
+
+def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
+    """The minimum seconds of a decode step by (rows, context), from the measured memory bandwidth; None unless on one GPU."""
+    if settings.backend != "torch":
+        return None
+    from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
+
+    device = find_devices(settings.device_names)[0]
+    if device.kind == "cpu" or len(settings.device_names) > 1:
+        return None
+    no_kernels = why_no_blocks() if supports_gpu_packed(device) else ""
+    checkpoint = find_checkpoint(settings)
+    try:
+        info = read_model_info(checkpoint)
+        spec, kinds = info.spec, matrix_kinds(info.weights)
+        stream = {"activations": "f32", "stream": "auto"}
+        dtype = product_dtype([device], requested=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
+        sizes = matrix_sizes(info.weights, dtype)
+    finally:
+        checkpoint.close()
+    bandwidth = copy_bandwidth(device.name)
+    kv_dtype = kv_precision(settings.kv_dtype, products=dtype)
+    return lambda rows, context: step_bytes(spec, sizes, dtype=kv_dtype, rows=rows, context=context) / bandwidth
+
 
 WARMUP_TOKENS = 3  # tokens that are not timed
 TIMED_TOKENS = 16
