@@ -46,18 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.contract.record import read_records
     from onedraw.contract.replay import replay
 
-    records = read_records(arguments.records)
+    damaged: list[str] = []
+    records = read_records(arguments.records, damaged=damaged.append)
     arguments.model = arguments.model or source_of(records)
     settings = read_settings(arguments)
     with terminal.progress() as notify, build_llm(settings, notify) as llm:
         report = replay(records, llm, notify=notify)
         rows = [row_of(verdict, llm) for verdict in report.verdicts if verdict.result != "same"]
     if arguments.json:
-        terminal.print_json(report_json(report))
+        terminal.print_json(report_json(report, damaged))
         return 0 if report.holds else 1
     if rows:
         terminal.table("", ("record", "seed", "token", "recorded", "now", "what"), rows[:SHOWN])
-    for line in summary(report, left_out=max(len(rows) - SHOWN, 0)):
+    for line in summary(report, left_out=max(len(rows) - SHOWN, 0), damaged=damaged):
         print(line)
     return 0 if report.holds else 1
 
@@ -71,11 +72,13 @@ def source_of(records: Sequence[Record]) -> str:
     return sources[0]
 
 
-def summary(report: ReplayReport, *, left_out: int = 0) -> list[str]:
+def summary(report: ReplayReport, *, left_out: int = 0, damaged: Sequence[str] = ()) -> list[str]:
     same, different, missing = report.of("same"), report.of("different"), report.of("not run")
     counted = report.counted
     tokens = sum(verdict.tokens for verdict in report.verdicts)
     lines = [f"… and {left_out} more; --json has them all"] if left_out else []
+    lines += [f"skipped {fault}" for fault in damaged[:SHOWN]]
+    lines += [f"skipped {len(damaged) - SHOWN} more damaged lines; --json has them all"] if len(damaged) > SHOWN else []
     lines.append(
         f"{len(report.verdicts)} requests, {tokens} tokens: {len(same)} the same, {len(different)} different, "
         f"{len(missing)} not run"
@@ -105,7 +108,7 @@ def row_of(verdict: Verdict, llm: LLM) -> list[str]:
     return [verdict.where, seed, place, named(verdict.recorded), named(verdict.found), note]
 
 
-def report_json(report: ReplayReport) -> dict[str, Any]:
+def report_json(report: ReplayReport, damaged: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "model": report.model,
         "fingerprint": report.fingerprint,
@@ -119,5 +122,6 @@ def report_json(report: ReplayReport) -> dict[str, Any]:
         "drafts": report.counted.draft_tokens,
         "drafts_kept": report.counted.accepted_tokens,
         "preemptions": report.counted.preemptions,
+        "damaged": list(damaged),
         "verdicts": [asdict(verdict) for verdict in report.verdicts],
     }

@@ -16,7 +16,7 @@ import threading
 import time
 import types
 import typing
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -56,7 +56,8 @@ class Record:
 
 class RecordWriter:
     """Appends lines to files in a folder. Any thread may write; a line is whole and synced to disk, or an OSError is raised.
-    Every process begins new files, so two never write to the same one."""
+    Every process begins new files, so two never write to the same one. A file holds whole lines only: after a failed write, as
+    on a full disk, it is cut back to its last whole line; where that fails too, the next line begins a new file."""
 
     def __init__(self, folder: Path, *, size: int = DEFAULT_SIZE) -> None:
         self._folder = folder
@@ -76,16 +77,30 @@ class RecordWriter:
             if self._file is None or (self._written and self._written + len(data) > self._size):
                 self._begin()
             assert self._file is not None
+            try:
+                rest = data
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+                os.fsync(self._file)
+            except OSError:
+                self._cut_back()
+                raise
             self._written += len(data)
-            while data:
-                data = data[os.write(self._file, data) :]
-            os.fsync(self._file)
 
     def close(self) -> None:
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+
+    def _cut_back(self) -> None:
+        """Remove what a failed write left behind. A file that keeps it ends in an incomplete line, which reading skips."""
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, self._written)
+        except OSError:
+            os.close(self._file)
+            self._file = None
 
     def _begin(self) -> None:
         """Open the next free number. The folder is synced too, or the file's name could be lost in a crash."""
@@ -178,30 +193,35 @@ class RecordingLLM(LLM):
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def read_records(path: Path) -> list[Record]:
-    """The records of a file, or of all files of a folder in order. An incomplete last line is skipped."""
+def read_records(path: Path, *, damaged: Callable[[str], None] = log.warning) -> list[Record]:
+    """The records of a file, or of all files of a folder in order. `damaged` is told of every line that is not a record, with
+    its file and number; such a line costs no other one."""
     if path.is_dir():
         files = sorted(path.glob("requests-*.jsonl"), key=_number)
     elif path.is_file():
         files = [path]
     else:
         raise BadSetting(f"there are no records at {path}; name a file or folder that --record wrote")
-    records = [record for file in files for record in _read_file(file)]
+    found = [read for file in files for read in _read_file(file)]
+    records = [read for read in found if isinstance(read, Record)]
+    faults = [read for read in found if isinstance(read, str)]
     if not records:
-        raise BadSetting(f"{path} holds no records yet")
+        raise BadSetting(f"{path} holds no records{f': {faults[0]}' if faults else ' yet'}")
+    for fault in faults:
+        damaged(fault)
     return records
 
 
-def _read_file(file: Path) -> Iterator[Record]:
+def _read_file(file: Path) -> Iterator[Record | str]:
+    """The record of every line, or what is wrong with the line."""
     *lines, rest = file.read_bytes().split(b"\n")
-    if rest:
-        log.warning("%s: skipped an incomplete last line", file)
     for number, line in enumerate(lines, start=1):
-        where = f"{file.name}:{number}"
         try:
-            yield _record(json.loads(line), where)
+            yield _record(json.loads(line), f"{file.name}:{number}")
         except (ValueError, KeyError, IndexError, TypeError, RecursionError, OnedrawError) as error:
-            raise BadSetting(f"{file}:{number}: not a record ({type(error).__name__}: {error})") from None
+            yield f"{file}:{number}: not a record ({type(error).__name__}: {error})"
+    if rest:
+        yield f"{file}:{len(lines) + 1}: an incomplete last line"
 
 
 def _record(line: dict[str, Any], where: str) -> Record:

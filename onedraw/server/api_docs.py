@@ -54,7 +54,8 @@ With `--api-key` or `--api-key-file`, everything but `/health` and the web page'
 Without a key the server only accepts a `Host` that is an address, a name without a dot or a name of the local network, except
 for `/health` (403 `unknown_host`). This protects against DNS rebinding, in which a web page lets its own host name resolve to
 the visitor's machine. `--allow-host NAME` allows one more name. A browser's request from a web page on another site is refused
-(403 `foreign_page`) unless `--cors-origin` names the page's origin.
+(403 `foreign_page`) unless `--cors-origin` names the page's origin; one that says `Sec-Fetch-Site: cross-site` and names no
+`Origin` is refused too. Following a link to this server, which is a `GET`, is always allowed.
 
 ## What happens to a field
 

@@ -61,10 +61,10 @@ class LocalAccessMiddleware:
         origin = headers.get("origin", "")
         causes_work = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if causes_work and not self._origins & {origin, "*"} and self._is_cross_site(origin, headers.get("sec-fetch-site"), name):
-            return ForeignPage(
-                f"requests from the web page {origin} are not allowed without an API key; serve with --cors-origin {origin}, or "
-                "with --api-key"
+            page, allow = (
+                (f"the web page {origin}", f"--cors-origin {origin}, or with ") if origin else ("a page of another site", "")
             )
+            return ForeignPage(f"requests from {page} are not allowed without an API key; serve with {allow}--api-key")
         return None
 
     def _allows_host(self, name: str) -> bool:
@@ -73,6 +73,8 @@ class LocalAccessMiddleware:
     def _is_cross_site(self, origin: str, site: str | None, name: str) -> bool:
         """Whether a web page of another site sent the request. Browsers send Sec-Fetch-Site only over TLS or to localhost, so
         without it the host in Origin decides."""
+        if not origin:  # Browsers leave it out of some requests, but never say "cross-site" of an address that a person typed.
+            return site == "cross-site"
         if not origin.startswith("http") and origin != "null":  # The sender is a program or an extension, not a web page.
             return False
         if site is not None or origin == "null":  # Any page can make its origin "null", so that value proves nothing.

@@ -49,6 +49,16 @@ def test_a_difference_is_shown_and_is_status_1(terminal: Terminal, folder: Path)
     assert (verdict["result"], verdict["index"], verdict["recorded"]) == ("different", 4, 65)
 
 
+def test_a_damaged_line_is_named_and_the_others_are_replayed(terminal: Terminal, folder: Path) -> None:
+    file = folder / "requests-000001.jsonl"
+    file.write_text(file.read_text() + "nonsense\n")
+    assert terminal.run("replay", str(folder), "--backend", "fake") == 0
+    assert f"skipped {file}:2: not a record" in terminal.out
+    assert "2 requests, 24 tokens: 2 the same" in terminal.out
+    (fault,) = terminal.json("replay", str(folder), "--backend", "fake")["damaged"]
+    assert fault.startswith(f"{file}:2: ")
+
+
 def test_a_different_fingerprint_is_reported(terminal: Terminal, folder: Path) -> None:
     file = folder / "requests-000001.jsonl"
     file.write_text(file.read_text().replace('"fingerprint":"', '"fingerprint":"other-'))

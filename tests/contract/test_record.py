@@ -103,6 +103,40 @@ def test_a_full_disk_costs_the_record_and_not_the_reply(
     assert "is not recorded: No space left on device" in caplog.text
 
 
+def _fails_halfway(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> None:
+    """The disk takes half of the next write and is full then; `cut`: whether the file can be shortened again."""
+    write = os.write
+
+    def half(file: int, data: bytes) -> int:
+        monkeypatch.setattr(os, "write", full)
+        return write(file, data[: len(data) // 2])
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", half)
+    if not cut:
+        monkeypatch.setattr(os, "ftruncate", full)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_disk_that_was_full_costs_only_the_records_of_that_time(
+    llm: RecordingLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    """Half a line stood in the file, the next record was appended to it, and `replay` refused the whole folder."""
+    caplog.set_level(logging.WARNING, logger="onedraw.contract.record")
+    replies = llm.run(generation(llm, seed=1))
+    with monkeypatch.context() as patched:
+        _fails_halfway(patched, cut=cut)
+        llm.run(generation(llm, seed=2))
+        llm.run(generation(llm, seed=3))
+    replies += llm.run(generation(llm, seed=4))
+    records = read_records(tmp_path)
+    assert [record.reply for record in records] == [tuple(reply.token_ids) for reply in replies]
+    assert [record.generation.params.seed for record in records if record.generation] == [1, 4]
+    assert ("requests-000001.jsonl:2: an incomplete last line" in caplog.text) == (not cut)
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 
@@ -150,6 +184,18 @@ def test_an_incomplete_last_line_is_skipped_with_a_warning(
     file.write_bytes(file.read_bytes()[:-7])
     assert len(read_records(file)) == 1
     assert "incomplete last line" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [b"nonsense", b"", b"[1]", b'{"version": 9}', b"\xff", b"[" * 100_000])
+def test_a_damaged_line_costs_itself_alone_and_is_named(llm: RecordingLLM, tmp_path: Path, damage: bytes) -> None:
+    llm.run(*(generation(llm, seed=seed) for seed in range(3)))
+    file = tmp_path / "requests-000001.jsonl"
+    first, _, last, end = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join((first, damage, last, end)))
+    named: list[str] = []
+    assert [record.where for record in read_records(tmp_path, damaged=named.append)] == [f"{file.name}:1", f"{file.name}:3"]
+    (fault,) = named
+    assert fault.startswith(f"{file}:2: not a record (")
 
 
 def test_an_edited_line_is_refused(llm: RecordingLLM, tmp_path: Path) -> None:

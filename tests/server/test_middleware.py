@@ -131,6 +131,22 @@ def test_without_a_key_cross_site_requests_are_refused(home):
     assert home.get("/", headers={"origin": "https://evil.example", "sec-fetch-site": "cross-site"}).status_code == 200, "a link"
 
 
+def test_without_a_key_a_cross_site_request_that_names_no_origin_is_refused(home):
+    """Some browsers leave Origin out where a page of another site submits a form."""
+    body = json.dumps({"model": home.model, "prompt": "a", "max_tokens": 1})
+
+    def ask(site: str | None) -> int:
+        headers = {"content-type": "text/plain"} | ({} if site is None else {"sec-fetch-site": site})
+        return home.http.post("/v1/completions", content=body, headers=headers).status_code
+
+    assert ask("cross-site") == 403
+    assert ask(None) == 200, "a program that is not a browser"
+    assert ask("same-origin") == ask("same-site") == ask("none") == 200
+    for site in ("none", "cross-site"):
+        page = home.get("/", headers={"sec-fetch-site": site, "sec-fetch-mode": "navigate"})
+        assert page.status_code == 200, "an address that was typed, a link that was followed"
+
+
 def test_no_origin_is_allowed_unless_one_is_named(fake):
     assert "access-control-allow-origin" not in fake.get("/health", headers={"origin": "https://page.example"}).headers
 
