@@ -1,1 +1,1 @@
-"""Speculative decoding on the host: proposers of drafts, draft trees, and how many drafts a row carries."""
+"""Speculative decoding on the host: proposers that draft tokens, draft trees, and the choice of how many drafts a row carries."""

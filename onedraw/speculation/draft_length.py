@@ -1,25 +1,26 @@
-"""How many drafts a row carries: pure functions of recent acceptance, measured step cost and batch size, and their estimates.
+"""How many drafts a row carries: pure functions of acceptance, step cost and batch size, and the estimates of these.
 
-In: seconds of past steps, numbers of kept drafts. Out: the number of drafts that gives the most tokens per second.
+The estimates learn from the duration of past steps and the number of kept drafts. The result is the number of drafts that
+gives the most tokens per second, under this model:
 
     drafts are kept one after the other with probability a    expected_kept(k) = a + a² + … + a^k
     a step of R rows with k drafts each                       base + R · (row + token · (1 + k)) seconds
     speed of a row                                            (1 + expected_kept(k)) / (base / R + row + token · (1 + k))
 
-The speed has one maximum, because each further draft adds less than the one before at the same cost. With many rows, which
-share the base cost, or with poor drafts, the maximum is at 0 drafts; then only an occasional probe is drafted.
+The speed has one maximum, because each further draft costs the same and adds less than the one before. The maximum is at 0 drafts
+if many rows share the base cost, or if drafts are rarely kept. Then drafts are only tried occasionally, which is called a probe.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PRIOR_ACCEPTANCE = 0.6  # of a source that has not been tried yet
-PRIOR_WEIGHT = 3.0  # the number of drafts that the prior counts as
-PRIOR_TOKEN_SHARE = 0.05  # cost of one token as a share of the base, before it is measured
-CHAIN_SHARE = 0.7  # acceptance of a tree's first chain as a share of the tree's acceptance
-PROBE_TOKENS = 2
-FIRST_PROBE_GAP, LAST_PROBE_GAP = 4, 64
+PRIOR_ACCEPTANCE = 0.6  # the probability that a draft is kept, assumed for a source that has not been tried
+PRIOR_WEIGHT = 3.0  # this assumption counts as much as this many observed drafts
+PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, assumed until it is measured
+CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
+PROBE_TOKENS = 2  # drafts that a probe carries
+FIRST_PROBE_GAP, LAST_PROBE_GAP = 4, 64  # steps from one probe to the next, at first and at most
 
 
 # ---------------------------------------------------------------------- decision
@@ -27,7 +28,7 @@ FIRST_PROBE_GAP, LAST_PROBE_GAP = 4, 64
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """Cost of a step: base + rows * row + tokens * token. The decision depends on the proportions only."""
+    """The cost of a step is base + rows * row + tokens * token, in seconds. Decisions depend on the proportions only."""
 
     base_seconds: float = 1.0
     token_seconds: float = PRIOR_TOKEN_SHARE
@@ -35,24 +36,24 @@ class RowCost:
 
 
 def expected_kept(acceptance: float, depth: int) -> float:
-    """The average number of kept drafts in a chain of `depth`."""
+    """Return the average number of kept drafts in a chain of `depth` drafts."""
     if acceptance >= 1.0:
         return float(depth)
     return acceptance * (1.0 - acceptance**depth) / (1.0 - acceptance)
 
 
 def speed(kept: float, drafts: int, *, cost: RowCost, running: int) -> float:
-    """Tokens per second of a row that carries `drafts` and keeps `kept` on average, among `running` rows like it."""
+    """Return the tokens per second of a row that carries `drafts` and keeps `kept` on average, among `running` such rows."""
     return (1.0 + kept) / (cost.base_seconds / running + cost.row_seconds + cost.token_seconds * (1 + drafts))
 
 
 def best_chain_length(acceptance: float, *, cost: RowCost, running: int, limit: int) -> int:
-    """The chain length, at most `limit`, at which a row is fastest."""
+    """Return the chain length, at most `limit`, with which a row is fastest."""
     running = max(running, 1)
     seconds = cost.base_seconds / running + cost.row_seconds + cost.token_seconds
     tokens, gain = 1.0, acceptance
     for count in range(limit):
-        # One more draft pays off while the tokens it adds per second exceed the speed so far.
+        # Another draft pays off while the tokens it adds per second exceed the speed without it.
         if gain * seconds <= cost.token_seconds * tokens:
             return count
         tokens += gain
@@ -62,9 +63,9 @@ def best_chain_length(acceptance: float, *, cost: RowCost, running: int, limit: 
 
 
 def best_tree_size(acceptance: float, *, chain: int, depth: int, nodes: int, cost: RowCost, running: int) -> tuple[int, float]:
-    """How many drafts of a tree to carry, all or some of its first `chain`, and how many of them are kept on average.
+    """Return how many drafts of a tree to carry (all, or some of its first `chain`), and how many are kept on average.
 
-    `acceptance` is that of the whole tree: a sibling may be kept where the first chain is wrong.
+    `acceptance` is that of the whole tree, where a sibling may be kept if the chain of best candidates is wrong.
     """
     chain_acceptance = acceptance * CHAIN_SHARE
     count = best_chain_length(chain_acceptance, cost=cost, running=running, limit=chain)
@@ -82,10 +83,10 @@ def best_tree_size(acceptance: float, *, chain: int, depth: int, nodes: int, cos
 
 @dataclass(slots=True)
 class Acceptance:
-    """The probability that a draft is kept if those before it are, from recent rows. Owner: the speculator.
+    """Estimates from recent rows the probability that a draft is kept, given that those before it are.
 
-    A row that keeps k of d drafts counts as k successes, and one failure if k < d. Older rows are weighted down by `decay`, and
-    the total weight is at most `weight`, so that one long copied passage does not dominate the estimate.
+    A row that keeps k of d drafts counts as k successes, and one failure if k < d. Each new row weights older ones down by
+    `decay`, and their total weight is at most `weight`, so that one long copied passage does not dominate the estimate.
     """
 
     kept: float = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
@@ -107,29 +108,29 @@ class Acceptance:
             self.kept, self.lost = self.kept / excess, self.lost / excess
 
     def prior_for_new_request(self) -> Acceptance:
-        """The first estimate of a new request: halfway between the prior and this rate, because requests differ."""
+        """Return the first estimate for a new request: halfway between the prior and this rate, because requests differ."""
         rate = (self.rate + PRIOR_ACCEPTANCE) / 2.0
         return Acceptance(rate * PRIOR_WEIGHT, (1.0 - rate) * PRIOR_WEIGHT)
 
 
 @dataclass(slots=True)
 class Probe:
-    """When a source that does not pay off is tried again: after 4 steps, then 8, … 64. Owner: the speculator."""
+    """Decides when a source that does not pay off is tried again: after 4 steps, then 8, and so on up to 64."""
 
     gap: int = FIRST_PROBE_GAP
     waited: int = 0
 
     def due(self) -> bool:
-        """Count one more step in which the source does not pay off; whether to try it now."""
+        """Count one more step in which the source does not pay off, and return whether to try it now."""
         self.waited += 1
         return self.waited >= self.gap
 
     def back_off(self) -> None:
-        """The source was tried: wait twice as long for the next time."""
+        """Note that the source was tried. The next time comes after twice as many steps."""
         self.gap, self.waited = min(self.gap * 2, LAST_PROBE_GAP), 0
 
     def reset(self) -> None:
-        """The source pays off, so it needs no probe."""
+        """Note that the source pays off, so that it needs no probe."""
         self.gap, self.waited = FIRST_PROBE_GAP, 0
 
 
@@ -138,18 +139,18 @@ class Probe:
 
 @dataclass(slots=True)
 class CostMeter:
-    """Seconds of a step as a function of its tokens and rows: least squares with decay. Owner: the speculator.
+    """Estimates the duration of a step from its numbers of tokens and rows, with least squares that weight older steps down.
 
-    As long as the observed steps do not separate the cost of tokens from that of rows, the fit stays near the prior ratio of
-    token cost to base cost; the prior weighs as much as `ridge` steps that differ by one token.
+    While the observed steps do not separate the cost of tokens from the cost of rows, the fit stays near the prior ratio of token
+    cost to base cost. The prior weighs as much as `ridge` steps that differ by one token.
     """
 
     decay: float = 0.99
     ridge: float = 4.0
     cost: RowCost = field(default_factory=RowCost)
     _weight: float = 0.0
-    _means: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of tokens, rows, seconds
-    _tokens_tokens: float = 0.0  # sums of products of deviations from the means
+    _means: tuple[float, float, float] = (0.0, 0.0, 0.0)  # weighted means of tokens, rows and seconds
+    _tokens_tokens: float = 0.0  # this and the next four: weighted sums of products of deviations from the means
     _tokens_rows: float = 0.0
     _rows_rows: float = 0.0
     _tokens_seconds: float = 0.0
@@ -162,9 +163,9 @@ class CostMeter:
             cost = self.cost
             usual = cost.base_seconds + cost.row_seconds * rows + cost.token_seconds * tokens
             if seconds * 8.0 < usual:
-                self._weight = 0.0  # the steps so far were warm-up: discard them
+                self._weight = 0.0  # So much faster: the steps until now were warm-up, and are discarded.
             elif self._weight > 4.0:
-                seconds = min(seconds, 2.0 * usual)  # limit the influence of an outlier
+                seconds = min(seconds, 2.0 * usual)  # limits the influence of an outlier
         self._add(float(tokens), float(rows), seconds)
         self.cost = self._fit()
 
@@ -175,7 +176,7 @@ class CostMeter:
         by_tokens, by_rows, by_seconds = tokens - was[0], rows - was[1], seconds - was[2]
         share = 1.0 / self._weight
         self._means = (was[0] + share * by_tokens, was[1] + share * by_rows, was[2] + share * by_seconds)
-        rest = 1.0 - share  # deviation from the old mean × rest = deviation from the new mean
+        rest = 1.0 - share  # the deviation from the new mean is the deviation from the old one times this
         self._tokens_tokens = fade * self._tokens_tokens + rest * by_tokens * by_tokens
         self._tokens_rows = fade * self._tokens_rows + rest * by_tokens * by_rows
         self._rows_rows = fade * self._rows_rows + rest * by_rows * by_rows
@@ -183,13 +184,13 @@ class CostMeter:
         self._rows_seconds = fade * self._rows_seconds + rest * by_rows * by_seconds
 
     def _fit(self) -> RowCost:
-        """Ridge regression of the residual to the prior, limited to non-negative costs."""
+        """Fit costs by ridge regression of the deviations from the prior, and keep them from being negative."""
         mean_tokens, mean_rows, mean_seconds = self._means
         prior = mean_seconds / (1.0 / PRIOR_TOKEN_SHARE + mean_tokens)
         tt, rr, tr = self._tokens_tokens + self.ridge, self._rows_rows + self.ridge, self._tokens_rows
         ts = self._tokens_seconds - prior * self._tokens_tokens
         rs = self._rows_seconds - prior * tr
-        determinant = tt * rr - tr * tr  # positive, because the ridge is
+        determinant = tt * rr - tr * tr  # positive, since the ridge is added to both tt and rr
         token = prior + (ts * rr - rs * tr) / determinant
         row = (rs * tt - ts * tr) / determinant
         if row < 0.0:
@@ -197,6 +198,6 @@ class CostMeter:
         least = 1e-3 * prior
         if token < least:
             token, row = least, max((self._rows_seconds - least * tr) / rr, 0.0)
-        scale = min(1.0, mean_seconds / (token * mean_tokens + row * mean_rows))  # the base cannot be negative
+        scale = min(1.0, mean_seconds / (token * mean_tokens + row * mean_rows))  # so that the base cost is not negative
         token, row = token * scale, row * scale
         return RowCost(max(mean_seconds - token * mean_tokens - row * mean_rows, 0.0), token, row)

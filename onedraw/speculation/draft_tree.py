@@ -1,8 +1,8 @@
-"""Builds a tree of drafts from the candidates of each position.
+"""Build a tree of drafts from the candidates of each position.
 
-In: per depth the candidates (token, score), best first; scores add up along a path like log-probabilities, so they should be
-at most 0. Out: drafts, parents before children. The chain of best candidates comes first, so every prefix of the list is a
-tree too, and its first drafts are those of a drafter without a tree.
+For each depth there are candidates (token, score), the best first. Scores add up along a path like log-probabilities, so they
+should be at most 0. In the resulting list, parents come before children and the chain of best candidates comes first. So every
+prefix of the list is a tree too, and its first drafts are those of a drafter without a tree.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Candidates = Sequence[tuple[int, float]]
 
 
 class Branch(NamedTuple):
-    """A node that may be added next. Compared field by field: the best sum first, then the oldest."""
+    """A node that may be added next. Tuples compare field by field, so the lowest cost wins, and among equals the oldest."""
 
     cost: float  # minus the sum of scores on the path
     age: int
     parent: int
     depth: int
-    rank: int
+    rank: int  # index among the candidates of its depth
 
 
 def build_tree(candidates: Sequence[Candidates], budget: int) -> tuple[Draft, ...]:
-    """At most `budget` drafts: the chain of best candidates, then the best branches. A budget of 0: the chain alone."""
+    """Return at most `budget` drafts: the chain of best candidates, then the best branches. A budget of 0 gives the chain."""
     if budget < 0:
         raise ValueError(f"a tree cannot have {budget} drafts")
     levels = _levels(candidates)
     drafts: list[Draft] = []
-    costs: list[float] = []  # of the path up to each draft
+    costs: list[float] = []  # for each draft, minus the sum of the scores on its path
     branches: list[Branch] = []
 
     def offer(parent: int, depth: int, rank: int) -> None:
@@ -57,7 +57,8 @@ def build_tree(candidates: Sequence[Candidates], budget: int) -> tuple[Draft, ..
 
 
 def _levels(candidates: Sequence[Candidates]) -> list[list[tuple[int, float]]]:
-    """Each token once per depth, banned ones (-inf) and NaN left out; the first depth without any ends the tree."""
+    """Return the candidates of each depth, each token once and without those that score -inf or NaN. The first depth without
+    candidates ends the tree."""
     levels: list[list[tuple[int, float]]] = []
     for level in candidates:
         usable: dict[int, float] = {}
@@ -71,12 +72,12 @@ def _levels(candidates: Sequence[Candidates]) -> list[list[tuple[int, float]]]:
 
 
 def chain_length(drafts: Sequence[Draft]) -> int:
-    """How many drafts at the beginning form a chain."""
+    """Return how many drafts from the first one on form a chain."""
     return next((i for i, draft in enumerate(drafts) if draft.parent != i - 1), len(drafts))
 
 
 def tree_depth(drafts: Sequence[Draft]) -> int:
-    """The largest number of drafts that can be kept together. Drafts from the first with an invalid parent on are ignored."""
+    """Return the largest number of drafts that can be kept together. At an invalid parent the rest of the list is ignored."""
     depths: list[int] = []
     for index, draft in enumerate(drafts):
         if not -1 <= draft.parent < index:

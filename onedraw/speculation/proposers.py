@@ -1,7 +1,7 @@
-"""The protocol of every proposer of drafts on the host.
+"""Drafts that the host proposes: the protocol of a proposer, n-gram lookup, and the caller's predicted output.
 
-In: a request, its history, and the maximum number of drafts. Out: drafts. A proposer cannot change the answer, because a draft
-is kept only if it equals the token that the target model samples anyway.
+A proposer gets a request, its history and the maximum number of drafts. It cannot change the answer, because a draft is kept only
+if it equals the token that the target model samples anyway.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ class Proposer(Protocol):
     def name(self) -> str: ...
 
     def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
-        """At most `room` drafts that may follow the history; more are dropped."""
+        """Return drafts that may follow the history. If there are more than `room`, the rest is dropped."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended: drop its state."""
+        """Drop the state of a request, because it has ended."""
         ...
 
 
 def chain(tokens: tuple[int, ...]) -> tuple[Draft, ...]:
-    """Tokens as a chain of drafts, each the parent of the next."""
+    """Return tokens as a chain of drafts, in which each is the parent of the next."""
     return tuple(map(Draft, tokens, range(-1, len(tokens))))
 
 
-# ------------------ Drafts from the sequence's own tokens
+# ---------------------------------------------------------------------- drafts from the sequence's own tokens
 
 
 class NgramProposer:
-    """Owner: the engine thread. `reach` bounds how many tokens before a request's first step are indexed."""
+    """Finds an earlier occurrence of the last tokens and drafts the tokens that followed it. Of the tokens that a request has
+    at its first step, only the last `reach` are indexed, which bounds the time of that step."""
 
     name = "ngram"
 
@@ -52,14 +53,14 @@ class NgramProposer:
         if room <= 0:
             return ()
         index = self._indexes.get(request.id)
-        if index is None or index.stop > length:  # a shorter history belongs to another request with the same id
+        if index is None or index.stop > length:  # A shorter history belongs to another request with the same id.
             index = SuffixIndex(longest=self._longest, shortest=self._shortest, start=max(length - self._reach, 0))
             self._indexes[request.id] = index
         end = index.latest(history)
         if end is None:
             return ()
         tokens = history.slice(end, min(end + room, length))
-        if len(tokens) < room:  # the occurrence overlaps the suffix: the text is periodic, so repeat it
+        if len(tokens) < room:  # The occurrence overlaps the suffix, so the text is periodic: draft further periods.
             tokens = list(islice(cycle(tokens), room))
         return chain(tuple(tokens))
 
@@ -68,9 +69,9 @@ class NgramProposer:
 
 
 class SuffixIndex:
-    """Where each n-gram of a growing history ended last. Tokens before `start` are left out.
+    """Knows where each n-gram of a growing history occurred last. Tokens before `start` are left out.
 
-    n-grams that end at the end of the history are not added yet: a suffix would match itself.
+    N-grams that end at the end of the history are added later, since a suffix would find itself.
     """
 
     __slots__ = ("_ends", "_longest", "_start", "stop")
@@ -79,10 +80,10 @@ class SuffixIndex:
         self._longest = longest
         self._start = start
         self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(longest, shortest - 1, -1)}
-        self.stop = start  # n-grams that end here or earlier are in the index
+        self.stop = start  # n-grams that end here or earlier are in the index; a position in the history
 
     def latest(self, history: History) -> int | None:
-        """The end of the latest earlier occurrence of the longest suffix that occurs earlier."""
+        """Return where the last earlier occurrence of the longest known suffix ends, or None."""
         length = len(history)
         if self.stop < length - 1:
             self._add(history, length - 1)
@@ -96,20 +97,20 @@ class SuffixIndex:
         begin = max(self.stop + 1 - self._longest, self._start)
         tokens = history.slice(begin, stop)
         for n, ends in self._ends.items():
-            first = max(self.stop + 1, self._start + n)  # the earliest end that is new
+            first = max(self.stop + 1, self._start + n)  # the first end that is not in the index yet
             offset = first - n - begin
             ends.update(zip(zip(*(tokens[offset + i :] for i in range(n)), strict=False), range(first, stop + 1), strict=False))
         self.stop = stop
 
 
-# ------------------ Drafts from the reply that the caller predicted
+# ---------------------------------------------------------------------- drafts from the caller's predicted output
 
 
-ANCHORS = (3, 2)  # how many of the output's last tokens must match the prediction, tried in this order
+ANCHORS = (3, 2)  # To realign, this many of the last output tokens must occur in the prediction; 3 is tried first.
 
 
 class PredictionProposer:
-    """Owner: the engine thread."""
+    """Drafts the rest of the reply that the request predicts, from where the output has arrived in it."""
 
     name = "prediction"
 
@@ -122,7 +123,7 @@ class PredictionProposer:
         alignment = self._alignments.get(request.id)
         if alignment is None or alignment.seen > len(
             history.output
-        ):  # a shorter output belongs to another request with the same id
+        ):  # A shorter output belongs to another request with the same id.
             alignment = self._alignments[request.id] = Alignment(request.predicted)
         alignment.follow(history.output)
         if alignment.lost:
@@ -134,23 +135,23 @@ class PredictionProposer:
 
 
 class Alignment:
-    """The position of an output in its prediction."""
+    """Tracks at which position of the prediction the output has arrived."""
 
     __slots__ = ("_ends", "_predicted", "lost", "pointer", "replaced", "seen")
 
     def __init__(self, predicted: tuple[int, ...]) -> None:
         self._predicted = predicted
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # ends of each 3-gram and 2-gram, ascending
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # 3-gram or 2-gram → where it ends in the prediction, ascending
         for n in ANCHORS:
             for end in range(n, len(predicted) + 1):
                 self._ends.setdefault(predicted[end - n : end], []).append(end)
-        self.pointer = 0  # the next predicted token
-        self.seen = 0  # output tokens taken into account
-        self.replaced = False  # the pointer assumes that one token was replaced
-        self.lost = False  # the output does not match the prediction
+        self.pointer = 0  # index of the predicted token that is expected next
+        self.seen = 0  # number of output tokens that were taken into account
+        self.replaced = False  # the output differed at the last token, and the pointer assumes that just this one was replaced
+        self.lost = False  # the last output tokens do not occur in the prediction
 
     def follow(self, output: list[int]) -> None:
-        """Advance by the new output tokens, or realign."""
+        """Advance over the new output tokens while they agree with the prediction, else realign."""
         fresh = output[self.seen :]
         if not fresh:
             return
@@ -170,11 +171,11 @@ class Alignment:
             self.pointer, self.lost, self.replaced = found, False, False
         elif self.lost or self.replaced or self.pointer >= len(self._predicted):
             self.lost = True
-        else:  # the most common edit replaces one token
+        else:  # Assume that one token was replaced, which is the most common edit.
             self.pointer, self.replaced = self.pointer + 1, True
 
     def _find(self, output: list[int]) -> int | None:
-        """The end of the output's last tokens in the prediction: the nearest one ahead, else the latest one behind."""
+        """Return where the last output tokens end in the prediction: at the nearest place ahead, else at the last one behind."""
         for n in ANCHORS:
             ends = self._ends.get(tuple(output[-n:])) if len(output) >= n else None
             if ends:

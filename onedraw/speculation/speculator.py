@@ -1,7 +1,7 @@
-"""Decides which drafts a row carries: from the proposers in order of cost, or the backend's own drafter, as many as pay off.
+"""Decides which drafts a row carries: from the proposers, cheapest first, or from the backend's own drafter; as many as pay off.
 
-In: a request, its history, the backend's drafts, the room there is, and how many earlier drafts were kept. Out: drafts and their
-source. Owner: the engine thread. The decision affects speed only, never a token.
+The decision depends on the request, its history, the backend's drafts, the room in the step, and how many earlier drafts were
+kept. It affects speed only, never a token. Everything here runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from onedraw.speculation.draft_tree import chain_length, tree_depth
 from onedraw.speculation.proposers import Proposer
 from onedraw.types import Draft, History, Request
 
-DEVICE = "device"  # source name of the backend's own drafter
-POSITIONS = 16  # depths with a counter of their own
-MAX_CHAIN = 32  # drafts of a chain, unless a length is forced
-PREFERENCE = 0.8  # a proposer is preferred to the backend's drafts unless it keeps less than this share of theirs
+DEVICE = "device"  # the name of the backend's own drafter as a source of drafts
+POSITIONS = 16  # depths up to this one have a counter of their own in the statistics
+MAX_CHAIN = 32  # a chain has at most this many drafts, unless a length is forced
+PREFERENCE = 0.8  # a proposer is preferred to the backend's drafts if it is expected to keep at least this share of theirs
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
+    """Drafts for one row, and the name of the source that made them."""
+
     drafts: tuple[Draft, ...] = ()
     source: str = ""
 
@@ -41,35 +43,36 @@ NO_PROPOSAL = Proposal()
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counters since the start, over rows that carried drafts."""
+    """Counters since the start, over all rows that carried drafts."""
 
-    drafts: int = 0  # rows
+    drafts: int = 0  # rows that carried drafts
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = (0,) * POSITIONS  # rows that kept a draft at depth 1, 2, …
-    by_source: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)  # source → rows, drafted, kept
-    propose_seconds: float = 0.0  # spent on decisions and in proposers
+    accepted_per_position: tuple[int, ...] = (0,) * POSITIONS  # entry i: rows that kept more than i drafts
+    by_source: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)  # source → (rows, drafted, kept)
+    propose_seconds: float = 0.0  # time spent in `propose`, proposers included
 
 
 @dataclass(slots=True)
 class SourceEstimates:
-    """Estimates of one source for one request."""
+    """What is known about one source of drafts for one request: how often drafts are kept, and when to try it again."""
 
     acceptance: Acceptance
     probe: Probe = field(default_factory=Probe)
 
 
 class Speculator:
-    """`draft_tokens` forces the length of every proposal; None: as many drafts as pay off, and a small probe if none do."""
+    """Chooses the drafts of each row. `draft_tokens` forces their number; with None it is as many as pay off, and a few
+    occasionally if none do."""
 
     def __init__(self, proposers: Sequence[Proposer] = (), *, draft_tokens: int | None = None) -> None:
         self._proposers = tuple(proposers)
         self._forced = draft_tokens
         self._meter = CostMeter()
-        self._estimates: dict[str, dict[str, SourceEstimates]] = {}  # by request, then source
-        self._overall: dict[str, Acceptance] = {}  # by source, over all requests
+        self._estimates: dict[str, dict[str, SourceEstimates]] = {}  # request id → source → estimates
+        self._overall: dict[str, Acceptance] = {}  # source → its acceptance over all requests
         self._by_source: dict[str, tuple[int, int, int]] = {}
-        self._kept_depths = [0] * (POSITIONS + 1)  # rows by how many drafts they kept
+        self._kept_depths = [0] * (POSITIONS + 1)  # entry k: rows that kept k drafts; the last entry: that many or more
         self._seconds = 0.0
 
     def propose(
@@ -82,8 +85,8 @@ class Speculator:
         running: int,
         tentative: bool = False,
     ) -> Proposal:
-        """Drafts for the row that reaches the end of `history`. `own`: the backend's drafts. `running`: rows in the step.
-        `tentative`: only ask whether there are drafts; no row will carry them."""
+        """Return drafts for the row that reaches the end of `history`. `own` are the backend's drafts, `running` is the number of
+        rows in the step. With `tentative` the caller only wants to know whether there are drafts, and no row will carry them."""
         if not request.speculate or room <= 0 or self._forced == 0 or not (own or self._proposers):
             return NO_PROPOSAL
         begin = perf_counter()
@@ -92,18 +95,18 @@ class Speculator:
         return proposal
 
     def record_outcome(self, request_id: str, source: str, *, drafted: int, kept: int, depth: int | None = None) -> None:
-        """`kept` of `drafted` drafts were kept; at most `depth` of them could be kept together."""
+        """Learn from a verified row: `kept` of its `drafted` drafts were kept, and at most `depth` could be kept together."""
         rows, drafts, accepted = self._by_source.get(source, (0, 0, 0))
         self._by_source[source] = (rows + 1, drafts + drafted, accepted + kept)
         self._kept_depths[min(kept, POSITIONS)] += 1
         reach = drafted if depth is None else depth
         self._overall.setdefault(source, Acceptance(decay=0.98, weight=64.0)).update(depth=reach, kept=kept)
         known = self._estimates.get(request_id, {}).get(source)
-        if known is not None:  # else the request has ended
+        if known is not None:  # It is None if the request has ended.
             known.acceptance.update(depth=reach, kept=kept)
 
     def record_step(self, *, tokens: int, rows: int, seconds: float) -> None:
-        """Duration of a step without prompt rows that computed `tokens` for `rows` sequences."""
+        """Learn from the duration of a step without prompt rows, which computed `tokens` positions for `rows` sequences."""
         self._meter.observe(tokens=tokens, rows=rows, seconds=seconds)
 
     def forget(self, request_id: str) -> None:
@@ -135,7 +138,7 @@ class Speculator:
                 continue
             if pays:
                 known.probe.reset()
-            elif not tentative:  # a tentative call leaves the probe due
+            elif not tentative:  # After a tentative call the probe is still due, since no row carries its drafts.
                 known.probe.back_off()
             return Proposal(drafts, proposer.name)
         if not own:
@@ -150,7 +153,7 @@ class Speculator:
         return Proposal(own[:own_count], DEVICE) if own_count else NO_PROPOSAL
 
     def _own(self, estimates: dict[str, SourceEstimates], own: tuple[Draft, ...], running: int) -> tuple[int, float]:
-        """How many of the backend's drafts to use, from the first on, and how many of them are kept on average."""
+        """Return how many of the backend's drafts to use, from the first on, and how many of them are kept on average."""
         rate = self._estimates_of(estimates, DEVICE).acceptance.rate
         chain = chain_length(own)
         if chain == len(own):
