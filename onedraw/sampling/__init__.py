@@ -1,1 +1,1 @@
-"""The sampling rule as pure functions in numpy: the reference for every fast sampler."""
+"""The sampling rule as pure functions in numpy. Every fast sampler is tested against it."""

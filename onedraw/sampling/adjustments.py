@@ -1,7 +1,7 @@
-"""The part of sampling that only the host can compute, as sparse adjustments of single tokens.
+"""The part of sampling that only the host can compute, as adjustments of single tokens.
 
-In: parameters, history and the drafts before a position. Out: an Adjustment: DRY penalties and banned tokens (bad words,
-minimum length, a constraint). The reference and every fast sampler use the same one.
+From the parameters, the history and the drafts before a position follows an Adjustment: DRY penalties, and the tokens banned by
+bad words, the minimum length or a constraint. The reference sampler and every fast sampler use the same adjustments.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 from onedraw.types import DryParams, History, SamplingParams, TokenMask
 
-LONGEST_MATCH = 64  # a longer repetition is penalized like one of this length; bounds the work per token
-_LARGEST = float(np.finfo(np.float32).max)
+LONGEST_MATCH = 64  # A longer repetition is penalized as if it had this length, which bounds the work per token.
+_LARGEST = float(np.finfo(np.float32).max)  # a penalty is limited to this, so that scores stay finite
 
 Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """Penalties by token, banned tokens and, if given, the mask of allowed tokens. Ids are distinct."""
+    """Penalties of tokens, banned tokens, and a mask of allowed tokens (None: all). No token id occurs twice."""
 
     penalized: tuple[tuple[int, float], ...] = ()
     banned: tuple[int, ...] = ()
@@ -33,10 +33,10 @@ NO_ADJUSTMENT = Adjustment()
 
 
 class HistoryTokens:
-    """The tokens of one history as an array that grows with it. Owner: the sampler of that history.
+    """The tokens of one history as an array that grows with it. Each sampler keeps one per history.
 
-    Without it every sampled token would copy the whole history. Known tokens never change, so a longer history of the same
-    request only appends; a shorter one is read again.
+    Without it, every sampled token would copy the whole history. Known tokens never change, so a longer history of the same
+    request only appends to the array. A shorter history belongs to another request and is copied anew.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class HistoryTokens:
         self._known = 0
 
     def read(self, history: History, drafts: Sequence[int]) -> Tokens:
-        """History and drafts. The array is valid until the next read."""
+        """Return the history and the drafts after it. The array is valid until the next call."""
         known, stop = len(history), len(history) + len(drafts)
         if known < self._known:
             self._known = 0
@@ -61,7 +61,7 @@ class HistoryTokens:
 def adjustment(
     params: SamplingParams, history: History, drafts: Sequence[int] = (), cached: HistoryTokens | None = None
 ) -> Adjustment:
-    """The adjustment of the position after `history` and `drafts`. `cached` only saves time."""
+    """Return the adjustment of the position after `history` and `drafts`. `cached` saves time and does not change the result."""
     sampled = len(history.output) + len(drafts)
     penalized: tuple[tuple[int, float], ...] = ()
     if params.dry is not None and params.dry.multiplier > 0:
@@ -78,28 +78,28 @@ def adjustment(
 
 
 def mask_to_bools(mask: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
-    """A token mask as one boolean per token.   [V]"""
+    """Expand a token mask to one boolean per token.   [V]"""
     found = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")[:vocab].view(np.bool_)
     return found if len(found) == vocab else np.pad(found, (0, vocab - len(found)))
 
 
 def valid_ids(ids: Collection[int], vocab: int) -> Iterable[int]:
-    """The ids within the vocabulary."""
+    """Return those ids that are in the vocabulary."""
     return (token for token in ids if 0 <= token < vocab)
 
 
 def word_completions(words: Sequence[tuple[int, ...]], output: Sequence[int], drafts: Sequence[int]) -> set[int]:
-    """The last token of every word whose other tokens end the output; single-token words always count."""
+    """Return the last token of every word whose other tokens end the output. A word of one token is always complete."""
     longest = max(map(len, words)) - 1
     tail = (*output[max(0, len(output) - longest) :], *drafts)
     return {word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]}
 
 
 def dry_penalties(tokens: Tokens, dry: DryParams) -> tuple[tuple[int, float], ...]:
-    """(token, penalty) for every token that would continue a repetition, by its longest match.
+    """Return (token, penalty) for every token that would continue a repetition, by its longest match.
 
-    All earlier occurrences of the last token are compared backwards together; most end at once. A breaker ends a match and is
-    never penalized itself, because a match does not continue across it.
+    All earlier occurrences of the last token are compared backwards at the same time, and most end after a few tokens. A sequence
+    breaker ends a match. It is never penalized itself, because no match continues across it.
     """
     tokens = tokens[-dry.range :] if dry.range else tokens
     cap = max(LONGEST_MATCH, dry.allowed_length)

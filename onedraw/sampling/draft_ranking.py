@@ -1,8 +1,9 @@
-"""How a drafter ranks its candidates: its own distribution under the request's sampling rule, with the noise of the target.
+"""How a drafter ranks its candidates: by its own distribution under the request's sampling rule, plus the target's noise.
 
-In: the most likely candidates of a drafter at one position, with its logits. Out: (token, score), best first. The target samples
-argmax(log p + g); a drafter that ranks by s · log q + g with the same noise g matches it far more often than argmax q. This may
-be approximate (only the most likely candidates are considered): it cannot change the answer.
+The input is a drafter's most likely candidates at one position with their logits; the output is (token, score), the best
+first. The target samples argmax(log p + g), where p is its distribution and g the noise. A drafter with distribution q that
+ranks by s · log q + g, with the same g and a factor s, agrees far more often than one that takes argmax q. The ranking may be
+approximate (it considers only the most likely candidates), since drafts cannot change the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class HistoryCounts:
-    """How often each token occurs in one growing history. Owner: the drafter, one per lane."""
+    """Counts how often each token occurs in one growing history. A drafter has one per lane (slot of a sequence)."""
 
     def __init__(self) -> None:
         self._history: History | None = None
@@ -47,7 +48,7 @@ def rank_candidates(
     sharpness: float,
     seen: tuple[Counter[int], frozenset[int]] | None,
 ) -> list[tuple[int, float]]:
-    """Candidates under the request's sampling rule and noise, best first, with scores like log-probabilities."""
+    """Rank candidates under the request's sampling rule and noise. Scores are like log-probabilities; the best comes first."""
     scores = logits.astype(np.float32, copy=True)
     for token, bias in params.logit_bias:
         scores[ids == token] += np.float32(bias)
@@ -80,7 +81,7 @@ def _penalized(ids: Ids, scores: Floats, params: SamplingParams, seen: tuple[Cou
 
 
 def _filtered(scores: Floats, params: SamplingParams) -> int:
-    """How many candidates min-p, top-k and top-p leave, at least one. Scores are sorted, the best is 0."""
+    """Return how many candidates min-p, top-k and top-p keep, at least one. Scores are sorted, and the best is 0."""
     kept = max(int((scores >= -np.float32(min_p_limit(params.min_p))).sum()), 1)
     if params.top_k:
         kept = min(kept, params.top_k)

@@ -1,7 +1,7 @@
-"""The sampling rule ("the law") as a definition: slow, plain, one position at a time. The reference for every fast sampler.
+"""The sampling rule ("the law") as a definition: slow and plain, one position at a time. Every fast sampler is tested against it.
 
-In: the logits of a position, the parameters, the history and the drafts before it. Out: scores, a token, logprobs,
-a checksum.
+From the logits of a position, the parameters, the history and the drafts before it follow scores, a token, logprobs and a
+checksum.
 
 Order of the rule, all in float32:
     1  logit bias
@@ -32,29 +32,29 @@ from onedraw.sampling.adjustments import adjustment, mask_to_bools, valid_ids
 from onedraw.sampling.noise import Floats, gumbel
 from onedraw.types import History, Logprobs, SampledToken, SamplingParams
 
-MASS_BITS = 40
-SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one would be 0 in float32
-NO_TOKEN = -1
+MASS_BITS = 40  # probabilities are counted in units of 2^-40 of the best token's
+SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one could become 0 in float32
+NO_TOKEN = -1  # stands for a token if every token is excluded
 
 Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The parameters of steps 4 to 7, as fast samplers use them."""
+    """The parameters of steps 4 to 7 in the form in which fast samplers use them."""
 
-    divisor: float = 1.0
+    divisor: float = 1.0  # the temperature
     limit: float = math.inf  # the largest deficit that min-p keeps
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0 turns it off
+    top_p: float = 1.0  # 1 turns it off
 
 
 def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> Floats:
-    """The scores of all tokens, the best at 0, excluded tokens at -inf.   [V]
+    """Return the scores of all tokens. The best is 0, and excluded tokens have -inf.   [V]
 
-    Logits with NaN or +inf are an error of the model, not a distribution: then every token is excluded.
+    If a logit is NaN or +inf, the logits are not a distribution but an error of the model, so every token is excluded.
     """
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # extreme parameters give ±inf or NaN
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # extreme parameters may give ±inf or NaN
         scores = _adjusted(logits, params, history, drafts)
         best = scores.max() + np.float32(0)  # -0.0 becomes 0.0
         if not (logits.max() < np.inf and np.isfinite(best)):
@@ -67,8 +67,8 @@ def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequen
 
 
 def sample(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> SampledToken | None:
-    """The token at the position after `history` and `drafts`, with the logprobs and checksum that the parameters request. None if
-    the rule leaves no token."""
+    """Return the token at the position after `history` and `drafts`, with the logprobs and checksum that the parameters request.
+    None if the rule excludes every token."""
     scores = law(logits, params, history, drafts)
     token = _sample_id(scores, params, len(history) + len(drafts))
     if token == NO_TOKEN:
@@ -80,8 +80,8 @@ def sample(logits: Floats, params: SamplingParams, history: History, drafts: Seq
 
 
 def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
-    """Log-softmax of `scores` (logits for mode "raw", scores of the rule for "processed") at `token`, and the `top` most likely
-    tokens, best first, the lowest id first among equals, without excluded tokens.
+    """Return the log-softmax of `scores` at `token`, and the `top` most likely tokens, best first and the lowest id first among
+    equals, without excluded tokens. `scores` are logits for mode "raw", and scores of the rule for "processed".
     """
     deficit = (scores.max() + np.float32(0)) - scores
     values = log_shares(deficit, int(masses(deficit).sum()))
@@ -90,9 +90,9 @@ def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
 
 
 def log_shares(deficit: Floats, total: int) -> Floats:
-    """The logprobs of deficits if all masses add up to `total`: computed in float64, rounded to float32.
+    """Return the logprobs of deficits, given that all masses add up to `total`. They are rounded from float64 to float32.
 
-    With NaN among the logits the total is not positive (NaN becomes the lowest integer), and every logprob is -inf.
+    If a logit is NaN, the total is not positive, since NaN becomes the lowest integer; then every logprob is -inf.
     """
     if total <= 0:
         return np.full(deficit.shape, -np.inf, dtype=np.float32)
@@ -100,17 +100,17 @@ def log_shares(deficit: Floats, total: int) -> Floats:
 
 
 def masses(deficit: Floats) -> Integers:
-    """floor(exp(-deficit) * 2^40); the best token has exactly 2^40."""
+    """Return floor(exp(-deficit) * 2^40), which for the best token is exactly 2^40."""
     return (np.exp(-deficit) * np.float32(2.0**MASS_BITS)).astype(np.int64)
 
 
 def min_p_limit(min_p: float) -> float:
-    """The largest deficit that min-p keeps, to be rounded to float32."""
+    """Return the largest deficit that min-p keeps. The caller rounds it to float32."""
     return -math.log(min_p) if min_p > 0 else math.inf
 
 
 def filters(params: SamplingParams, vocab: int) -> Filters:
-    """The filters of a request; temperature 0 leaves the scores unscaled and filters nothing."""
+    """Return the filters of a request. Temperature 0 leaves the scores unscaled and excludes nothing."""
     if params.temperature <= 0:
         return Filters()
     top_k = params.top_k if 0 < params.top_k < vocab else 0
@@ -118,7 +118,8 @@ def filters(params: SamplingParams, vocab: int) -> Filters:
 
 
 def checksum(logits: Floats, scores: Floats) -> int:
-    """63 bits over the exact bits of logits and scores. Independent of summation order; any change of one value changes it."""
+    """Return 63 bits computed from all bits of logits and scores. The order of summation does not matter, and changing a single
+    value always changes the result."""
     first, second = checksum_weights(len(logits))
     total = int((_bits(logits) * first).sum()) + int((_bits(scores) * second).sum())  # each modulo 2^64
     return total & (2**63 - 1)
@@ -126,7 +127,7 @@ def checksum(logits: Floats, scores: Floats) -> int:
 
 @lru_cache(maxsize=8)
 def checksum_weights(vocab: int) -> tuple[Integers, Integers]:
-    """Odd 64-bit weights by token id, one vector for logits and one for scores."""
+    """Return odd 64-bit weights by token id: one vector for logits and one for scores."""
     words = np.arange(1, 2 * vocab + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -139,11 +140,11 @@ def _sample_id(scores: Floats, params: SamplingParams, position: int) -> int:
         return NO_TOKEN
     if not params.greedy:
         scores = scores + gumbel(params.seed, position, len(scores))
-    return int(scores.argmax())  # the first of equals, which is the lowest id
+    return int(scores.argmax())  # numpy returns the first of equal scores, which has the lowest id
 
 
 def _adjusted(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int]) -> Floats:
-    """Steps 1 to 3."""
+    """Apply steps 1 to 3 and return the new scores."""
     scores = logits.copy()
     for token, value in params.logit_bias:
         if 0 <= token < len(scores):
@@ -166,7 +167,7 @@ def _adjusted(logits: Floats, params: SamplingParams, history: History, drafts: 
 
 
 def _limit(deficit: Floats, params: SamplingParams) -> np.float32:
-    """Steps 5 to 7 as one threshold: the largest deficit that is kept."""
+    """Return steps 5 to 7 as one threshold: the largest deficit that is kept."""
     limit = np.float32(min_p_limit(params.min_p))
     if 0 < params.top_k < len(deficit):
         limit = min(limit, np.sort(deficit)[params.top_k - 1])

@@ -1,16 +1,16 @@
-"""Noise as a pure function of (seed, position, token id); there is no generator with state.
+"""Noise as a pure function of (seed, position, token id). There is no random generator with state.
 
-In: a seed below 2^53, an absolute position, a vocabulary size. Out: integers, and the Gumbel noise made of them.
+From a seed below 2^53, an absolute position and the size of the vocabulary follow integers, and from these the Gumbel noise.
 
-The integers are the definition, and every backend must compute the same ones:
+The integers are the definition, so every backend must compute the same ones:
 
     k0, k1 = the halves of mix64(mix64(seed ^ DOMAIN) + position)
     bits   = mix32(mix32(id ^ k0) + k1) >> 8                24 bits, all modulo 2^32
     u      = (bits + 1/2) / 2^24                            never 0, never 1
     g      = -log(-log u)                                   float32, within [-2.86, 17.33]
 
-The logarithms are taken in float32 from arguments that are exact: log(u) in the lower half, log1p(-(1 - u)) in
-the upper one, so both ends are accurate and everything is finite.
+The logarithms are taken in float32 of arguments that are exact: log(u) in the lower half of (0, 1), log1p(-(1 - u)) in the upper
+half. So both ends are accurate, and everything is finite.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import numpy.typing as npt
 
 from onedraw.types import SEED_LIMIT
 
-BITS = 24
-HALF = 2 ** (BITS - 1)
-BLOCK = 32  # positions whose keys are computed together
+BITS = 24  # bits of a uniform number, which float32 represents exactly
+HALF = 2 ** (BITS - 1)  # integers below this one are in the lower half
+BLOCK = 32  # keys are computed for this many positions at once
 
-# Odd multipliers and shifts of well-known hash finalizers: every step is a bijection; together they mix all bits.
+# These multipliers and shifts come from well-known hash finalizers. Each step is a bijection, and together they mix all bits.
 MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)
 SHIFTS_32 = (16, 15, 16)
 _MULTIPLIERS_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK_64 = 2**64 - 1
 
-# Each use of a seed hashes in its own domain, so a child's seed is independent of its parent's noise.
+# Each use of a seed has a domain constant of its own, so the seed of a choice is independent of the noise of its request.
 _NOISE_DOMAIN = 0x6F6E65647261776E
 _CHILD_DOMAIN = 0x6368696C64726E21
 _PROMPT_DOMAIN = 0x70726F6D70747321
@@ -42,19 +42,19 @@ Words = npt.NDArray[np.uint32]
 
 
 def key(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit words. For one seed no two positions have the same pair."""
+    """Return two 32-bit words. For one seed, no two positions have the same pair."""
     return _keys(seed, position // BLOCK)[position % BLOCK]
 
 
 @lru_cache(maxsize=1024)
 def _keys(seed: int, block: int) -> list[tuple[int, int]]:
-    """The keys of a block of positions: neighbouring positions are needed soon after."""
+    """Return the keys of a block of positions, since those after the requested one are needed soon."""
     words = (_hash(seed, position, _NOISE_DOMAIN) for position in range(BLOCK * block, BLOCK * (block + 1)))
     return [(word & 0xFFFFFFFF, word >> 32) for word in words]
 
 
 def uniform_bits(seed: int, position: int, vocab: int) -> Words:
-    """24 uniform bits for every token id.   [V]"""
+    """Return 24 uniform bits for every token id.   [V]"""
     return _bits_at(seed, position, _ids(vocab))
 
 
@@ -69,20 +69,20 @@ def _bits_at(seed: int, position: int, ids: Words) -> Words:
 
 
 def gumbel(seed: int, position: int, vocab: int) -> Floats:
-    """The noise of one position.   [V]"""
+    """Return the noise of one position.   [V]"""
     return gumbel_of(uniform_bits(seed, position, vocab))
 
 
 def gumbel_at(seed: int, position: int, ids: npt.NDArray[np.int64]) -> Floats:
-    """The noise of one position at some token ids, in their order."""
+    """Return the noise of one position at some token ids, in their order."""
     return gumbel_of(_bits_at(seed, position, ids.astype(np.uint32)))
 
 
 def gumbel_of(bits: Words) -> Floats:
-    """-log(-log u) of 24-bit integers, in float32."""
+    """Return -log(-log u) for 24-bit integers, in float32."""
     whole = bits.astype(np.float32)
     below = (whole + np.float32(0.5)) * np.float32(2.0**-BITS)  # u, exact in the lower half
-    # 1 - u, exact in the upper half; limited to one half elsewhere, where it is not used and could round to 1.
+    # 1 - u is exact in the upper half. Elsewhere it is not used; it is limited to one half there, since it could round to 1.
     above = np.minimum((np.float32(2.0**BITS) - whole - np.float32(0.5)) * np.float32(2.0**-BITS), np.float32(0.5))
     logarithm: Floats = np.where(bits < HALF, np.log(below), np.log1p(-above))
     noise: Floats = -np.log(-logarithm)
@@ -90,12 +90,12 @@ def gumbel_of(bits: Words) -> Floats:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of n; choice 0 has the request's own seed."""
+    """Return the seed of choice `index` of n. Choice 0 has the request's own seed."""
     return seed if index == 0 else _hash(seed, index, _CHILD_DOMAIN) % SEED_LIMIT
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed of prompt `index` of a list; prompt 0 has the request's own seed."""
+    """Return the seed of prompt `index` of a list. Prompt 0 has the request's own seed."""
     return seed if index == 0 else _hash(seed, index, _PROMPT_DOMAIN) % SEED_LIMIT
 
 
@@ -105,7 +105,7 @@ def _hash(seed: int, number: int, domain: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _seed_hash(seed: int, domain: int) -> int:
-    """The part of the hash that all positions of a request share."""
+    """Return the part of the hash that is the same for all positions of a request."""
     return _mix64(seed ^ domain)
 
 
@@ -116,7 +116,7 @@ def _mix64(word: int) -> int:
 
 
 def _mix32(words: Words) -> None:
-    """In place: shift, multiply, shift, multiply, shift."""
+    """Mix 32-bit words in place: shift, multiply, shift, multiply, shift."""
     first, second, third = SHIFTS_32
     words ^= words >> np.uint32(first)
     words *= np.uint32(MULTIPLIERS_32[0])

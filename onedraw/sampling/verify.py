@@ -1,7 +1,7 @@
 """Verification of drafts: a draft is kept if it equals the token sampled at its parent.
 
-In: the row's drafts and the token sampled after each of them. Out: the kept drafts. A chain is a tree in which every draft
-follows the one before it.
+The input is the drafts of a row and the token sampled after each of them; the output is the kept drafts. A chain of drafts is a
+tree in which each draft is the parent of the next.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from onedraw.types import Draft
 
 
 def kept_drafts(drafts: Sequence[Draft], sampled: Sequence[int]) -> tuple[int, ...]:
-    """Indices of the kept drafts, in order.
+    """Return the indices of the kept drafts, in order.
 
-    sampled[0] is the token after the last known one, sampled[1 + i] the token after draft i. A draft is kept if it equals the
-    token sampled at its parent and its parent is kept; the token after the last kept draft is the next token. Parents come
-    before their children, so one pass finds the whole path.
+    sampled[0] is the token after the last known one, and sampled[1 + i] the token after draft i. A draft is kept if it equals
+    the token sampled at its parent and its parent is kept. The token sampled after the last kept draft becomes the next token.
+    Parents come before their children, so one pass finds the whole path.
     """
     path: list[int] = []
     last = -1
@@ -28,8 +28,8 @@ def kept_drafts(drafts: Sequence[Draft], sampled: Sequence[int]) -> tuple[int, .
 
 
 def draft_paths(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
-    """For each position of a row (after the last known token, then after each draft): indices of the drafts on the path to
-    it, which in a tree are its ancestors."""
+    """Return for each position of a row (after the last known token, then after each draft) the indices of the drafts on the path
+    to it, which in a tree are its ancestors."""
     paths: list[tuple[int, ...]] = [()]
     for index, draft in enumerate(drafts):
         paths.append((*paths[1 + draft.parent], index))
@@ -37,7 +37,7 @@ def draft_paths(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
 
 
 def draft_prefixes(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
-    """The same as tokens: those between the history and each position if the drafts on the path are correct."""
+    """Return for each position of a row the tokens of the drafts on the path to it, which come between the history and it."""
     if all(draft.parent == index - 1 for index, draft in enumerate(drafts)):
         tokens = tuple(draft.token for draft in drafts)
         return tuple(tokens[:count] for count in range(len(tokens) + 1))
