@@ -1,1 +1,1 @@
-"""Prove, record and replay: the contract as tools for users."""
+"""The contract (speed never changes the answer) as tools for users: prove it for a model, record requests, replay them."""

@@ -1,9 +1,9 @@
-"""Prove the contract for one model on one machine: every variation is compared with the plain run.
+"""Prove for one model on one machine that no variation of how it runs changes a reply.
 
-In: Settings. Out: a ProofTable whose rows are same, different (with the first position), or not exercised; never "same" for a
-variation that did not happen. The plain run is one request after the other, cold, without drafts. Sampled tokens and the
-checksum of the scores behind each of them are compared: a difference of 1e-7 almost never changes a token, so tokens alone
-would hide it. The variations are in `variations.py`.
+The plain run is one request after the other, without prefix cache or drafts. Each variation in `variations.py` is compared
+with it, and the ProofTable says: same, different (with the first position), or not exercised. It never says "same" for a
+variation that did not happen. Sampled tokens and the checksums of their scores are compared. A difference of 1e-7 in the
+scores almost never changes a token, so comparing tokens alone would miss it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from onedraw.text.constraints.grammar import structured_output_available
 BuildLLM: TypeAlias = Callable[[Settings], LLM]
 Progress: TypeAlias = Callable[[str], None]
 
-NEW_TOKENS = 48
-QUICK_NEW_TOKENS = 12
+NEW_TOKENS = 48  # tokens of each reply
+QUICK_NEW_TOKENS = 12  # tokens of each reply with --quick
 
 
 @dataclass(frozen=True, slots=True)
 class ProofRow:
-    """One variation. `request` and `position` locate the first difference."""
+    """The result of one variation. `request` and `position` locate the first difference."""
 
     name: str
     result: Literal["same", "different", "not exercised"]
@@ -74,13 +74,13 @@ def prove(
     page_bytes: int | None = None,
     notify: Progress = lambda text: None,
 ) -> ProofTable:
-    """Compare every variation of a model with its plain run. Each builds its own LLM, one at a time.
+    """Compare every variation of a model with its plain run. Each variation builds its own LLM, and only one exists at a time.
 
-    `build` is `build_llm` by default; `page_bytes` are the bytes of --kv-memory that one page takes.
+    `build` is `build_llm` by default. `page_bytes` is how many bytes of --kv-memory one page takes; by default it is computed.
     """
     build = build or _default_build
     threads = base.threads or os.cpu_count() or 1
-    plain_threads = None if base.backend == "xla" else threads  # XLA has no such setting
+    plain_threads = None if base.backend == "xla" else threads  # the XLA backend does not take a number of threads
     plain_settings = replace(
         base,
         threads=plain_threads,
@@ -129,7 +129,8 @@ def _compare(
     evidence: Evidence,
     build: BuildLLM,
 ) -> ProofRow | None:
-    """One row, or None where the variation does not apply. If the LLM cannot be built, the row says why it was not exercised."""
+    """Return one row of the table, or None if the variation does not apply to the model. If the LLM cannot be built, the row says
+    why the variation was not exercised."""
     predicting = [replace(a, predicted=variation.predict(i, plain[i])) for i, a in enumerate(generations)]
     try:
         if variation.warmed_up:
@@ -145,7 +146,7 @@ def _compare(
 
 
 def judge(variation: Variation, plain: Sequence[Reply], replies: Sequence[Reply], *, exercised: bool) -> ProofRow:
-    """A difference counts even if the variation was not exercised; equality counts only if it was."""
+    """Compare replies with those of the plain run. A difference always counts; equality only counts if `exercised`."""
     for number, (expected, found) in enumerate(zip(plain, replies, strict=True)):
         position = first_difference(expected, found)
         if position is not None:
@@ -154,7 +155,7 @@ def judge(variation: Variation, plain: Sequence[Reply], replies: Sequence[Reply]
 
 
 def first_difference(expected: Reply, found: Reply) -> int | None:
-    """Index of the first token whose id, logprobs or checksum differ; the length if only the ending differs."""
+    """Return the index of the first token whose id, logprobs or checksum differ; the length if only the ending differs."""
     for index, (a, b) in enumerate(zip(expected.tokens, found.tokens)):
         if a != b:
             return index
@@ -163,11 +164,11 @@ def first_difference(expected: Reply, found: Reply) -> int | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------- driving
+# ---------------------------------------------------------------------------------------------- running the requests
 
 
 def drive(llm: LLM, generations: Sequence[Generation], how: Drive, *, settings: Settings) -> tuple[list[Reply], Evidence]:
-    """Replies in the order of the generations, and the counters of the run."""
+    """Return the replies in the order of the generations, and the counters of the run. `how` says when requests are sent."""
     if how == "after a part":
         _one_by_one(
             llm,
@@ -205,7 +206,8 @@ def _one_by_one(llm: LLM, generations: Sequence[Generation]) -> list[Reply]:
 
 
 def _run_one(llm: LLM, generation: Generation) -> Reply:
-    """A reply for which no token is left ends there, without a finish: a difference like any other."""
+    """Return one reply. If no token is left to sample, it ends there without a finish reason, which is compared like any other
+    ending."""
     (reply,) = new_replies([generation])
     with contextlib.suppress(NoTokenLeft):
         for piece in llm.pieces(llm.prepare(generation)):
@@ -214,7 +216,7 @@ def _run_one(llm: LLM, generation: Generation) -> Reply:
 
 
 async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
-    """All at the same time, in a shuffled order."""
+    """Send all requests at the same time, in a shuffled order."""
     order = list(range(len(generations)))
     random.Random(1).shuffle(order)
     answered = await asyncio.gather(*(_folded(llm, generations[number]) for number in order))
@@ -239,11 +241,11 @@ async def _folded(llm: LLM, generation: Generation) -> tuple[Reply, int]:
 def _default_build(settings: Settings) -> LLM:
     from onedraw.build.llm import build_llm
 
-    return build_llm(settings, warm_up=False)  # recorded when they come, turns have the same bits
+    return build_llm(settings, warm_up=False)  # Warming up first would take time, and gives the same bits.
 
 
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:
-    """Bytes of --kv-memory that one page takes."""
+    """Return how many bytes of --kv-memory one page takes."""
     from onedraw.build.checkpoint import find_checkpoint
     from onedraw.build.fit_devices import plan_memory
 

@@ -1,8 +1,8 @@
-"""Finished requests on disk, each with everything that decides its tokens: the input of `onedraw replay`.
+"""Finished requests on disk, each with everything that decides its tokens. `onedraw replay` reads them.
 
-In: an LLM and a folder. Out: an LLM that writes every finished choice to the folder as a line of JSON before its last piece is
-handed out; and those lines read back as Records. A choice of several is a record of its own: its seed with n = 1 is the same
-request. Prompts are token ids; their text is written only with `--record-text`.
+A RecordingLLM writes every finished choice as a line of JSON to a file in a folder, before the caller gets the choice's last
+piece. `read_records` reads these lines. Each of several choices of a request has a record of its own, which stands for a
+request with that choice's seed and n = 1. Prompts are stored as token ids; their text is only written with `--record-text`.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from onedraw.types import Finish, Piece, SamplingParams
 log = logging.getLogger("onedraw.contract.record")
 
 VERSION = 1
-DEFAULT_SIZE = 64 * 2**20  # bytes of a file before the next one is begun
-NAME = "requests-{number:06d}.jsonl"
+DEFAULT_SIZE = 64 * 2**20  # bytes of a file, after which the next one begins
+NAME = "requests-{number:06d}.jsonl"  # names of files; a higher number is newer
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One finished choice. `generation` runs it again, with n = 1; None if it could not be written: `unwritten` says why."""
+    """One finished choice. `generation` with n = 1 generates it again; it is None if it could not be written, and `unwritten`
+    says why."""
 
     id: str
     time: float
-    model: str  # as clients call it
-    source: str  # as it was loaded
+    model: str  # the name by which clients call the model
+    source: str  # the path or name from which the model was loaded
     fingerprint: str
     generation: Generation | None
     reply: tuple[int, ...]
     finish: Finish
     stop_reason: str | int | None
-    checksums: tuple[int, ...] | None = None  # where the request asked for them
-    unwritten: str | None = None
-    text: tuple[str, str] | None = None  # of prompt and reply, with --record-text
-    where: str = ""  # file and line, of a record that was read
+    checksums: tuple[int, ...] | None = None  # one per token of the reply, if the request asked for them
+    unwritten: str | None = None  # why `generation` is None
+    text: tuple[str, str] | None = None  # the text of prompt and reply, with --record-text
+    where: str = ""  # file and line from which the record was read
 
 
 class RecordWriter:
-    """Appends lines to files in a folder. Any thread may write; a line is whole and synced to disk, or an OSError is raised.
-    Every process begins new files, so two never write to the same one. A file holds whole lines only: after a failed write, as
-    on a full disk, it is cut back to its last whole line; where that fails too, the next line begins a new file."""
+    """Appends lines to files in a folder. It is thread-safe. A line is written whole and synced to disk, or OSError is raised.
+    Each process begins new files, so no two processes write to the same one. A file contains whole lines only: after a failed
+    write, such as on a full disk, it is truncated to its last whole line; if that fails too, the next line begins a new file."""
 
     def __init__(self, folder: Path, *, size: int = DEFAULT_SIZE) -> None:
         self._folder = folder
@@ -94,7 +95,8 @@ class RecordWriter:
                 self._file = None
 
     def _cut_back(self) -> None:
-        """Remove what a failed write left behind. A file that keeps it ends in an incomplete line, which reading skips."""
+        """Remove the incomplete line that a failed write has left. If that fails, the file is closed, and readers skip the
+        line."""
         assert self._file is not None
         try:
             os.ftruncate(self._file, self._written)
@@ -103,7 +105,7 @@ class RecordWriter:
             self._file = None
 
     def _begin(self) -> None:
-        """Open the next free number. The folder is synced too, or the file's name could be lost in a crash."""
+        """Open a file with the next free number. The folder is synced too, since a crash could otherwise lose the file's name."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -124,13 +126,13 @@ class RecordWriter:
 
 
 class RecordingLLM(LLM):
-    """An LLM that records finished choices. It replaces the one that it is made from, and closes it."""
+    """An LLM that records finished choices. It takes over the service of the LLM it is made from, and closes it."""
 
     def __init__(self, llm: LLM, writer: RecordWriter, *, source: str, text: bool = False) -> None:
         super().__init__(
             service=llm.service, tokenizer=llm.tokenizer, template=llm.template, card=llm.card, constraints=llm.constraints
         )
-        self._numbers = llm._numbers  # request ids of both stay distinct
+        self._numbers = llm._numbers  # shared, so that the request ids of both stay distinct
         self._writer = writer
         self._source = source
         self._text = text
@@ -154,19 +156,19 @@ class RecordingLLM(LLM):
             async for burst in bursts:
                 for piece in burst:
                     replies[piece.index].add(piece)
-                    if piece.finish is not None:  # on a thread: a slow disk must not block the event loop
+                    if piece.finish is not None:  # A slow disk must not block the event loop, so a thread writes.
                         await asyncio.to_thread(self._record, choices[piece.index], piece.index, replies[piece.index])
                 yield burst
 
     def _record(self, choice: PreparedChoice, index: int, reply: Reply) -> None:
-        """If the disk fails, the record is lost and the reply is not."""
+        """Write the record of a finished choice. If the disk fails, the record is lost but the reply is not."""
         if reply.finish is None or reply.finish == "cancelled":
             return
         single = replace(choice.generation, n=1, params=choice.request.params)
         identity = f"{choice.generation.label or 'request'}-{index}"
         try:
             self._writer.write(self._line(identity, single, reply))
-        except (OSError, ValueError, TypeError) as error:  # of the disk, or of a value that JSON cannot hold
+        except (OSError, ValueError, TypeError) as error:  # the disk failed, or JSON cannot hold a value
             log.error("%s is not recorded: %s", identity, getattr(error, "strerror", None) or error)
 
     def _line(self, identity: str, generation: Generation, reply: Reply) -> dict[str, Any]:
@@ -184,7 +186,7 @@ class RecordingLLM(LLM):
             "stop_reason": reply.stop_reason,
         }
         if checksums:
-            line["checksums"] = [str(number) for number in checksums]  # as text: many JSON readers round 64-bit numbers
+            line["checksums"] = [str(number) for number in checksums]  # as text, since many JSON readers round 64-bit numbers
         if self._text:
             line["text"] = [self.tokenizer.decode(generation.prompt, skip_special=False), reply.reasoning + reply.text]
         return line
@@ -194,8 +196,8 @@ class RecordingLLM(LLM):
 
 
 def read_records(path: Path, *, damaged: Callable[[str], None] = log.warning) -> list[Record]:
-    """The records of a file, or of all files of a folder in order. `damaged` is told of every line that is not a record, with
-    its file and number; such a line costs no other one."""
+    """Return the records of a file, or of all files of a folder in order. A line that is not a record is skipped, and `damaged`
+    is called with a message that names the file and line."""
     if path.is_dir():
         files = sorted(path.glob("requests-*.jsonl"), key=_number)
     elif path.is_file():
@@ -261,15 +263,15 @@ def _number(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-# ---------------------------------------------------------------------------------------------- JSON codec
-# Frozen dataclasses as JSON values and back, by their type hints. A field's `key` in its metadata is its name in JSON.
+# ---------------------------------------------------------------------------------------------- JSON codec Turns frozen
+# dataclasses into JSON values and back, by their type hints. A field is named in JSON by its name, or by `key` in its metadata.
 
 Value = TypeVar("Value")
-RETIRED: Mapping[type, frozenset[str]] = {SamplingParams: frozenset({"constraint"})}  # null in older records
+RETIRED: Mapping[type, frozenset[str]] = {SamplingParams: frozenset({"constraint"})}  # removed fields, null in older records
 
 
 def to_json(value: object, *, path: str = "") -> Any:
-    """Numbers that JSON lacks become strings: "-inf"."""
+    """Return the JSON value of a dataclass. Numbers that JSON cannot write become strings, such as "-inf"."""
     if is_dataclass(value) and not isinstance(value, type):
         return {_key(f): to_json(getattr(value, f.name), path=f"{path}.{f.name}".lstrip(".")) for f in fields(value)}
     match value:
@@ -288,7 +290,7 @@ def to_json(value: object, *, path: str = "") -> Any:
 
 
 def from_json(kind: type[Value], value: Any) -> Value:
-    """A dataclass from its JSON value. Missing fields keep their defaults; unknown ones are an error."""
+    """Build a dataclass from its JSON value. Missing fields get their defaults; unknown ones are an error."""
     made: Value = _from_json(kind, value)
     return made
 
@@ -333,7 +335,7 @@ def _read_fields(kind: Any, value: Any) -> Any:
 
 
 def _read_union(kinds: tuple[Any, ...], value: Any) -> Any:
-    """The first kind that accepts the value."""
+    """Return the value as the first of these types that accepts it."""
     if value is None and type(None) in kinds:
         return None
     for kind in kinds:

@@ -1,7 +1,7 @@
-"""Replay recorded requests, and report which tokens differ.
+"""Run recorded requests again and report which tokens differ.
 
-In: records and a running LLM with any drafter, batch size or memory. Out: a ReplayReport with one verdict per record. "same"
-means every token, the ending, and the checksums if they were recorded; a request that could not run is never "same".
+The LLM may have any drafter, batch size or memory. The ReplayReport has one verdict per record. "same" means that every token and
+the ending are equal, and the checksums if they were recorded. A request that could not run is never "same".
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of one record. `index` counts the reply's tokens from 0, and is its length if only the ending differs;
-    `recorded` and `found` are the tokens at `index`."""
+    """The result of one record. `index` is the first token of the reply that differs, counted from 0; if only the ending
+    differs it is the shorter length. `recorded` and `found` are the tokens at `index`."""
 
     where: str
     id: str
     seed: int | None
-    tokens: int  # as recorded
+    tokens: int  # number of tokens in the recorded reply
     result: Literal["same", "different", "not run"]
     index: int | None = None
     recorded: int | None = None
@@ -41,9 +41,9 @@ class Verdict:
 class ReplayReport:
     model: str
     fingerprint: str
-    recorded_by: tuple[str, ...]  # fingerprints of the records
+    recorded_by: tuple[str, ...]  # all fingerprints that the records have
     verdicts: tuple[Verdict, ...]
-    counted: Stats  # the engine's counters: drafts, batches, preemptions
+    counted: Stats  # the engine's counters during the replay
 
     def of(self, result: Literal["same", "different", "not run"]) -> list[Verdict]:
         return [verdict for verdict in self.verdicts if verdict.result == result]
@@ -54,7 +54,7 @@ class ReplayReport:
 
 
 def replay(records: Sequence[Record], llm: LLM, *, notify: Progress = lambda text: None) -> ReplayReport:
-    """Run the records again, in order, as many at once as the LLM accepts."""
+    """Run the records again, in order, as many at the same time as the LLM accepts."""
     before = idle_stats(llm)
     verdicts = asyncio.run(_all(records, llm, notify))
     return ReplayReport(
@@ -94,7 +94,7 @@ async def _again(record: Record, llm: LLM) -> Verdict:
 
 
 def judge(record: Record, reply: Reply) -> Verdict:
-    """The first difference between a reply and its record."""
+    """Return the first difference between a reply and its record."""
     found = reply.token_ids
     for index, (then, now) in enumerate(zip(record.reply, found)):
         if then != now:

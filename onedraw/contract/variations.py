@@ -1,7 +1,6 @@
-"""Variations of `onedraw prove`: ways to run a model that must not change a token, and how to see that they happened.
+"""The variations of `onedraw prove`: ways to run a model that must not change a token, and how to tell that they happened.
 
-In: the settings to prove, sizes of the plain run, counters of a run. Out: Variations, which `prove.py` runs and compares. Every
-optimization adds its row here.
+`prove.py` runs each Variation and compares the replies with those of the plain run. Every new optimization adds a variation here.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (NOTICE * 4 + "Years later", {"temperature": 1.0}),
     ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
     ("Q: Why is the sky blue?\nA:", {"temperature": 0.0, "repetition_penalty": 1.1}),
-    ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # repeats itself
-    ("The drum goes", {"temperature": 1.0, "logit_bias": {5: 60.0, 6: 60.0, 7: 60.0}}),  # three tokens in every order
+    ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # the reply repeats itself
+    ("The drum goes", {"temperature": 1.0, "logit_bias": {5: 60.0, 6: 60.0, 7: 60.0}}),  # the reply consists of three tokens
     ("A lighthouse as JSON:\n", {"temperature": 1.0, "guided_json": LIGHTHOUSE}),
     ("Its log, one line per day:\n", {"temperature": 1.2, "guided_regex": r"([a-z]{3,9}, [0-9]{1,2} knots\n){4,9}"}),
 )
@@ -59,43 +58,44 @@ def constrained(options: Mapping[str, Any]) -> bool:
 
 
 def requests(llm: LLM, *, new_tokens: int) -> list[Generation]:
-    """Prompts of different lengths, some with a common prefix, with different sampling parameters, each with its own seed. Those
-    with a response format come last, and only if llguidance is installed."""
+    """Return the requests: prompts of different lengths, some with a common prefix, each with its own sampling parameters and
+    seed. Those with a response format come last, and only if llguidance is installed."""
     room = max(llm.card.max_context - new_tokens, 1)
     generations = []
     for number, (text, options) in enumerate(PROMPTS):
         if constrained(options) and not structured_output_available():
             continue
-        # A response format ends its reply; all other replies have the full length.
+        # A response format ends its reply. The others ignore the end token, so that they all have the full length.
         whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not constrained(options)}
         request = RequestOptions.of(**{**whole, **options}, checksums=True, seed=1000 + number)
         generations.append(make_generation(request, llm=llm, prompt=llm.encode(text)[:room], label="prove"))
     return generations
 
 
-# "after a part": each request after one with three quarters of its prompt; "each twice": each request, then the same again.
+# How requests are sent. "after a part": each of them after a request with three quarters of its prompt; "each twice": each of
+# them twice in a row.
 Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part"]
 
-SMALL_STEP = 16
-RUN_AHEAD = ("model", "mtp")  # drafters that draft token by token: their drafts are chains
-TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of the tree, and a draft length above its depth
-SNAPSHOT_BYTES = 2**30
-DRAFT_TOKENS = 4  # drafts per row unless --draft-tokens is given, even where drafting does not pay off
+SMALL_STEP = 16  # tokens that a step computes at most in the variation "small steps"
+RUN_AHEAD = ("model", "mtp")  # These drafters draft token by token, so their drafts are chains and never trees.
+TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a draft tree, and a draft length larger than its depth
+SNAPSHOT_BYTES = 2**30  # the limit on snapshots on disk
+DRAFT_TOKENS = 4  # Rows carry this many drafts unless --draft-tokens is given, even if drafting does not pay off.
 
 
 @dataclass(frozen=True, slots=True)
 class PlainRunFacts:
-    """Sizes that variations depend on, known after the plain run."""
+    """Sizes known after the plain run, on which the settings of variations depend."""
 
-    settings: Settings  # of the plain run
-    longest: int  # tokens of the longest request, prompt and reply
-    page_bytes: int  # of one page over all layers
-    folder: Path  # an empty folder, for files of a variation
+    settings: Settings  # the settings of the plain run
+    longest: int  # tokens of the longest request, prompt and reply together
+    page_bytes: int  # bytes of one page over all layers
+    folder: Path  # an empty folder for the files of variations
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What happened during a run: the difference of the engine's counters, and what the replies reported."""
+    """What happened during a run: how much the engine's counters grew, and what the replies reported."""
 
     counted: Stats
     replies: int
@@ -103,10 +103,10 @@ class Evidence:
     cached: int  # prompt tokens from the prefix cache, as the replies report them
     settings: Settings
     device: str
-    stages: int = 1  # pipeline stages
+    stages: int = 1  # number of pipeline stages
 
     def drafted(self, source: str | None = None) -> DraftStats:
-        """Drafts of one source, or of all sources."""
+        """Return the counters of one source of drafts, or of all sources together."""
         stats = [d for d in self.counted.drafted_by if source in (None, d.source)]
         return DraftStats(source or "", sum(d.rows for d in stats), sum(d.drafted for d in stats), sum(d.kept for d in stats))
 
@@ -116,16 +116,16 @@ class Variation:
     """One way to run that must not change a token."""
 
     name: str
-    changes: Callable[[PlainRunFacts], Mapping[str, Any]]  # to the plain settings
+    changes: Callable[[PlainRunFacts], Mapping[str, Any]]  # returns the settings that differ from the plain run
     drive: Drive
-    exercised: Callable[[Evidence, Evidence], bool]  # (plain run, this run): did it happen?
-    applies: Callable[[LLM], bool] = lambda llm: True  # without it the row is left out
-    predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # the prediction of request `number`
-    warmed_up: bool = False  # all of it runs once before, in an LLM that is closed again
+    exercised: Callable[[Evidence, Evidence], bool]  # (plain run, this run) → whether the variation happened
+    applies: Callable[[LLM], bool] = lambda llm: True  # whether the variation makes sense for this model
+    predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # returns the predicted output of a request
+    warmed_up: bool = False  # first run all requests in another LLM and close it
 
 
 def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
-    """All variations. Each loads the model anew, so each is also "after a restart". `threads`: of the plain run."""
+    """Return all variations. Each loads the model anew, so each also tests a restart. `threads` is the plain run's number."""
     return (
         Variation("alone again, after a restart", lambda facts: {}, "one by one", lambda plain, now: now.counted.steps > 0),
         Variation("streamed", lambda facts: {}, "streamed", lambda plain, now: now.pieces > now.replies),
@@ -170,7 +170,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
 
 
 def ahead(base: Settings) -> tuple[Variation, ...]:
-    """Steps that are submitted before the tokens of the step before are known (async scheduling), where the backend can."""
+    """Return variations in which a step is submitted before the tokens of the previous one are known (async scheduling)."""
     row = Variation(
         "steps scheduled ahead",
         lambda facts: {"ahead": "on"},
@@ -182,7 +182,8 @@ def ahead(base: Settings) -> tuple[Variation, ...]:
 
 
 def splits(base: Settings) -> tuple[Variation, ...]:
-    """Layers in two stages on the same device, without and with overlap; for settings with several devices, overlap alone."""
+    """Return variations with the layers in two stages on the same device, without and with overlap. If the settings name several
+    devices, the plain run is split already, and only the overlap varies."""
     twice: Mapping[str, Any] = {} if base.devices else {"device": "auto", "devices": f"{base.device},{base.device}"}
     halves = Variation(
         "split in two",
@@ -198,9 +199,9 @@ def splits(base: Settings) -> tuple[Variation, ...]:
         lambda plain, now: now.counted.overlapped_steps > 0,
         applies=_is_split,
     )
-    if base.backend == "fake" or (base.devices and len(base.device_names) < 2):  # no layers, or no second stage
+    if base.backend == "fake" or (base.devices and len(base.device_names) < 2):  # without layers or a second device: no split
         return ()
-    if base.backend == "xla":  # its stages do not overlap
+    if base.backend == "xla":  # this backend does not overlap stages
         return (halves,) if twice else ()
     return (halves, together) if twice else (together,)
 
@@ -210,7 +211,7 @@ def _is_split(llm: LLM) -> bool:
 
 
 def drafting(base: Settings) -> tuple[Variation, ...]:
-    """A row for each drafter of --draft, and one for all of them in a batch."""
+    """Return a variation for each drafter of --draft, and one with all of them in a batch."""
     if base.draft == ("none",):
         return ()
     all_sources = "auto" in base.draft
@@ -248,7 +249,7 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
 
 
 def _drafter(base: Settings, name: str, who: str) -> tuple[Variation, Variation]:
-    """A drafter that the backend runs, as a chain and as a tree."""
+    """Return the variations of a drafter that runs on the device: with drafts as a chain, and as a tree."""
     chain = _kept_and_rejected(DEVICE)
     tree = {"draft": (who,), "draft_tokens": WHOLE_TREE, "tree_budget": base.tree_budget or TREE_BUDGET}
     return (
@@ -288,14 +289,14 @@ def _right(number: int, reply: Reply) -> tuple[int, ...]:
 
 
 def _scrambled(number: int, reply: Reply) -> tuple[int, ...]:
-    """The reply's own tokens shuffled: some are still right."""
+    """Return the reply's own tokens in random order, of which some are still right."""
     tokens = reply.token_ids
     random.Random(number).shuffle(tokens)
     return tuple(tokens)
 
 
 def _half_right(number: int, reply: Reply) -> tuple[int, ...]:
-    """A prediction for constrained replies only, wrong from the middle on: drafts that violate the response format."""
+    """Return a prediction for constrained replies, wrong from the middle on, so that drafts violate the response format."""
     if not constrained(PROMPTS[number][1]):
         return ()
     half = len(reply.token_ids) // 2
@@ -303,7 +304,7 @@ def _half_right(number: int, reply: Reply) -> tuple[int, ...]:
 
 
 def _few_pages(facts: PlainRunFacts) -> Mapping[str, Any]:
-    """Pages for the longest request and two more, so that a batch causes preemption."""
+    """Return settings with pages for the longest request and two more, so that a batch causes preemption."""
     pages = -(-facts.longest // facts.settings.page_size) + 2
     return {"max_context": facts.longest, "kv_memory": pages * facts.page_bytes}
 
@@ -313,5 +314,5 @@ def _threads(count: int) -> Callable[[PlainRunFacts], Mapping[str, Any]]:
 
 
 def _other_threads(plain: Evidence, now: Evidence) -> bool:
-    """Whether a CPU computed with another number of threads than in the plain run."""
+    """Whether a CPU computed, with another number of threads than in the plain run."""
     return now.device.startswith("cpu") and now.settings.backend != "fake" and now.settings.threads != plain.settings.threads
