@@ -21,7 +21,7 @@ __all__ = ["LLM", "Model", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported on first use, so that `import onedraw` stays light. `Model` is the former name of `LLM`."""
+    """Import a name on first use, so that `import onedraw` stays fast. `Model` is the former name of `LLM`."""
     if name == "load":
         from onedraw.api import load
 

@@ -1,4 +1,4 @@
-"""`python -m onedraw` is the command `onedraw`, for a tree that is not installed."""
+"""`python -m onedraw` is the same as the command `onedraw`, and also works in a source tree that is not installed."""
 
 from onedraw.cli.main import main
 

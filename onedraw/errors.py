@@ -25,7 +25,8 @@ from typing import Any
 
 
 class OnedrawError(Exception):
-    """`code` is for programs, the message for people, `status` is the HTTP status."""
+    """Base of all errors raised on purpose. `code` is for programs, the message for people, `status` is the HTTP status, and
+    `param` names the wrong request field."""
 
     code: str = "error"
     status: int = 500
@@ -39,7 +40,7 @@ class OnedrawError(Exception):
             self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by content, since subclasses have constructors of their own: an error may cross a process border."""
+        """Pickle the error by its content, because subclasses have other constructors, so that it can cross processes."""
         return _unpickled, (type(self), self.args, self.__dict__)
 
 
@@ -62,14 +63,14 @@ class BadParameter(BadRequest):
         self._message = message
 
     def renamed(self, names: Mapping[str, str]) -> BadParameter:
-        """The same error under the caller's name of the parameter. A key of `names` may be the first part of a path."""
+        """Return the error under the caller's name of the parameter. A key of `names` may be the first part of a path."""
         param = self.param or ""
         head = next((name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))), None)
         return self if head is None else BadParameter(names[head] + param[len(head) :], self._message)
 
 
 class ContextOverflow(BadRequest):
-    """`prompt`: number of prompt tokens."""
+    """The prompt and max_tokens exceed the context. `prompt` is the number of prompt tokens."""
 
     code = "context_length_exceeded"
 

@@ -1,7 +1,7 @@
 """Settings of a running model, and the only reader of environment variables.
 
-In: flags (already typed) and the environment. Out: frozen Settings. Only `cli` and `build` read them; other packages receive
-single values. Each field is a flag: `max_context` is `--max-context`.
+Flags, which the command line has parsed, and the environment become frozen Settings. Only `cli` and `build` read Settings; other
+packages receive single values. Each field is a flag: `max_context` is `--max-context`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from onedraw.errors import BadSetting
 
 MAX_THREADS = 1024
-MAX_LANES = 65_536  # far beyond what any machine runs
+MAX_LANES = 65_536  # the limit on --max-batch, far beyond what any machine can run
 DTYPES = ("auto", "packed", "f32", "bf16", "f16")
 ACTIVATION_DTYPES = ("auto", "f32", "bf16", "f16")
 KV_DTYPES = ("auto", "f32", "bf16", "f16", "fp8", "int8")
@@ -23,10 +23,10 @@ CpuActivations = Literal["int8", "f32"]
 Overlap = Literal["auto", "on", "off"]
 BackendName = Literal["torch", "xla", "fake"]
 XlaPlatform = Literal["auto", "cpu", "cuda", "tpu"]
-DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # values of --draft that are not paths
+DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # the values of --draft that are not paths
 
 
-ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
+ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (  # (setting, environment variable, parser of its value)
     ("cache_dir", "ONEDRAW_CACHE", Path),
     ("activation_dtype", "ONEDRAW_ACTIVATION_DTYPE", str),
     ("kv_dtype", "ONEDRAW_KV_DTYPE", str),
@@ -35,40 +35,41 @@ ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to run a model. None: derived from the model and the machine."""
+    """How to run a model. None means that the value follows from the model and the machine. `onedraw serve --help` and
+    docs/cli.md explain each setting."""
 
     model: str = "smollm2"
     served_name: str | None = None
     backend: BackendName = "torch"
     xla_platform: XlaPlatform = "auto"
     device: str = "auto"  # auto, cpu, cuda, cuda:0 …
-    devices: str | None = None  # several devices instead of `device`: cuda:0,cuda:1,cpu
-    split: str = "auto"  # layers per device: auto, 24,8 or 0.75,0.25
-    overlap: Overlap = "auto"  # whether pipeline stages run several steps in parallel
-    ahead: Overlap = "auto"  # async scheduling: submit a step before the tokens of the step before it are known
-    dtype: str = "auto"  # weights and products
-    cpu_activations: CpuActivations = "int8"  # activations in products with packed weights on a CPU
-    activation_dtype: str = "auto"  # residual stream, also between devices
-    max_context: int | None = None  # tokens of one sequence, prompt and reply
-    max_batch: int = 8  # sequences running at once
-    turn_tokens: int = 512  # token budget of one step
+    devices: str | None = None  # the devices of a split, instead of `device`: cuda:0,cuda:1,cpu
+    split: str = "auto"  # the division of layers among devices: auto, numbers (24,8) or shares (0.75,0.25)
+    overlap: Overlap = "auto"  # whether the stages of a split work on different steps at the same time
+    ahead: Overlap = "auto"  # async scheduling: whether a step is submitted before the previous step's tokens are known
+    dtype: str = "auto"  # dtype of weights and matrix products
+    cpu_activations: CpuActivations = "int8"  # activations in products with packed (quantized) weights on a CPU
+    activation_dtype: str = "auto"  # dtype of the residual stream, also where it passes from device to device
+    max_context: int | None = None  # most tokens of one sequence, prompt and reply together
+    max_batch: int = 8  # most sequences that run at once
+    turn_tokens: int = 512  # most tokens that one engine step computes
     page_size: int = 16  # positions per KV page
-    kv_memory: int | None = None  # bytes of KV pages
-    kv_dtype: str = "auto"
-    state_dtype: str = "f32"  # recurrent states
-    draft_memory: int | None = None  # bytes of the rollback buffer of recurrent layers
-    checkpoint_memory: int | None = None  # bytes of checkpoints: recurrent states and last logits of prompt prefixes
+    kv_memory: int | None = None  # bytes of all KV pages
+    kv_dtype: str = "auto"  # dtype of the KV cache
+    state_dtype: str = "f32"  # dtype of recurrent state
+    draft_memory: int | None = None  # bytes of the buffer from which recurrent layers undo rejected drafts
+    checkpoint_memory: int | None = None  # bytes of checkpoints: recurrent state and last logits after prompt prefixes
     threads: int | None = None  # CPU threads
-    prefix_cache: bool = True
-    queue_limit: int = 256  # waiting requests before new ones get 429
+    prefix_cache: bool = True  # whether prompts share the KV pages of common prefixes
+    queue_limit: int = 256  # requests that may wait before new ones are refused with 429
     draft: tuple[str, ...] = ("auto",)  # drafters: auto, none, ngram, prediction, mtp, or the path of a drafter or draft model
-    draft_tokens: int | None = None  # drafts per row and step; None: adapted to the acceptance rate
-    tree_budget: int = 0  # nodes of a draft tree; 0: a chain
-    trace_verify: bool = False  # print how every draft was verified
-    self_check: bool = True  # at start, compare results of 1 row with those of 2, 5, 16 and 64
-    cache_dir: Path | None = None  # downloaded models and snapshots
-    cache_budget: int | None = None  # bytes of snapshots on disk; None: no snapshots
-    snapshot_dir: Path | None = None  # None: `snapshots` in the cache folder
+    draft_tokens: int | None = None  # drafts per row and step; None adapts them to how many are kept
+    tree_budget: int = 0  # nodes of a draft tree; 0 means that drafts form a chain
+    trace_verify: bool = False  # whether to print how every draft was verified
+    self_check: bool = True  # whether to compare at start the results of 1 row with those of 2, 5, 16 and 64
+    cache_dir: Path | None = None  # folder for downloaded models and compiled kernels
+    cache_budget: int | None = None  # most bytes of prompt snapshots on disk; None means no snapshots
+    snapshot_dir: Path | None = None  # folder for snapshots; None means `snapshots` in the cache folder
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(BackendName):
@@ -120,7 +121,7 @@ class Settings:
         self._check_xla()
 
     def _check_xla(self) -> None:
-        """Reject settings that the xla backend does not support."""
+        """Refuse settings that the xla backend does not support."""
         if self.backend != "xla":
             if self.xla_platform != "auto":
                 raise BadSetting("--xla-platform: needs --backend xla")
@@ -157,7 +158,7 @@ class Settings:
             raise BadSetting(f"--tree-budget: must be 0 (a chain) or more nodes, not {self.tree_budget}")
 
     def with_environment(self, environment: Mapping[str, str] = os.environ, *, given: Collection[str] = ()) -> Settings:
-        """Fill settings from the variables in ENVIRONMENT. Flags win: `given` are the settings that flags have set."""
+        """Fill settings from the environment variables in ENVIRONMENT, except those that flags have set (`given`)."""
         found = self
         for name, variable, read in ENVIRONMENT:
             if name in given or getattr(self, name) not in (None, "auto") or not environment.get(variable):
@@ -174,7 +175,8 @@ class Settings:
 
     @classmethod
     def of(cls, **flags: Any) -> Settings:
-        """Settings from keywords; None means default. An unknown name is an error that lists the known ones."""
+        """Build Settings from keywords, in which None means the default. An unknown name is an error that lists the known
+        ones."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(flags) - known)
         if unknown:
@@ -189,14 +191,14 @@ class Settings:
 
 
 def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """The user's cache folder: ONEDRAW_CACHE, else XDG_CACHE_HOME/onedraw, else ~/.cache/onedraw."""
+    """Return the user's cache folder: ONEDRAW_CACHE, else XDG_CACHE_HOME/onedraw, else ~/.cache/onedraw."""
     if environment.get("ONEDRAW_CACHE"):
         return Path(environment["ONEDRAW_CACHE"])
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onedraw"
 
 
 def size_in_bytes(text: str) -> int:
-    """'512MiB', '2G', '1.5 GiB', '4096' → bytes. K, M, G and T are powers of 1024."""
+    """Parse a size such as '512MiB', '2G', '1.5 GiB' or '4096'. K, M, G and T are powers of 1024."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     cleaned = text.strip().upper().removesuffix("IB").removesuffix("B").strip()
     unit = cleaned[-1:] if cleaned[-1:] in units and cleaned[-1:] else ""

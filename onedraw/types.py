@@ -29,32 +29,32 @@ import numpy.typing as npt
 
 from onedraw.errors import BadParameter
 
-SEED_LIMIT = 2**53  # seeds travel through JSON numbers, which are exact below this
-MAX_TOP_LOGPROBS = 128
-PENDING_TOKEN = -1  # placeholder for the token of a row with `awaits_token`
+SEED_LIMIT = 2**53  # Seeds travel as JSON numbers, which many programs hold exactly only below this.
+MAX_TOP_LOGPROBS = 128  # most alternatives with logprobs per token
+PENDING_TOKEN = -1  # stands for the token of a row with `awaits_token`, which is not sampled yet
 
 LogprobsMode = Literal["raw", "processed"]
-Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # "tool_calls" is set by the text layer only
+Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # The engine never sets "tool_calls": it does not see text.
 Channel = Literal["content", "reasoning", "tool"]
-TokenMask = npt.NDArray[np.uint32]  # token i is bit i % 32 of word i // 32; ids past the end are not allowed
+TokenMask = npt.NDArray[np.uint32]  # token i is allowed if bit i % 32 of word i // 32 is set; ids beyond the end are not allowed
 EMPTY_MASK: TokenMask = np.zeros(0, dtype=np.uint32)  # allows no token
 
 
 class Constraint(Protocol):
-    """The tokens that may follow a reply: a pure function of its output so far and the drafts after it.
+    """Restricts the tokens that may follow a reply, as a pure function of its output so far and the drafts after it.
 
-    It may cache parser state, so every request has its own. Used on one thread at a time.
+    It may cache the state of a parser, so every request has one of its own, used on one thread at a time.
     """
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
-        """The tokens that may follow output and drafts; None: all tokens."""
+        """Return the tokens that may follow the output and the drafts. None allows all tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSpec:
-    """What constrains a reply, as data: a grammar is its text. The service builds the live Constraint from it; the engine does
-    not look inside."""
+    """Describes a constraint as data; a grammar is its text. The service builds the Constraint from it. The engine never looks
+    inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class DryParams:
     multiplier: float
     base: float = 1.75
     allowed_length: int = 2
-    range: int = 0  # how many of the last tokens are searched; 0: all of them
-    breakers: frozenset[int] = frozenset()
+    range: int = 0  # number of last tokens that are searched for repetitions; 0 means all
+    breakers: frozenset[int] = frozenset()  # tokens that end a match
 
     def __post_init__(self) -> None:
         _check("dry_multiplier", self.multiplier, low=0.0)
@@ -78,31 +78,31 @@ class DryParams:
         _check("dry_range", self.range, low=0)
 
 
-LARGEST = 1e9  # limit of logit bias and of repetition penalty, well within float32
+LARGEST = 1e9  # the limit of logit bias and repetition penalty, well within float32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Everything that affects sampling besides the logits and the history."""
+    """Everything besides the logits and the history that affects sampling."""
 
     temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # over prompt and output
-    frequency_penalty: float = 0.0  # over output
-    presence_penalty: float = 0.0  # over output
+    top_k: int = 0  # 0 turns it off
+    top_p: float = 1.0  # 1 turns it off
+    min_p: float = 0.0  # 0 turns it off
+    repetition_penalty: float = 1.0  # counts prompt and output; 1 turns it off
+    frequency_penalty: float = 0.0  # counts the output only
+    presence_penalty: float = 0.0  # counts the output only
     dry: DryParams | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added), tokens distinct
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, number added to its logit); no token occurs twice
     seed: int = 0
-    max_tokens: int = 16  # 0 only with prompt_logprobs: score the prompt, sample nothing
-    min_tokens: int = 0  # no stop id is sampled before this many tokens
-    stop_ids: frozenset[int] = frozenset()  # sampling one ends the reply; it is part of the reply's ids
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
-    logprobs: int | None = None  # number of alternatives beside the sampled token; None: no logprobs
+    max_tokens: int = 16  # 0, to score the prompt and sample nothing, is only allowed with prompt_logprobs
+    min_tokens: int = 0  # no stop id is sampled before the reply has this many tokens
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the reply; its token ids include the one that did
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token is banned after the others
+    logprobs: int | None = None  # number of alternatives that are returned with each token's logprob; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
-    prompt_logprobs: int | None = None  # the same for every prompt token but the first
-    checksums: bool = False  # a checksum of logits and scores with every sampled token
+    prompt_logprobs: int | None = None  # like `logprobs`, for every prompt token but the first
+    checksums: bool = False  # whether every sampled token has a checksum of its logits and scores
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, low=0.0, high=100.0)
@@ -126,12 +126,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """No noise: temperature 0, or top_k 1, which leaves one token."""
+        """Whether sampling uses no noise: temperature is 0, or top_k is 1 and leaves one token."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def may_ban_all(self) -> bool:
-        """Whether bans may leave no token. Without bans, the filters always leave the most likely token."""
+        """Whether these parameters may exclude every token. Only bans can: filters always leave the most likely token."""
         return bool(self.logit_bias or self.bad_words or self.min_tokens)
 
     @property
@@ -140,7 +140,7 @@ class SamplingParams:
 
 
 def _check(name: str, value: float, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    """Refuse NaN and values outside [low, high] ((low, high] with open_low). Integers may be of any size."""
+    """Refuse NaN and values outside [low, high], or (low, high] with open_low. Integers may be arbitrarily large."""
     if value != value or value > high or value < low or (open_low and value == low):
         opening = "(" if open_low else "["
         bound = (
@@ -150,7 +150,7 @@ def _check(name: str, value: float, *, low: float, high: float = math.inf, open_
 
 
 def _shown(value: float) -> str:
-    """Integers in full, unless they are huge."""
+    """Return a number as text, in full if it is an integer of reasonable size."""
     if not isinstance(value, int):
         return f"{value:g}"
     return str(value) if abs(value) < 2**64 else "a number of that size"
@@ -158,32 +158,32 @@ def _shown(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to be continued once: plain data, which can cross a process border. Several choices are several requests."""
+    """A prompt that is continued once, as plain data that could be sent to another process. n choices are n requests."""
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    predicted: tuple[int, ...] = ()  # the reply that the caller expects, used as drafts
-    speculate: bool = True  # may carry drafts
-    constraint: ConstraintSpec | None = None  # a response format, a thinking budget
+    predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
+    speculate: bool = True  # whether its rows may carry drafts
+    constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both
 
 
 @dataclass(slots=True)
 class History:
-    """Prompt and output tokens of a sequence. Owner: the sequence, on the engine thread.
+    """The prompt and output tokens of a sequence, which changes them on the engine's thread.
 
-    A backend reads it between submit and collect, when it does not change.
+    A backend may read them between submit and collect, because they do not change then.
     """
 
     prompt: tuple[int, ...]
     output: list[int] = field(default_factory=list)
-    constraint: Constraint | None = None  # bans made from `output`
+    constraint: Constraint | None = None  # restricts the next token, given `output`
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
 
     def slice(self, start: int, stop: int) -> list[int]:
-        """Tokens at absolute positions [start, stop)."""
+        """Return the tokens at absolute positions [start, stop)."""
         edge = len(self.prompt)
         if stop <= edge:
             return list(self.prompt[start:stop])
@@ -193,7 +193,7 @@ class History:
 
 
 class Draft(NamedTuple):
-    """A draft token; `parent` is the index of the draft it follows, -1 for the row's last known token."""
+    """A drafted token. `parent` is the index of the draft that it follows, or -1 for the row's last known token."""
 
     token: int
     parent: int
@@ -201,18 +201,18 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy a page, which another sequence may still write to, to an own page before the row runs."""
+    """Before a row runs, copy page `source`, to which another sequence may still write, to the sequence's own page `target`."""
 
-    group: int
+    group: int  # index of the layer group
     source: int
     target: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSave:
-    """Save in `slot` the state after positions [0, position): a multiple of the chunk, or the prompt's end.
+    """Save in checkpoint slot `slot` the state after positions [0, position): a multiple of the chunk, or the prompt's end.
 
-    At the prompt's end, if the row samples, the logits of the last position are saved too.
+    At the prompt's end the logits of the last position are saved as well, if the row samples.
     """
 
     position: int
@@ -221,27 +221,28 @@ class CheckpointSave:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The work of one sequence in one step: known tokens [start, stop), then drafts.
+    """The work of one sequence in one step: known tokens at positions [start, stop), then drafts.
 
-    Before it runs, `copies` are made and the state of checkpoint slot `restore`, if given, is loaded into the lane. A row
-    without tokens has its whole prompt from a checkpoint: it runs no layer and samples from the saved logits.
+    Before the row runs, the backend makes `copies` and loads the state of checkpoint slot `restore`, if given, into the lane. A
+    row without tokens has its whole prompt from a checkpoint: no layer runs, and the saved logits are sampled from.
     """
 
     request_id: str
-    lane: int
-    pages: tuple[Sequence[int], ...]  # per group, page of position p: [p // page_size]; covers stop + drafts; -1: freed
+    lane: int  # slot of the sequence's state on the device
+    pages: tuple[Sequence[int], ...]  # per group, position p is in page [p // page_size]; -1: freed; drafts are covered too
     start: int
-    tokens: tuple[int, ...]  # known tokens at [start, start + len(tokens))
+    tokens: tuple[int, ...]  # the known tokens at positions [start, start + len(tokens))
     drafts: tuple[Draft, ...]
-    prompt_stop: int  # positions before it are prompt (chunked form), later ones are generated (recurrent form)
-    samples: bool  # the row reaches the end of the known tokens
+    prompt_stop: int  # positions below it belong to the prompt (chunked form), later ones were generated (recurrent form)
+    samples: bool  # whether the row reaches the end of the known tokens, so that a token is sampled
     params: SamplingParams
     history: History
-    scores_prompt: bool = False  # return logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
-    restore: int | None = None  # checkpoint slot to load
+    scores_prompt: bool = False  # return the logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
+    restore: int | None = None  # checkpoint slot whose state is loaded first
     copies: tuple[PageCopy, ...] = ()
-    saves: tuple[CheckpointSave, ...] = ()  # in order of position, within (start, stop]
-    awaits_token: bool = False  # its one token is sampled by the sequence's row in flight: PENDING_TOKEN, not in the history yet
+    saves: tuple[CheckpointSave, ...] = ()  # in order of position, each within (start, stop]
+    # The row's only token is being sampled by the sequence's row in flight. It is PENDING_TOKEN and not in the history yet.
+    awaits_token: bool = False
 
     @property
     def stop(self) -> int:
@@ -255,7 +256,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The logprob of one token and of the most likely ones at its position, best first."""
+    """The logprob of a token, and of the most likely tokens at its position, the best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -263,31 +264,31 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One sampled token. `kept` and `rejected` do not compare: a run with drafts equals one without."""
+    """A sampled token. `kept` and `rejected` are not compared, so that a run with drafts equals one without."""
 
     token: int
     logprobs: Logprobs | None = None
     checksum: int | None = None
-    kept: bool = field(default=False, compare=False)  # it was drafted
-    rejected: int = field(default=0, compare=False)  # rejected drafts of its row, on the row's last token
+    kept: bool = field(default=False, compare=False)  # whether it had been drafted
+    rejected: int = field(default=0, compare=False)  # number of rejected drafts of its row; only on the row's last token
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """The result of a row: kept drafts, then one new token; no token for a middle chunk."""
+    """The result of a row: the kept drafts, then one new token. A row that does not sample has no tokens."""
 
     sampled: tuple[SampledToken, ...] = ()
-    scored: tuple[Logprobs, ...] = ()  # see Row.scores_prompt
-    kept: tuple[int, ...] = ()  # indices of the kept drafts: all but the last of `sampled`
-    next_drafts: tuple[Draft, ...] = ()  # drafts of the backend's own drafter for the next row
-    no_token_left: bool = False  # no token is allowed at the position after `sampled`
-    fault: str = ""  # the cause of `no_token_left`, if it was not the sampling rule
+    scored: tuple[Logprobs, ...] = ()  # logprobs of prompt tokens, see Row.scores_prompt
+    kept: tuple[int, ...] = ()  # indices of the kept drafts, which are all tokens of `sampled` but the last
+    next_drafts: tuple[Draft, ...] = ()  # drafts for the next row, from a drafter on the device
+    no_token_left: bool = False  # whether no token is allowed at the position after `sampled`
+    fault: str = ""  # why no token is left, if the sampling rule is not the reason
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     rows: tuple[RowOutcome, ...]
-    seconds: float = 0.0
+    seconds: float = 0.0  # duration of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,15 +297,15 @@ class Usage:
 
     prompt: int = 0
     completion: int = 0
-    cached: int = 0  # prompt tokens taken from the prefix cache
-    kept: int = 0  # drafts kept
-    rejected: int = 0  # drafts rejected
-    reasoning: int = 0  # reasoning tokens within `completion`, markers included
+    cached: int = 0  # prompt tokens that came from the prefix cache
+    kept: int = 0  # drafts that were kept
+    rejected: int = 0  # drafts that were rejected
+    reasoning: int = 0  # tokens of `completion` that are reasoning, including its markers
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call in a reply: its index there, the id that its result will refer to, and the tool's name."""
+    """A tool call in a reply: its index among the calls, the id to which its result will refer, and the tool's name."""
 
     index: int
     id: str
@@ -313,29 +314,29 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ReplyToken(SampledToken):
-    """A sampled token with its text. `offset` is where the text begins in the text of all tokens of the reply."""
+    """A sampled token with its text. `offset` is the index of its first character in the text of all tokens of the reply."""
 
-    text: str = field(default="", compare=False)  # the characters that the token completes
+    text: str = field(default="", compare=False)  # the characters that this token completes
     offset: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a reply as a client receives it: final text, with its ids, logprobs and checksums.
+    """A part of a reply as a client receives it: text that is final, with token ids, logprobs and checksums.
 
-    Ids may come before their text (an incomplete character, a possible stop string), never after it. Only the last piece has
-    a finish and usage.
+    A token may come in an earlier piece than its text (which may wait to complete a character or a stop string), but never in a
+    later one. Only the last piece has a finish reason and usage.
     """
 
-    index: int = 0  # which choice
+    index: int = 0  # index of the choice
     channel: Channel = "content"
     text: str = ""
     tokens: tuple[ReplyToken, ...] = ()
     finish: Finish | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
     usage: Usage | None = None
-    prompt_logprobs: tuple[Logprobs, ...] | None = None  # on the first piece, if requested
-    call: Call | None = None  # on channel "tool": `text` is a part of this call's JSON arguments
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # set on the first piece, if requested
+    call: Call | None = None  # the call on channel "tool", whose JSON arguments `text` is a part of
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +348,8 @@ class ModelCard:
     vocab: int
     max_context: int
     eos_ids: tuple[int, ...]
-    defaults: Mapping[str, float | int]  # sampling values of the checkpoint's generation_config
+    defaults: Mapping[str, float | int]  # sampling values from the checkpoint's generation_config.json
     fingerprint: str
-    created: int = 0
+    created: int = 0  # Unix time
     dtype: str = "f32"
     device: str = "cpu"

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: `main.py` finds the command, each command has a module, and `flags.py` makes the options."""

@@ -1,7 +1,8 @@
 """`onedraw bench`: time to first token, inter-token latency and tokens per second for growing batch sizes.
 
-Requests are submitted at once in one event loop, as clients do; each has its own prompt, so the prefix cache is never hit, and
-runs to its full length. With drafts the table also shows acceptance; on a GPU, the share of the memory-bandwidth floor.
+Each run submits all requests at once in one event loop, as clients do. Every request has a prompt of its own, so that the
+prefix cache is never hit, and generates its full number of tokens. With drafts the table also shows how many were kept; on a
+GPU, the share of the floor: the least time a step can take, which is the bytes it reads divided by the memory bandwidth.
 `--draft replay:K` runs everything twice: without drafts, then with the recorded answers as drafts of which K are kept.
 """
 
@@ -37,8 +38,8 @@ EXAMPLES = """examples:
   onedraw bench random:qwen3.6-27b --batch 1 --draft replay:4 --draft-tokens 15
   onedraw bench random:qwen3.6-27b-q4_k_m --batch 1 --draft random:qwen3.6-27b-dflash-q4_k_m --draft-tokens 15
 """
-REPLAY = "replay:"
-# Request options that the benchmark sets itself.
+REPLAY = "replay:"  # prefix of a value of --draft that only this command accepts
+# The benchmark decides these request options itself, so they are no flags of this command.
 SET_HERE = (
     *("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation"),
     *("reasoning_effort", "thinking_budget", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -47,7 +48,7 @@ SET_HERE = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One request, in seconds: time to first token, then the gap before each further token."""
+    """The times of one request in seconds: until its first token, then the gap before each further token."""
 
     first: float
     gaps: tuple[float, ...]
@@ -57,7 +58,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """Requests submitted at once: seconds until the last one ended, and the engine's counters for that time."""
+    """One run of a batch: seconds until the last request ended, and how much the engine's counters grew meanwhile."""
 
     seconds: float
     timings: tuple[Timing, ...]
@@ -66,21 +67,21 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One batch size over all repeats. Times in milliseconds."""
+    """The result for one batch size over all repeats. A turn is an engine step; the names are part of the JSON output."""
 
     batch: int
-    first_token_ms: float  # median
-    inter_token_ms: float  # median
-    inter_token_p99_ms: float
-    tokens_per_second: float  # new tokens over the whole time, prompts included
-    decode_tokens_per_second: float  # new tokens after the first of each, over the time when all had started
-    draft_tokens: int  # drafts in all
-    accepted_tokens: int  # drafts kept
-    tokens_per_turn: float  # tokens per step of one request: 1 without drafts
+    first_token_ms: float  # median over requests, in milliseconds
+    inter_token_ms: float  # median over tokens, in milliseconds
+    inter_token_p99_ms: float  # 99th percentile over tokens, in milliseconds
+    tokens_per_second: float  # new tokens of all requests, divided by the whole time with prompts
+    decode_tokens_per_second: float  # rate of new tokens while every request is past its first token and none has ended
+    draft_tokens: int  # drafts of all rows
+    accepted_tokens: int  # drafts that were kept
+    tokens_per_turn: float  # new tokens that one step gives one request; 1 without drafts
     turns_per_second: float  # engine steps per second over the whole time
-    floor_share: float | None = None  # least time of a step divided by its actual time
-    plain_tokens_per_second: float | None = None  # decoded without drafts, with --draft replay
-    peer_tokens_per_second: float | None = None  # decoded by --against
+    floor_share: float | None = None  # least possible time of a step divided by its actual time
+    plain_tokens_per_second: float | None = None  # decode rate without drafts, with --draft replay
+    peer_tokens_per_second: float | None = None  # decode rate of the library named by --against
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     with terminal.progress() as notify:
         floor = decode_step_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
-        # Each batch size runs once before it is measured, which captures exactly the CUDA graphs it needs.
+        # Each batch size runs once before it is measured, which captures just the CUDA graphs it needs, so no warm-up here.
         with build_llm(settings, notify, speculator=speculator, warm_up=False) as llm:
             measures = measure_all(llm, options, batches=batches, notify=notify, recorded=recorded, **work)
             if arguments.plot is not None:
@@ -160,14 +161,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _recorded(arguments: argparse.Namespace) -> RecordedProposer | None:
-    """The proposer of `--draft replay:K`, which only this command offers because it needs the answers first."""
+    """Return the proposer of `--draft replay:K`. Only this command has it, because the answers must be known first."""
     wanted = [entry for entry in arguments.draft or () if entry.startswith(REPLAY)]
     if not wanted:
         return None
     kept = wanted[0].removeprefix(REPLAY)
     if len(arguments.draft) > 1 or not kept.isdecimal():
         raise BadSetting("--draft replay:K cannot be combined with other drafters; K is the number of drafts kept per step")
-    arguments.draft = ["ngram"]  # reserves memory for drafts without loading a drafter
+    arguments.draft = ["ngram"]  # This value reserves memory for drafts and loads no drafter.
     length = arguments.draft_tokens or max(DEFAULT_LENGTH, int(kept))
     return RecordedProposer(kept=int(kept), length=int(length))
 
@@ -188,7 +189,7 @@ def measure_all(
     notify: Callable[[str], None],
     recorded: RecordedProposer | None = None,
 ) -> list[Measure]:
-    """Measure every batch size, each after one warm-up run."""
+    """Measure every batch size, each after a warm-up run that is not counted."""
     prompts = Prompts(llm, prompt_tokens)
     measures = []
     for batch in batches:
@@ -213,7 +214,7 @@ def measure_all(
 
 
 def _replayed(llm: LLM, generations: Sequence[Generation], plain: BenchRun, recorded: RecordedProposer) -> BenchRun:
-    """The same requests with their recorded answers as drafts; raises if any token differs."""
+    """Run the same requests with their recorded answers as drafts, and raise if any token differs."""
     recorded.vocab = llm.card.vocab
     recorded.answers = {generation.prompt: timing.ids for generation, timing in zip(generations, plain.timings, strict=True)}
     again = _together(llm, generations)
@@ -226,13 +227,13 @@ def _replayed(llm: LLM, generations: Sequence[Generation], plain: BenchRun, reco
 
 
 def with_floor(measure: Measure, floor: Callable[[int, int], float], context: int) -> Measure:
-    """A step gives `tokens_per_turn` tokens to each of the rows."""
+    """Add the share of the floor. A step gives each row `tokens_per_turn` tokens on average."""
     step_seconds = measure.batch * measure.tokens_per_turn / max(measure.decode_tokens_per_second, 1e-9)
     return replace(measure, floor_share=floor(measure.batch, context) / step_seconds)
 
 
 def _over_contexts(llm: LLM, options: RequestOptions, longest: int, notify: Callable[[str], None]) -> list[tuple[int, float]]:
-    """Milliseconds per token of one request, for prompts up to `longest` tokens."""
+    """Measure one request's milliseconds per token, for prompts of several lengths up to `longest` tokens."""
     found = []
     for length in sorted({max(longest // part, 1) for part in (16, 8, 4, 2, 1)}):
         notify(f"context of {length}")
@@ -242,7 +243,7 @@ def _over_contexts(llm: LLM, options: RequestOptions, longest: int, notify: Call
 
 
 class Prompts:
-    """Random prompts of one length without common prefixes."""
+    """Generates random prompts of one length, which have no common prefixes."""
 
     def __init__(self, llm: LLM, length: int) -> None:
         self._allowed = [i for i in range(llm.card.vocab) if i not in llm.card.eos_ids]
@@ -270,7 +271,7 @@ async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[float, 
 
 
 async def _timed(llm: LLM, generation: Generation, start: float) -> Timing:
-    """Tokens that arrive in one piece share the time since the previous piece."""
+    """Run one request and time its tokens. Tokens of one piece share equally the time since the previous piece."""
     first, last, gaps, tokens, ids = 0.0, start, [], 0, []
     async for piece in llm.apieces(llm.prepare(generation)):
         if not piece.tokens:
@@ -301,14 +302,14 @@ def summarise(batch: int, runs: Sequence[BenchRun]) -> Measure:
         decode_tokens_per_second=statistics.median(_decode_rate(run.timings) for run in runs),
         draft_tokens=sum(run.counted.draft_tokens for run in runs),
         accepted_tokens=accepted,
-        # A row that samples gives its kept drafts and one more token.
+        # A row that samples gives its kept drafts and one more token, so the number of rows is sampled - accepted.
         tokens_per_turn=sampled / max(sampled - accepted, 1),
         turns_per_second=sum(run.counted.steps for run in runs) / seconds,
     )
 
 
 def _decode_rate(timings: Sequence[Timing]) -> float:
-    """Tokens per second while all requests of a run were past their first token."""
+    """Return the tokens per second of a run, while every request was past its first token and none had ended."""
     begin = max(t.first for t in timings)
     end = min(t.first + sum(t.gaps) for t in timings)
     if end <= begin:
@@ -347,7 +348,7 @@ def _show(measures: Sequence[Measure], *, title: str) -> None:
 
 
 def require_matplotlib() -> None:
-    """Fail before anything is measured if matplotlib is missing."""
+    """Raise at once if matplotlib is missing, rather than after the measurement."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -362,7 +363,7 @@ def draw_plots(
     latency: Sequence[tuple[int, float]],
     peer: Sequence[tuple[int, float]] = (),
 ) -> None:
-    """(batch, tokens per second) and (context, milliseconds per token)."""
+    """Plot tokens per second over batch size, and milliseconds per token over context length, into a file."""
     import matplotlib
 
     matplotlib.use("agg")

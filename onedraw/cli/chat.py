@@ -1,4 +1,4 @@
-"""`onedraw chat`: a conversation in the terminal, with streamed answers and slash commands; each answer shows its seed."""
+"""`onedraw chat`: a conversation in the terminal with streamed answers and slash commands. Each answer shows its seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = """examples:
 
 Type /help inside for the commands.
 """
-ANSWER_TOKENS = 1024  # default longest answer; /max N changes it
+ANSWER_TOKENS = 1024  # An answer has at most this many tokens; /max N changes that.
 PROMPT = "> "
 
 HELP_LINES = (
@@ -44,19 +44,19 @@ HELP_LINES = (
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far and the request options for the next answer. Owner: the chat loop."""
+    """The messages so far and the request options of the next answer. The chat loop owns it."""
 
     options: RequestOptions
     system: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)  # one per answer
+    seeds: list[int] = field(default_factory=list)  # the seed of each answer
 
     def messages(self) -> list[dict[str, Any]]:
         opening = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*opening, *self.turns]
 
     def undo(self) -> bool:
-        """Remove the last question and answer."""
+        """Remove the last question with its answer. Return False if there is none."""
         if not self.turns:
             return False
         while self.turns and self.turns.pop()["role"] != "user":
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chat_loop(llm: LLM, conversation: Conversation, *, read: Callable[[], str]) -> None:
-    """Read and answer until the user quits. Ctrl-C stops an answer or discards a half-typed line; it never ends the program."""
+    """Read and answer until the user quits. Ctrl-C stops an answer or discards the typed line; it never ends the program."""
     while True:
         try:
             line = read().strip()
@@ -104,12 +104,12 @@ def chat_loop(llm: LLM, conversation: Conversation, *, read: Callable[[], str]) 
                 answer(llm, conversation, line)
         except OnedrawError as error:
             terminal.dim(f"onedraw: {error}", out=sys.stdout)
-        except KeyboardInterrupt:  # before the answer began
+        except KeyboardInterrupt:  # Ctrl-C came before the answer began.
             terminal.dim("stopped", out=sys.stdout)
 
 
 def answer(llm: LLM, conversation: Conversation, question: str) -> None:
-    """Answer one question. If that fails, the conversation stays as it was."""
+    """Answer a question. If that fails, the conversation stays as it was before."""
     conversation.turns.append({"role": "user", "content": question})
     try:
         generation = generation_for(llm, conversation.messages(), conversation.options, default_max_tokens=ANSWER_TOKENS)
@@ -128,7 +128,7 @@ def answer(llm: LLM, conversation: Conversation, question: str) -> None:
 
 
 def _stream_answer(llm: LLM, generation: Generation) -> tuple[Reply, bool]:
-    """Print the answer as it is generated. Ctrl-C cancels the rest and keeps what was printed."""
+    """Print the answer while it is generated. Return it, and whether Ctrl-C stopped it; the text so far is kept."""
     (reply,) = new_replies([generation])
     pieces = llm.pieces(llm.prepare(generation))
     stopped = False
@@ -139,13 +139,13 @@ def _stream_answer(llm: LLM, generation: Generation) -> tuple[Reply, bool]:
     except KeyboardInterrupt:
         stopped = True
     finally:
-        pieces.close()  # cancels the request
+        pieces.close()  # This cancels the request if it still runs.
     sys.stdout.write("\n")
     return reply, stopped
 
 
 def run_command(conversation: Conversation, line: str) -> str:
-    """Run one slash command; returns the line to show."""
+    """Run a slash command and return the line to show."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
@@ -193,7 +193,7 @@ def _save(conversation: Conversation, name: str) -> str:
 
 
 def line_reader() -> Callable[[], str]:
-    """A function that reads a line: with editing and history on a terminal (prompt_toolkit if installed), else plain input."""
+    """Return a function that reads a line. On a terminal it has editing and history, from prompt_toolkit if installed."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         try:
             from prompt_toolkit import PromptSession
@@ -209,7 +209,7 @@ def line_reader() -> Callable[[], str]:
 
 
 def _readline_history() -> None:
-    """Importing readline gives input() line editing and history."""
+    """Give input() line editing and history, which importing readline does."""
     try:
         import readline  # noqa: F401
     except ImportError:

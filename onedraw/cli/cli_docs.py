@@ -1,4 +1,4 @@
-"""Generates docs/cli.md from the argument parsers (`make docs`); a test compares the file with it."""
+"""Generates docs/cli.md from the argument parsers, for `make docs`. A test compares the file with the result."""
 
 from __future__ import annotations
 

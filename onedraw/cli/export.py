@@ -1,4 +1,4 @@
-"""`onedraw export`: writes a model as StableHLO graphs; prints the path of the manifest."""
+"""`onedraw export`: write a model as StableHLO graphs, and print the path of the manifest, which lists them."""
 
 from __future__ import annotations
 

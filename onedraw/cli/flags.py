@@ -1,7 +1,7 @@
-"""Command-line options generated from the fields of Settings and RequestOptions, and read back from parsed arguments.
+"""Command-line options made from the fields of Settings and RequestOptions, and the way back from parsed arguments.
 
-A field without a line in the help tables below makes every command fail, so a new field cannot be forgotten. The options of
-`--record` are here too, because several commands share them.
+A field without a line in the help tables below makes every command fail, so no field can be forgotten. The options of `--record`
+are here as well, because several commands share them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onedraw.settings import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, Settings, siz
 if TYPE_CHECKING:
     from onedraw.llm.llm import LLM
 
-# A switch that is on by default becomes --no-…, and its line describes the effect of that.
+# A switch that is on by default becomes the option --no-…, so its line describes what turning it off does.
 SETTINGS_HELP: Mapping[str, str] = {
     "served_name": "model name in the API (default: MODEL as given)",
     "backend": "torch, xla (through jax), or fake (no weights, for testing clients)",
@@ -104,18 +104,18 @@ NO_DRAFT_WINDOW = (
 
 Parsed = TypeVar("Parsed")
 
-SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # written like 2GiB
-NOT_FLAGS = ("model",)  # the model is an argument, not an option
+SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # written as sizes, such as 2GiB
+NOT_FLAGS = ("model",)  # fields of Settings that are positional arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One field as a command-line option; `spelling` is its name there."""
+    """A field as a command-line option."""
 
-    field: str
-    spelling: str
+    field: str  # name of the field
+    spelling: str  # name of the option, such as --max-context
     help: str
-    options: Mapping[str, Any]  # for add_argument
+    options: Mapping[str, Any]  # further arguments of argparse's add_argument
 
 
 def settings_flags() -> list[Flag]:
@@ -138,7 +138,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, leave_out: Collectio
 
 
 def read_settings(arguments: argparse.Namespace, **more: Any) -> Settings:
-    """Settings from parsed arguments; fields that were not given keep their defaults."""
+    """Build Settings from parsed arguments. Fields that were not given keep their defaults."""
     given = {f.field: getattr(arguments, f.field, None) for f in settings_flags()}
     return Settings.of(model=arguments.model, **{**given, **more})
 
@@ -168,7 +168,7 @@ def add_record(parser: argparse.ArgumentParser) -> None:
 
 
 def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
-    """The LLM, wrapped so that finished requests are recorded if --record is given."""
+    """Return the LLM, wrapped to record finished requests if --record is given."""
     from onedraw.contract.record import DEFAULT_SIZE, RecordingLLM, RecordWriter
 
     if arguments.record is None:
@@ -185,7 +185,7 @@ def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
 
 
 class Refused(argparse.Action):
-    """An option that other servers have and this one refuses, with the reason."""
+    """An option that other servers have and Onedraw does not. Using it prints the reason."""
 
     def __init__(self, option_strings: list[str], dest: str, *, reason: str) -> None:
         super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -215,7 +215,7 @@ def _flags(owner: type, helps: Mapping[str, str], leave_out: Collection[str] = (
 
 
 def _flag(name: str, hint: Any, *, default: Any, text: str) -> Flag:
-    """The option of one field. An option that is not given parses to None, so the dataclass default applies."""
+    """Make the option of one field. An option that is not given parses to None, so the default of the dataclass applies."""
     dashed = "--" + name.replace("_", "-")
     kind = _without_none(hint)
     if kind is bool:
@@ -263,14 +263,14 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
 
 
 def _without_none(hint: Any) -> Any:
-    """The type without None; of a union the first member, which is the one a command line can express."""
+    """Return a type without None. Of a union it is the first member, which is the one that a command line can express."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     return hint
 
 
 def argument_type(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """A parse function as an argparse type: its BadSetting message is shown to the user."""
+    """Turn a parse function into a type for argparse, so that the message of its BadSetting is shown to the user."""
 
     def parsed(text: str) -> Parsed:
         try:
@@ -282,7 +282,7 @@ def argument_type(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
 
 
 def token_ids(text: str) -> tuple[int, ...]:
-    """'5,17, 9' → (5, 17, 9)."""
+    """Parse token ids: '5,17, 9' → (5, 17, 9)."""
     try:
         return tuple(int(part) for part in text.replace(",", " ").split())
     except ValueError:

@@ -1,6 +1,6 @@
-"""`onedraw generate`: one prompt in, the reply streamed to stdout, or one JSON object.
+"""`onedraw generate`: continue or answer one prompt. The reply is streamed to stdout, or printed as one JSON object.
 
-Text goes to stdout, the summary line to stderr.
+The summary line goes to stderr, so that a pipe receives nothing but the reply.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_prompt(arguments: argparse.Namespace) -> Prompt:
-    """The prompt: from the argument, stdin or --prompt-ids, exactly one of them."""
+    """Return the prompt, which is given by the argument, stdin or --prompt-ids. More than one of them is an error."""
     if (arguments.prompt is None) == (arguments.prompt_ids is None):
         raise BadSetting("give either PROMPT (or - for stdin) or --prompt-ids")
     if arguments.system is not None and not arguments.chat:
@@ -83,7 +83,7 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
 
 
 def _write(llm: LLM, generation: Generation) -> None:
-    """Stream a single reply; print several one after the other, because their pieces arrive interleaved."""
+    """Stream a single reply. Several are printed one after the other at the end, because their pieces arrive interleaved."""
     start = time.perf_counter()
     replies = new_replies([generation])
     for piece in llm.pieces(llm.prepare(generation)):
@@ -101,13 +101,13 @@ def _write(llm: LLM, generation: Generation) -> None:
 
 
 def summary(replies: list[Reply], *, seconds: float) -> str:
-    """Summary line: seed, tokens, speed, finish reason."""
+    """Return the summary line: seed, number of tokens, speed and finish reason."""
     count = sum(len(r.tokens) for r in replies)
     return f"seed {replies[0].seed} · {count} tokens · {count / max(seconds, 1e-9):.1f} tokens/s · {replies[0].finish}"
 
 
 def reply_json(llm: LLM, replies: list[Reply]) -> dict[str, Any]:
-    """The first reply at the top level; with n > 1 all of them under `choices`."""
+    """Return the JSON object: the first reply at the top level, and with n > 1 all of them under `choices`."""
     first = _choice_json(replies[0])
     more = {"choices": [_choice_json(r) for r in replies]} if len(replies) > 1 else {}
     return {
@@ -132,7 +132,7 @@ def _choice_json(reply: Reply) -> dict[str, Any]:
         "stop_reason": reply.stop_reason,
         "logprobs": [_logprobs_json(s) for s in scored] if scored else None,
         "prompt_logprobs": None if reply.prompt_logprobs is None else [_logprobs_json(s) for s in reply.prompt_logprobs],
-        "checksums": sums or None,  # as text, because JSON readers round 64-bit integers
+        "checksums": sums or None,  # as text, because many JSON readers round 64-bit integers
         "usage": {
             "prompt_tokens": usage.prompt,
             "completion_tokens": usage.completion,
@@ -149,5 +149,5 @@ def _logprobs_json(scored: Logprobs) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no -inf: a token of probability zero has no logprob."""
+    """Return a logprob, or None for minus infinity, which JSON cannot write."""
     return value if value > float("-inf") else None

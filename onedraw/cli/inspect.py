@@ -1,6 +1,6 @@
-"""`onedraw inspect`: what a model is and what it would cost to run, without loading its weights.
+"""`onedraw inspect`: show what a model is and what it would need to run, without loading its weights.
 
-Prints a table or JSON: architecture, layers, sampling defaults, tokenizer, memory plan, unused tensors.
+It prints a table or JSON: architecture, layers, sampling defaults, tokenizer, memory plan and unused tensors.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ EXAMPLES = """examples:
   onedraw inspect ./my-model --devices cuda/sm86/24GiB,cuda/sm86/24GiB --max-context 262144
   onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
 """
+# Settings that change nothing in this report.
 NO_EFFECT = (
     *("served_name", "queue_limit", "xla_platform", "threads", "prefix_cache", "self_check", "overlap", "ahead"),
     *("draft_tokens", "tree_budget", "trace_verify", "cache_budget", "snapshot_dir"),
@@ -96,7 +97,8 @@ def reach_rows(
     checkpoint: Checkpoint,
     chosen: Path | Literal["mtp"] | None,
 ) -> list[dict[str, Any]]:
-    """The longest context that fits, if the devices' memory is known: with the selected drafter, or one of a known shape."""
+    """Return the longest contexts that fit into the devices' memory, if that is known, without a drafter and with one: the
+    selected drafter, or one whose shape is known for this model."""
     from onedraw.build.drafters import drafter_bytes, known_drafter
     from onedraw.build.fit_devices import longest_contexts
 
@@ -115,14 +117,14 @@ def reach_words(fit: Mapping[str, Any]) -> str:
 
 
 def planned_devices(settings: Settings) -> list[Device]:
-    """The devices as named or described in the settings, without probing the machine (no torch needed). A CUDA device without
-    an architecture is assumed to be sm90."""
+    """Return the devices as the settings name or describe them. The machine is not probed, so torch is not needed. A CUDA device
+    without an architecture is taken for an sm90."""
     found = [parse_device("cpu" if name == "auto" else name) for name in settings.device_names]
     return [replace(d, arch="sm90") if d.kind == "cuda" and not d.arch else d for d in found]
 
 
 def identity(settings: Settings, checkpoint: Checkpoint, info: ModelInfo) -> dict[str, Any]:
-    """The model as its checkpoint describes it."""
+    """Describe the model by the contents of its checkpoint."""
     spec = info.spec
     return {
         "model": settings.model,
@@ -191,7 +193,7 @@ def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
 
 
 def tokenizer_kind(checkpoint: Checkpoint) -> str:
-    """The tokenizer kind from the metadata; the tokenizer is not built."""
+    """Name the kind of tokenizer by its metadata, without building it."""
     if checkpoint.format == "gguf":
         from onedraw.text.gguf_tokenizer import unsupported_reason
 
@@ -214,7 +216,7 @@ def tokenizer_kind(checkpoint: Checkpoint) -> str:
 
 
 def memory_json(plan: MemoryPlan, drafter: int) -> dict[str, Any]:
-    """`drafter`: bytes of the drafter, in addition to the model's."""
+    """Return the memory plan as JSON. `drafter` is the number of bytes that a drafter needs in addition to the model."""
     return {
         **asdict(plan),
         "sequence_bytes": plan.sequence_bytes,
@@ -233,7 +235,7 @@ def stages_json(split: SplitPlan) -> list[dict[str, Any]]:
 
 
 def stage_rows(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Layers and bytes of each stage, if there are several or the device memory is known."""
+    """Describe the layers and bytes of each stage, if there are several stages or the device's memory is known."""
     if len(stages) == 1 and stages[0]["device"]["memory"] is None:
         return []
     kinds = ("weight", "page", "state", "staging")
@@ -259,7 +261,7 @@ def page_words(group: Mapping[str, Any], page_size: int) -> str:
 
 
 def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
-    """Recurrent state, rollback buffer and checkpoints, if the model has them."""
+    """Describe recurrent state, rollback buffer and checkpoints, as far as the model has them."""
 
     def row(name: str, total: str, count: str, size: str, what: str) -> list[str]:
         return [name, f"{human_bytes(memory[total])} ({memory[count]} {what} × {human_bytes(memory[size])})"]
@@ -272,7 +274,7 @@ def state_rows(memory: Mapping[str, Any]) -> list[list[str]]:
 
 
 def step_rows(scratch: Mapping[str, int] | None) -> list[list[str]]:
-    """Scratch memory of steps on an accelerator, by purpose."""
+    """Describe the scratch memory that steps need on an accelerator, by purpose."""
     if scratch is None:
         return []
     names = {"opened": "dequantized weights", "parts": "partial sums of packed products", "recorded": "CUDA graphs"}
@@ -281,7 +283,7 @@ def step_rows(scratch: Mapping[str, int] | None) -> list[list[str]]:
 
 
 def holding_rows(holding: Mapping[str, Any] | None, dtype: str) -> list[list[str]]:
-    """Which matrices stay packed, and why others are converted."""
+    """Describe which matrices stay packed (in their quantized blocks), and why others are converted."""
     if holding is None:
         return []
     kept = ", ".join(f"{kind} × {count}" for kind, count in holding["kept"])
@@ -292,7 +294,7 @@ def holding_rows(holding: Mapping[str, Any] | None, dtype: str) -> list[list[str
 
 
 def rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """The report as table rows."""
+    """Turn the report into the rows of a table."""
     memory = report["memory"]
     return [
         ["path", report["path"]],

@@ -1,7 +1,7 @@
-"""The command `onedraw`: parses arguments, runs one command, and prints errors as one line.
+"""The command `onedraw`: parse arguments, run one command, and print errors as one line.
 
-Exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted. Commands are modules with `HELP`, `EXAMPLES`, `add(parser)` and
-`run(arguments) -> int`; they import heavy packages only when they run.
+Exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted. A command is a module with `HELP`, `EXAMPLES`, `add(parser)`
+and `run(arguments) -> int`. It imports heavy packages only in `run`, so that help texts appear at once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DESCRIPTION = "Onedraw runs language models so that speed never changes the answ
 
 
 class UsageError(Exception):
-    """The arguments are not valid."""
+    """The arguments are not valid; the message says why."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises instead of printing and exiting."""
+    """An argparse parser that raises UsageError, where argparse itself would print and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -40,7 +40,7 @@ def command_module(name: str) -> ModuleType:
 
 
 def command_parser(name: str) -> Parser:
-    """The parser of one command."""
+    """Build the parser of one command."""
     module = command_module(name)
     parser = Parser(
         prog=f"onedraw {name}",
@@ -58,7 +58,7 @@ def command_parser(name: str) -> Parser:
 
 
 def overview() -> str:
-    """The text of `onedraw` without arguments and of `onedraw --help`."""
+    """Return the text that `onedraw` without arguments and `onedraw --help` print."""
     lines = [f"  {name:10}{command_module(name).HELP}" for name in COMMANDS]
     return "\n".join(
         [
@@ -75,12 +75,12 @@ def overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; never a traceback for a user's mistake."""
+    """Run one command and return its exit status. A user's mistake prints one line and never a traceback."""
     given = list(sys.argv[1:] if argv is None else argv)
     _repair_streams()
     try:
         status = _run(given)
-        sys.stdout.flush()  # a write error is reported here, not at interpreter exit
+        sys.stdout.flush()  # so that a write error is reported here and not when the interpreter exits
         return status
     except UsageError as error:
         return complain(str(error), status=2)
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of a pipe closed it early (`| head`): discard the rest without an error message.
+        # The reader of a pipe (such as `| head`) closed it early, which is no error to report.
         _silence_output()
         return 1
-    except OSError as error:  # an unusable file or output
+    except OSError as error:  # a file or an output stream cannot be used
         if "--debug" in given:
             raise
         written = _flushed() and error.errno not in (errno.ENOSPC, errno.EIO)
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flushed() -> bool:
-    """Flush stdout; False if that fails, and then further output is discarded."""
+    """Flush stdout and return whether that worked. If it did not, further output is discarded."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -129,23 +129,23 @@ def _run(given: list[str]) -> int:
 
 
 def _repair_streams() -> None:
-    """Replace closed standard streams by /dev/null, and escape characters that an output stream cannot encode."""
+    """Replace standard streams that are closed by /dev/null, and escape characters that an output stream cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open to the end
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  it stays open until the process ends
         elif mode == "w" and hasattr(stream, "reconfigure") and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _silence_output() -> None:
-    """Discard everything still to be written to stdout."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # raised if stdout is closed or has no file descriptor
+    """Discard everything that is still to be written to stdout."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout is closed or has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of the command named first; suggest the nearest name if it is misspelled."""
+    """Parse the arguments of the command that the first one names. A misspelled name gets a suggestion."""
     name, rest = given[0], list(given[1:])
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -153,7 +153,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"no command {name!r}: {hint}")
     parser = command_parser(name)
     try:
-        return parser.parse_intermixed_args(rest)  # options may come before, between and after the arguments
+        return parser.parse_intermixed_args(rest)  # so that options may also come between and after the arguments
     except UsageError as error:
         raise UsageError(f"{error}; see `onedraw {name} --help`") from None
 

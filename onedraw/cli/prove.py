@@ -1,4 +1,5 @@
-"""`onedraw prove`: checks the contract for your model on your machine. Exit status 1 on any difference."""
+"""`onedraw prove`: check for your model on your machine that speed never changes the answer. Any difference gives exit status
+1."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ EXAMPLES = """examples:
 Each variation is compared with the plain run (requests alone, one after the other, cold) by tokens and by a checksum of the
 scores behind every token. "not exercised" means that the condition of the row did not occur, so nothing was shown.
 """
-# Settings that the variations set themselves.
+# The variations decide these settings themselves, so they are no flags of this command.
 LEFT_OUT = (
     *("served_name", "queue_limit", "max_batch", "kv_memory", "prefix_cache", "trace_verify"),
     *("overlap", "ahead", "cache_budget", "snapshot_dir"),

@@ -1,4 +1,4 @@
-"""`onedraw pull`: downloads a model into the cache folder; prints its path."""
+"""`onedraw pull`: download a model into the cache folder and print its path."""
 
 from __future__ import annotations
 

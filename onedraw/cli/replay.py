@@ -1,6 +1,6 @@
-"""`onedraw replay`: runs recorded requests again under any settings and reports which tokens differ.
+"""`onedraw replay`: run recorded requests again under any settings, and report which tokens differ.
 
-Exit status 1 if a token differs or a request could not be run.
+The exit status is 1 if a token differs or a request could not be run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXAMPLES = """examples:
 Every request runs with its own seed, parameters and prompt ids under the settings given here. None of them may change a token:
 that is the contract. It holds for one version, kind of device and dtype, which the fingerprint names.
 """
-SHOWN = 50  # differences in the table; --json has all
+SHOWN = 50  # rows of the table of differences; --json prints all of them
 
 
 def add(parser: argparse.ArgumentParser) -> None:

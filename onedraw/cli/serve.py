@@ -1,6 +1,6 @@
-"""`onedraw serve`: a model behind an OpenAI-compatible HTTP server.
+"""`onedraw serve`: serve a model over HTTP, with OpenAI's and Anthropic's APIs.
 
-Runs until it is stopped; prints a curl command to try it with.
+The server runs until it gets a signal. At start it prints a curl command to try it with.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         log_format=arguments.log_format,
         log_prompts=arguments.log_prompts,
     )
-    with closing(bind(options.host, options.port)) as listener:  # bind before the slow load, so a taken port fails at once
+    with closing(bind(options.host, options.port)) as listener:  # before the slow load, so that a taken port fails at once
         with terminal.progress() as notify:
             llm = build_llm(settings, notify)
         with llm, recorded(llm, arguments) as llm:

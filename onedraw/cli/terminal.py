@@ -1,6 +1,6 @@
-"""Terminal output: tables, a status line, dim notes; with rich on a terminal if it is installed, plain text otherwise.
+"""Terminal output: tables, a status line, dim notes. On a terminal it is drawn by rich if that is installed, else plain text.
 
-Results go to stdout, progress and notes to stderr, so a pipe receives results only.
+Results go to stdout, progress and notes to stderr, so that a pipe receives results only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from onedraw.types import Piece
 
 Progress = Callable[[str], None]
 
-PLAIN_INTERVAL = 2.0  # seconds between two progress lines in a log
+PLAIN_INTERVAL = 2.0  # least number of seconds between two progress lines where stderr is not a terminal
 
 
 def decorated(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that accepts colours (NO_COLOR and TERM=dumb are respected)."""
+    """Whether the stream is a terminal that may get colours. NO_COLOR and TERM=dumb turn them off."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, out: TextIO | None = None) -> None:
-    """Print a table; columns of numbers are right-aligned."""
+    """Print a table. Columns of numbers are right-aligned."""
     out = out or sys.stdout
     rich = _rich() if decorated(out) else None
     if rich is None:
@@ -56,14 +56,14 @@ def plain_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def dim(text: str, *, out: TextIO | None = None) -> None:
-    """Print one line of notes, dimmed on a terminal."""
+    """Print one line of notes, which a terminal shows dimmed."""
     out = out or sys.stderr
     out.write(f"\x1b[2m{text}\x1b[0m\n" if decorated(out) else f"{text}\n")
     out.flush()
 
 
 def print_piece(piece: Piece, *, thinking: TextIO | None = None) -> None:
-    """Print a piece of a reply: the answer to stdout, reasoning to stderr (or `thinking`), dimmed on a terminal."""
+    """Print a piece of a reply: the answer to stdout, and reasoning, dimmed on a terminal, to `thinking` or stderr."""
     out = sys.stdout
     if piece.channel == "reasoning":
         out = thinking or sys.stderr
@@ -79,7 +79,8 @@ def print_json(value: Any, *, out: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def progress(*, out: TextIO | None = None) -> Iterator[Progress]:
-    """Report progress: a terminal shows one status line that is rewritten; a log gets a line every few seconds."""
+    """Return a function that reports progress. On a terminal one status line is rewritten; elsewhere a line is printed every
+    few seconds."""
     out = out or sys.stderr
     if decorated(out):
         status = StatusLine(out)
@@ -101,7 +102,7 @@ def progress(*, out: TextIO | None = None) -> Iterator[Progress]:
 
 
 class StatusLine:
-    """A terminal line that is rewritten in place. Owner: `progress`."""
+    """A line of the terminal that is rewritten in place."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -124,7 +125,7 @@ def _terminal_width() -> int:
 
 
 def _numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
-    """Whether a column holds numbers, with or without units; a dash or an empty cell is a missing value."""
+    """Whether a column has numbers, with or without units. A dash or an empty cell stands for a missing value."""
     return index > 0 and bool(rows) and all(row[index][:1].isdigit() or row[index] in ("-", "") for row in rows)
 
 

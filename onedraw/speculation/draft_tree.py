@@ -20,9 +20,9 @@ Candidates = Sequence[tuple[int, float]]
 class Branch(NamedTuple):
     """A node that may be added next. Tuples compare field by field, so the lowest cost wins, and among equals the oldest."""
 
-    cost: float  # minus the sum of scores on the path
-    age: int
-    parent: int
+    cost: float  # minus the sum of the scores on the path from the root
+    age: int  # number of drafts in the tree when this branch was found
+    parent: int  # index of the draft it follows; -1 for the last known token
     depth: int
     rank: int  # index among the candidates of its depth
 
