@@ -80,7 +80,7 @@ class ReplyStream:
         return found
 
     def _detokenize(self, sampled: SampledToken, *, ends: bool) -> tuple[ReplyToken, str]:
-        """The token with its own text and place, and the text that it adds to the reply."""
+        """Return the token with its own text and offset, and the text that it adds to the reply."""
         found = self._detokenizer.peek(sampled.token) if ends else self._detokenizer.push_token(sampled.token)
         token = ReplyToken(
             sampled.token,
@@ -95,8 +95,8 @@ class ReplyStream:
         return token, found.text
 
     def _read(self, pieces: list[OpenPiece], text: str, *, last: bool = False) -> str | None:
-        """Parse text, up to a stop string, which is returned. Stop strings are searched in the content as the caller sees it:
-        reasoning and calls have markers and white space of their own."""
+        """Parse text and append it to pieces until a stop string is found, which is returned. Stop strings are searched only in
+        the content: the markers and white space of reasoning and calls are not part of what the caller sees."""
         for part in [*self._parser.push(text), *(self._parser.finish() if last else ())]:
             if part.channel == "content":
                 if part.truncated_call:
@@ -114,7 +114,7 @@ class ReplyStream:
         return None
 
     def _end(self, pieces: list[OpenPiece], finish: Finish, hit: str | None) -> tuple[Finish, str | None]:
-        """Release the text that was held back."""
+        """Append the text that the detokenizer, parser and stop-string search held back, and decide the finish reason."""
         self.done = True
         if hit is None:
             hit = self._read(pieces, self._detokenizer.finish(), last=True)
@@ -122,7 +122,8 @@ class ReplyStream:
         return "tool_calls" if finish == "stop" and self._parser.completed_calls else finish, hit
 
     def _usage(self, event: Event, count: int) -> Usage:
-        """`count`: tokens of the event that are part of the reply. Correct drafts behind a stop string count as rejected."""
+        """Return the usage up to this event, of whose tokens the first `count` belong to the reply. Drafts that the engine kept
+        beyond a stop string count as rejected."""
         usage, dropped = event.usage, max(event.kept - count, 0)
         return replace(
             usage,
@@ -134,7 +135,7 @@ class ReplyStream:
 
 
 def _append(pieces: list[OpenPiece], channel: Channel, call: Call | None, text: str) -> None:
-    """Text of another channel begins a new piece."""
+    """Append text to the last piece, or to a new one if the channel or the call changes."""
     if channel == "content" and not text:
         return
     now = pieces[-1]
@@ -144,28 +145,29 @@ def _append(pieces: list[OpenPiece], channel: Channel, call: Call | None, text: 
     pieces[-1].text += text
 
 
-# ------------------ A generation
+# ---------------------------------------------------------------------------------------------- a generation
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt to be continued `n` times. Records hold it by its field names, or by their `key`.
+    """A prompt that is continued `n` times, with every option decided.
 
-    `params.seed` is the seed of choice 0; the other choices get seeds that are hashed from it.
+    Recorded requests store it under its field names, or under `key` if the metadata of a field has one. `params.seed` is the
+    seed of choice 0; the seeds of the other choices are hashed from it.
     """
 
     prompt: tuple[int, ...]
     params: SamplingParams
     stop: tuple[str, ...] = ()
     n: int = 1
-    skip_special: bool = True  # leave special tokens out of the text
+    skip_special: bool = True  # special tokens are left out of the reply's text
     syntax: ReplySyntax = field(default=PLAIN_TEXT, metadata={"key": "reading"})  # how the reply's text is parsed
-    thinking_budget: int | None = None  # tokens of reasoning before it is closed
+    thinking_budget: int | None = None  # most tokens of reasoning before the end marker is forced; None: no limit
     response_format: ReplyFormat | None = field(default=None, metadata={"key": "guide"})
-    origin: str = ""  # hash of the prompt's text, where the reply may call tools and is to be cached
-    predicted: tuple[int, ...] = ()  # the reply that the caller expects: drafted, never trusted
-    speculate: bool = True  # may be drafted
-    label: str = ""  # becomes part of the request ids
+    origin: str = ""  # hash of the prompt's text; empty if the reply is not cached for its tool calls
+    predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
+    speculate: bool = True  # whether drafts may be used
+    label: str = ""  # the beginning of the request ids; empty means "r"
 
     def seed_of(self, choice: int) -> int:
         return child_seed(self.params.seed, choice)

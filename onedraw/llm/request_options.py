@@ -1,7 +1,8 @@
-"""Options of a request, as the caller wrote them → a Generation with checked SamplingParams.
+"""Turn the options of a request, as the caller wrote them, into a Generation with checked SamplingParams.
 
-In: keyword options from HTTP, the command line or Python, and the prompt. Out: a Generation in which every value is decided.
-A missing value comes from the checkpoint's generation_config, then from the neutral value.
+The input is keyword options from HTTP, the command line or Python, and the prompt. In the resulting Generation every value is
+decided: a missing one comes from the checkpoint's generation_config.json, else it is the neutral value that turns the option
+off.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or chat messages
 
-DEFAULT_MAX_TOKENS = 256  # of the Python API and `onedraw generate`; less where the context has less room
-DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-MAX_FORMAT_CHARACTERS = 1 << 25  # of a response format: any that fits into a body
-MAX_CHARACTERS = 1 << 16  # of all stop strings together, of all bad_words, of all dry_sequence_breakers
-TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # of a chat, beside RequestOptions
+DEFAULT_MAX_TOKENS = 256  # Python API and `onedraw generate` use this, or less if the context has less room.
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # texts across which DRY matches no repetition
+MAX_FORMAT_CHARACTERS = 1 << 25  # the limit on a response format; about as large as the largest request body
+MAX_CHARACTERS = 1 << 16  # the limit on all stop strings together, and likewise on bad_words and dry_sequence_breakers
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that are no fields of RequestOptions
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Thinking budget in tokens, for models whose chat template has no effort of its own; None: unlimited.
+# effort → thinking budget in tokens, for models whose chat template has no variable for the effort. None means unlimited.
 EFFORTS: Mapping[Effort, int | None] = {
     **{"none": 0, "minimal": 512, "low": 2048, "medium": 8192},
     **{"high": None, "xhigh": None, "max": None},
@@ -52,10 +53,10 @@ EFFORTS: Mapping[Effort, int | None] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options as the caller wrote them. None: not given."""
+    """Options as the caller wrote them. None means that an option was not given. docs/api.md explains each of them."""
 
     temperature: float | None = None
-    top_k: int | None = None  # 0 or -1: off
+    top_k: int | None = None  # 0 and -1 turn it off
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -64,7 +65,7 @@ class RequestOptions:
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: int | None = None
-    dry_range: int | None = None  # 0 or -1: the whole history
+    dry_range: int | None = None  # number of last tokens that are searched; 0 and -1: the whole history
     dry_sequence_breakers: tuple[str, ...] | None = None
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
@@ -80,18 +81,18 @@ class RequestOptions:
     prompt_logprobs: int | None = None
     checksums: bool = False
     skip_special_tokens: bool = True
-    prediction: str | None = None  # the reply that the caller expects: drafted, never trusted
-    speculation: bool = True  # False: this request carries no drafts
-    reasoning_effort: Effort | None = None  # how much a reasoning model should reason
-    thinking_budget: int | None = None  # tokens of reasoning, after which it is closed
-    guided_json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text; the reply is a value that it describes
+    prediction: str | None = None  # the reply that the caller expects; used as drafts, which are verified like any others
+    speculation: bool = True  # False turns drafts off for this request
+    reasoning_effort: Effort | None = None  # how much a reasoning model shall reason before it answers
+    thinking_budget: int | None = None  # most tokens of reasoning before the end marker is forced
+    guided_json: str | Mapping[str, Any] | None = None  # a JSON schema as an object or text, which the reply follows
     guided_regex: str | None = None  # a regular expression that the whole reply matches
-    guided_choice: tuple[str, ...] | None = None  # the reply is one of these
-    guided_grammar: str | None = None  # a grammar, Lark or GBNF, that the reply follows
+    guided_choice: tuple[str, ...] | None = None  # the reply is one of these texts
+    guided_grammar: str | None = None  # a Lark or GBNF grammar that the reply follows
 
     @classmethod
     def of(cls, **options: Any) -> RequestOptions:
-        """Options from keywords. An unknown name is refused; None means not given."""
+        """Build options from keywords. An unknown name is refused, and None counts as not given."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(options) - known)
         if unknown:
@@ -104,7 +105,7 @@ class RequestOptions:
 
 
 def generation_from_keywords(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Generation:
-    """A prompt with keyword options, as the Python API takes them."""
+    """Build a Generation from a prompt and the keyword options of the Python API."""
     named = {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
     tools = {name: options[name] for name in TOOL_OPTIONS if options.get(name) is not None}
     return generation_for(llm, prompt, RequestOptions.of(**named), use=_tool_use(**tools))
@@ -113,7 +114,7 @@ def generation_from_keywords(llm: LLM, prompt: Prompt, options: Mapping[str, Any
 def generation_for(
     llm: LLM, prompt: Prompt, options: RequestOptions, *, use: ToolUse | None = None, default_max_tokens: int = DEFAULT_MAX_TOKENS
 ) -> Generation:
-    """A text, chat messages or token ids → a Generation."""
+    """Build a Generation from a text, chat messages or token ids."""
     if is_chat(prompt):
         messages = [dict(item) for item in prompt]  # type: ignore[arg-type]
         return make_chat_generation(options, llm=llm, messages=messages, use=use, default_max_tokens=default_max_tokens)
@@ -138,7 +139,7 @@ def _ids(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
 def _tool_use(
     tools: Sequence[Mapping[str, Any]] = (), tool_choice: str = "auto", parallel_tool_calls: bool = True
 ) -> ToolUse | None:
-    """Tools in OpenAI's shape. `tool_choice` is auto, none, required, or the name of a tool that must be called."""
+    """Parse tools in OpenAI's shape. `tool_choice` is auto, none, required, or the name of a tool that must be called."""
     if not tools or tool_choice == "none":
         return None
     known = []
@@ -166,7 +167,7 @@ def make_chat_generation(
     default_max_tokens: int | None = None,
     label: str = "",
 ) -> Generation:
-    """Chat messages → a Generation. `template_kwargs` override the variables that follow from `reasoning_effort`."""
+    """Build a Generation from chat messages. `template_kwargs` take precedence over what `reasoning_effort` implies."""
     switches = {**thinking_switches(options, llm.reasoning), **(template_kwargs or {})}
     chat = llm.chat_prompt(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
     generation = make_generation(
@@ -186,8 +187,8 @@ def make_chat_generation(
 
 
 def tool_call_format(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> ReplyFormat | None:
-    """The response format of a reply with tools: constrained calls where they are required or strict, and the format of its
-    content."""
+    """Return the response format of a reply with tools. It is a grammar if a call is required, if some tools may not be called
+    or are strict, or if the reply's content has a format of its own; otherwise None, and the model writes calls freely."""
     if other is not None and use.required:
         raise BadParameter(other.param, "cannot be combined with a required tool call; use tool_choice auto")
     if other is not None and not isinstance(other, JsonFormat):
@@ -206,7 +207,7 @@ def tool_call_format(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> Re
 
 
 def thinking_switches(options: RequestOptions, reasoning: ReasoningSyntax | None) -> dict[str, Any]:
-    """Variables of the chat template that follow from `reasoning_effort`."""
+    """Return the variables of the chat template that `reasoning_effort` implies."""
     effort = options.reasoning_effort
     if effort is None:
         return {}
@@ -227,8 +228,8 @@ def make_generation(
     syntax: ReplySyntax = PLAIN_TEXT,
     label: str = "",
 ) -> Generation:
-    """Token ids → a Generation. `default_max_tokens` None: as many as the context has room for. A default is cut to the
-    context; only a `max_tokens` that the caller gave can be too long."""
+    """Build a Generation from token ids. `default_max_tokens` None means as many as the context has room for. A default is cut
+    to that room, but a `max_tokens` of the caller that does not fit is an error."""
     card = llm.card
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
@@ -272,7 +273,7 @@ def make_generation(
 
 
 def _max_tokens(given: int | None, default: int | None, *, prompt: int, context: int) -> int:
-    """max_tokens of the reply: the number given, which must fit, else the default within the context."""
+    """Return max_tokens: the caller's number, which must fit into the context, else the default cut to the context."""
     room = context - prompt
     if given is None:
         given = max(room, 1) if default is None else min(default, max(room, 1))
@@ -326,7 +327,7 @@ def _dry(options: RequestOptions, llm: LLM) -> DryParams | None:
         range=0 if options.dry_range is None or options.dry_range == -1 else options.dry_range,
         breakers=llm.tokenizer.ids_containing(texts) if options.dry_multiplier else frozenset(),
     )
-    return found if options.dry_multiplier else None  # values are checked even where DRY is off
+    return found if options.dry_multiplier else None  # DryParams has checked the values, even if DRY is off
 
 
 def _budget(options: RequestOptions, syntax: ReplySyntax) -> int | None:
@@ -344,7 +345,7 @@ def _budget(options: RequestOptions, syntax: ReplySyntax) -> int | None:
 
 
 def format_of(options: RequestOptions) -> ReplyFormat | None:
-    """The response format, if one is given."""
+    """Return the response format, or None if none of its options is given. Two of them are an error."""
     given = [name for name in GUIDED if getattr(options, name) is not None]
     if len(given) > 1:
         raise BadParameter(given[1], f"only one response format is allowed; {given[0]} is given too")
@@ -373,7 +374,7 @@ def _bias(bias: Mapping[int, float] | None, *, vocab: int) -> tuple[tuple[int, f
 
 
 def _bad_words(words: tuple[str, ...], llm: LLM) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word, at the start of a text and after a space."""
+    """Return the token ids of each word, once as it is and once after a space, since most tokenizers make them differ."""
     spelled: dict[tuple[int, ...], None] = {}
     if any(not word.strip(" ") for word in words):
         raise BadParameter("bad_words", "a word must contain a character other than a space")
@@ -387,5 +388,5 @@ def _bad_words(words: tuple[str, ...], llm: LLM) -> tuple[tuple[int, ...], ...]:
 
 
 def fresh_seed() -> int:
-    """A seed for a request without one."""
+    """Draw a random seed for a request that has none."""
     return secrets.randbelow(SEED_LIMIT)
