@@ -1,7 +1,10 @@
-"""The operations that a model needs of a device: `Ops` is Products, Attention, Delta, Experts, Sampling, and one commit.
+"""The operations that models need from a device: `Ops` is Products, Attention, Delta, Experts, Sampling, and one commit.
 
 In: tensors. Out: tensors in which no row depends on another row. `ops/plain` implements all of them in torch, `ops/cpu` in C,
-`ops/cuda` in Triton and CUDA. Implementations may round differently, so a fingerprint names the one that computed.
+`ops/cuda` in Triton and CUDA. Implementations may round differently, so a fingerprint names the one that is used.
+
+Axes: T tokens of a step, R rows, E hidden width, F feed-forward width, H query heads, K key and value heads of size D. Gated
+DeltaNet has Hv value heads of size Dv and C convolution channels. In products, K inputs and F outputs.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from onedraw.types import Draft, Row
 
 @dataclass(frozen=True, slots=True)
 class KernelChoices:
-    """Choices of an implementation that decide about rounding, so that a backend's identity names them. None: it has none."""
+    """Choices of an implementation that affect rounding, so a backend's identity contains them. None: there is no such choice."""
 
-    tile_heights: tuple[int, ...] | None = None
-    first_split: int | None = None
-    norm_warps: int | None = None
+    tile_heights: tuple[int, ...] | None = None  # queries per attention tile
+    first_split: int | None = None  # keys in the first splits of attention
+    norm_warps: int | None = None  # the most warps of a program that computes a norm
 
     def texts(self) -> list[str]:
         named = {"tile_heights": self.tile_heights, "first_split": self.first_split, "norm_warps": self.norm_warps}
@@ -45,90 +48,92 @@ class Products(Protocol):
 
     @property
     def rule(self) -> RowRule:
-        """How many rows a product must be given."""
+        """The row counts that products must be called with, so that no row depends on another."""
         ...
 
     @property
     def reads_weight_rows(self) -> bool:
-        """Whether rows of a weight can be read back from a product (`Linear.rows`)."""
+        """Whether `Linear.rows` can read rows of a product's weight, so that an embedding table needs no copy of its own."""
         ...
 
     @property
     def thread_pool(self) -> int | None:
-        """The address of these operations' own thread pool; None where they have none."""
+        """The address of the thread pool that these operations created in C; None if they have none."""
         ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
-        """A product of quantized weights in their blocks, joined by rows; None where products need float tensors.
+        """A product with quantized weights in their stored blocks, concatenated along their rows; None if this device needs float
+        tensors.
 
-        Each weight has zero rows up to a multiple of `pad`; an input row is padded to a multiple of `pad_columns`.
+        Each weight is padded with zero rows to a multiple of `pad`; input rows are padded to a multiple of `pad_columns`.
         """
         ...
 
     def packed_table(self, tensor: LazyTensor) -> Linear | None:
-        """A quantized embedding in its blocks, for `Linear.rows` and perhaps for products; None where a float table is needed."""
+        """A quantized embedding table in its stored blocks, for `Linear.rows`; None if this device needs a float table."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """A float32 weight is applied before rounding to x's dtype, one in x's dtype after it."""
+        """RMSNorm. A float32 weight is applied before rounding to x's dtype, a weight in x's dtype after it."""
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up of [T, 2F], gate first: [T, F]."""
+        """activation(gate) * up, where gate_up [T, 2F] has the gate in its first F columns: [T, F]."""
         ...
 
     def gated_product(self, gate_up: Linear, activation: Activation) -> GatedProduct | None:
-        """`gated_product(x) == gated(gate_up(x))` in one operation that replaces the product; None where there is none."""
+        """One operation that computes `gated(gate_up(x))` and replaces the product `gate_up`; None if there is none."""
         ...
 
     def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
-        """x [T, W] times the gate [T, W], or [T, W / n] with one number for n neighbours."""
+        """x [T, W] times sigmoid or softplus of a gate [T, W], or of [T, W / n] with one value for n neighbouring columns."""
         ...
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """Numbers of rows from which other kernels than those of the products take over; the self-check compares across them."""
+        """Row counts from which attention, delta layers or norms use other kernels; the self-check compares results across them.
+        Products have `Linear.borders`."""
         ...
 
 
 class Attention(Protocol):
     def prepare_attention(self, inputs: Inputs, spec: AttentionSpec, rope_table: Tensor) -> AttentionInputs:
-        """What layers of one kind read alike in one step. rope_table: cos and sin, [positions, 2, d/2]."""
+        """The inputs of a step that all layers with this spec share. rope_table: cos and sin, [positions, 2, d/2]."""
         ...
 
     def fuse(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
-        """Neighbouring dense layers as one operation with the same bits; None where there is no such operation."""
+        """Consecutive dense layers as one operation with the same bits; None if there is no such operation."""
         ...
 
 
 class Delta(Protocol):
     def check_supported(self, spec: DeltaSpec) -> None:
-        """Raises UnsupportedModel where such a layer cannot be computed. Called before its weights are read."""
+        """Raise UnsupportedModel if such a layer cannot be computed. This is called before its weights are read."""
         ...
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> DeltaInputs:
-        """What delta layers of one kind read alike in one step."""
+        """The inputs of a step that all delta layers with this spec share."""
         ...
 
 
 class Experts(Protocol):
     def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> ExpertBank:
-        """Experts from their matrices: [2F, E] and [E, F] of each."""
+        """Experts from float matrices, one [2F, E] and one [E, F] for each expert."""
         ...
 
     def packed_expert_bank(self, gate_up: Sequence[LazyTensor], down: LazyTensor, activation: Activation) -> ExpertBank | None:
-        """Experts from stacks of quantized matrices in their blocks; None where `expert_bank` needs float tensors."""
+        """Experts from stacks of quantized matrices in their stored blocks; None if this device needs `expert_bank`."""
         ...
 
     def choose_experts(
         self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `plain.experts.choose_experts`."""
+        """The experts of each token and their weights, as `plain.experts.choose_experts` defines them."""
         ...
 
     def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-        """As `plain.experts.join_shared`."""
+        """The sum of the experts' output, the shared expert's and the residual, as `plain.experts.join_shared` defines it."""
         ...
 
 
@@ -145,20 +150,22 @@ class Ops(Products, Attention, Delta, Experts, Sampling, Protocol):
 
     @property
     def capture(self) -> CaptureOps | None:
-        """What capturing a step as CUDA graphs needs; None where a step of these operations reads host memory."""
+        """The operations that steps captured as CUDA graphs need; None if steps cannot be captured, because they read host
+        memory."""
         ...
 
     def commit(self, state: ModelState, drafts: DraftCommit) -> None:
-        """Make kept drafts part of the state: keys and values of a tree's path move to the slots of their positions, recurrent
-        state advances from the rollback buffer to its lane."""
+        """Make kept drafts part of the state: move keys and values of a tree's kept path to the slots of their positions, and
+        apply the increments in the rollback buffer to the recurrent states of the lanes."""
         ...
 
 
 class CaptureOps(Protocol):
-    """Tokens that stay on the device between steps. `last` [lanes + 1]: the token that each lane sampled last, and of padding."""
+    """Operations on sampled tokens that stay on the device between steps. `last` [lanes + 1]: the token that each lane sampled
+    last; the last element is for padding rows."""
 
     def resolve_tokens(self, tokens: Tensor, last: Tensor) -> Tensor:
-        """All tokens of a step: a token of -1 - lane is replaced by that lane's last one."""
+        """The tokens of a step, where -1 - lane is replaced by the token that the lane sampled last."""
         ...
 
     def keep_last_tokens(self, samples: Tensor, lanes: Tensor, last: Tensor) -> None:
@@ -169,7 +176,7 @@ class CaptureOps(Protocol):
 class AttentionInputs(Protocol):
     @property
     def page_table(self) -> Tensor:
-        """[R, W]: the pages of each row."""
+        """[R, W]: the pages of each row, W being the most pages of a row."""
         ...
 
     def attend(
@@ -182,25 +189,27 @@ class AttentionInputs(Protocol):
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """qkv [T, (H + 2K) * D …] → [T, H * D]; the step's keys and values are written before any is read.
+        """Attention of qkv [T, ≥ (H + 2K) * D] → [T, H * D]. The step's keys and values are written to the pages before any is
+        read.
 
-        A row may be wider than q, k and v. A layer that reuses another's keys has q alone, and writes nothing.
+        Columns after q, k and v are ignored. A layer that reuses the keys of another layer has only q and writes nothing.
         """
         ...
 
     def write(self, kv: Tensor, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float) -> None:
-        """Norm, rotate and write keys and values [T, 2K * D] without attending."""
+        """Write keys, normalized and rotated, and values of kv [T, 2K * D] to the pages, without computing attention."""
         ...
 
 
 class DeltaInputs(Protocol):
     def run(self, projected: Tensor, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-        """projected [T, C + Hv * Dv + 2 Hv] → [T, Hv * Dv]; lanes advance, drafts are written to the rollback buffer."""
+        """projected [T, C + Hv * Dv + 2 Hv] → [T, Hv * Dv]. The states of lanes advance by known tokens; drafts only write their
+        increments to the rollback buffer."""
         ...
 
 
 class PreparedInputs:
-    """The inputs of each kind of mixer in one step, prepared at first use. Owner: one pass over the layers."""
+    """The inputs of attention and delta layers in one step, by spec, prepared at first use. Owner: one pass over the layers."""
 
     def __init__(self, ops: Ops, inputs: Inputs, ropes: Mapping[RopeSpec, Tensor]) -> None:
         self._ops, self._inputs, self._ropes = ops, inputs, ropes
@@ -220,13 +229,13 @@ class PreparedInputs:
 
 class GatedProduct(Protocol):
     def gated(self, x: Tensor) -> Tensor:
-        """[T, K] → [T, F]"""
+        """activation(gate) * up of the products of x with both weights: [T, K] → [T, F]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """A layer of attention and one feed-forward, and nothing else."""
+    """The weights of a layer that consists of attention and one dense feed-forward network."""
 
     spec: AttentionSpec
     attn_norm: Tensor
@@ -245,7 +254,7 @@ class FusedLayers(Protocol):
     def __call__(
         self, x: Tensor, prepared: Sequence[AttentionInputs], stores: Sequence[PageStore], kept: Sequence[int] = ()
     ) -> dict[int, Tensor]:
-        """Run the first len(prepared) layers: x [T, E] → outputs of the last of them and of those in `kept`."""
+        """Run the first len(prepared) layers: x [T, E] → outputs, by index, of the last of them and of those in `kept`."""
         ...
 
 
@@ -254,8 +263,8 @@ class HostCommit:
     """A commit of drafts that were verified on the host."""
 
     rows: Sequence[Row]
-    kept: Sequence[Sequence[int]]  # per row, indices of its kept drafts in order of position
-    rollback_start: int  # the step's first slot of the rollback buffer
+    kept: Sequence[Sequence[int]]  # for each row, the indices of its kept drafts, in order of position
+    rollback_start: int  # slot of the step's first draft in the rollback buffer
 
     def paths(self, state: ModelState) -> list[KeptPath]:
         start, found = self.rollback_start, []
@@ -269,15 +278,15 @@ class HostCommit:
 class DeviceCommit:
     """A commit of drafts that are verified on the device, without a copy to the host."""
 
-    samples: Tensor  # [T] sampled after each token
-    tokens: Tensor  # [T]
-    parents: Tensor  # [T] of drafts
-    rows: Tensor  # [R, 5]: first token, tokens, lane, first slot of the rollback buffer, slot of the first draft
+    samples: Tensor  # [T]: the token sampled at each position
+    tokens: Tensor  # [T]: the input tokens
+    parents: Tensor  # [T]: of a draft, the index of its parent among the row's drafts, or -1
+    rows: Tensor  # [R, 5]: first token, tokens, lane, first slot in the rollback buffer, KV slot of the first draft
     bucket: Bucket
     page_tables: Mapping[AttentionSpec, Tensor]
 
     def paths(self, state: ModelState) -> list[KeptPath]:
-        """The same by a copy to the host, for operations that have no kernel for it."""
+        """The kept path of each row, found on the host after a copy, for operations that have no kernel to verify drafts."""
         samples, tokens, parents = self.samples.tolist(), self.tokens.tolist(), self.parents.tolist()
         tables = {state.group(spec): table.tolist() for spec, table in self.page_tables.items()}
         groups = range(len(state.sizes.pages))

@@ -1,1 +1,1 @@
-"""Operations on a CPU: kernels in C."""
+"""Operations on a CPU: C kernels, compiled at first use."""

@@ -1,21 +1,22 @@
-/* Attention: keys in blocks of 64 on absolute positions, one after the other, an online softmax between them. One query head
- * of one token is one fixed sequence of operations, so batch, chunk, page and tree leave no trace in it.
- * Slow twin: ../layers/attention.py. */
+/* Attention over KV pages: keys are read in blocks of 64 absolute positions, in order, with an online softmax. The operations
+ * of a query head of a token are in one fixed order, so batch, prompt chunk, page size and draft tree change no bit. The plain
+ * implementation is ../plain/attention.py. */
 
 #include "attention.h"
 
 #include "kv_quant.h"
 #include "rowwise.h"
 
-#define BLOCK 64
-#define SHARED 16 /* query heads of one key head that are computed together, at most */
+#define BLOCK 64  /* keys per block */
+#define SHARED 16 /* the most query heads of one KV head that are computed together */
 
 static void norm_and_rope_head(float *x, const attention *a, long position, const float *weight) {
     if (weight) norm_row(x, weight, x, a->dim, a->eps);
     rotate_head(x, a->rope_table + position * a->rotary, a->rotary / 2);
 }
 
-/* One head's key and value to pages that are not float32. A code knows no NaN: where one is not finite the key's scale is NaN. */
+/* Writes one head's key and value to pages that are not float32. 8-bit codes have no NaN, so if key or value is not finite,
+ * the key's scale is NaN. */
 static void write_narrow_head(float *key, const float *value, const attention *a, long position, long head) {
     long place = head * a->dim;
     float own[a->dim];
@@ -35,7 +36,7 @@ static void write_narrow_head(float *key, const float *value, const attention *a
     a->value_scales[head] = put_codes(own, a->values, a->kv_dtype, place, a->dim);
 }
 
-/* Norm and turn the queries and keys of token t in place; write its keys and values to its page. */
+/* Normalizes and rotates the queries and keys of token t in place, and writes its keys and values to its page. */
 static void prepare_token(float *qkv, const attention *a, long t) {
     long position = a->positions[t], slot = a->slots[t];
     long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
@@ -55,21 +56,22 @@ static void prepare_token(float *qkv, const attention *a, long t) {
     }
 }
 
-/* Where the keys and values of positions start + [low, high) begin in their stores, as token t reads them with one head. */
+/* Finds the offsets in the stores at which the keys and values of positions start + [low, high) begin, for token t and one KV
+ * head. */
 static void places_of(const attention *a, long t, long head, long start, long low, long high, long *places) {
     const int64_t *table = a->table + a->rows[t] * a->table_width;
-    int shift = __builtin_ctzl((unsigned long)a->page_size); /* page sizes are powers of two */
+    int shift = __builtin_ctzl((unsigned long)a->page_size);  /* page sizes are powers of two */
     for (long j = low; j < high; j++) {
         long slot = start + j;
         if (a->tails && slot >= a->tails[t]) slot = a->tails[t] + a->paths[t * a->path_width + slot - a->tails[t]];
         places[j] = (((table[slot >> shift] * a->kv_heads + head) << shift) + (slot & (a->page_size - 1))) * a->dim;
     }
-    /* Sixteen keys are read at a time: those that are not seen stand for the first that is. */
+    /* Sixteen keys are read at a time; in place of those outside the range, the first one inside is read. */
     for (long j = low / 16 * 16; j < low; j++) places[j] = places[low];
     for (long j = high; j % 16; j++) places[j] = places[low];
 }
 
-/* weights[j] = q · key j for whole sixteens around [low, high). */
+/* weights[j] = q · key j, for the range [low, high) widened to multiples of sixteen. */
 INLINE void scores_of(const float *q, const float *keys, const long *places, long low, long high, const long dim, float *weights) {
     for (long j = low / 16 * 16; j < high; j += 16) {
         floats sums[16];
@@ -86,7 +88,7 @@ INLINE void scores_of(const float *q, const float *keys, const long *places, lon
     }
 }
 
-/* out = out * fade + sum over j of weights[j] * value j, key by key. */
+/* out = out * fade + sum over j of weights[j] * value j, added key by key in order. */
 INLINE void add_values(float *out, float fade, const float *values, const long *places, const float *weights, long low, long high,
                        const long dim) {
     long d = 0;
@@ -115,12 +117,13 @@ INLINE void add_values(float *out, float fade, const float *values, const long *
     }
 }
 
-/* Keys and values that a block reads, as floats; the scales of codes by the block's place, else null. */
+/* Keys and values of a block as floats, and the scales of 8-bit codes by position in the block, or null. */
 typedef struct {
     const float *keys, *values, *key_scales, *value_scales;
 } block;
 
-/* One block of keys for one query head. */
+/* Adds one block of keys to the online softmax of one query head: its maximum *peak, its sum *total, and its weighted values
+ * `out`. */
 INLINE void block_of(const float *q, float *out, const attention *a, const block b, const long *places, long low, long high,
                      const long dim, float *peak, float *total) {
     float weights[BLOCK], best = *peak;
@@ -141,7 +144,8 @@ INLINE void block_of(const float *q, float *out, const attention *a, const block
     *peak = best;
 }
 
-/* The heads at places [low, high) as floats in `keys` and `values`, and where they are now. */
+/* Converts the keys and values at places [low, high) to floats in `keys` and `values`, and sets `places` to their offsets
+ * there. */
 static block load_block(const attention *a, long *places, long low, long high, float *keys, float *values, float *scales) {
     for (long j = low; j < high; j++) {
         get_head(keys + j * a->dim, a->keys, a->kv_dtype, places[j], a->dim);
@@ -155,8 +159,8 @@ static block load_block(const attention *a, long *places, long low, long high, f
     return (block){keys, values, a->key_scales ? scales : 0, a->key_scales ? scales + BLOCK : 0};
 }
 
-/* Query heads [h, h + count) of token t, which share a key head; count <= SHARED. out [heads][dim] of the token. `room`: for two
- * blocks of heads, where pages are not float32; else null. */
+/* Attention of query heads [h, h + count) of token t, which share a KV head; count <= SHARED. out: [heads][dim] of the token.
+ * `room`: scratch memory for the keys and values of a block if pages are not float32, otherwise null. */
 INLINE void attend_heads(const float *row, float *out, const attention *a, long t, long h, long count, const long dim, float *room) {
     long head = h / (a->heads / a->kv_heads), first = a->firsts[t], end = a->ends[t], places[BLOCK];
     float peak[SHARED], total[SHARED], scales[2 * BLOCK];
@@ -189,7 +193,7 @@ static void attend_narrow(const float *row, float *out, const attention *a, long
     attend_heads(row, out, a, t, h, count, a->dim, room);
 }
 
-/* Heads that one member takes at once: those of a key head, fewer where there is little to share out. */
+/* Query heads that one item of work computes: those of a KV head, or fewer if there would be too few items for all threads. */
 static long heads_per_item(const attention *a, const worker *m, long tokens) {
     long count = a->heads / a->kv_heads;
     while (count > 1 && (count > SHARED || (a->heads / a->kv_heads) % count || tokens * a->heads / count < 4 * m->count)) count--;

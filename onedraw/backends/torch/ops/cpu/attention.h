@@ -1,4 +1,4 @@
-/* Attention over pages, as members of a team compute it: see attention.c. */
+/* The arguments of attention over KV pages, and its function for jobs of a thread pool; see attention.c. */
 
 #ifndef ONEDRAW_ATTENTION_H
 #define ONEDRAW_ATTENTION_H
@@ -8,24 +8,26 @@
 
 #include <stdint.h>
 
-/* Token t sees positions [firsts[t], ends[t]]. Position p lies in slot p of its row, or, from tails[t] on, in slot
- * tails[t] + paths[t][p - tails[t]]: the nodes of a tree stand in slots of their own and each reads its own path. */
+/* Token t attends to positions [firsts[t], ends[t]], both included. Position p is in slot p of its row, or, from tails[t] on,
+ * in slot tails[t] + paths[t][p - tails[t]]: the nodes of a draft tree have slots of their own, and each attends to its own
+ * path. */
 typedef struct {
     long heads, kv_heads, dim, rotary, page_size, table_width, path_width;
-    long width;                             /* of a row of qkv, where more may stand behind it */
-    long writes, keys_as_values, norm_values; /* flags: a layer may read another's keys, or have no values of its own */
+    long width;                             /* floats of a row of qkv, which may have more columns than q, k and v */
+    /* Flags: store keys and values; use unnormalized keys as values; normalize values. */
+    long writes, keys_as_values, norm_values;
     float scale, eps;
-    const float *q_norm, *k_norm; /* [dim] or null */
+    const float *q_norm, *k_norm;  /* norm weights [dim], or null */
     const float *rope_table;           /* [positions][2][rotary / 2] cos and sin */
     const int64_t *positions, *slots, *firsts, *ends, *rows, *table;
-    const int64_t *tails, *paths; /* null where no token has a path */
-    float *keys, *values;         /* [page][kv_head][slot][dim], of another type where `kept` says so */
-    float *key_scales, *value_scales; /* of codes: [page][kv_head][slot]; else null */
-    long kv_dtype;                    /* what keys and values are: kv_quant.h */
+    const int64_t *tails, *paths;  /* null if no token is a node of a draft tree */
+    float *keys, *values;  /* [page][kv_head][slot][dim], of the type that kv_dtype says */
+    float *key_scales, *value_scales;  /* of 8-bit codes: [page][kv_head][slot]; otherwise null */
+    long kv_dtype;  /* type of keys and values, an enum of kv_quant.h */
 } attention;
 
-/* qkv [tokens][width], first the heads of q, k and v → out [tokens][heads][dim]. Every token's key is written before any
- * is read. */
+/* qkv [tokens][width], which begins with the heads of q, k and v → out [tokens][heads][dim]. All keys and values are written
+ * before any is read. Queries and keys are normalized and rotated in place. */
 void INTERNAL(onedraw_attend)(worker *m, float *qkv, float *out, const attention *a, long tokens);
 
 #endif

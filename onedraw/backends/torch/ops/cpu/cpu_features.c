@@ -1,4 +1,4 @@
-/* Which of the compiled paths this processor can run, best first. */
+/* Whether this processor supports one of the instruction sets that the kernels were compiled for. */
 
 #include <string.h>
 

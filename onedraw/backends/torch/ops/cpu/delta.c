@@ -1,5 +1,5 @@
-/* Gated DeltaNet on a CPU. One fixed sequence of operations per (row, head); threads only divide rows and heads.
- * Slow twin with the same meaning and the formulas: ../layers/delta.py. */
+/* Gated DeltaNet on a CPU. The operations for a row and head are in one fixed order; threads only divide rows and heads, so their
+ * number changes no bit. The formulas and a plain implementation are in ../plain/delta.py. */
 
 #include "delta.h"
 #include "cpu_features.h"
@@ -7,7 +7,7 @@
 #include "vectors.h"
 
 #define CHUNK 64
-#define MOST 512 /* of a head's key or value dimensions */
+#define MOST 512 /* the largest key or value dimension of a head */
 
 static inline const float *tap_row(const float *projected, const delta *d, int64_t tap) {
     return tap < d->tokens ? projected + tap * d->width : d->windows + (tap - d->tokens) * d->channels;
@@ -18,7 +18,7 @@ static void unit(float *x, long width, float scale) {
     for (long i = 0; i < width; i++) x[i] *= by;
 }
 
-/* Convolution, norms and gates of token t. */
+/* Convolution, L2 norms and gates of token t. */
 static void gate_token(const float *projected, const delta *d, long t) {
     float *x = d->mixed + t * d->channels;
     for (long c = 0; c < d->channels; c++) x[c] = 0.0f;
@@ -45,19 +45,22 @@ static void gate_token(const float *projected, const delta *d, long t) {
     }
 }
 
-/* One row of the state: s = s * decay + key * change. In one piece of code, so that a replay has the same bits. */
+/* Updates one row of the state: s = s * decay + key * change. It is one function that is never inlined, so that the compiler
+ * rounds a replayed update exactly like the first one. */
 static __attribute__((noinline)) void advance(float *s, float decay, float key, const float *change, long width) {
     for (long j = 0; j < width; j++) s[j] = s[j] * decay + key * change[j];
 }
 
-/* What the draft at `place` did to the state of head h, once more. key [key_dim]: its key, which several heads share. */
+/* Repeats the state update of the draft in slot `place` of the rollback buffer, for head h. key [key_dim]: the draft's key, which
+ * several value heads share. */
 static void replay(float *state, const delta *d, long place, long h, const float *key) {
     const float *change = d->changes + (place * d->value_heads + h) * d->value_dim;
     float decay = d->decays[place * d->value_heads + h];
     for (long k = 0; k < d->key_dim; k++) advance(state + k * d->value_dim, decay, key[k], change, d->value_dim);
 }
 
-/* Token t of head h: moves the state, writes what it gives to out [value_dim] and what it wrote to change. */
+/* Recurrent form: token t of head h. Updates the state and stores the state's output [value_dim] and the change written into
+ * it. */
 static void step(float *state, const delta *d, long t, long h, float *out, float *change) {
     long dk = d->key_dim, dv = d->value_dim, heads = d->value_heads, shared = h / (heads / d->key_heads);
     const float *row = d->mixed + t * d->channels, *q = row + shared * dk, *k = q + d->key_heads * dk;
@@ -73,7 +76,7 @@ static void step(float *state, const delta *d, long t, long h, float *out, float
     }
 }
 
-/* Tokens [first, first + count) of head h, count <= CHUNK. work [CHUNK][value_dim] takes what they wrote. */
+/* Chunked form: tokens [first, first + count) of head h, count <= CHUNK. work [CHUNK][value_dim] receives their changes. */
 static void chunk(float *state, const delta *d, long first, long count, long h, float *out, float *work) {
     long dk = d->key_dim, dv = d->value_dim, heads = d->value_heads, shared = h / (heads / d->key_heads);
     float total[CHUNK];
@@ -114,7 +117,8 @@ static void chunk(float *state, const delta *d, long first, long count, long h, 
     }
 }
 
-/* Every draft from its parent's state, rebuilt from the increments where the parent is not the last one. */
+/* Computes every draft from its parent's state. If the parent is not the preceding draft, its state is rebuilt from the state
+ * after the known tokens by replaying its ancestors. */
 static void draft(const run *r, const delta *d, long h, const float *state, float *out, float *work) {
     long size = d->key_dim * d->value_dim, heads = d->value_heads, last = -1, node = r->first + r->known;
     long repeats = heads / d->key_heads;
@@ -125,7 +129,7 @@ static void draft(const run *r, const delta *d, long h, const float *state, floa
         if (parent != last) {
             memcpy(work, state, size * sizeof(float));
             for (long p = parent; p >= 0; p = d->parents[node + p]) path[depth++] = p;
-            while (depth) { /* its key is read where this turn made it: another member may be writing the buffer's copy */
+            while (depth) { /* the key comes from this step's data, because another thread may be writing the buffer's copy */
                 long p = path[--depth];
                 replay(work, d, r->held + p, h, d->mixed + (node + p) * d->channels + (d->key_heads + h / repeats) * d->key_dim);
             }
@@ -159,7 +163,7 @@ static void recur(const run *r, const delta *d, long h, float *out, float *work)
     if (r->drafts) draft(r, d, h, state, out, work);
 }
 
-/* rms(out) * weight * silu(z) of token t, head by head. */
+/* rms(out) * weight * silu(z) of token t, for all heads. */
 static void close_token(const float *projected, const delta *d, long t, float *out) {
     long dv = d->value_dim;
     const float *z = projected + t * d->width + d->channels;
@@ -193,18 +197,20 @@ static void run_delta(const void *arguments, worker *m) {
     PARALLEL_FOR(m, d->tokens, 4, i, { close_token(t->projected, d, i, t->out); });
 }
 
-/* projected [tokens][width] -> out [tokens][value_heads][value_dim], zeroed before; work: one buffer of work_size per member. */
+/* projected [tokens][width] → out [tokens][value_heads][value_dim], which must be zero. work: work_size floats per thread;
+ * window: scratch memory of the size of a convolution window. */
 void EXPORT(onedraw_delta)(const float *projected, float *out, const delta *d, float *work, long work_size, float *window, thread_pool *t) {
     long before = d->conv - 1;
     call own = {projected, out, work, window, d, work_size};
     onedraw_pool_run(t, run_delta, &own, 0);
-    for (long r = 0; r < d->runs; r++) { /* windows last: everything that reads them has read */
+    for (long r = 0; r < d->runs; r++) { /* windows are written last, when all reads of the old ones are done */
         const run *one = d->run + r;
         for (long s = 0; s < one->saves; s++) {
             long save = one->save_first + s;
             copy_window(projected, d, d->kept + save * before, d->saved_windows + d->save_slots[save] * before * d->channels);
         }
-        copy_window(projected, d, d->closings + r * before, window); /* may read the window it replaces */
+        /* Uses scratch memory, because it may read the window that it replaces. */
+        copy_window(projected, d, d->closings + r * before, window);
         memcpy(d->windows + one->lane * before * d->channels, window, before * d->channels * sizeof(float));
         for (long i = 0; i < one->drafts; i++)
             memcpy(d->fed + (one->held + i) * d->channels, projected + (one->first + one->known + i) * d->width,
@@ -230,14 +236,15 @@ static void replay_drafts(const void *arguments, worker *m) {
     });
 }
 
-/* Bring kept drafts home: places [count] of the rollback buffer, in order, into one lane. window: scratch of its size. */
+/* Commits kept drafts to one lane: applies the increments in slots places [count] of the rollback buffer, in order, to its
+ * states, and moves its convolution window. window: scratch memory of the window's size. */
 void EXPORT(onedraw_delta_commit)(const delta *d, long lane, const int64_t *places, long count, float *window, thread_pool *t) {
     long before = d->conv - 1, row = d->channels;
     commit_arguments arguments = {d, places, lane, count};
     onedraw_pool_run(t, replay_drafts, &arguments, 0);
     float *own = d->windows + lane * before * row;
     for (long j = 0; j < before; j++) {
-        long from = count + j; /* in [window, then kept] */
+        long from = count + j;  /* index into the rows of the window, followed by those of the kept drafts */
         const float *source = from < before ? own + from * row : d->fed + places[from - before] * row;
         memcpy(window + j * row, source, row * sizeof(float));
     }

@@ -1,4 +1,5 @@
-/* A turn of delta layers as delta.c reads it. */
+/* The arguments of delta.c: the spans of a step, and the weights and stores of a layer. ops.py has the same structures for
+ * ctypes. */
 
 #ifndef ONEDRAW_DELTA_H
 #define ONEDRAW_DELTA_H
@@ -6,22 +7,27 @@
 #include <stdint.h>
 
 typedef struct {
-    long first, lane, fresh, prompt, known, drafts, held, save_first, saves; /* Run of ../runs.py */
+    /* The fields of RecurrentSpan in ../../state/recurrent_state.py; save_first: index of the span's first save in
+     * save_counts. */
+    long first, lane, fresh, prompt, known, drafts, held, save_first, saves;
 } run;
 
 typedef struct {
     long key_heads, value_heads, key_dim, value_dim, conv, channels;
-    long tokens, runs, width; /* width: of a row of projections [qkv | z | a | b] */
+    long tokens, runs, width; /* width: floats of a row of projections [qkv | z | a | b] */
     float eps;
     const float *conv_weight, *decay_weight, *bias, *norm;
-    const int64_t *taps, *closings, *kept; /* rows of [tokens, then conv - 1 window rows per lane]; negative: zeros */
-    const int64_t *parents;                /* [tokens] of a draft, its parent draft or -1 */
-    const int64_t *save_counts, *save_slots;
+    /* Sources of convolution windows: rows of the step's tokens, followed by conv - 1 window rows per lane; negative: zeros.
+     * taps: [tokens][conv], the inputs of each token's convolution; closings and kept: the windows after each run and of each
+     * save. */
+    const int64_t *taps, *closings, *kept;
+    const int64_t *parents;                /* [tokens]: of a draft, the index of its parent among the drafts, or -1 */
+    const int64_t *save_counts, *save_slots; /* of each save: prompt tokens before it, and its checkpoint slot */
     const run *run;
     float *states, *windows, *saved_states, *saved_windows;
-    float *decays, *keys, *changes, *fed;  /* the rollback buffer */
-    float *mixed;                          /* [tokens][channels] q, k, v after convolution and norms */
-    float *gates;                          /* [tokens][3][value_heads] log decay, decay, beta */
+    float *decays, *keys, *changes, *fed;  /* the rollback buffer; fed: the convolution inputs of drafts */
+    float *mixed;                          /* [tokens][channels]: q, k, v after convolution and norms */
+    float *gates;                          /* [tokens][3][value_heads]: log decay, decay, beta */
 } delta;
 
 #endif

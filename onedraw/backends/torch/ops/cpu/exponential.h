@@ -1,4 +1,5 @@
-/* exp as one sequence of operations, the same whatever stands beside a number. */
+/* exp as one fixed sequence of operations, so that a number has the same bits in every position of a vector and with any vector
+ * width. */
 
 #ifndef ONEDRAW_EXPONENTIAL_H
 #define ONEDRAW_EXPONENTIAL_H
@@ -9,7 +10,7 @@
 
 #include "cpu_features.h"
 
-/* exp, for -87 <= x <= 88 and constant beyond: 2^n times a polynomial on [-ln2/2, ln2/2], n within a float's exponent. */
+/* exp(x) for -87 <= x <= 88, constant beyond: 2^n times a polynomial on [-ln2/2, ln2/2]. n stays within a float's exponent. */
 INLINE float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
@@ -23,7 +24,7 @@ INLINE float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t whole = n == n ? (int32_t)n : 0; /* what is no number stays none through p */
+    int32_t whole = n == n ? (int32_t)n : 0;  /* a NaN has n = NaN, which must not be converted; p carries the NaN */
     int32_t bits = (int32_t)((uint32_t)(whole + 127) << 23);
     float scale;
     memcpy(&scale, &bits, 4);

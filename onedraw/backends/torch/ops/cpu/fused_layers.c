@@ -1,5 +1,6 @@
-/* What is done row by row, and whole dense layers in one call: norm → q, k, v → attention → out → norm → gate, up → silu → down.
- * They compute what their operations would compute one by one, in the same order; only the calls are saved. */
+/* RMSNorm and gated silu for all rows, and whole dense layers in one call:
+ * norm → q, k, v → attention → output projection → norm → gate, up → silu → down. A fused layer runs the same code as the
+ * separate operations, in the same order, so the bits are the same; it saves the calls and the wake-ups of the threads. */
 
 #include <stddef.h>
 
@@ -13,7 +14,7 @@ typedef struct {
     float eps;
 } rowwise;
 
-#define FEW 32768 /* numbers that one member does alone */
+#define FEW 32768 /* for fewer numbers than this the caller works alone, because waking threads would take longer */
 
 static void norm_rows(const void *arguments, worker *m) {
     const rowwise *r = arguments;
@@ -40,11 +41,11 @@ void EXPORT(onedraw_silu_gated)(const float *x, float *y, long rows, long width,
 
 /* ------------------------------------------------------------------ dense layers */
 
-/* What a run through layers reads and writes. */
+/* The arguments of one pass over layers. */
 typedef struct {
     const layer *const *layers;
-    const attention *const *attentions; /* of each layer, but for what is the layer's own */
-    float *const *residuals;            /* [count + 1], each [tokens][hidden]: what comes in, then what each layer gives */
+    const attention *const *attentions; /* of each layer; run_layers fills in the fields that belong to the layer */
+    float *const *residuals;            /* [count + 1], each [tokens][hidden]: the input, then the output of each layer */
     char *memory;
     long count, tokens;
 } pass;
@@ -52,7 +53,7 @@ typedef struct {
 static long padded(long bytes) { return (bytes + 63) / 64 * 64; }
 static long wider(long a, long b) { return a > b ? a : b; }
 
-/* Where a layer keeps what lies between its steps. */
+/* Addresses of a layer's intermediate results in the scratch memory of a pass, and the size of that memory. */
 typedef struct {
     float *normed, *qkv, *mixed, *fed, *gated;
     void *codes;
@@ -71,7 +72,7 @@ static places places_in(const layer *l, char *memory, long tokens) {
     return (places){to[0], to[1], to[2], to[3], to[4], memory ? memory + at : 0, at + padded(coded_bytes(tokens, widest))};
 }
 
-/* Room for rows as codes where the product wants them. */
+/* Scratch memory for rows quantized to 8-bit codes; null if no part of the product takes codes. */
 static coded coded_rows(const packed_linear *p, void *memory, long rows) {
     return wants_codes(p) ? coded_at(memory, rows, p->in) : (coded){0, 0};
 }
@@ -120,14 +121,14 @@ static void run_layers(const void *arguments, worker *m) {
     }
 }
 
-/* Bytes of memory that a pass over so many tokens needs. */
+/* Bytes of scratch memory that a pass over `tokens` tokens needs. */
 long EXPORT(onedraw_layers_bytes)(const layer *const *layers, long count, long tokens) {
     long most = 0;
     for (long i = 0; i < count; i++) most = wider(most, places_in(layers[i], NULL, tokens).size);
     return most;
 }
 
-/* Layers one after the other, in one job. memory: 64 bytes aligned. */
+/* Runs layers one after the other as one job of the thread pool. `memory` is aligned to 64 bytes. */
 void EXPORT(onedraw_layers)(const layer *const *layers, const attention *const *attentions, float *const *residuals, long count,
                             long tokens, char *memory, thread_pool *t) {
     pass own = {layers, attentions, residuals, memory, count, tokens};

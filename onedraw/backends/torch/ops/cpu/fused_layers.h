@@ -1,4 +1,4 @@
-/* A dense layer as fused_layers.c reads it. */
+/* The weights and pages of a dense layer, for fused_layers.c. */
 
 #ifndef ONEDRAW_FUSED_LAYERS_H
 #define ONEDRAW_FUSED_LAYERS_H
@@ -9,11 +9,11 @@
 typedef struct {
     const packed_linear *qkv, *out, *gate_up, *down;
     const float *attn_norm, *mlp_norm, *q_norm, *k_norm;
-    float *keys, *values;      /* its pages */
-    long hidden, mixed, width; /* of the residual, of what is attended, of the gate */
+    float *keys, *values;      /* the layer's KV pages */
+    long hidden, mixed, width; /* columns of the residual, of the attention output, and of the gate */
     float eps;
     float *key_scales, *value_scales;
-    long kv_dtype; /* what its pages hold, and their scales: attention.h */
+    long kv_dtype;  /* type of the pages, and scales above: see attention.h */
 } layer;
 
 #endif

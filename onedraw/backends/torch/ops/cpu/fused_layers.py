@@ -1,7 +1,7 @@
-"""Runs neighbouring dense layers in one call: norm, q k v, attention, out, norm, gate and up, silu, down.
+"""Runs consecutive dense layers in one call: norm, q k v, attention, output projection, norm, gate and up, silu, down.
 
-In: the weights of neighbouring layers. Out: `FusedLayers`, which runs any first few of them. The results are bitwise
-those of the separate operations.
+In: the weights of consecutive layers. Out: `FusedLayers`, which runs the first n of them. The results are bitwise those of the
+separate operations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onedraw.models.spec import AttentionSpec
 
 
 class AttentionArguments(ctypes.Structure):
-    """`attention` of attention.h, field by field."""
+    """The ctypes mirror of `attention` in attention.h."""
 
     _fields_ = (
         *((name, LONG) for name in ("heads", "kv_heads", "dim", "rotary", "page_size", "table_width", "path_width")),
@@ -37,11 +37,12 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)  # in the order of kv_quant.h
+# In the order of the enum in kv_quant.h.
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 
 
 def point_to_pages(arguments: Any, store: PageStore) -> None:
-    """Set the pointers to keys, values and scales, and their dtype."""
+    """Set the pointers to keys, values and scales, and their dtype, in the arguments of attention or of a layer."""
     arguments.keys, arguments.values = store.keys.data_ptr(), store.values.data_ptr()
     arguments.key_scales = None if store.key_scales is None else store.key_scales.data_ptr()
     arguments.value_scales = None if store.value_scales is None else store.value_scales.data_ptr()
@@ -50,7 +51,7 @@ def point_to_pages(arguments: Any, store: PageStore) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionInputs:
-    """The arguments of attention in a step, and the tensors they point to."""
+    """The arguments of attention in a step. The tensors that they point to are fields too, which keeps them alive."""
 
     kernels: Kernels
     arguments: AttentionArguments
@@ -64,7 +65,7 @@ class CpuAttentionInputs:
         return ctypes.addressof(self.arguments)
 
     def point_to(self, store: PageStore, q_norm: Tensor | None, k_norm: Tensor | None, *, eps: float, width: int) -> int:
-        """Fill in the fields of one layer; returns the address of the arguments."""
+        """Fill in the fields of one layer and return the address of the arguments."""
         arguments = self.arguments
         arguments.eps, arguments.width = eps, width
         arguments.q_norm = None if q_norm is None else q_norm.data_ptr()
@@ -88,7 +89,7 @@ class CpuAttentionInputs:
         return out
 
     def write(self, kv: Tensor, *, spec: AttentionSpec, store: PageStore, k_norm: Tensor | None, eps: float) -> None:
-        self.arguments.heads = 0  # without queries the kernel writes keys and values, and attends nothing
+        self.arguments.heads = 0  # without queries, the kernel writes keys and values and computes no attention
         self.attend(kv, spec=replace(spec, heads=0), store=store, q_norm=None, k_norm=k_norm, eps=eps)
         self.arguments.heads = spec.heads
 
@@ -97,7 +98,7 @@ class CpuAttentionInputs:
 
 
 class _Layer(ctypes.Structure):
-    """`layer` of fused_layers.c."""
+    """The ctypes mirror of `layer` in fused_layers.h."""
 
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "out", "gate_up", "down")),
@@ -110,7 +111,8 @@ class _Layer(ctypes.Structure):
 
 
 class CpuFusedLayers:
-    """Owner: a stack. Points to the layers' weights, which it keeps alive, and to the pages it was last called with."""
+    """The weights of consecutive layers for the C kernel. It keeps them alive, and points to the pages of the latest call. Owner:
+    the stack of layers that runs it."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[DenseLayer]) -> None:
         self._kernels, self._layers = kernels, tuple(layers)
@@ -121,7 +123,7 @@ class CpuFusedLayers:
     def __call__(
         self, x: Tensor, prepared: Sequence[AttentionInputs], stores: Sequence[PageStore], kept: Sequence[int] = ()
     ) -> dict[int, Tensor]:
-        """Run the first layers, as many as are prepared: x [T, E] → what the last of them and the `kept` ones give."""
+        """Run the first len(prepared) layers: x [T, E] → by index, the outputs of the last of them and of those in `kept`."""
         count, kernels = len(prepared), self._kernels
         self._point_to(stores)
         outputs = {index: torch.empty_like(x) for index in {*kept, count - 1}}
@@ -147,7 +149,7 @@ class CpuFusedLayers:
 
 
 def _address(inputs: AttentionInputs) -> int:
-    assert isinstance(inputs, CpuAttentionInputs), "a stage's inputs are prepared by the operations of its layers"
+    assert isinstance(inputs, CpuAttentionInputs), "fused CPU layers need attention inputs that CpuOps prepared"
     return inputs.address
 
 

@@ -1,5 +1,6 @@
-/* Stored rows → panels, once, when a model is loaded; and rows of panels → numbers, for looking up embeddings.
- * In: rows of blocks as GGUF has them. Out: the layout of gguf_blocks.h. Slow twins: ../../../checkpoints/dequantize.py. */
+/* Reorders stored rows into panels once, when a model is loaded, and dequantizes rows of panels for embeddings and for products.
+ * In: rows of blocks in GGUF's format. Out: the layout of gguf_blocks.h. The reference for the values is
+ * onedraw/checkpoints/dequantize.py. */
 
 #include <stdlib.h>
 
@@ -9,12 +10,13 @@
 static inline uint64_t eight(const uint8_t *p) { uint64_t v; memcpy(&v, p, 8); return v; }
 #define LOW 0x0f0f0f0f0f0f0f0full
 
-/* 32 codes of 4 bits, given as 16 bytes (input i in the low nibble of byte i, 16 + i in its high one), for output n. */
+/* Stores 32 codes of 4 bits of output n. `packed` has 16 bytes: input i in the low nibble of byte i, input 16 + i in its high
+ * one. */
 static void put_codes(uint8_t *codes, long n, const uint8_t *packed) {
     for (long j = 0; j < 4; j++) memcpy(codes + j * 64 + n * 4, packed + j * 4, 4);
 }
 
-/* One bit of every input, as 32 bits: bit i of `bits` belongs to input i. */
+/* Stores one bit of each of 32 inputs of output n: bit i of `bits` belongs to input i. */
 static void put_bits(uint8_t *high, long n, uint32_t bits) {
     for (int r = 0; r < 4; r++) {
         uint32_t x = bits >> r & 0x11111111u;
@@ -24,7 +26,7 @@ static void put_bits(uint8_t *high, long n, uint32_t bits) {
     }
 }
 
-/* A run of 32 inputs of one output. `block` is the stored block, `part` which 32 of a K block's 256. */
+/* Stores the codes of 32 inputs of output n. `block` is the stored block; for K types, `part` selects 32 of its 256 inputs. */
 static void put_group(const int kind, const uint8_t *block, long part, uint8_t *codes, uint8_t *high, long n) {
     uint8_t made[16];
     switch (kind) {
@@ -76,7 +78,7 @@ static void put_group(const int kind, const uint8_t *block, long part, uint8_t *
     }
 }
 
-/* Scales of 32 inputs, or of a K block's 256, of one output. */
+/* Stores the scales of one stored block of output n, which has 32 inputs, or 256 for K types. */
 static void put_scales(const int kind, const uint8_t *block, uint8_t *scales, long n) {
     switch (kind) {
     case Q4_1:
@@ -92,7 +94,7 @@ static void put_scales(const int kind, const uint8_t *block, uint8_t *scales, lo
     default:
         memcpy(scales + n * 2, block, 2);
         memcpy(scales + 32 + n * 2, block + 2, 2);
-        scales[32 + n * 2 + 1] ^= 0x80; /* what is taken off is added with the other sign */
+        scales[32 + n * 2 + 1] ^= 0x80;  /* products add the minimum, while the format subtracts it */
         for (int i = 0; i < 8; i++) {
             const uint8_t *six = block + 4;
             scales[64 + i * 16 + n] = i < 4 ? six[i] & 63 : (six[i + 4] & 15) | six[i - 4] >> 6 << 4;
@@ -118,8 +120,8 @@ static long block_bytes(const int kind) {
 typedef struct {
     const uint8_t *stored;
     uint8_t *panels;
-    long kind, rows, in; /* rows that are stored */
-    long height;         /* rows that the panels hold; those that are not stored are zero */
+    long kind, rows, in;  /* rows: stored rows; in: inputs */
+    long height;  /* rows of the panels; those that are not stored are zero */
 } packing;
 
 static void put_panel(const packing *p, const int kind, long first, uint8_t *panel) {
@@ -157,12 +159,12 @@ static void pack(const void *arguments, worker *m) {
     });
 }
 
-/* Bytes of the panels of `rows` outputs. */
+/* Bytes of the panels of `rows` outputs with `in` inputs. */
 long EXPORT(onedraw_packed_bytes)(long kind, long rows, long in) {
     return (rows + WIDE - 1) / WIDE * panel_bytes((int)kind, in) * (is_plain((int)kind) ? 1 : 2);
 }
 
-/* stored rows [rows][in] → panels of `height` rows, 64 bytes aligned. */
+/* Stored rows [rows][in] → panels of `height` rows, aligned to 64 bytes. */
 void EXPORT(onedraw_pack)(const uint8_t *stored, uint8_t *panels, long kind, long rows, long in, long height, thread_pool *t) {
     packing p = {stored, panels, kind, rows, in, height};
     onedraw_pool_run(t, pack, &p, 0);
@@ -170,7 +172,7 @@ void EXPORT(onedraw_pack)(const uint8_t *stored, uint8_t *panels, long kind, lon
 
 /* ------------------------------------------------------------------ rows */
 
-/* Block b of a packed panel as numbers, [32][16]. The same roundings as quants.py. */
+/* Block b of a packed panel as floats [32 inputs][16 outputs], rounded as checkpoints/dequantize.py rounds. */
 INLINE void dequantize_block(const int kind, sections s, long b, float *out) {
     shared common = shared_of(kind, s, b);
     floats middle = f_splat((float)centre(kind));
@@ -191,7 +193,7 @@ INLINE void dequantize_block(const int kind, sections s, long b, float *out) {
 #define NUMBERS(kind)                                                                                               \
     case kind: dequantize_block(kind, sections_of(kind, panel, in), b, out); return;
 
-/* The numbers of 32 inputs of a packed panel; for products with float activations too. */
+/* The floats of 32 inputs of a packed panel; products with float activations call this as well. */
 void INTERNAL(onedraw_dequantize)(long kind, const uint8_t *panel, long in, long b, float *out) {
     switch (kind) {
         NUMBERS(Q4_0) NUMBERS(Q4_1) NUMBERS(Q5_0) NUMBERS(Q5_1) NUMBERS(Q8_0) NUMBERS(Q4_K) NUMBERS(Q5_K) NUMBERS(Q6_K)
@@ -231,7 +233,7 @@ static void look_up(const void *arguments, worker *m) {
     });
 }
 
-/* out [count][in]: the wanted rows of panels, as numbers. */
+/* out [count][in]: the rows `wanted` of panels, as floats. */
 void EXPORT(onedraw_rows)(const uint8_t *panels, long kind, long in, const int64_t *wanted, long count, float *out, thread_pool *t) {
     lookup l = {panels, wanted, out, kind, in, count};
     onedraw_pool_run(t, look_up, &l, count < 16);

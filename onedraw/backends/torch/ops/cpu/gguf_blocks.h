@@ -1,13 +1,15 @@
-/* Weights as they are stored, in panels: the layout that gguf_blocks.c makes and packed_linear.c reads.
+/* The layout of weights in panels, which gguf_blocks.c writes and packed_linear.c reads.
  *
- * A panel is 16 outputs (32 for plain numbers) and all of their inputs. Plain numbers lie as [in][32]. Packed ones keep
- * their bytes, put in another order: codes of all blocks, then high bits of all blocks, then scales of all blocks.
- *   codes   of 32 inputs: [4][16][4] bytes. Byte r of output n in row j: the low nibble belongs to input 4j + r, the high one
- *           to input 16 + 4j + r. Eight-bit codes: [8][16][4], row j holds inputs 4j … 4j + 3.
- *   high    fifth bits [16][4] bytes, bit g for input 4g + r; sixth and fifth bits [2][16][4], bits 2j of half h for input
- *           16h + 4j + r.
- *   scales  per 32 inputs a half per output, and a second half where a kind has minima. Per 256 inputs, for the K kinds: halves
- *           of scale and negated minimum, then [8][16] scales and [8][16] minima of 6 bits (Q6_K: a half, [16][16] scales).
+ * A panel has all inputs of 16 outputs, or of 32 outputs for float types (F32, F16, BF16), which are stored as [in][32].
+ * Panels of quantized types have the stored bits in another order: the codes of all blocks, then the high bits of all blocks,
+ * then the scales of all blocks. A block is 32 inputs here, also for K types, whose stored blocks have 256.
+ *   codes   of a block: [4][16][4] bytes. Byte r of output n in row j has input 4j + r in its low nibble and input 16 + 4j + r in
+ *           its high nibble. Eight-bit codes: [8][16][4] bytes, row j has inputs 4j … 4j + 3.
+ *   high    of a block: fifth bits [16][4] bytes, where bit g of byte r belongs to input 4g + r; for Q6_K the two upper bits
+ *           [2][16][4] bytes, where bits 2j of byte r in half h belong to input 16h + 4j + r.
+ *   scales  per 32 inputs a float16 per output, and then a float16 minimum per output if the type has minima. K types, per 256
+ *           inputs: float16 scales and negated float16 scales of minima, then [8][16] scales and [8][16] minima of 6 bits in a
+ *           byte each. Q6_K, per 256 inputs: float16 scales, then [16][16] 8-bit scales.
  */
 
 #ifndef ONEDRAW_GGUF_BLOCKS_H
@@ -17,9 +19,9 @@
 
 enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30, KINDS = 31 };
 
-#define GROUP 32 /* inputs that share a scale of the activations */
-#define LANE 16  /* outputs of a packed panel */
-#define WIDE 32  /* outputs of a plain panel, and of two packed ones: what a member claims */
+#define GROUP 32 /* inputs of a block, and activations that share a scale */
+#define LANE 16  /* outputs of a panel of a quantized type */
+#define WIDE 32  /* outputs of a panel of a float type, and of two quantized panels: the unit of work of a thread */
 
 INLINE int is_plain(const int kind) { return kind == F32 || kind == F16 || kind == BF16; }
 INLINE int is_super(const int kind) { return kind == Q4_K || kind == Q5_K || kind == Q6_K; }
@@ -29,7 +31,7 @@ INLINE long code_bytes(const int kind) { return kind == Q8_0 ? 512 : 256; }
 INLINE long high_bytes(const int kind) {
     return kind == Q5_0 || kind == Q5_1 || kind == Q5_K ? 64 : kind == Q6_K ? 128 : 0;
 }
-INLINE long scale_bytes(const int kind) { /* per 32 inputs, or per 256 of a K kind */
+INLINE long scale_bytes(const int kind) {  /* bytes of scales per 32 inputs, or per 256 inputs of a K type */
     return is_super(kind) ? (kind == Q6_K ? 288 : 320) : has_min(kind) ? 64 : 32;
 }
 INLINE long plain_bytes(const int kind) { return kind == F32 ? 4 : 2; }
@@ -40,7 +42,7 @@ INLINE long panel_bytes(const int kind, long in) {
     return (blocks * (code_bytes(kind) + high_bytes(kind)) + scales * scale_bytes(kind) + 63) / 64 * 64;
 }
 
-/* Where the parts of a packed panel begin. */
+/* The start of each section of a quantized panel. */
 typedef struct {
     const uint8_t *codes, *high, *scales;
 } sections;
@@ -51,7 +53,8 @@ INLINE sections sections_of(const int kind, const uint8_t *panel, long in) {
     return (sections){panel, high, high + blocks * high_bytes(kind)};
 }
 
-/* What 32 inputs of a panel share. Q6_K has a scale per 16: `scale` for the first half, `second` for the other. */
+/* Scales and minima of 32 inputs of a panel, for 16 outputs. Q6_K has a scale per 16 inputs: `second` is that of the latter
+ * 16. */
 typedef struct {
     floats scale, second, min;
 } shared;
@@ -76,7 +79,7 @@ INLINE shared shared_of(const int kind, sections s, long b) {
     return out;
 }
 
-/* Codes of inputs 4g … 4g + 3 of block b, g < 8, as they are stored (from zero up, but for Q8_0). */
+/* Codes of inputs 4g … 4g + 3 of block b, g < 8, as stored: unsigned, except for Q8_0. */
 INLINE bytes codes_of(const int kind, sections s, long b, const int g) {
     if (kind == Q8_0) return b_load(s.codes + b * 512 + g * 64);
     bytes both = b_load(s.codes + b * 256 + g % 4 * 64), code = g < 4 ? b_low(both) : b_high(both);

@@ -1,5 +1,5 @@
-/* What pages hold: float32, narrower numbers, or codes of 8 bits with a scale per token and head. One head is written or read at a
- * time; slow twin: ../codes.py. */
+/* Conversion of keys and values to and from the formats of KV pages: float32, bf16, f16, or 8-bit codes with a scale per token
+ * and head. Heads are converted one at a time. The reference in plain torch is ../../state/kv_pages.py. */
 
 #ifndef ONEDRAW_KV_QUANT_H
 #define ONEDRAW_KV_QUANT_H
@@ -10,7 +10,7 @@
 
 #include "lanes.h"
 
-enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8 }; /* as KEPT of arguments.py counts them */
+enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8 }; /* in the order of KV_DTYPES in fused_layers.py */
 
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
@@ -28,18 +28,19 @@ INLINE uint16_t float_to_half(float x) {
     uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
     if (rest > 0x7f800000) return 0x7e00;
     if (rest >= 0x47800000) return (uint16_t)(sign | 0x7c00);
-    if (rest < 0x38800000) return (uint16_t)(sign | (uint32_t)rintf(fabsf(x) * 16777216.0f)); /* steps of 2^-24 */
+    /* A subnormal, a multiple of 2^-24. */
+    if (rest < 0x38800000) return (uint16_t)(sign | (uint32_t)rintf(fabsf(x) * 16777216.0f));
     return (uint16_t)(sign | ((rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13));
 }
 
-/* |x| <= 448 as e4m3, ties to the even code. */
+/* Rounds x, |x| <= 448, to e4m3, with ties to the even code. */
 INLINE uint8_t float_to_fp8(float x) {
     uint32_t bits = bits_of(x), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
-    if (rest < 0x3c800000) return (uint8_t)(sign | (uint32_t)rintf(fabsf(x) * 512.0f)); /* steps of 2^-9 */
+    if (rest < 0x3c800000) return (uint8_t)(sign | (uint32_t)rintf(fabsf(x) * 512.0f));  /* a subnormal, a multiple of 2^-9 */
     return (uint8_t)(sign | ((rest + 0x7ffff + (rest >> 20 & 1) - 0x3c000000) >> 20));
 }
 
-/* The exponent stands where float32 has it, but for its offset. */
+/* The code's exponent and mantissa are shifted to where float32 has them; multiplying by 2^120 corrects the exponent bias. */
 INLINE float fp8_to_float(uint8_t code) {
     uint32_t bits = (uint32_t)(code & 0x7f) << 20 | (uint32_t)(code & 0x80) << 24;
     float x;
@@ -53,7 +54,7 @@ INLINE int head_is_finite(const float *x, long dim) {
     return finite;
 }
 
-/* x → codes at `place` of the store; gives the scale. */
+/* Quantizes one head x to codes at offset `place` of the store; returns the scale. */
 INLINE float put_codes(const float *x, void *store, long kind, long place, long dim) {
     float largest = 0.0f, most = kind == KV_INT8 ? 127.0f : 448.0f;
     for (long d = 0; d < dim; d++) largest = fabsf(x[d]) > largest ? fabsf(x[d]) : largest;
@@ -67,7 +68,7 @@ INLINE float put_codes(const float *x, void *store, long kind, long place, long 
     return scale;
 }
 
-/* One head of a page as floats; codes without their scale. */
+/* One head of a page as floats; codes are not multiplied by their scale. */
 INLINE void get_head(float *out, const void *store, long kind, long place, long dim) {
     long d = 0;
     if (kind == KV_INT8) {

@@ -1,5 +1,5 @@
-/* Sixteen lanes of floats, of integers, and of four bytes each, on every path with one meaning.
- * `fused` rounds once where the path has such an instruction (avx512, avx2) and twice where it has not. */
+/* Vectors of sixteen floats, of sixteen 32-bit integers, and of sixteen times four bytes, with the same functions for every
+ * instruction set. `fused` rounds once if the set has fused multiply-add (avx512, avx2), and twice if not. */
 
 #ifndef ONEDRAW_LANES_H
 #define ONEDRAW_LANES_H
@@ -11,9 +11,9 @@
 
 INLINE float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13, bits;
-    if (rest >= 0x0f800000) bits = rest | 0x7f800000; /* infinite, or no number */
+    if (rest >= 0x0f800000) bits = rest | 0x7f800000;  /* infinite, or NaN */
     else if (rest >= 0x00800000) bits = rest + 0x38000000;
-    else { /* zero, or too small for an exponent of its own */
+    else {  /* zero, or subnormal */
         float small = (float)(h & 0x7fff) * 5.9604644775390625e-8f;
         memcpy(&bits, &small, 4);
     }
@@ -33,9 +33,10 @@ INLINE float bfloat_to_float(uint16_t b) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
 
-#define MOST_ROWS 8  /* of one tile, with codes */
-#define FLOAT_ROWS 12 /* of one tile, with numbers */
-#define CODE_BIAS 128 /* signed codes are lifted by it, and the dot with ones taken off again */
+#define MOST_ROWS 8   /* rows of a tile with activations as codes */
+#define FLOAT_ROWS 12 /* rows of a tile with activations as floats */
+/* b_lift adds this to signed codes, because the dot instruction takes unsigned ones; the sum is corrected for it. */
+#define CODE_BIAS 128
 typedef __m512 floats;
 typedef __m512i ints;
 typedef __m512i bytes;
@@ -48,14 +49,14 @@ INLINE floats f_add(floats a, floats b) { return _mm512_add_ps(a, b); }
 INLINE floats f_sub(floats a, floats b) { return _mm512_sub_ps(a, b); }
 INLINE floats f_mul(floats a, floats b) { return _mm512_mul_ps(a, b); }
 INLINE floats fused(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }
-/* The sum of the lanes: halves, quarters, pairs. */
+/* The sum of the lanes, in a fixed order: halves are added first, then quarters, then pairs. */
 INLINE float f_sum(floats x) {
     __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
     __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
     z = _mm_add_ps(z, _mm_movehl_ps(z, z));
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
 }
-/* The sums of 16 vectors' lanes, each in the order of f_sum. */
+/* f_sums: the sums of the lanes of 16 vectors, each in the order of f_sum. f_fold is one level of it, for two vectors. */
 INLINE floats f_fold(floats a, floats b, __m512i low, __m512i high) {
     return _mm512_add_ps(_mm512_permutex2var_ps(a, low, b), _mm512_permutex2var_ps(a, high, b));
 }
@@ -82,19 +83,19 @@ INLINE bytes b_load(const void *p) { return _mm512_loadu_si512(p); }
 INLINE bytes b_low(bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 INLINE bytes b_high(bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 INLINE bytes b_lift(bytes x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
-/* byte r of every lane as a number */
+/* byte r of every lane as a float */
 INLINE floats b_number(bytes x, const int r) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 8 * r), _mm512_set1_epi32(255)));
 }
 INLINE floats b_signed(bytes x, const int r) {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * r), 24));
 }
-/* x | (bits moved left by `left`, right where it is negative, and masked) */
+/* x | (bits << left & mask), where a negative `left` shifts to the right */
 INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
     bytes moved = left >= 0 ? _mm512_slli_epi16(bits, left >= 0 ? left : 0) : _mm512_srli_epi16(bits, left < 0 ? -left : 0);
     return _mm512_or_si512(x, _mm512_and_si512(moved, _mm512_set1_epi8((char)mask)));
 }
-/* sum += per lane, four codes of 0 … 255 times four signed numbers, the same four for every lane */
+/* sum += in every lane, four codes of 0 … 255 times the four signed bytes at `four` */
 INLINE ints dot(ints sum, bytes codes, const int8_t *four) {
     int32_t x;
     memcpy(&x, four, 4);
@@ -173,7 +174,8 @@ INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
     return (bytes){_mm256_or_si256(x.a, b_mask(b_moved(bits.a, left), mask)),
                    _mm256_or_si256(x.b, b_mask(b_moved(bits.b, left), mask))};
 }
-/* Pairs are added as 16 bits: codes up to 63 times numbers up to 127 leave room, and so do lifted ones by their size. */
+/* maddubs adds two products in 16 bits: codes up to 63 times numbers up to 127 do not overflow them. dot_lifted takes signed
+ * codes: it multiplies their magnitudes with numbers that have the codes' signs. */
 INLINE ints dot(ints sum, bytes codes, const int8_t *four) {
     int32_t x;
     memcpy(&x, four, 4);
@@ -206,7 +208,7 @@ typedef int8_t signed16 __attribute__((vector_size(16)));
 #define LOADED(type, p) type v; memcpy(&v, p, sizeof v)
 
 INLINE floats f_zero(void) { return (floats){0}; }
-INLINE floats f_splat(float x) { return x - f_zero(); } /* not a sum: -0 stays -0 */
+INLINE floats f_splat(float x) { return x - f_zero(); }  /* a subtraction, because adding 0 would turn -0 into 0 */
 INLINE ints i_splat(int32_t x) { return x - (ints){0}; }
 INLINE floats f_load(const float *p) { LOADED(floats, p); return v; }
 INLINE void f_store(float *p, floats x) { memcpy(p, &x, 64); }
@@ -229,7 +231,7 @@ INLINE float f_sum(floats x) {
     return v[0];
 }
 INLINE floats i_floats(ints x) { return __builtin_convertvector(x, floats); }
-INLINE floats f_halves(const void *p) { /* as half_to_float */
+INLINE floats f_halves(const void *p) {  /* the same conversion as half_to_float */
     LOADED(words16, p);
     ints h = __builtin_convertvector(v, ints), rest = (h & 0x7fff) << 13;
     ints bits = (ints)((floats)rest * 0x1p112f) | ((rest >= 0x0f800000) & 0x7f800000) | (h & 0x8000) << 16;
@@ -248,7 +250,7 @@ INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
     bytes moved = left >= 0 ? bits << (left >= 0 ? left : 0) : bits >> (left < 0 ? -left : 0);
     return x | (moved & (uint8_t)mask);
 }
-/* Bytes 0 and 2 of a lane, then 1 and 3, as 16 bits each; their products' sums have room in 16 bits. */
+/* Bytes 0 and 2 of a lane, and bytes 1 and 3, as 16-bit numbers; the sums of their products fit into 16 bits. */
 INLINE ints dot_pairs(ints sum, shorts even, shorts odd, const int8_t *x) {
     int32_t a = (uint16_t)x[0] | (int32_t)x[2] * 65536, b = (uint16_t)x[1] | (int32_t)x[3] * 65536;
     ints both = (ints)(even * (shorts)i_splat(a) + odd * (shorts)i_splat(b));

@@ -1,7 +1,7 @@
-"""The loaded library as functions of one instruction set and one thread pool.
+"""Compiles and loads the C kernels, and gives access to them with one instruction set and one thread pool.
 
-In: the library that `build.py` loaded, a number of threads. Out: `Kernels`: functions by name, their thread pool, and scratch
-memory. A kernel keeps no pointer after its call.
+In: the sources of this folder, a cache folder, a number of threads. Out: `build` returns the loaded library; `Kernels` has its
+functions by name, a thread pool, and scratch memory. A kernel keeps no pointer after its call.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parent
-ONCE = tuple(FOLDER / name for name in ("thread_pool.c", "cpu_features.c"))  # compiled for any processor
+ONCE = tuple(FOLDER / name for name in ("thread_pool.c", "cpu_features.c"))  # these are compiled once, for any processor
 SOURCES = tuple(
     FOLDER / name for name in ("gguf_blocks.c", "packed_linear.c", "attention.c", "fused_layers.c", "delta.c", "sampling.c")
-)  # once per instruction set
+)  # these are compiled once per instruction set
 HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 FLAGS = ("-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
@@ -36,17 +36,17 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "portable": (),
 }
-SECONDS = 300  # for one file; a busy machine compiles slowly
+SECONDS = 300  # time limit for compiling one file, generous because a busy machine compiles slowly
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    library: ctypes.CDLL | None
-    reason: str = ""  # why there is none
+    library: ctypes.CDLL | None  # None if the kernels could not be compiled or loaded
+    reason: str = ""  # why there is no library
 
 
 def build(cache: Path) -> Built:
-    """Load the kernels, compiling them first where this machine has not done so yet."""
+    """Load the kernels; compile them first if the cache folder does not have them for these sources and this machine."""
     compiler = find_compiler()
     if compiler is None:
         return Built(None, "no C compiler (cc, gcc or clang) is installed")
@@ -83,12 +83,12 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
 
 
 def commands(compiler: str, folder: Path, flags: tuple[str, ...] = FLAGS) -> Iterator[list[str]]:
-    """What compiles every source for every instruction set, each into an object in `folder`."""
+    """The commands that compile every source for every instruction set, each into its own object file in `folder`."""
     for source in ONCE:
         yield [compiler, *flags, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
     for isa, machine in instruction_sets().items():
         for source in SOURCES:
-            # A product and a sum are one rounding where the sources say so; the delta kernels leave it to the compiler.
+            # Products and sums are fused only where the sources call `fused`; in the delta kernels the compiler may fuse them.
             contract = "fast" if source.stem == "delta" else "off"
             own = (*machine, f"-ffp-contract={contract}", f"-DONEDRAW_ISA={isa}")
             yield [compiler, *flags, *own, "-c", str(source), "-o", str(folder / f"{source.stem}-{isa}.o")]
@@ -109,7 +109,8 @@ def _key(compiler: str) -> str:
 
 
 def _compile(compiler: str, file: Path) -> str:
-    """Compile beside the target and move it into place; returns why it failed, or nothing."""
+    """Compile in a temporary folder beside the target and move the result into place; return why it failed, or an empty
+    string."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(dir=file.parent)
@@ -139,7 +140,7 @@ def _run(command: list[str]) -> str:
     return f"{command[0]} failed: {done.stderr.strip().splitlines()[-1:]}" if done.returncode else ""
 
 
-# ------------------ The loaded library as functions of one instruction set and one thread pool
+# ------------------------------------------------------------------ the loaded library
 
 
 ARENA_BYTES = 32 * 2**20
@@ -164,7 +165,7 @@ def _large(size: int) -> torch.Tensor:
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     place = mmap.mmap(-1, size, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without large pages
+        with contextlib.suppress(OSError):  # the system has no huge pages
             place.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(place, dtype=torch.uint8)
 
@@ -176,7 +177,8 @@ def supported_instruction_sets(library: ctypes.CDLL) -> list[str]:
 
 
 class Kernels:
-    """Owner: the operations that use them. The thread pool ends with this object."""
+    """The functions of the library for one instruction set, and a thread pool that ends with this object. Owner: the operations
+    that call them."""
 
     def __init__(self, library: ctypes.CDLL, *, threads: int, instruction_set: str | None = None) -> None:
         self.instruction_set = instruction_set or supported_instruction_sets(library)[0]
@@ -191,7 +193,7 @@ class Kernels:
         self.thread_pool = library.onedraw_pool_new(threads)
         if not self.thread_pool:
             raise MemoryError("no memory for the thread pool")
-        # Not at exit: a thread may still run a kernel while the process ends.
+        # The pool is not freed at interpreter exit, because another thread may still be running a kernel then.
         weakref.finalize(self, library.onedraw_pool_free, self.thread_pool).atexit = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._arena, self._taken = torch.empty(0, dtype=torch.uint8), 0
@@ -200,8 +202,8 @@ class Kernels:
         raise AttributeError(f"the kernels have no {name}")
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Memory for weights, aligned to 64 bytes, cut from large allocations in huge pages where the system has them, which
-        reduces TLB misses."""
+        """Memory for weights, aligned to 64 bytes. It is cut from large allocations, in huge pages if the system has them, to
+        reduce TLB misses."""
         size = -(-size // 64) * 64
         if self._taken + size > self._arena.numel():
             self._arena, self._taken = _large(max(size, ARENA_BYTES)), 0

@@ -1,6 +1,6 @@
-"""The CPU kernels as a model's operations: float32, any number of rows, no row depends on another.
+"""The CPU kernels as a model's operations: float32, for any number of rows; no row depends on another.
 
-In: the loaded library. Out: `CpuOps`. Tensors are contiguous.
+In: the loaded library. Out: `CpuOps`. The kernels read raw pointers, so tensors passed to them must be contiguous.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 from onedraw.models.tensor_views import StackItem
 
-MOST_DELTA_DIMS = 512  # of a head, as in delta.c
+MOST_DELTA_DIMS = 512  # the largest key or value dimension of a head; must equal MOST of delta.c
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
 class _Run(ctypes.Structure):
-    """`run` of delta.c."""
+    """The ctypes mirror of `run` in delta.h."""
 
     _fields_ = tuple(
         (name, _LONG) for name in ("first", "lane", "fresh", "prompt", "known", "drafts", "held", "save_first", "saves")
@@ -44,7 +44,7 @@ class _Run(ctypes.Structure):
 
 
 class _Delta(ctypes.Structure):
-    """`delta` of delta.c, field by field."""
+    """The ctypes mirror of `delta` in delta.h."""
 
     _fields_ = (
         *((name, _LONG) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "channels")),
@@ -58,7 +58,7 @@ class _Delta(ctypes.Structure):
 
 
 class CpuDeltaInputs:
-    """A step's spans as the kernel reads them, and the memory that its pointers refer to."""
+    """The spans of a step as an array of `_Run`, and the tensors that the kernel's arguments point to, which this keeps alive."""
 
     def __init__(self, kernels: Kernels, runs: RecurrentSpans) -> None:
         self._kernels, self._runs = kernels, runs
@@ -108,14 +108,15 @@ class CpuDeltaInputs:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How `CpuOps` takes weights: in their quantized blocks, with activations quantized too (`coded`) or not; or as float32."""
+    """The form of weights: `as_stored`, in their quantized blocks, else float32. `coded`: activations are quantized to 8 bits
+    too."""
 
     as_stored: bool = False
     coded: bool = False
 
 
 class CpuOps:
-    """`threads` divide outputs only, so their number does not change bits."""
+    """`threads` only divide the outputs, so their number does not change any bits."""
 
     rule = RowRule(floor=1)
     reads_weight_rows = True
@@ -158,7 +159,7 @@ class CpuOps:
         return PlainExpertBank(tuple(first), tuple(second), activation, self.gated)
 
     def packed_table(self, tensor: LazyTensor) -> None:
-        """None: rows are read from the head's weight, or from the mapped file."""
+        """None, because rows are read from the output projection's weight or from the mapped file."""
 
     def _side_by_side(
         self, tensors: Sequence[LazyTensor], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
@@ -168,7 +169,7 @@ class CpuOps:
         return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
 
     def gated_product(self, gate_up: Linear, activation: Activation) -> None:
-        """None: whole layers are fused instead."""
+        """None, because whole layers are fused instead (`fuse`)."""
 
     def fuse(self, layers: Sequence[DenseLayer]) -> CpuFusedLayers | None:
         plain = all(layer.activation == "silu" and layer.spec.gate is None for layer in layers)
@@ -237,7 +238,7 @@ class CpuOps:
         return ()
 
     def check_supported(self, spec: DeltaSpec) -> None:
-        """Every shape is supported, up to the limit of `_delta_arguments`."""
+        """Nothing to check: the limit of head sizes is checked by `_delta_arguments`."""
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> CpuDeltaInputs:
         return CpuDeltaInputs(self._kernels, recurrent_spans(inputs, conv=spec.conv))
@@ -264,11 +265,13 @@ class CpuOps:
 
 
 def _delta_arguments(store: LaneStore) -> _Delta:
-    """The arguments that all calls of a layer share: its shape and its stores."""
+    """The arguments that all calls of a layer share: its sizes and its stores. Raises UnsupportedModel for heads that are too
+    large."""
     spec = store.spec
     if max(spec.key_dim, spec.value_dim) > MOST_DELTA_DIMS:
         raise UnsupportedModel(
-            f"delta heads of {spec.key_dim} x {spec.value_dim} are over the {MOST_DELTA_DIMS} of these kernels"
+            f"delta heads of {spec.key_dim} x {spec.value_dim} exceed {MOST_DELTA_DIMS}, the limit of the CPU kernels; "
+            "use --device cuda"
         )
     sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "channels")
     stores = ("states", "windows", "saved_states", "saved_windows", "decays", "keys", "changes", "fed")
@@ -279,5 +282,5 @@ def _delta_arguments(store: LaneStore) -> _Delta:
 
 
 def _floats(rows: int, width: int) -> Tensor:
-    """A kernel's output. dtype and device are explicit, since a program may have changed torch's defaults."""
+    """An uninitialized output of a kernel. dtype and device are explicit, since a program may have changed torch's defaults."""
     return torch.empty(rows, width, dtype=torch.float32, device="cpu")

@@ -1,22 +1,22 @@
-/* Products: rows times weights as they are stored. Each output is one fixed sequence of operations along its inputs, in order,
- * whatever other rows, tiles or members there are: members and tiles divide outputs only.
+/* Products of rows with weights in panels. Each output is computed by one fixed sequence of operations along its inputs, in
+ * order; other rows, tiles and threads do not matter, because tiles and threads only divide the outputs.
  *
- * With coded activations, 32 inputs at a time: an exact sum of products of integers, scaled once, and added to the sum so far.
- * With float activations, and for plain weights, input by input. */
+ * With activations as 8-bit codes (`coded`), 32 inputs at a time: an exact sum of products of integers, which is scaled once
+ * and added to the output's sum. With float activations, and for float weights, one input at a time. */
 
 #include "packed_linear.h"
 
 #include <math.h>
 
-#define AHEAD 8192             /* bytes of weights that are asked for before they are needed */
-#define ROW_BYTES (384 * 1024) /* of activations that are walked while a few panels stay near */
+#define AHEAD 8192             /* distance in bytes of the prefetch of weights */
+#define ROW_BYTES (384 * 1024) /* bytes of activations in a band of rows, which stay in the cache while panels are read */
 
 void INTERNAL(onedraw_dequantize)(long kind, const uint8_t *panel, long in, long b, float *out);
 
 /* ------------------------------------------------------------------ activations as codes */
 
-/* Codes are x * 127 / (largest |x|) to the nearest whole number, the even one of two. A group with a number that is not
- * finite has a scale that is none, and so has every output of its row; one too small to divide by is zero. */
+/* Codes are x * 127 / (largest |x|), rounded to the nearest integer, with ties to even. A group with a number that is not
+ * finite gets the scale NaN, and so do all outputs of its row; a group whose numbers are too small to divide by becomes zero. */
 void INTERNAL(onedraw_code_row)(const float *x, coded c, long row, long in) {
     for (long b = 0; b < in / GROUP; b++) {
         const float *from = x + b * GROUP;
@@ -36,7 +36,8 @@ void INTERNAL(onedraw_code_row)(const float *x, coded c, long row, long in) {
         else up = 127.0f / most;
         int32_t sums[2] = {0, 0}, whole[GROUP];
         for (int i = 0; i < GROUP; i++) {
-            float near = (up == 0.0f ? 0.0f : from[i] * up) + 12582912.0f; /* 1.5 * 2^23: the last bits are the whole number */
+            /* Adding 1.5 * 2^23 leaves the rounded integer in the last bits. */
+            float near = (up == 0.0f ? 0.0f : from[i] * up) + 12582912.0f;
             int32_t as;
             memcpy(&as, &near, 4);
             whole[i] = as - 0x4b400000;
@@ -51,7 +52,7 @@ void INTERNAL(onedraw_code_row)(const float *x, coded c, long row, long in) {
 
 /* ------------------------------------------------------------------ tiles */
 
-/* `count` rows of one panel, with coded activations: out [count][16]. */
+/* `count` rows times one panel, with activations as codes: out [count][16]. */
 INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, long in, const int8_t *x, const group *groups,
                        float *out) {
     long blocks = in / GROUP;
@@ -61,7 +62,8 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
     for (int m = 0; m < count; m++) total[m] = f_zero();
     for (long b = 0; b < blocks; b++) {
         const int8_t *at = x + b * GROUP;
-        const uint8_t *coming = s.codes + b * (code_bytes(kind) + high_bytes(kind)) + AHEAD; /* may be past the end: only a hint */
+        /* May be past the end, because a prefetch is only a hint. */
+        const uint8_t *coming = s.codes + b * (code_bytes(kind) + high_bytes(kind)) + AHEAD;
         for (long i = 0; i <= code_bytes(kind) + high_bytes(kind); i += 64) __builtin_prefetch(coming + i);
         shared common = shared_of(kind, s, b);
         ints sum[8], second[8];
@@ -102,7 +104,7 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
     for (int m = 0; m < count; m++) f_store(out + m * LANE, total[m]);
 }
 
-/* `count` rows of one packed panel, with float activations: its numbers are made as they are met. out [count][16] */
+/* `count` rows times one quantized panel, with float activations; weights are dequantized block by block. out [count][16] */
 INLINE void dequantized_tile(const int kind, const int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
     floats total[8];
     float block[GROUP * LANE];
@@ -121,7 +123,7 @@ INLINE floats plain_at(const int kind, const uint8_t *p) {
     return kind == F32 ? f_load((const float *)(const void *)p) : kind == F16 ? f_halves(p) : f_bfloats(p);
 }
 
-/* `count` rows of one plain panel: out [count][32]. */
+/* `count` rows times one panel of floats: out [count][32]. */
 INLINE void plain_tile(const int kind, const int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
     floats total[FLOAT_ROWS][2];
     for (int m = 0; m < count; m++) total[m][0] = total[m][1] = f_zero();
@@ -145,7 +147,7 @@ typedef void (*tile)(const uint8_t *panel, long in, const float *x, long stride,
 #define CODED(kind, count) TILE(coded_##kind##_##count, coded_tile(kind, count, panel, in, codes, groups, out))
 #define PLAIN(kind, count) TILE(plain_##kind##_##count, plain_tile(kind, count, panel, in, x, stride, out))
 
-/* Heights of tiles: powers of two up to MOST_ROWS with codes, every height up to FLOAT_ROWS with plain numbers. */
+/* Heights of tiles: powers of two up to MOST_ROWS for quantized weights, every height up to FLOAT_ROWS for float weights. */
 #if MOST_ROWS == 8
 #define HEIGHTS(of, kind) of(kind, 1) of(kind, 2) of(kind, 4) of(kind, 8)
 #define TABLE(name) {name##_1, name##_2, name##_4, name##_8}
@@ -198,7 +200,8 @@ typedef struct {
     long stride;
 } rows;
 
-/* What a tile gave, `width` columns of `count` rows, to its place; `left` of them are the part's. */
+/* Adds bias and residual to the result of a tile, `width` columns of `count` rows, and stores it in y. Only the first `left`
+ * columns belong to the weight; the others are padding. */
 static void put(const rows *r, const float *found, long first, long count, long width, long column, long left) {
     for (long m = 0; m < count; m++) {
         const float *from = found + m * width, *bias = r->of->bias ? r->of->bias + column : 0;
@@ -219,7 +222,7 @@ static void put(const rows *r, const float *found, long first, long count, long 
     }
 }
 
-/* Rows [first, last) of the 32 columns `unit` of a part. */
+/* Computes rows [first, last) of the WIDE outputs of a part that are numbered `unit`. */
 static void unit_of(const rows *r, const part *p, long unit, long first, long last) {
     long in = r->of->in, kind = p->kind, size = panel_bytes((int)kind, in);
     float found[(FLOAT_ROWS > 8 ? FLOAT_ROWS : 8) * WIDE];
@@ -279,7 +282,8 @@ static void run_linear(const void *arguments, worker *m) {
     INTERNAL(onedraw_multiply)(m, l->of, l->x, l->stride, c, l->y, 0, l->rows);
 }
 
-/* y [rows][out] = x [rows], `stride` apart, times the product's weights. memory: room for the rows as codes. */
+/* y [rows][out] = x, rows of which are `stride` floats apart, times the product's weights. memory: scratch for the rows as
+ * codes. */
 void EXPORT(onedraw_linear)(const packed_linear *of, const float *x, long stride, float *y, long rows, void *memory, thread_pool *t) {
     linear l = {of, x, y, memory, stride, rows};
     onedraw_pool_run(t, run_linear, &l, rows * of->in * of->out < 65536);

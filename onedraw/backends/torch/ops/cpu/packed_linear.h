@@ -1,4 +1,4 @@
-/* A product as members of a team compute it: see packed_linear.c. */
+/* Types and functions of products with weights in panels, for jobs of a thread pool; see packed_linear.c. */
 
 #ifndef ONEDRAW_PACKED_LINEAR_H
 #define ONEDRAW_PACKED_LINEAR_H
@@ -7,25 +7,25 @@
 #include "thread_pool.h"
 
 typedef struct {
-    long kind, rows, column; /* rows of the weight; the column of the output where they begin */
+    long kind, rows, column; /* ggml type; outputs of this weight; column of the product's output at which they begin */
     const uint8_t *panels;
 } part;
 
-/* Several weights with the same inputs, side by side in one output. */
+/* Several weights with the same inputs, whose outputs are concatenated. */
 typedef struct {
     long in, out, count;
-    long coded; /* packed parts take the activations as codes of 8 bits; else as they are */
+    long coded; /* whether quantized parts take the activations as 8-bit codes instead of floats */
     const float *bias;
     const part *parts;
 } packed_linear;
 
-/* 32 activations as codes: x = scale * code. */
+/* The scale and sums of 32 activations x that are quantized to 8-bit codes: x = scale * code. */
 typedef struct {
-    float scale, sum; /* sum: of scale * code */
-    int32_t first, second; /* sums of the codes of the two halves */
+    float scale, sum;      /* sum: the sum of scale * code */
+    int32_t first, second; /* sums of the codes of the first and of the last 16 activations */
 } group;
 
-/* Rows as codes: [rows][in] and [rows][in / 32]. */
+/* Rows quantized to codes: [rows][in], and their scales and sums [rows][in / 32]. */
 typedef struct {
     int8_t *codes;
     group *groups;
@@ -42,7 +42,8 @@ static inline coded coded_at(void *memory, long rows, long in) {
 }
 
 void INTERNAL(onedraw_code_row)(const float *x, coded c, long row, long in);
-/* y[r] = x[r] times the weights, plus bias, plus add[r] where given. x: rows `stride` apart; c: the same rows as codes. */
+/* y[r] = x[r] times the weights, plus bias, plus add[r] if `add` is not null. Rows of x are `stride` floats apart; c has the same
+ * rows as codes. */
 void INTERNAL(onedraw_multiply)(worker *m, const packed_linear *p, const float *x, long stride, coded c, float *y, const float *add,
                                 long rows);
 

@@ -1,7 +1,8 @@
-"""Weights as they are stored, made ready for products on a CPU, and looked up row by row.
+"""Linear layers on a CPU whose weights are stored in panels.
 
 In: tensors of a checkpoint, or one float32 matrix. Out: a `CpuLinear`: its weights in panels (gguf_blocks.h), several weights
-side by side in one product, each in its own kind. Packed weights stay packed; what no kernel knows becomes float32 here.
+concatenated in one product, each of its own type. Quantized weights stay quantized; types without a kernel are converted to
+float32.
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ from onedraw.backends.torch.ops.cpu.library import LONG, POINTER, Kernels
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.models.source import LazyTensor
 
-GROUP = 32  # activations that share a scale
-GROUP_BYTES = 16  # of a group's scale and sums
+GROUP = 32  # activations that share a scale; must equal GROUP of gguf_blocks.h
+GROUP_BYTES = 16  # size of the struct `group` of packed_linear.h, which holds a group's scale and sums
 
 
 class _Part(ctypes.Structure):
-    """`part` of packed_linear.h."""
+    """The ctypes mirror of `part` in packed_linear.h."""
 
     _fields_ = (*((name, LONG) for name in ("kind", "rows", "column")), ("panels", POINTER))
 
 
 class _LinearArguments(ctypes.Structure):
-    """`packed_linear` of packed_linear.h."""
+    """The ctypes mirror of `packed_linear` in packed_linear.h."""
 
     _fields_ = (*((name, LONG) for name in ("input", "output", "count", "coded")), ("bias", POINTER), ("parts", POINTER))
 
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """One weight in panels."""
+    """One weight in the panel layout of gguf_blocks.h."""
 
     kind: str
-    rows: int  # stored and zero ones
-    width: int  # inputs
-    data: Tensor  # bytes, 64 bytes aligned
+    rows: int  # stored rows and rows of zeros
+    width: int  # number of inputs
+    data: Tensor  # uint8, aligned to 64 bytes
 
 
 def pack_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:
-    """Stored rows → panels of `height` rows; those that are not stored are zero."""
+    """Stored rows → panels of `height` rows; rows that are not stored are zero."""
     code = CPU_PACKED_KINDS[kind]
     data = kernels.allocate(kernels.packed_bytes(code, height, width))
     raw = np.ascontiguousarray(raw)
@@ -55,7 +56,7 @@ def pack_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width:
 
 
 def pack_panels(kernels: Kernels, tensor: LazyTensor, *, height: int) -> Panels:
-    """A stored matrix in panels: as it is where a kernel knows its kind, else as float32."""
+    """A stored matrix in panels, in its own type if a kernel exists for it, otherwise as float32."""
     rows, width = tensor.shape
     raw = tensor.packed() if tensor.kind in CPU_PACKED_KINDS else None
     if raw is None:
@@ -64,13 +65,14 @@ def pack_panels(kernels: Kernels, tensor: LazyTensor, *, height: int) -> Panels:
 
 
 class CpuLinear(Linear):
-    """Weights side by side. `coded`: packed ones meet activations as codes of 8 bits."""
+    """Weights concatenated along their outputs. `coded`: for quantized weights, activations are quantized to 8-bit codes."""
 
     def __init__(
         self, kernels: Kernels, parts: Sequence[Panels], *, bias: Tensor | None, coded: bool, in_features: int | None = None
     ) -> None:
         self.out_features = sum(part.rows for part in parts)
-        self.in_features = in_features or parts[0].width  # of a row that is offered; what is over is not read
+        # Columns of an input row, which may have more than the weight; the others are not read.
+        self.in_features = in_features or parts[0].width
         self.dtype, self.device, self.rule, self.bias = torch.float32, torch.device("cpu"), RowRule(floor=1), bias
         self.parts = tuple(parts)
         self._kernels = kernels
@@ -99,7 +101,7 @@ class CpuLinear(Linear):
         return y
 
     def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
-        """Rows of a product of one weight, as numbers: [T, in]."""
+        """Rows of the weight as floats, by number; only for a product of a single weight: [T] → [T, in]."""
         (part,) = self.parts
         out = torch.empty(len(wanted), part.width, dtype=torch.float32, device="cpu")
         kernels, code = self._kernels, CPU_PACKED_KINDS[part.kind]

@@ -1,4 +1,5 @@
-/* Norms, rope and activations of one row, each one fixed sequence of operations. */
+/* Norms, rotary embedding and activations of one row. Each is one fixed sequence of operations, so a row has the same bits in
+ * every batch. */
 
 #ifndef ONEDRAW_ROWWISE_H
 #define ONEDRAW_ROWWISE_H
@@ -15,7 +16,7 @@ INLINE float dot_product(const float *a, const float *b, long width) {
     return total;
 }
 
-/* y = x / rms(x) * weight; without a weight, x / rms(x). */
+/* y = x / rms(x) * weight, or x / rms(x) if `weight` is null. */
 INLINE void norm_row(const float *x, const float *weight, float *y, long width, float eps) {
     float scale = 1.0f / sqrtf(dot_product(x, x, width) / (float)width + eps);
     if (weight)
@@ -24,7 +25,7 @@ INLINE void norm_row(const float *x, const float *weight, float *y, long width, 
         for (long i = 0; i < width; i++) y[i] = x[i] * scale;
 }
 
-/* y = silu(gate) * up for a row [gate | up] of 2 * width. */
+/* y = silu(gate) * up for a row [gate | up] of 2 * width floats. */
 INLINE void silu_gated_row(const float *x, float *y, long width) {
     const float *gate = x, *up = x + width;
     for (long i = 0; i < width; i++) y[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];

@@ -1,7 +1,8 @@
 """The sampler of `backends/torch/sampling/sampler.py` with its vocabulary-wide steps in one call into C (sampling.c).
 
-In: scores and the sampling parameters of each row. Out: the same tokens, with the kernels' exponentials and logarithms. Bias,
-penalties, bans and sets of allowed tokens are applied to the scores before, and logprobs described after, as everywhere.
+In: scores and the sampling parameters of each row. Out: the same tokens, with the kernels' exponentials and logarithms. As in
+every sampler, bias, penalties, bans and sets of allowed tokens are applied to the scores before, and logprobs are computed
+afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROW_PARAMETERS = np.dtype(
 
 
 class _SamplingArguments(ctypes.Structure):
-    """`sampling_arguments` of sampling.h, field by field."""
+    """The ctypes mirror of `sampling_arguments` in sampling.h."""
 
     _fields_ = (
         *((name, POINTER) for name in ("scores", "raw")),
@@ -73,7 +74,7 @@ class CpuSampler(Sampler):
         return np.array([self._parameters_of(p.params, p.at) for p in positions], dtype=ROW_PARAMETERS)
 
     def _parameters_of(self, params: SamplingParams, index: int) -> tuple[float, ...]:
-        """A row's line of the table, in the order of its fields."""
+        """A row's entry of the table `ROW_PARAMETERS`, in the order of its fields."""
         asked = filters(params, self._vocab)
         first, second = (0, 0) if params.greedy else key(params.seed, index)
         return (asked.top_p, asked.top_k, asked.divisor, asked.limit, first, second, params.greedy, 0)

@@ -1,8 +1,9 @@
-/* Choosing by the law of `sampling/law.py`, from scores on: deficits, the filters as one limit, noise, the best token.
+/* Sampling by the rule of `onedraw/sampling/law.py`, from scores on: deficits, the filters as one limit, noise, the best
+ * token.
  *
- * A row is one item of work: its numbers come from its own scores alone, in one order, whoever computes it. Sums are sums of
- * whole numbers. The noise is that of `sampling/noise.py`: its integers exactly, its logarithms within two units in the last
- * place. A row whose scores are no distribution has the token -1. */
+ * A row is one item of work of the thread pool: its result depends on its own scores alone, and is computed in one order by
+ * whichever thread. Sums are sums of integers. The noise is that of `onedraw/sampling/noise.py`: its integers exactly, its
+ * logarithms within two units in the last place. A row whose scores are not a distribution gets the token -1. */
 
 #include <math.h>
 #include <string.h>
@@ -11,8 +12,8 @@
 #include "rowwise.h"
 
 #define BLOCK 512
-#define MASS 1099511627776.0f /* 2^40 */
-#define BINS 2048
+#define MASS 1099511627776.0f /* 2^40: probability masses are integers in units of 2^-40 */
+#define BINS 2048             /* the most bins of a level of `reach` */
 
 INLINE uint32_t mix(uint32_t x) {
     x ^= x >> 16;
@@ -22,7 +23,7 @@ INLINE uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-/* log(1 + r) + e log 2, for r between sqrt(1/2) - 1 and sqrt(2) - 1 */
+/* log(1 + r) + e log 2, for r between sqrt(1/2) - 1 and sqrt(2) - 1, by a polynomial in r */
 INLINE float logarithm_of(float r, float e) {
     float p = 7.0376836292e-2f;
     p = p * r - 1.1514610310e-1f;
@@ -39,11 +40,11 @@ INLINE float logarithm_of(float r, float e) {
     return r + y + e * 0.693359375f;
 }
 
-/* A positive number that is not denormal as (1 + r) 2^e. */
+/* Splits a positive x that is not subnormal into (1 + r) 2^e, with 1 + r between sqrt(1/2) and sqrt(2). */
 INLINE void split(float x, float *r, float *e) {
     int32_t bits;
     memcpy(&bits, &x, 4);
-    int32_t from = bits - 0x3f3504f3; /* sqrt(1/2): what is below belongs to the exponent before */
+    int32_t from = bits - 0x3f3504f3;  /* the bits of sqrt(1/2), so that smaller mantissas get the next lower exponent */
     int32_t whole = from >> 23;
     bits -= (int32_t)((uint32_t)whole << 23);
     float m;
@@ -53,10 +54,10 @@ INLINE void split(float x, float *r, float *e) {
 }
 
 INLINE float gumbel(uint32_t id, uint32_t first, uint32_t second) {
-    int32_t odd = (int32_t)(mix(mix(id ^ first) + second) >> 8) * 2 + 1; /* u 2^25 */
+    int32_t odd = (int32_t)(mix(mix(id ^ first) + second) >> 8) * 2 + 1;  /* u 2^25, for the uniform number u */
     int32_t rest = 33554432 - odd;                                        /* (1 - u) 2^25 */
     int upper = odd > 16777216;
-    /* In the lower half u is a float, in the upper half 1 - u is one; there u = 1 - a, or (1 + (1 - 2a)) / 2. */
+    /* Below one half, u is a float; above, 1 - u is, so a = 1 - u is used and u = 1 - a, or (1 + (1 - 2a)) / 2. */
     float u = (float)(upper ? 16777216 : odd) * 2.98023223876953125e-8f;
     float a = (float)(upper ? rest : 0) * 2.98023223876953125e-8f;
     float r, e;
@@ -69,7 +70,7 @@ INLINE float gumbel(uint32_t id, uint32_t first, uint32_t second) {
     return -logarithm_of(r, e);
 }
 
-/* The largest of a row, and through `broken` whether something in it is no number. */
+/* The largest number of a row; *broken is set to whether the row has a NaN. */
 INLINE float largest(const float *x, long count, int *broken) {
     float best = -INFINITY;
     int none = 0;
@@ -81,8 +82,9 @@ INLINE float largest(const float *x, long count, int *broken) {
     return best;
 }
 
-/* Among floats of zero or more, whose order is that of their bits: the smallest t for which the weights (ones, where there
- * are none) of what is t at most add up to the target. Eleven bits, ten and ten, each inside the bin found before. */
+/* The smallest x[i] up to which the weights add up to at least `target`; null weights are ones. The x are not negative, so
+ * they sort like their bits. The search is a radix select: it finds eleven bits of the result, then ten, then ten more, by
+ * histograms. */
 static float reach(const float *x, const int64_t *weights, long count, int64_t target) {
     int64_t bins[BINS], below = 0;
     uint32_t found = 0;
@@ -146,8 +148,8 @@ static void sample_row(const sampling_arguments *c, long row, int64_t *masses) {
     const float *scores = c->scores + row * c->stride;
     float *deficit = c->deficits + row * c->width, limit = w->limit;
     int broken, hidden = 0;
-    float best = largest(scores, c->vocab, &broken) + 0.0f; /* -0 becomes 0 */
-    /* A ban may have hidden what is wrong with the logits. */
+    float best = largest(scores, c->vocab, &broken) + 0.0f;  /* -0 becomes 0 */
+    /* The raw logits are checked as well, because a ban may have replaced a NaN or an infinity in the scores. */
     if (c->raw) broken |= !(largest(c->raw + row * c->raw_stride, c->vocab, &hidden) < INFINITY) || hidden;
     for (long i = 0; i < c->vocab; i++) deficit[i] = (best - scores[i]) / w->divisor;
     for (long i = c->vocab; i < c->width; i++) deficit[i] = INFINITY;

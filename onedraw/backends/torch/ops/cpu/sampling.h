@@ -1,4 +1,4 @@
-/* What rows ask for when a token is chosen, and where the answers go. `choosing.py` has the same fields. */
+/* The sampling parameters of each row, and where the results are written. `sampler.py` defines the same fields for ctypes. */
 
 #ifndef ONEDRAW_SAMPLING_H
 #define ONEDRAW_SAMPLING_H
@@ -9,20 +9,20 @@
 #include "thread_pool.h"
 
 typedef struct {
-    double top_p;            /* 1: not asked for */
-    int64_t top_k;           /* 0: not asked for */
-    float divisor, limit;    /* the temperature; the largest deficit that min-p leaves */
-    uint32_t key[2];         /* of the noise at this position */
-    int32_t greedy, padding;
+    double top_p;            /* 1 if the row does not use it */
+    int64_t top_k;           /* 0 if the row does not use it */
+    float divisor, limit;    /* the temperature; the largest deficit, (best - score) / temperature, that min-p keeps */
+    uint32_t key[2];         /* key of the Gumbel noise at this position */
+    int32_t greedy, padding; /* greedy: sample without noise */
 } row_parameters;
 
 typedef struct {
-    const float *scores, *raw; /* raw: the logits before they were adjusted, or nothing where they were not */
+    const float *scores, *raw; /* [rows, vocab]; raw: the logits before they were adjusted, or null if they were not */
     int64_t stride, raw_stride, vocab, width;
     const row_parameters *parameters;
-    float *deficits, *limits; /* [rows, width], infinite past the vocabulary; [rows] */
-    int64_t *tokens;          /* [rows] */
-    int64_t *masses;          /* [threads, width]: room to work */
+    float *deficits, *limits; /* results: [rows, width], infinite past the vocabulary; [rows], the largest deficit that is kept */
+    int64_t *tokens;          /* result: [rows], -1 for a row without a valid distribution */
+    int64_t *masses;          /* [threads, width]: scratch memory for the probability masses of a row */
 } sampling_arguments;
 
 void INTERNAL(onedraw_sample)(const sampling_arguments *what, long rows, thread_pool *t);

@@ -1,8 +1,9 @@
-/* A team of threads: see thread_pool.h. Sleeping is a condition variable; spinning is a look at an atomic number.
+/* A pool of threads: see thread_pool.h. Threads spin on an atomic number for a moment and then sleep on a condition variable.
  *
- * `round` is odd while a job is open. A member enters by counting itself inside and then looking whether the job is still
- * open; the caller closes the job and then looks whether anybody is inside: one of the two always sees the other.
- * `place` holds the number of the running loop above the next item that nobody has claimed. */
+ * `round` is odd while a job is open. A thread increments `running` and then checks that the job is still open; the caller
+ * closes the job and then checks `running`. One of the two always sees the other's change, so the caller never returns while a
+ * thread is in the job. `place` holds the number of the current loop in its upper 32 bits, and the next item that no thread
+ * has claimed in its lower 32. */
 
 #include "thread_pool.h"
 
@@ -10,12 +11,12 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#define SPINS 3000 /* looks before sleeping, some tens of microseconds */
-#define SHIFT 32
+#define SPINS 3000 /* checks of a number before sleeping, which take some tens of microseconds */
+#define SHIFT 32   /* bits of an item's number in `place` */
 
 struct thread_pool {
-    int count; /* members, the caller among them */
-    int forks; /* how often the process had forked when the threads were made */
+    int count;  /* threads, including the caller */
+    int forks;  /* value of the global `forks` when the threads were created */
     job function;
     const void *argument;
     atomic_long round, place, done, running, sleepers;
@@ -42,8 +43,8 @@ static inline void pause_cpu(void) {
 #endif
 }
 
-/* While *number >> shift is `old`. A sleeper is counted before it looks, and whoever changes a number looks for sleepers
- * afterwards: one of the two always sees the other. */
+/* Waits while *number >> shift is `old`. A thread increments `sleepers` before it checks the number a last time, and a thread
+ * that changes a number checks `sleepers` afterwards, so no wake-up is lost. */
 static void wait_while(thread_pool *t, atomic_long *number, int shift, long old) {
     for (int i = 0; i < SPINS; i++) {
         if (atomic_load_explicit(number, memory_order_acquire) >> shift != old) return;
@@ -113,8 +114,8 @@ static void *worker_main(void *arguments) {
 
 static int has_threads(const thread_pool *t) { return t->forks == atomic_load(&forks); }
 
-/* In a forked child the threads are gone, and what they held or waited for at that moment stays so for ever: a team of one
- * is left, with locks of its own. */
+/* A forked child has no threads, and locks that they held stay locked for ever. The pool becomes one of the caller alone, with
+ * new locks. */
 static void reset_after_fork(thread_pool *t) {
     pthread_mutex_init(&t->lock, 0);
     pthread_mutex_init(&t->caller, 0);
@@ -137,7 +138,7 @@ __attribute__((visibility("default"))) thread_pool *onedraw_pool_new(int count) 
     pthread_mutex_init(&t->caller, 0);
     pthread_cond_init(&t->changed, 0);
     t->count = 1;
-    for (int i = 1; i < count; i++) { /* fewer threads than asked for give the same results */
+    for (int i = 1; i < count; i++) {  /* if a thread cannot be created, fewer threads give the same results */
         start *own = malloc(sizeof *own);
         if (!own) break;
         own->of = t;

@@ -1,4 +1,4 @@
-/* What the kernels share: vectors of 16 floats, their sum in one order, and silu. */
+/* Vectors of 16 floats for delta.c, their sum in one fixed order, and silu. */
 
 #ifndef ONEDRAW_VECTORS_H
 #define ONEDRAW_VECTORS_H
@@ -15,7 +15,7 @@ static inline vec load(const float *p) { vec v; memcpy(&v, p, sizeof v); return 
 static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 static inline vec splat(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* The sum of a vector's lanes: halves, quarters, pairs. */
+/* The sum of a vector's lanes, in a fixed order: halves are added first, then quarters, then pairs. */
 static inline float lane_sum(vec v) {
     half a, b; quarter c, d;
     memcpy(&a, &v, 32); memcpy(&b, (char *)&v + 32, 32);

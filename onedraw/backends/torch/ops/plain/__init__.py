@@ -1,1 +1,1 @@
-"""Operations in plain torch: they serve where no kernel does, and tests compare kernels with them."""
+"""Operations in plain torch: for devices without kernels, and as the reference that tests compare kernels with."""

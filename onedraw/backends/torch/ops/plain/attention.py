@@ -1,12 +1,13 @@
 """Paged attention in one form for all rows: prompt chunks, single tokens, drafts.
 
-In: queries q [T, H, D], the layer's pages (numbers of q's dtype or a narrower one, or 8-bit codes with scales), and the step's
-tiles. Out: [T, H * D].
+In: queries q [T, H, D], the layer's KV pages (in q's dtype or a narrower one, or 8-bit codes with scales), and the step's tiles.
+Out: [T, H * D]. Axes: T tokens, H query heads, K KV heads, G = H / K query heads per KV head, D size of a head, P pages of S
+slots, N tiles, X pairs of a tile and a block of keys.
 
-Keys are read in blocks of 64 absolute positions. A tile is a few neighbouring queries of one row; every (tile, block) pair is
-one product of a fixed shape. The maximum over blocks is exact in any order; block sums are added in pairs of neighbours inside
-spans of 16 blocks on absolute multiples, spans one after the other. Blocks that a query does not see add exact zeros, so
-neither batch, nor chunk, nor tile changes a bit of a row.
+Keys are read in blocks of 64 absolute positions. A tile is a few neighbouring queries of one row; every (tile, block) pair is one
+product of a fixed shape. The maximum over blocks is exact in any order. Block sums are added pairwise (neighbours first) inside
+spans of 16 blocks that start at absolute multiples, and spans are added in order. Blocks that a query does not attend to add
+exact zeros, so neither the batch, nor prompt chunks, nor tiles change a bit of a row.
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ from onedraw.models.spec import AttentionSpec
 
 BLOCK = 64  # keys per block
 SPAN = 16  # blocks per span
-LAUNCH = 64  # products per launch on a GPU
+LAUNCH = 64  # products per call of torch.bmm on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Tiles of one height, and the blocks they read. All index tensors are made once per step."""
+    """Tiles of one height, and the blocks of keys that they read. The index tensors are created once per step."""
 
     height: int  # queries per tile
-    queries: Tensor  # [N * height] token behind each tile slot; the last query repeats as padding
-    slots: Tensor  # [t] tile slot of each token of this group
-    tokens: Tensor  # [t] the tokens of this group
-    pair_tile: Tensor  # [X] tile of each pair
-    reads: Tensor  # [X * BLOCK / S] pages of each pair's block, or [X * BLOCK] slots of its keys
-    by_slot: bool  # which of the two
-    pair_place: Tensor  # [X] where the pair's sums go in the padded [N, spans * leaves]
-    mask: Tensor  # [X, 1, 1, height, BLOCK] true where the query does not see the key
-    tiles: int
-    spans: int
-    leaves: int  # blocks per span that are kept, a power of two up to SPAN
+    queries: Tensor  # [N * height]: the token of each query in a tile; the last one is repeated as padding
+    slots: Tensor  # [t]: index of each of these tokens in `queries`
+    tokens: Tensor  # [t]: the tokens of this group
+    pair_tile: Tensor  # [X]: the tile of each (tile, block) pair
+    reads: Tensor  # [X * BLOCK / S]: the pages of each pair's block, or [X * BLOCK]: the slots of its keys
+    by_slot: bool  # whether `reads` has slots
+    pair_place: Tensor  # [X]: index of the pair in the padded [N, spans * leaves]
+    mask: Tensor  # [X, 1, 1, height, BLOCK]: true where the query does not attend to the key
+    tiles: int  # N
+    spans: int  # the most spans of a tile
+    leaves: int  # padded blocks per span, a power of two up to SPAN
 
 
 def store_rows(group: TileGroup, *, kv_heads: int, page_size: int) -> Tensor:
-    """Rows of a page store in the order (pair, head, page or key): of [P * K, S * D], or by slot of [P * K * S, D]."""
+    """Indices of the rows that a group reads, in the order (pair, head, page or key): rows of a page store viewed as [P * K, S *
+    D], or for `by_slot` as [P * K * S, D]."""
     heads = torch.arange(kv_heads, device=group.reads.device).view(1, -1, 1)
     reads = group.reads.view(len(group.pair_tile), 1, -1)
     if not group.by_slot:
@@ -57,7 +59,7 @@ def store_rows(group: TileGroup, *, kv_heads: int, page_size: int) -> Tensor:
 
 
 def attend(q: Tensor, store: PageStore, *, groups: list[TileGroup], rows: list[Tensor], spec: AttentionSpec) -> Tensor:
-    """q [T, H, D] over a layer's pages; rows[i] is store_rows of groups[i]."""
+    """Attention of q [T, H, D] over a layer's pages → [T, H * D]. rows[i] is `store_rows` of groups[i]."""
     out = q.new_empty(q.shape[0], spec.heads * spec.head_dim)
     scaled = q * spec.scale
     for group, row in zip(groups, rows, strict=True):
@@ -75,10 +77,10 @@ def _attend_group(q: Tensor, store: PageStore, *, group: TileGroup, rows: Tensor
     right = _gathered(store.keys, group, rows, dim, pairs * kv)
     if store.key_scales is None:
         scores = _products(left, right.to(q.dtype).transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
-    else:  # in float32: products with codes may leave the range of f16
+    else:  # in float32, because products with codes may leave the range of f16
         scores = _products(left.float(), right.float().transpose(1, 2))
         scores *= _gathered(store.key_scales, group, rows, 1, pairs * kv).transpose(1, 2)
-    scores.view(pairs, kv, per, height, BLOCK).masked_fill_(group.mask, float("-inf"))  # also where an unseen key is NaN
+    scores.view(pairs, kv, per, height, BLOCK).masked_fill_(group.mask, float("-inf"))  # this also replaces NaN from masked keys
     peak = scores.amax(-1).view(pairs, -1)  # [X, K * G * height]
     peak = _spread(peak, group, fill=float("-inf")).amax(1)  # [N, K * G * height]
     scores.view(pairs, -1, BLOCK).sub_(peak.index_select(0, group.pair_tile).unsqueeze(-1))
@@ -93,13 +95,14 @@ def _attend_group(q: Tensor, store: PageStore, *, group: TileGroup, rows: Tensor
 
 
 def _gathered(store: Tensor, group: TileGroup, rows: Tensor, width: int, blocks: int) -> Tensor:
-    """The slots that a group reads, of keys or values or (width 1) their scales: [X * K, BLOCK, width]."""
+    """The keys or values that a group reads, or (width 1) their scales: [X * K, BLOCK, width]."""
     found = bits(store).view(-1, width) if group.by_slot else bits(store)
     return found.index_select(0, rows).view(store.dtype).view(blocks, BLOCK, width)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """One small product per pair. A GPU library picks its kernel by the number of products, so there it is always the same."""
+    """One small product per pair. A GPU library selects its kernel by the number of products, so there it always gets LAUNCH of
+    them, padded with zeros."""
     if left.device.type == "cpu":
         return torch.bmm(left, right)
     missing = -len(left) % LAUNCH
@@ -111,7 +114,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _spread(parts: Tensor, group: TileGroup, *, fill: float) -> Tensor:
-    """Pairs [X, W] at their places among all blocks of their tile: [N, spans * leaves, W]."""
+    """Values of pairs [X, W], moved to the positions of their blocks in their tiles: [N, spans * leaves, W]."""
     places = group.tiles * group.spans * group.leaves
     wide = parts.new_full((places, parts.shape[1]), fill)
     wide.index_copy_(0, group.pair_place, parts)
@@ -119,7 +122,7 @@ def _spread(parts: Tensor, group: TileGroup, *, fill: float) -> Tensor:
 
 
 def _ordered_sum(parts: Tensor, group: TileGroup) -> Tensor:
-    """Sum over the blocks of each tile in the one order: neighbours in a span, then span after span. [N, W]"""
+    """Sum over the blocks of each tile in a fixed order: pairwise inside a span, then span after span. [X, W] → [N, W]"""
     wide = _spread(parts, group, fill=0.0).view(group.tiles, group.spans, group.leaves, -1)
     while wide.shape[2] > 1:
         wide = wide[:, :, 0::2] + wide[:, :, 1::2]
@@ -133,10 +136,10 @@ def _ordered_sum(parts: Tensor, group: TileGroup) -> Tensor:
 
 
 def tile_groups(inputs: Inputs, *, window: int | None, heights: tuple[int, ...]) -> list[TileGroup]:
-    """A step's queries in tiles of fixed height, with the blocks of keys each tile reads; made once per step and window.
+    """A step's queries in tiles of fixed height, with the blocks of keys that each tile reads; created once per step and window.
 
-    Rows take the smallest height that holds their queries, else tiles of the largest. Queries of one tile read the same slots;
-    the nodes of a tree read slots of their own, so each is a tile by itself.
+    A row uses the smallest height that holds its queries, or several tiles of the largest. Queries of a tile read the same slots;
+    each node of a draft tree reads slots of its own, so it is a tile by itself.
     """
     plain: dict[int, list[tuple[int, int]]] = {}
     nodes: list[tuple[int, int]] = []
@@ -160,7 +163,7 @@ def _group(tiles: list[tuple[int, int]], height: int, window: int | None, inputs
     pair_tile = np.repeat(np.arange(len(tiles)), last_block - first_block + 1)
     pair_block = np.concatenate([np.arange(a, b + 1) for a, b in zip(first_block, last_block, strict=True)])
     spans = int((last_block // SPAN - base_span).max()) + 1
-    # Where one span holds everything, the smallest power of two that reaches every block's place in it.
+    # With one span, the smallest power of two that covers all blocks; shorter sums have the same bits, as zeros are left out.
     leaves = SPAN if spans > 1 else 1 << int((last_block % SPAN).max()).bit_length()
     local = pair_block - base_span[pair_tile] * SPAN
     keep = np.arange(height)[None] < count[:, None]
@@ -183,14 +186,14 @@ def _group(tiles: list[tuple[int, int]], height: int, window: int | None, inputs
 
 
 def _pages(inputs: Inputs, table: Ints, tokens: Ints, blocks: Ints) -> Ints:
-    """Pages of each pair's block; past the end of a sequence any page will do, its keys are masked."""
+    """Pages of each pair's block. Past the end of a sequence the last page is repeated, because its keys are masked there."""
     per_block = BLOCK // inputs.page_size
     wide = np.pad(table, ((0, 0), (0, -table.shape[1] % per_block)), mode="edge")
     return wide.reshape(len(table), -1, per_block)[inputs.host_rows[tokens], blocks].reshape(-1)
 
 
 def _slots(inputs: Inputs, table: Ints, tokens: Ints, blocks: Ints) -> Ints:
-    """Slots of each pair's keys, counted through all pages: known positions as they are, then the token's own path."""
+    """Slots of each pair's keys, counted over all pages: known positions first, then the drafts on the token's own path."""
     assert inputs.host_tails is not None
     assert inputs.host_paths is not None
     tail = inputs.host_tails[tokens][:, None]  # [X, 1]
@@ -204,7 +207,7 @@ def _slots(inputs: Inputs, table: Ints, tokens: Ints, blocks: Ints) -> Ints:
 
 
 def _mask(lowest: Ints, highest: Ints, pair_block: Ints) -> npt.NDArray[np.bool_]:
-    """[X, 1, 1, height, BLOCK]: true where the query does not see the key."""
+    """[X, 1, 1, height, BLOCK]: true where the query does not attend to the key."""
     key_at = pair_block[:, None, None] * BLOCK + np.arange(BLOCK)  # [X, 1, BLOCK]
     hidden: npt.NDArray[np.bool_] = (key_at < lowest[:, :, None]) | (key_at > highest[:, :, None])
     return hidden[:, None, None]

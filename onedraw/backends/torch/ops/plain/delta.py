@@ -1,6 +1,7 @@
-"""Gated DeltaNet in plain torch: the reference of the kernels, and the implementation where there are none.
+"""Gated DeltaNet in plain torch: the reference of the kernels, and the implementation for devices without kernels.
 
-In: projections of the step's tokens, the step's spans, a layer's states. Out: the state's output at every token.
+In: projections of the step's tokens, the step's spans, a layer's states. Out: the layer's output at every token. Axes: T tokens,
+Hk key heads of size Dk = dk, Hv value heads of size Dv, C convolution channels (q, k and v), K taps of the convolution.
 
     u = silu(conv(projected qkv)); q, k ← L2-normed per head, q / sqrt(dk);  β = sigmoid(b);  g = decay · softplus(a + bias)
     recurrent  S ← e^g S;  d = β (v - Sᵀk);  S ← S + k dᵀ;  o = Sᵀq
@@ -8,7 +9,7 @@ In: projections of the step's tokens, the step's spans, a layer's states. Out: t
                O = e^Γ QS + tril(QKᵀ D) V';  S ← e^Γn S + (K e^(Γn - Γ))ᵀ V'
     output     rms(o) · weight · silu(z)
 
-Value head i reads with key head i // (value_heads // key_heads). Everything is float32.
+Value head i uses key head i // (value_heads // key_heads). Everything is float32.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, Lane
 from onedraw.models.spec import DeltaSpec
 from onedraw.sampling.verify import draft_paths
 
-L2_EPS = 1e-6
+L2_EPS = 1e-6  # added to the sum of squares in the L2 normalization of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """The weights of a delta layer besides its projections; float32."""
+    """The float32 weights of a delta layer, apart from its projections."""
 
     conv: Tensor  # [K, C]
     decay: Tensor  # [Hv], negative
@@ -42,23 +43,24 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaGates:
-    """Every token's queries, keys, values and gates."""
+    """Queries, keys, values and gates of every token."""
 
     q: Tensor  # [T, Hk, Dk]
     k: Tensor  # [T, Hk, Dk]
     v: Tensor  # [T, Hv, Dv]
-    g: Tensor  # [T, Hv] log of the decay
+    g: Tensor  # [T, Hv]: log of the decay
     decay: Tensor  # [T, Hv]
     beta: Tensor  # [T, Hv]
 
 
 def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → [T, Hv * Dv]. Lanes advance; drafts go to the rollback buffer."""
+    """projected [T, C + Hv * Dv + 2 Hv], columns of qkv, z, a and b → [T, Hv * Dv]. The states of lanes advance by known tokens;
+    drafts only write their increments to the rollback buffer."""
     spec, total = store.spec, len(projected)
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
     wide = projected.float()
     fed, z, a, b = torch.split(wide, [spec.channels, inner, heads, heads], dim=1)
-    # The rows that taps index: the step's tokens, then the windows of all lanes, then (ZERO) zeros.
+    # Taps are indices of these rows: the step's tokens, then the windows of all lanes, then a row of zeros (ZERO, which is -1).
     source = torch.cat([fed, store.windows.view(-1, spec.channels), fed.new_zeros(1, spec.channels)])
     gated = _gate(source, a, b, runs, weights, spec)
     out = fed.new_zeros(total, heads, spec.value_dim)
@@ -73,7 +75,7 @@ def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, sto
 
 
 def commit(store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
-    """Advance lanes by their kept drafts: the same arithmetic, from the increments in the rollback buffer."""
+    """Advance lanes by their kept drafts: repeat the updates, with the same bits, from the increments in the rollback buffer."""
     for one in kept:
         window = store.windows[one.lane]
         for place in one.places:
@@ -119,7 +121,7 @@ def _close(out: Tensor, z: Tensor, weights: DeltaWeights, spec: DeltaSpec) -> Te
 
 
 def _recur(run: RecurrentSpan, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
-    state = store.states[run.lane]  # [Hv, Dk, Dv], moved in place
+    state = store.states[run.lane]  # [Hv, Dk, Dv], a view that is updated in place
     if run.fresh:
         state.zero_()
     saves = dict(run.saves)
@@ -135,7 +137,8 @@ def _recur(run: RecurrentSpan, gated: DeltaGates, out: Tensor, store: LaneStore)
 
 
 def _draft(run: RecurrentSpan, state: Tensor, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
-    """Every draft from its parent's state, which is rebuilt from the increments where the parent is not the last one."""
+    """Compute every draft from its parent's state. If the parent is not the preceding draft, the parent's state is rebuilt from
+    increments."""
     paths = draft_paths(run.drafts)
     work, last = state.clone(), -1
     for index, draft in enumerate(run.drafts):
@@ -155,12 +158,14 @@ def _replay(state: Tensor, store: LaneStore, place: int) -> None:
 
 
 def _advance(state: Tensor, decay: Tensor, key: Tensor, change: Tensor) -> None:
-    """state ← state · decay + key ⊗ change, each product rounded, then the sum."""
+    """state ← state · decay + key ⊗ change, in place. Each product is rounded before the sum, so a repeated update has the same
+    bits."""
     state.mul_(decay[:, None, None]).add_(key.unsqueeze(2) * change.unsqueeze(1))
 
 
 def _step(state: Tensor, gated: DeltaGates, token: int, out: Tensor) -> Tensor:
-    """One position; returns the change [Hv, Dv] that was written into the state."""
+    """The recurrent form for one token: update the state, store the output, and return the change [Hv, Dv] written into the
+    state."""
     repeats = state.shape[0] // gated.k.shape[1]
     key, query = gated.k[token].repeat_interleave(repeats, 0), gated.q[token].repeat_interleave(repeats, 0)  # [Hv, Dk]
     decay = gated.decay[token]
@@ -172,7 +177,8 @@ def _step(state: Tensor, gated: DeltaGates, token: int, out: Tensor) -> Tensor:
 
 
 def _chunk(state: Tensor, gated: DeltaGates, tokens: slice, out: Tensor) -> None:
-    """Up to CHUNK positions at once, always in the shape of a whole chunk: what is missing changes nothing."""
+    """The chunked form for up to CHUNK tokens, padded with zeros to a whole chunk, so that the shape is fixed; padding does not
+    change the state."""
     repeats = state.shape[0] // gated.k.shape[1]
     count = tokens.stop - tokens.start
     q, k = (_tile(x[tokens]).repeat_interleave(repeats, 0) for x in (gated.q, gated.k))  # [Hv, n, Dk]
@@ -191,7 +197,7 @@ def _chunk(state: Tensor, gated: DeltaGates, tokens: slice, out: Tensor) -> None
 
 
 def _tile(x: Tensor) -> Tensor:
-    """[n, heads, W] → [heads, CHUNK, W], zeros behind the last."""
+    """[n, heads, W] → [heads, CHUNK, W], padded with zeros."""
     return F.pad(x, (0, 0, 0, 0, 0, CHUNK - len(x))).transpose(0, 1).contiguous()
 
 

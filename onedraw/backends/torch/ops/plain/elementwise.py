@@ -1,7 +1,7 @@
-"""Elementwise functions whose bits do not depend on where in a tensor a number is.
+"""Elementwise functions, RMSNorm and rotary embedding whose bits do not depend on the position of a number in its tensor.
 
-In: tensors whose size is a multiple of 64. Out: the same shape. `sampling/exact.py` says why the library's own functions are
-not enough.
+In: tensors whose size is a multiple of 64. Out: tensors of the same shape. `../../sampling/exact.py` explains why torch's own
+functions do not have this property. Axes: T tokens, N heads of size D, F feed-forward width; d: rotary dimensions of a head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onedraw.models.spec import Activation, Gate, RopeSpec
 
 
 def exp_(x: Tensor) -> Tensor:
-    """In place."""
+    """exp, in place."""
     return apply_elementwise(torch.exp, x, out=x)
 
 
@@ -26,7 +26,7 @@ def softcapped(x: Tensor, cap: float) -> Tensor:
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """In place where x is contiguous."""
+    """The activation of x, computed in place if x is contiguous."""
     x = x.contiguous()
     match activation:
         case "silu":
@@ -38,13 +38,13 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up for [T, 2F] with the gate in the first half: [T, F]."""
+    """activation(gate) * up, where gate_up [T, 2F] has the gate in its first F columns: [T, F]."""
     width = gate_up.shape[1] // 2
     return activated(gate_up[:, :width].contiguous(), activation).mul_(gate_up[:, width:])
 
 
 def opened(x: Tensor, gate: Gate) -> Tensor:
-    """The factor of a gate: computed in float32, in x's dtype."""
+    """Sigmoid or softplus of a gate's projection x, computed in float32 and rounded to x's dtype."""
     match gate:
         case "sigmoid":
             return apply_elementwise(torch.sigmoid, x.float()).to(x.dtype)
@@ -55,7 +55,7 @@ def opened(x: Tensor, gate: Gate) -> Tensor:
 
 
 def times_gate(x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
-    """x [T, W] times a gate [T, W], or [T, W / n] with one number for n neighbours."""
+    """x [T, W] times sigmoid or softplus of a gate [T, W], or of [T, W / n] with one value for n neighbouring columns."""
     factor = opened(gate.contiguous(), kind)
     return x.view(len(x), gate.shape[1], -1).mul(factor.unsqueeze(2)).view(len(x), -1)
 
@@ -75,11 +75,12 @@ def _gelu_tanh(x: Tensor, out: Tensor | None = None) -> Tensor:
     return y
 
 
-# ------------------ RMSNorm, and rotary positions, half-split
+# ------------------------------------------------------------------ norm
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps), computed in float32, times a weight, or none."""
+    """x / sqrt(mean(x²) + eps), computed in float32, times a weight if given: a float32 weight before rounding to x's dtype, any
+    other after it."""
     wide = x.float()
     scale = ordered_sum(wide.square()).unsqueeze(-1).mul(1 / x.shape[-1]).add_(eps).rsqrt_()
     normed = wide.mul(scale)
@@ -101,7 +102,8 @@ def rope_table(rope: RopeSpec, length: int, *, dtype: torch.dtype, device: torch
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x [T, N, D] rotated by cos and sin [T, 2, d/2]; dimensions past d pass through."""
+    """x [T, N, D] with its first d dimensions rotated by cos and sin [T, 2, d/2]: dimension i pairs with i + d/2 (half-split).
+    The other dimensions are copied."""
     half = angles.shape[-1]
     cos, sin = angles[:, :1], angles[:, 1:]  # [T, 1, d/2]
     first, second = x[..., :half], x[..., half : 2 * half]

@@ -1,7 +1,7 @@
-"""Mixture of experts in plain products, one expert after the other.
+"""Mixture of experts in plain torch, one expert after the other.
 
-In: tokens h [T, E], the experts of each token and their weights. Out: [T, E], added in expert order, so neither the batch nor
-the grouping changes a token's sum. Kernels compute the same in fewer launches.
+In: tokens h [T, E], the experts of each token and their weights. Out: [T, E]. The outputs of a token's experts are added in
+expert order, so neither the batch nor the grouping of tokens changes a bit.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from onedraw.models.spec import Activation, MoeSpec
 
 
 class ExpertBank(Protocol):
-    """All experts of one layer, ready for one device."""
+    """The matrices of all experts of a layer, prepared for products on one device."""
 
     @property
     def kind(self) -> str:
-        """The storage type of its matrices; banks of different kinds use different kernels."""
+        """The storage type of the matrices. Banks of different kinds use different kernels, so the self-check compares each."""
         ...
 
     @property
     def linears(self) -> list[Linear]:
-        """Products that the self-check compares and sets the row rule of."""
+        """The separate products whose row rule the self-check determines; empty if a kernel computes all experts."""
         ...
 
     def borders(self, used: int) -> tuple[int, ...]:
-        """Row counts from which other kernels are used, where each row has `used` experts."""
+        """Row counts from which another kernel or tile is used, if each row has `used` experts."""
         ...
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
-        """ids and weights [T, used] → scale · Σ weight · expert(h), the lowest expert first, in h's dtype."""
+        """scale · Σ weight · expert(h) over the experts `ids` [T, used] with `weights` [T, used], added from the lowest expert
+        on, in h's dtype."""
         ...
 
 
@@ -57,14 +58,14 @@ class PlainExpertBank:
         return [*self.gate_up, *self.down]
 
     def borders(self, used: int) -> tuple[int, ...]:
-        return ()  # the products are compared by themselves
+        return ()  # the self-check compares the products in `linears` instead
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
         out = torch.zeros_like(h, dtype=torch.float32)
         for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            tokens, place = torch.nonzero(ids == number, as_tuple=True)  # in order of tokens, each at most once
+            tokens, place = torch.nonzero(ids == number, as_tuple=True)  # sorted by token; a token has an expert at most once
             if len(tokens):
-                padding = down.rule.padded(len(tokens)) - len(tokens)  # as the row rule of the products demands
+                padding = down.rule.padded(len(tokens)) - len(tokens)  # rows that the row rule of the products adds
                 chosen = h.index_select(0, torch.cat([tokens, tokens[-1:].expand(padding)]) if padding else tokens)
                 answer = down(self.gated(gate_up(chosen), self.activation))[: len(tokens)].float()
                 out.index_add_(0, tokens, answer * weights[tokens, place].unsqueeze(1))
@@ -72,9 +73,10 @@ class PlainExpertBank:
 
 
 def choose_experts(logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Experts of each token, best first, the lowest number among equals, and their weights: [T, used] each.
+    """The experts of each token and their weights, [T, used] each: best first, and the lowest number among equals.
 
-    logits [T, ≥ experts]; `bias` is added for selecting, `factors` are of the experts, after normalising.
+    logits [T, ≥ experts]. `bias` [experts] is added to scores for the selection only. `factors` [experts] multiply the weights
+    after they are normalized.
     """
     logits = logits[:, : spec.experts].float().contiguous()
     if spec.softcap is not None:
@@ -93,7 +95,8 @@ def choose_experts(logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factor
 
 
 def join_shared(out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-    """The experts' output, plus the shared expert's times the sigmoid of the gate's first column; plus the residual."""
+    """The experts' output `out`, plus the shared expert's output `always` times sigmoid of the gate's first column, plus the
+    residual."""
     wide = always.float()
     if gate is not None:
         wide = wide * opened(gate.float(), "sigmoid")[:, :1]

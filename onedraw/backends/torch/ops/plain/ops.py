@@ -1,6 +1,6 @@
 """The operations of a model in plain torch, on any device.
 
-In: a device. Out: `TorchOps`. The kernels of `ops/cpu` and `ops/cuda` compute the same faster and are compared with these.
+In: a device. Out: `TorchOps`. The kernels of `ops/cpu` and `ops/cuda` are faster, and tests compare them with these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeS
 
 
 class FloatOps:
-    """Defaults of operations that need weights as float tensors and have no fused form."""
+    """Defaults for implementations that need weights as float tensors and have no fused operations."""
 
     reads_weight_rows = False
     thread_pool: int | None = None
@@ -50,7 +50,8 @@ class FloatOps:
 
 
 class TorchOps(FloatOps):
-    """The self-check sets `rule` of the products, and `tile_heights` where several heights round differently."""
+    """Operations in plain torch. The self-check changes `rule`, the row rule of products, if rows depend on each other, and
+    `tile_heights` if attention tiles of different heights round differently."""
 
     def __init__(self, device: torch.device) -> None:
         self.name = f"{device.type}-torch"
@@ -108,7 +109,7 @@ class TorchOps(FloatOps):
         )
 
     def check_supported(self, spec: DeltaSpec) -> None:
-        """Every shape is supported."""
+        """Nothing to check, because every shape is supported."""
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> TorchDeltaInputs:
         return TorchDeltaInputs(recurrent_spans(inputs, conv=spec.conv))
@@ -124,10 +125,10 @@ class TorchOps(FloatOps):
 @dataclass(frozen=True, slots=True)
 class TorchAttentionInputs:
     page_table: Tensor
-    rotation: Tensor  # [T, 2, d/2] cos and sin
-    places: Tensor  # [T * K]
+    rotation: Tensor  # [T, 2, d/2]: cos and sin of each token's position
+    places: Tensor  # [T * K]: where the key and value of each token and KV head are written
     groups: list[TileGroup]
-    rows: list[Tensor]
+    rows: list[Tensor]  # `store_rows` of each group
 
     def attend(
         self,
