@@ -1,2 +1,2 @@
-"""The OpenXLA backend, through jax: the same protocol, sampling rule and contract as the torch backend. Only this package
+"""The OpenXLA backend, through jax. It has the same protocol, sampling rule and contract as the torch backend. Only this package
 imports jax."""

@@ -1,8 +1,8 @@
-"""The OpenXLA backend: plans run as programs that jax compiles.
+"""The OpenXLA backend: runs plans by programs that jax compiles.
 
-In: a spec, a source of weights, sizes, jax devices. Out: outcomes. One step is: inputs → stages → sampling → commit, each a
-compiled program on the devices; the host waits only for the sampled tokens. Rows are decided by the engine, tokens by the
-sampling rule, and kept drafts by `sampling/verify.py`.
+In: a spec, a source of weights, sizes, jax devices; then plans. Out: outcomes. A step is: inputs → stages → sampling → commit,
+each a compiled program on the devices; the host waits only for the sampled tokens. Drafts are kept by the rule of
+`sampling/verify.py`. Axes: T tokens of a step, C picked tokens, E hidden width.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.verify import draft_prefixes
 from onedraw.types import History, Logprobs, Outcome, Plan, Row, SampledToken, SamplingParams
 
-DRAFTS = 64  # maximum drafts of all rows of a step
+DRAFTS = 64  # default of the maximum number of drafts in a step, over all rows
 CHECK_TOKENS = (140, 37, 5)  # lengths of the self-check's sequences; the first is more than one block of keys and two chunks
 CHECK_PARAMS = SamplingParams(temperature=1.0, seed=7, checksums=True, max_tokens=2)
 
 
 @dataclass(frozen=True, slots=True)
 class XlaStageDevice:
-    """The device of a pipeline stage. Its layers start where the previous stage ends and stop at `stop`; None: after the last
-    layer."""
+    """The device of a pipeline stage. Its layers begin after those of the previous stage and end before layer `stop`; None: with
+    the last layer."""
 
     device: jax.Device
     stop: int | None = None
@@ -58,17 +58,17 @@ class XlaStageDevice:
 
 @dataclass(frozen=True, slots=True)
 class SamplePick:
-    """A position to sample at: after a token of the step, or at the end of a checkpoint's prompt."""
+    """A position to sample at: after a token of the step, or after the prompt of a checkpoint, whose logits are saved."""
 
-    row: int
-    token: int  # index in the step
+    row: int  # index of the row in the plan
+    token: int  # index of the token in the step
     position: SamplingPosition
-    restore: int  # checkpoint slot whose logits are sampled from instead; -1: none
-    keep: int  # checkpoint slot that stores these logits; the padding slot for none
+    restore: int  # checkpoint slot whose saved logits are used instead of the token's; -1: none
+    keep: int  # checkpoint slot in which the logits are saved; the padding slot if none
 
 
 class XlaBackend:
-    """After construction, weights are loaded, pages are allocated and programs are compiled."""
+    """A backend whose weights are loaded, pages allocated and programs compiled when its constructor returns."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class XlaBackend:
         notify: Callable[[str], None] = lambda line: None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`warm`: compile everything now, otherwise each program when a step first needs it. `progress`: called after each
-        loaded layer."""
+        """`warm`: compile all programs now; otherwise each is compiled when a step first needs it. `check`: run the self-check.
+        `notify` receives lines for the user. `progress` is called after each loaded layer with its number and the total."""
         require_supported(spec)
         self._spec, self._stage_devices = spec, tuple(stage_devices)
         self._conv = conv_width(spec)
@@ -156,7 +156,7 @@ class XlaBackend:
         self._score = jax.jit(partial(score, **fixed), compiler_options=OPTIONS)
 
     def _warm(self, notify: Callable[[str], None]) -> None:
-        """Compile every program now, with empty steps. jax caches compiled programs on disk."""
+        """Compile every program now by running empty steps. jax caches compiled programs on disk."""
         pick_tokens = np.zeros(self.shape.picks, dtype=np.int32)
         decode, mixed = (
             make_inputs((), self.shape, conv=self._conv, bucket=bucket) for bucket in (self.shape.decode, self.shape.mixed)
@@ -177,7 +177,8 @@ class XlaBackend:
         jax.block_until_ready([stage.state for stage in self._stages])
 
     def _checked(self, notify: Callable[[str], None]) -> SelfCheck:
-        """Run the self-check. If it fails, compile again with one fixed number of rows in all matrix products, and repeat it."""
+        """Run the self-check. If it fails, compile the programs again with one fixed number of rows in all matrix products, and
+        repeat the check."""
         report = self_check(self)
         if not report.passed and self.shape != self.shape.uniform:
             notify("xla: results depend on the number of rows on this machine; compiling again with a fixed number of rows")
@@ -234,7 +235,8 @@ class XlaBackend:
         return Outcome(tuple(outcomes), time.perf_counter() - begin)
 
     def _forward(self, inputs: XlaInputs, pick_tokens: Any) -> tuple[Array, Array, list[list[Weights]]]:
-        """Run all stages. Returns residuals [T, E], those of the picked tokens, and per stage the state increments of drafts."""
+        """Run all stages. Returns the residuals [T, E], the residuals [C, E] of picked tokens, and the state increments of
+        drafts, stage by stage."""
         x: Any = inputs.arrays["tokens"]
         picked: Any = None
         increments = []
@@ -244,7 +246,7 @@ class XlaBackend:
         return x, picked, increments
 
     def _picks(self, rows: Sequence[Row], inputs: XlaInputs) -> list[SamplePick]:
-        """For each row that samples: one pick after its last known token, and one after each draft."""
+        """For each row that samples, one pick after its last known token and one after each draft."""
         picks = []
         no_slot = self.shape.checkpoints
         for i, (row, first) in enumerate(zip(rows, inputs.firsts, strict=True)):
@@ -258,7 +260,8 @@ class XlaBackend:
         return picks
 
     def _sample_picks(self, picked: Array, picks: Sequence[SamplePick], *, slabs: int = 0) -> tuple[Array, list[Array]]:
-        """The sampled tokens of all picks, and their result rows, one slab after the other. Both stay on the device."""
+        """Sample all picks, slab by slab. Returns the sampled tokens, and the result rows of each slab; both stay on the device.
+        `slabs`: the least number of slabs to run, for compiling without picks."""
         rows = self.shape.slab
         self._counts.follow([pick.position for pick in picks])
         counts = (self._counts.output, self._counts.prompt)
@@ -285,7 +288,8 @@ class XlaBackend:
         return {"norm": last["norm"], "head": last["head"]}
 
     def _scored(self, rows: Sequence[Row], inputs: XlaInputs, x: Array) -> dict[int, tuple[Logprobs, ...]]:
-        """For each row with prompt logprobs: the logprobs of the prompt tokens that its positions predict."""
+        """For each row with prompt logprobs, by row number: the logprobs of the prompt tokens that the row's positions
+        predict."""
         scored: dict[int, tuple[Logprobs, ...]] = {}
         step = self.shape.slab
         for i, (row, first) in enumerate(zip(rows, inputs.firsts, strict=True)):
@@ -307,8 +311,8 @@ class XlaBackend:
 
     @property
     def identity(self) -> str:
-        """Everything that influences results: hardware, libraries and the rows of matrix products, but not the split over
-        devices."""
+        """Everything that affects the bits of results: hardware, libraries and the rows of matrix products. The split over
+        devices does not affect them."""
         parts = sorted({hardware_name(one.device) for one in self._stage_devices})
         rows = f"products of {self.shape.decode.rows} and {self.shape.mixed.rows} rows"
         return f"xla on {', '.join(parts)}; jax {jax.__version__}, jaxlib {jaxlib_version}; {rows}"
@@ -330,7 +334,7 @@ class XlaBackend:
 
 @dataclass(frozen=True, slots=True)
 class CheckSequence:
-    """A token sequence in a lane with its own pages; its last token counts as generated."""
+    """A token sequence in a lane with its own pages. All tokens but the last are its prompt; the last one counts as generated."""
 
     lane: int
     tokens: tuple[int, ...]
@@ -384,7 +388,7 @@ def _step(backend: Backend, rows: Sequence[Row]) -> list[tuple[SampledToken, ...
 
 
 def _sequences(capacity: Capacity) -> list[CheckSequence]:
-    """Up to three sequences, as lanes and pages allow, the longest first; none if the context is too short."""
+    """Up to three sequences, the longest first, as many as lanes and pages allow; none if the context is too short."""
     found: list[CheckSequence] = []
     rng = np.random.default_rng(0)
     used = 0

@@ -1,9 +1,9 @@
-"""Gated DeltaNet in jax: the arithmetic of `backends/torch/ops/plain/delta.py`, with loops on the device. Everything is float32.
+"""Gated DeltaNet in jax: the formulas of `backends/torch/ops/plain/delta.py`, with loops on the device. Everything is float32.
 
 In: projections of the step's tokens, work lists (`inputs.py`), a layer's states. Out: the layer's output at every token, the
 new states, and the state increments of drafts. Prompt positions use the chunked form, generated positions and drafts the
 recurrent form. Chunks and positions are computed one after the other in fixed shapes, so neither batch nor schedule changes a
-bit of a row.
+bit of a row. Axes: T tokens, Hk key heads of size Dk, Hv value heads of size Dv, C convolution channels, n = CHUNK positions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import DeltaSpec
 
-L2_EPS = 1e-6
+L2_EPS = 1e-6  # added to the sum of squares in the L2 normalization of queries and keys
 HIGHEST = lax.Precision.HIGHEST
 RecurrentInputs = dict[str, Any]
 
@@ -29,7 +29,8 @@ RecurrentInputs = dict[str, Any]
 def delta(
     projected: Array, store: Weights, runs: RecurrentInputs, weights: Weights, spec: DeltaSpec, bucket: ShapeBucket, eps: float
 ) -> tuple[Array, Weights, Weights]:
-    """projected [T, C + Hv * Dv + 2 Hv] (qkv, z, a, b) → outputs [T, Hv * Dv], the new store, and the increments of drafts."""
+    """projected [T, C + Hv * Dv + 2 Hv], columns of qkv, z, a and b → outputs [T, Hv * Dv], the new store, and the state
+    increments of drafts."""
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
     fed, z, a, b = jnp.split(projected, [spec.channels, spec.channels + inner, spec.channels + inner + heads], axis=1)
     windows = store["windows"].reshape(-1, spec.channels)
@@ -52,7 +53,8 @@ def delta(
 
 
 def commit(store: Weights, increments: Weights, kept: Array, drafts: RecurrentInputs) -> Weights:
-    """Apply the increments of kept drafts to the states, with the arithmetic of the recurrent form."""
+    """Apply the increments of kept drafts to the states, by the same operations as in the recurrent form, so with the same
+    bits."""
 
     def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         states, windows = carry
@@ -104,7 +106,8 @@ def _close(out: Array, z: Array, weights: Weights, spec: DeltaSpec, eps: float) 
 
 
 def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: RecurrentInputs) -> tuple[Array, Array, Array]:
-    """The chunked form for prompt positions. A partial chunk is padded with zeros, which do not change the state."""
+    """The chunked form for prompt positions, one chunk at a time. A partial chunk is padded with zeros, which do not change the
+    state."""
     padded = {name: jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for name, x in gated.items()}
     out = jnp.pad(out, ((0, CHUNK), (0, 0), (0, 0)))
     inside = jnp.arange(CHUNK)
@@ -128,7 +131,7 @@ def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: Recur
 
 
 def _chunk(state: Array, tile: Weights) -> tuple[Array, Array]:
-    """state [Hv, Dk, Dv] → the state after the chunk, and its outputs [n, Hv, Dv]."""
+    """One chunk for all heads: state [Hv, Dk, Dv] → the state after the chunk, and the chunk's outputs [n, Hv, Dv]."""
     repeats = state.shape[0] // tile["k"].shape[1]
     q, k = (jnp.repeat(tile[name].transpose(1, 0, 2), repeats, axis=0) for name in "qk")  # [Hv, n, Dk]
     v, beta = tile["v"].transpose(1, 0, 2), tile["beta"].T[:, :, None]
@@ -156,7 +159,7 @@ def _solve(system: Array, right: Array) -> Array:
 
 
 def _advance(state: Array, decay: Array, key: Array, change: Array) -> Array:
-    """state ← state · decay + key ⊗ change; each product is rounded before the sum."""
+    """state · decay + key ⊗ change. Each product is rounded before the sum, so a repeated update has the same bits."""
     repeats = state.shape[0] // key.shape[0]
     return times(state, decay[:, None, None]) + times(jnp.repeat(key, repeats, axis=0)[:, :, None], change[:, None, :])
 
@@ -186,7 +189,8 @@ def _recurrent_positions(states: Array, out: Array, gated: Weights, runs: Recurr
 
 
 def _drafts(states: Array, out: Array, gated: Weights, runs: RecurrentInputs, bucket: ShapeBucket) -> tuple[Array, Weights]:
-    """The recurrent form for drafts. A parent's state is rebuilt from increments unless the parent is the draft just before."""
+    """The recurrent form for drafts, each from its parent's state. Unless the parent is the preceding draft, its state is rebuilt
+    from increments. Returns the outputs and the increments; the lanes' states stay unchanged."""
     tokens = runs["node_token"]
     increments = {"decay": gated["decay"][tokens], "key": gated["k"][tokens]}
     changes = jnp.zeros((bucket.drafts, *out.shape[1:]), jnp.float32)

@@ -1,8 +1,9 @@
-"""Export of a model as StableHLO graphs for other runtimes: `onedraw export`.
+"""Export of a model as StableHLO graphs for other runtimes, for `onedraw export`.
 
-In: a spec, a source of weights, sizes. Out: a folder with `prefill.mlir` (a mixed step of up to so many tokens), `decode.mlir`
-(one token of every lane), `weights.npz` and `manifest.json` with the order, names, shapes and dtypes of inputs and results.
-Both graphs take and return pages and states, and return logits; sampling is left to the caller. `iree.py` runs an export.
+In: a spec, a source of weights, sizes. Out: a folder with `prefill.mlir` (a step of any rows, up to `step_tokens` tokens),
+`decode.mlir` (a step of one token per lane), `weights.npz` and `manifest.json` with the order, names, shapes and dtypes of inputs
+and results. Both graphs take and return KV pages and recurrent states, and return logits; the caller samples. `iree.py` runs an
+export.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 
-FORMAT = 2  # version of the manifest
+FORMAT = 2  # version of the manifest's format; `iree.py` refuses others
 
 
 def export_model(
@@ -41,7 +42,7 @@ def export_model(
     version: str,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write all files; returns the manifest's path. The graphs are float32 and compute what the backend computes."""
+    """Write all files and return the path of the manifest. The graphs are float32 and have the backend's arithmetic."""
     require_supported(spec)
     if spec.recurrent:
         raise UnsupportedModel(
@@ -82,7 +83,7 @@ def export_model(
 
 
 def _require_writable(folder: Path) -> None:
-    """Create the folder and check that it is writable before anything is computed."""
+    """Create the folder and check that it is writable, before weights are read and graphs computed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -92,7 +93,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _graph(stage: XlaStage, bucket: ShapeBucket) -> tuple[str, dict[str, Any]]:
-    """The text of a graph, and its arguments and results in order."""
+    """The StableHLO text of the graph for a compiled shape, and the manifest entries of its arguments and results, in order."""
     spec = stage.spec
 
     def step(given: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def _graph(stage: XlaStage, bucket: ShapeBucket) -> tuple[str, dict[str, Any]]:
 
 
 def _text(exported: Any) -> str:
-    """The graph without source locations: they contain paths of this machine."""
+    """The graph as text, without source locations, because these contain paths of this machine."""
     before = jax.config.read("jax_include_debug_info_in_dumps")
     jax.config.update("jax_include_debug_info_in_dumps", False)
     try:
@@ -123,7 +124,7 @@ def _text(exported: Any) -> str:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    """Leaves in jax's order, with names like state/0/keys."""
+    """The leaves of a tree in jax's order, with names such as state/0/keys."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 

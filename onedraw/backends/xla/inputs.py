@@ -1,9 +1,9 @@
-"""Step inputs of the xla backend: fixed compiled shapes, and a ragged plan padded to the index arrays of one of them.
+"""Step inputs of the xla backend: the compiled shapes, and the rows of a plan as index arrays padded to one of these shapes.
 
 In: rows of a plan, CompiledShapes. Out: XlaInputs, numpy arrays that are copied to the device once per step. Array names are
-input names of exported graphs (`export.py`), so they do not change.
+input names of exported graphs (`export.py`), so they must not change.
 
-A token has a position in its sequence and a place: the index of its key and value, counted in slots over all pages of a group.
+A token has a position in its sequence, and a place: the slot of its key and value, counted over all pages of a group of layers.
 Nodes of a draft tree take the slots after the row's known tokens, in order, and attend to the slots of their own path. Rows,
 lanes, pages and checkpoints have one extra entry at the end, which padding reads and writes.
 
@@ -25,9 +25,10 @@ from onedraw.sampling.verify import draft_paths
 from onedraw.types import Row
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
-MIN_PRODUCT_ROWS = 4  # rows of a matrix product: with fewer, libraries use other kernels with other rounding
-MAX_PRODUCT_ROWS = 32  # with more rows, the order of additions along the reduced axis was seen to change
-KEYS = 128  # key positions per attention block; a block starts at a position that is a multiple of this
+MIN_PRODUCT_ROWS = 4  # least rows of a matrix product: for fewer, libraries have other kernels, which round differently
+# Most rows of a matrix product: with more, the order of additions along the reduced axis was seen to change.
+MAX_PRODUCT_ROWS = 32
+KEYS = 128  # key positions per block of attention; blocks start at multiples of this
 TILE = 16  # queries of one attention tile in a mixed step
 TILES = 8  # tiles computed at once
 CHUNK = 64  # prompt positions that a recurrent layer computes at once
@@ -39,15 +40,15 @@ class ShapeBucket:
     """The shape of one compiled step."""
 
     tokens: int
-    rows: int  # of one matrix product
+    rows: int  # rows of each matrix product
     tile: int  # queries of one attention tile
-    tiles: int
-    step: int  # tiles computed at once
-    drafts: int
+    tiles: int  # number of attention tiles
+    step: int  # attention tiles that are computed at once
+    drafts: int  # maximum drafts of all rows
 
     @property
     def chunks(self) -> int:
-        """Maximum prompt chunks of a step: every row may have one partial chunk."""
+        """The most prompt chunks of a step. Every row may have one partial chunk."""
         return self.tokens // CHUNK + self.tiles
 
 
@@ -57,8 +58,8 @@ class CompiledShapes:
 
     lanes: int
     page_size: int
-    pages: tuple[int, ...]  # per group; padding writes to one more page after the last
-    windows: tuple[int | None, ...]
+    pages: tuple[int, ...]  # pages of each group of layers, without the extra page that padding writes to
+    windows: tuple[int | None, ...]  # sliding window of each group; None: full attention
     max_context: int
     drafts: int  # maximum drafts of all rows of a step
     checkpoints: int
@@ -67,22 +68,22 @@ class CompiledShapes:
 
     @property
     def table(self) -> int:
-        """Pages of one row's page table, rounded up to whole blocks of keys after the longest draft."""
+        """Pages in the page table of a row: enough for the longest context and its drafts, rounded up to whole blocks of keys."""
         return round_up(self.max_context + self.drafts + 1, KEYS) // self.page_size
 
     @property
     def slab(self) -> int:
-        """Picks that one sampling program handles."""
+        """The number of picks that one call of the sampling program handles."""
         return MIN_PRODUCT_ROWS if self.lanes <= MIN_PRODUCT_ROWS else 8
 
     @property
     def picks(self) -> int:
-        """Maximum picks of a step. A pick is a token whose hidden state is sampled from."""
+        """The most picks of a step. A pick is a token after which a token is sampled."""
         return round_up(self.lanes + self.drafts, self.slab)
 
     @property
     def uniform(self) -> CompiledShapes:
-        """The same with equal product rows and tiles in both shapes, for libraries whose rounding depends on the number of
+        """The same sizes with equal product rows and tiles in both shapes, for libraries whose rounding depends on the number of
         rows."""
         rows, step = self.mixed.rows, self.mixed.step
         tokens = round_up(self.decode.tokens, rows)
@@ -101,13 +102,14 @@ def compiled_shapes(
     checkpoints: int,
     rows: int | None = None,
 ) -> CompiledShapes:
-    """`rows`: the fixed number of rows of every matrix product; None: between MIN_PRODUCT_ROWS and MAX_PRODUCT_ROWS."""
+    """The compiled shapes for these sizes. `rows`: the fixed number of rows of every matrix product; None: a number between
+    MIN_PRODUCT_ROWS and MAX_PRODUCT_ROWS for each shape."""
     few = next((n for n in (MIN_PRODUCT_ROWS, 8, 16, MAX_PRODUCT_ROWS) if n >= lanes), MAX_PRODUCT_ROWS)
     height = rows or few
     tokens = round_up(lanes, height)
     step = min(TILES, tokens)
     most = rows or MAX_PRODUCT_ROWS
-    mixed = round_up(max(step_tokens, lanes, 2 * CHUNK) + CHUNK, most)  # never too few for the self-check
+    mixed = round_up(max(step_tokens, lanes, 2 * CHUNK) + CHUNK, most)  # at least the tokens that the self-check needs
     shape = CompiledShapes(
         lanes=lanes,
         page_size=page_size,
@@ -136,29 +138,29 @@ def round_up(count: int, multiple: int) -> int:
 
 
 Ints = npt.NDArray[np.int32]
-NOWHERE = np.iinfo(np.int32).max // 2  # a position that no key has
+NOWHERE = np.iinfo(np.int32).max // 2  # a position after all keys
 
 
 @dataclass(frozen=True, slots=True)
 class XlaInputs:
-    """One step. `arrays` are read by all layers, `delta` by recurrent layers, `drafts` by the commit."""
+    """The index arrays of one step: `arrays` for all layers, `delta` for recurrent layers, `drafts` for the commit."""
 
     bucket: ShapeBucket
     firsts: tuple[int, ...]  # index of each row's first token
     arrays: dict[str, Any]
     delta: dict[str, Any]
     drafts: dict[str, Any]
-    branches: bool  # some row has a draft tree
+    branches: bool  # whether some row has a draft tree
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """A row's tokens in the step: [first, first + known + drafts)."""
+    """A row and its tokens in the step, which are [first, first + known + drafts)."""
 
     row: Row
-    number: int
-    first: int
-    draft_paths: tuple[tuple[int, ...], ...]
+    number: int  # index of the row in the plan
+    first: int  # index of its first token in the step
+    draft_paths: tuple[tuple[int, ...], ...]  # drafts from the root to a node: of no draft, then of each draft
 
     @property
     def known(self) -> int:
@@ -174,8 +176,8 @@ class RowLayout:
 
 
 def make_inputs(rows: Sequence[Row], shape: CompiledShapes, *, conv: int = 0, bucket: ShapeBucket | None = None) -> XlaInputs:
-    """`conv`: positions that the convolutions of recurrent layers read; 0 without such layers. `bucket` None: the smallest that
-    fits."""
+    """The inputs of a step with these rows. `conv`: positions that the convolution of a recurrent layer reads; 0 without such
+    layers. `bucket`: the compiled shape; None: the smallest in which the rows fit."""
     single = all(len(row.tokens) <= 1 and not row.drafts and not row.scores_prompt for row in rows)
     bucket = bucket or (shape.decode if single else shape.mixed)
     layouts, first = [], 0
@@ -202,7 +204,7 @@ def _full(shape: int | tuple[int, ...], value: int = 0) -> Ints:
 
 
 def _tables(rows: Sequence[Row], shape: CompiledShapes) -> Ints:
-    """Page tables [groups, rows + 1, pages]; the padding page after a row's end and in place of freed pages."""
+    """Page tables [groups, rows + 1, pages]. Entries after a row's last page, and of freed pages, are the padding page."""
     tables = _full((len(shape.pages), shape.lanes + 1, shape.table))
     for group, scratch in enumerate(shape.pages):
         tables[group] = scratch
@@ -213,7 +215,7 @@ def _tables(rows: Sequence[Row], shape: CompiledShapes) -> Ints:
 
 
 def _places(tables: Ints, rows: Ints, slots: Ints, page_size: int) -> Ints:
-    """Places of the rows' slots, [groups, n]."""
+    """The places of slots [n] of rows [n] in each group: [groups, n]."""
     found: Ints = tables[:, rows, slots // page_size] * page_size + slots % page_size
     return found
 
@@ -240,7 +242,7 @@ def _tokens(layouts: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledSh
 
 
 def _tiles(layouts: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes) -> dict[str, Any]:
-    """Attention tiles: consecutive queries of one row. A node of a draft tree is a tile of its own."""
+    """Index arrays of attention tiles. A tile is consecutive queries of one row; a node of a draft tree is a tile by itself."""
     rows, tails = _full(bucket.tiles, shape.lanes), _full(bucket.tiles, NOWHERE)
     queries = _full((bucket.tiles, bucket.tile), bucket.tokens - 1)
     paths = _full((bucket.tiles, max(bucket.drafts, 1)))
@@ -277,7 +279,8 @@ def _tiles(layouts: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledSha
 
 
 def _drafts(layouts: Sequence[RowLayout], shape: CompiledShapes, tables: Ints) -> dict[str, Any]:
-    """Drafts of all rows in order: tokens and parents for verification, and source and target places for the commit."""
+    """The drafts of all rows, in order: tokens, parents and picks for verification, and the places between which the commit moves
+    keys and values."""
     most = max(shape.drafts, 1)
     tokens, parents, picks, rows = _full(most), _full(most, -1), _full(most), _full(most, shape.lanes)
     lanes, sources, targets = _full(most, shape.lanes), _full(most), _full(most)
@@ -305,9 +308,9 @@ def _drafts(layouts: Sequence[RowLayout], shape: CompiledShapes, tables: Ints) -
 
 
 def _recurrent_inputs(layouts: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes, conv: int) -> dict[str, Any]:
-    """Work lists of recurrent layers: prompt chunks, then single generated positions ("steps"), then drafts ("nodes"), each
-    from its parent's state. `taps` index the convolution's inputs in [tokens of the step, conv - 1 window rows per lane, one
-    row of zeros].
+    """Work lists of recurrent layers: prompt chunks, then single generated positions ("steps"), then drafts ("nodes"), each of
+    which starts from its parent's state. `taps` are the convolution's inputs, as indices of [tokens of the step, conv - 1 window
+    rows per lane, one row of zeros].
     """
     before, total = conv - 1, bucket.tokens
     zeros = total + (shape.lanes + 1) * before
@@ -370,7 +373,7 @@ def _chunk_fields(shape: CompiledShapes) -> tuple[tuple[str, int], ...]:
 
 
 def _prompt_tokens(layout: RowLayout) -> int:
-    """How many of a row's known tokens use the chunked form. Chunks must start at absolute multiples of CHUNK."""
+    """The number of a row's known tokens that use the chunked form. Chunks must start at absolute multiples of CHUNK."""
     row = layout.row
     prompt = min(max(row.prompt_stop - row.start, 0), layout.known)
     if prompt and row.start % CHUNK:
@@ -381,7 +384,7 @@ def _prompt_tokens(layout: RowLayout) -> int:
 
 
 def require_supported(spec: ModelSpec) -> None:
-    """UnsupportedModel for architectures that the layers of this backend do not implement."""
+    """Raise UnsupportedModel for architectures that the layers of this backend do not implement."""
     if spec.family not in FAMILIES or spec.softcap is not None or not all(map(_plain, spec.layers)):
         raise UnsupportedModel(
             f"--backend xla does not support {spec.family} yet; it runs {', '.join(FAMILIES)}; use --backend torch"
@@ -389,7 +392,8 @@ def require_supported(spec: ModelSpec) -> None:
 
 
 def _plain(layer: LayerSpec) -> bool:
-    """Whether a layer is a mixer and a gated feed-forward with pre-norms, without the extras of some families."""
+    """Whether a layer is attention or a delta layer, then a gated feed-forward network, both with pre-norms, and nothing else:
+    some families add norms, parallel experts, per-layer inputs or shared keys."""
     mixer = layer.mixer
     odd = isinstance(mixer, AttentionSpec) and (mixer.v_norm or mixer.keys_as_values or mixer.reuses is not None)
     added = layer.sandwich or layer.parallel_experts is not None or layer.inputs or layer.scaled
@@ -397,5 +401,6 @@ def _plain(layer: LayerSpec) -> bool:
 
 
 def conv_width(spec: ModelSpec) -> int:
-    """Positions that the convolutions of recurrent layers read, the same in all layers; 0 without recurrent layers."""
+    """The number of positions that the convolution of a recurrent layer reads. It is the same in all layers, and 0 without
+    recurrent layers."""
     return next((layer.mixer.conv for layer in spec.layers if isinstance(layer.mixer, DeltaSpec)), 0)

@@ -1,7 +1,7 @@
-"""Run an export of `onedraw export` with IREE on the CPU: graphs return logits, and the host samples.
+"""Runs an export of `onedraw export` with IREE on the CPU: the graphs return logits, and the host samples.
 
-In: the folder of an export. Out: a Backend for the same engine; tokens are sampled by `sampling/law.py`. Needs no jax. Graphs are
-compiled on first use and cached in the same folder as their text. Supports neither drafts nor checkpoints.
+In: the folder of an export. Out: a Backend for the same engine; tokens are sampled by `sampling/law.py`. It does not need jax.
+Graphs are compiled at first use and cached in the folder of the export. Neither drafts nor checkpoints are supported.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from onedraw.errors import ModelNotFound, Unsupported, UnsupportedModel
 from onedraw.sampling.law import sample
 from onedraw.types import Outcome, Plan
 
-DRIVER = "local-task"
-FORMAT = 2
+DRIVER = "local-task"  # IREE's multithreaded CPU driver
+FORMAT = 2  # version of the manifest's format that `export.py` writes
 
 
 class IreeBackend:
-    """After construction, graphs are compiled, weights are on the device and pages are zeroed."""
+    """A backend whose graphs are compiled, weights loaded and pages zeroed when its constructor returns."""
 
     def __init__(self, folder: Path, *, notify: Callable[[str], None] = lambda line: None) -> None:
         path = folder / "manifest.json"
@@ -102,7 +102,8 @@ class IreeBackend:
         return Outcome(tuple(rows), time.perf_counter() - begin)
 
     def _step(self, inputs: XlaInputs, picks: Any) -> Any:
-        """Run a graph. It consumes the pages and states and returns new ones."""
+        """Run the graph for the step's compiled shape and return its logits. The graph returns new pages and states, which
+        replace the old ones."""
         name = "decode" if inputs.bucket == self._shape.decode else "prefill"
         given = {f"inputs/{key}": value for key, value in inputs.arrays.items()} | {"picks": picks}
         given |= {f"runs/{key}": value for key, value in inputs.delta.items()}
@@ -133,14 +134,15 @@ class IreeRuntime:
         return self._runtime.asdevicearray(self._config.device, array)
 
     def load(self, path: Path) -> Callable[..., Any]:
-        """The function of a graph, compiled unless a cached program is up to date."""
+        """Load a graph as a function. It is compiled first, unless the cached program is newer than the graph's text."""
         compiled = path.with_suffix(".vmfb")
         if not compiled.exists() or compiled.stat().st_mtime < path.stat().st_mtime:
             from iree import compiler
 
             options = ["--iree-llvmcpu-target-cpu=host"]
             given = {"target_backends": ["llvm-cpu"], "input_type": "stablehlo", "extra_args": options}
-            part = compiled.with_name(f"{compiled.name}.{os.getpid()}.part")  # renamed when complete
+            # Renamed when complete, so that no other process reads a partial file.
+            part = compiled.with_name(f"{compiled.name}.{os.getpid()}.part")
             part.write_bytes(compiler.compile_str(path.read_text(), **given))
             os.replace(part, compiled)
         context = self._runtime.SystemContext(config=self._config)

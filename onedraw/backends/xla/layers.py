@@ -1,8 +1,9 @@
 """Layers in jax: norms, matrix products, rotary embedding, paged attention, feed-forward. Pure functions.
 
-In: weights of a layer, rows of a step. Out: arrays with the same rows. So that a row's bits do not depend on the batch: every
-reduction is over the last axis of an array with a fixed shape (`inputs.py`), keys are read in blocks of absolute positions, one
-after the other, and masked keys add exact zeros.
+In: weights of a layer, rows of a step. Out: arrays with the same rows. Three rules make a row's bits independent of the batch:
+every reduction is over the last axis of an array with a fixed shape (`inputs.py`); keys are read in blocks of absolute positions,
+in order; masked keys add exact zeros. Axes: T tokens, H query heads, K KV heads, G = H / K, D size of a head, N tiles of h
+queries.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec
 
-COLUMNS = 8  # width of the matrix of ones by which `row_sum` multiplies
+COLUMNS = 8  # columns of the matrix of ones in `row_sum`
 Piece = tuple[Array, ...]
 
 
 def in_pieces(function: Callable[..., Piece], bucket: ShapeBucket, pieces: Array, *arrays: Array) -> Piece:
-    """Apply `function` to the step's rows, `bucket.rows` at a time. Pieces without tokens are skipped and stay zero."""
+    """Apply `function` to the rows of `arrays` in pieces of `bucket.rows` rows, so that its matrix products have a fixed shape.
+    `pieces`: the number of pieces with tokens; the others are skipped and their results stay zero."""
     if bucket.tokens == bucket.rows:
         return function(*arrays)
     rows = bucket.rows
@@ -65,7 +67,7 @@ def over(x: Array, y: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """A float32 weight is applied before rounding to x's dtype, another one after."""
+    """x / sqrt(mean(x²) + eps) · weight. A float32 weight is applied before rounding to x's dtype, any other after it."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(row_sum(wide * wide) * (1 / x.shape[-1]) + eps)
     normed = wide * scale
@@ -75,7 +77,8 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def rotary(x: Array, angles: Array) -> Array:
-    """Rotary embedding of x [T, N, D] by `angles` [T, 2, d/2] (cos, sin), half-split; dimensions from d on pass through."""
+    """Rotary embedding of x [T, heads, D] by `angles` [T, 2, d/2] (cos, sin): dimension i is paired with i + d/2 (half-split),
+    and dimensions from d on are unchanged."""
     half = angles.shape[-1]
     cos, sin = angles[:, :1], angles[:, 1:]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -112,7 +115,7 @@ def feed_forward(h: Array, weights: Weights, spec: MlpSpec) -> Array:
 
 
 def project(h: Array, angles: Array, weights: Weights, spec: AttentionSpec, eps: float) -> Piece:
-    """Queries [T, H, D], keys and values [T, K, D], and the gate [T, W], of normed tokens h."""
+    """Queries [T, H, D], keys and values [T, K, D], and the projection [T, W] of the output gate, of normalized rows h."""
     rows, dim = len(h), spec.head_dim
     widths = [spec.heads * dim, spec.kv_heads * dim, spec.kv_heads * dim]
     out = linear(h, weights["qkv"], weights.get("qkv_bias"))
@@ -125,8 +128,9 @@ def project(h: Array, angles: Array, weights: Weights, spec: AttentionSpec, eps:
 
 
 def write(pages: Weights, k: Array, v: Array, places: Array) -> Weights:
-    """Write keys and values [T, K, D] to their places. A non-finite value is stored as a NaN key and a zero value: queries that
-    attend to it become NaN, and masked queries are not affected (0 · inf would be NaN)."""
+    """Write keys and values [T, K, D] to `places`, their slots counted over all pages. A value that is not finite is stored as a
+    NaN key and a zero value: queries that attend to it become NaN, but masked queries are not affected, as they would be by 0 ·
+    inf = NaN."""
     broken = ~jnp.isfinite(v).all(-1, keepdims=True)
     k, v = jnp.where(broken, jnp.nan, k), jnp.where(broken, 0, v)
     return {"keys": pages["keys"].at[places].set(k), "values": pages["values"].at[places].set(v)}
@@ -142,7 +146,8 @@ def attend(
     tiles = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)[inputs["tile_queries"]]  # [N, h, H, D]
     tiles = tiles.reshape(-1, bucket.tile, kv, per, dim).transpose(0, 2, 3, 1, 4).reshape(-1, kv, per * bucket.tile, dim)
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, height - per * bucket.tile), (0, 0)))
-    ends = jnp.tile(inputs["positions"][inputs["tile_queries"]], (1, per))  # last position of each query, [N, G * h]
+    # [N, G * h]: the last position that each query attends to
+    ends = jnp.tile(inputs["positions"][inputs["tile_queries"]], (1, per))
     ends = jnp.pad(ends, ((0, 0), (0, height - per * bucket.tile)))
 
     def step(number: Array, out: Array) -> Array:
@@ -177,7 +182,8 @@ def attend(
 
 
 def _places(positions: Array, rows: Piece, table: Array, shape: CompiledShapes) -> Array:
-    """Places of a tile's keys, [tiles, KEYS]: known positions first, then the path of a draft node."""
+    """Slots of each tile's keys, counted over all pages, [tiles, KEYS]: known positions first, then the drafts on the path of a
+    node of a draft tree."""
     row, tail, path = rows
     depth = jnp.clip(positions - tail[:, None], 0, path.shape[1] - 1)
     slots = jnp.where(positions < tail[:, None], positions, tail[:, None] + jnp.take_along_axis(path, depth, axis=1))
@@ -186,7 +192,8 @@ def _places(positions: Array, rows: Piece, table: Array, shape: CompiledShapes) 
 
 
 def _block(queries: Array, keys: Array, values: Array, seen: Array, carry: Piece) -> Piece:
-    """Online softmax over one more block: maximum, sum and weighted values so far. A fully masked block changes no bit."""
+    """Add a block of keys to the online softmax, whose state `carry` is the maximum, the sum and the weighted values so far. A
+    fully masked block changes no bit."""
     peak, total, mixed = carry
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     dots: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}

@@ -1,8 +1,9 @@
-"""The model as compiled programs, one XlaStage per device.
+"""The model as compiled programs: one XlaStage for each device.
 
-In: weights read layer by layer, CompiledShapes, a step's XlaInputs. Out: XlaStages with weights, state and programs: `open`
-(copies before a step), `run` (the layers, one program per compiled shape) and `commit` (kept drafts). The embedding is in the
-first stage, the last norm and the head are in the last. One device is a split of one.
+In: weights read layer by layer, CompiledShapes, a step's XlaInputs. Out: XlaStages with weights, state and programs: `open` (page
+copies and checkpoint restores before a step), `run` (the layers, one program per compiled shape) and `commit` (kept drafts). The
+embedding belongs to the first stage, the last norm and the head to the last one; on a single device that is the same stage. Axes:
+T tokens of a step, C picked tokens, E hidden width.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def run_layers(
     bucket: ShapeBucket,
 ) -> Result:
     """Run the stage's layers on x: tokens in the first stage, residuals [T, E] in the others. Returns the new state, the state
-    increments of drafts, the residuals, and those of the picked tokens."""
+    increments of drafts, the residuals [T, E], and the residuals [C, E] of the tokens that `picks` selects for sampling."""
     spec = stage.spec
     if stage.first:
         x = _embedded(weights, x, spec).astype(stage.activation)
@@ -67,7 +68,7 @@ def run_layers(
 
 
 def _embedded(weights: dict[str, Any], tokens: Array, spec: ModelSpec) -> Array:
-    """A tied embedding is read from the columns of the head, without a second table."""
+    """Embeddings of tokens. A tied embedding is read from the columns of the head, which saves a second table."""
     return weights["embed"][tokens] if "embed" in weights else weights["head"][:, tokens].T
 
 
@@ -134,7 +135,7 @@ def _feed_forward(x: Array, layer: LayerSpec, weights: Weights, stage: XlaStage)
 
 
 class XlaStage:
-    """Layers [start, stop) on one device. Owner of their weights and state."""
+    """Layers [start, stop) on one device. It owns their weights, state and compiled programs."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class XlaStage:
         self.reshape(shape)
 
     def reshape(self, shape: CompiledShapes) -> None:
-        """Replace the programs by those for other compiled shapes."""
+        """Replace the programs by programs for other compiled shapes. State and weights are kept."""
         self.shape = shape
         fixed: dict[str, Any] = {"layers": self.layers, "shape": shape}
         self._open = jax.jit(partial(apply_copies, **fixed), donate_argnums=0, compiler_options=OPTIONS)
@@ -180,7 +181,7 @@ class XlaStage:
         }
 
     def close(self) -> None:
-        """Free weights, state and programs. jax's caches keep a reference to the stage, so its arrays must be dropped here."""
+        """Free weights, state and programs. jax's caches keep a reference to the stage, so its arrays are dropped here."""
         self.weights, self.state, self._run = {}, [], {}
 
     def open(self, rows: Sequence[Row]) -> None:
@@ -191,8 +192,8 @@ class XlaStage:
         self.state = self._open(self.state, part)
 
     def run(self, x: Any, inputs: XlaInputs, picks: Any) -> tuple[list[Weights], Array, Array]:
-        """x: tokens, or the residuals of the previous stage. Returns increments of drafts, residuals [T, E], picked residuals
-        [C, E]."""
+        """x: tokens, or the residuals of the previous stage. Returns the state increments of drafts, residuals [T, E], and the
+        residuals [C, E] of picked tokens."""
         given = jax.device_put(x, self.device)
         program = self._run[inputs.bucket]
         self.state, increments, x, picked = program(self.weights, self.state, given, inputs.arrays, inputs.delta, picks)

@@ -1,6 +1,7 @@
 """jax configuration and devices: 64-bit integers, named devices, the compilation cache on disk.
 
-In: a platform's name and a folder. Out: jax devices, or an error that lists what exists. This module imports jax first.
+In: a platform's name and a folder. Out: jax devices, or an error that lists the available ones. It must be imported before other
+modules use jax, because it sets jax's configuration.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ jax.config.update("jax_enable_x64", True)
 
 Array = jax.Array
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-# Without this, XLA skips roundings to bf16 inside fused operations, and results depend on what it fuses.
+# By default XLA may skip roundings to bf16 inside fused operations, and then results depend on its choice of fusions.
 OPTIONS = {"xla_allow_excess_precision": False}
 
 
 def resolve_platform(requested: str) -> str:
-    """cpu, cuda or tpu; auto is jax's default platform."""
+    """The platform's name: cpu, cuda or tpu. `auto` is resolved to jax's default platform."""
     if requested != "auto":
         return requested
     found = _default_devices()[0].platform
@@ -36,7 +37,7 @@ def resolve_platform(requested: str) -> str:
 def find_devices(platform: str, names: Sequence[str]) -> tuple[list[Device], list[jax.Device]]:
     """Devices of a platform by name (`auto`, `cpu`, `cuda:1`): as Devices for planning, and as jax devices.
 
-    A TPU is planned like a recent CUDA device: both compute in bf16.
+    A TPU is planned like a recent CUDA device, because both compute in bf16.
     """
     try:
         available = jax.devices({"cuda": "gpu"}.get(platform, platform))
@@ -83,7 +84,8 @@ def _as_device(device: jax.Device, platform: str, number: int) -> Device:
 
 
 def keep_compiled(folder: Path) -> str:
-    """Cache compiled programs in this folder for the next start. Returns a line for the log."""
+    """Cache compiled programs in this folder for the next start, if it is writable. Returns a line for the log that says so or
+    why not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -97,7 +99,7 @@ def keep_compiled(folder: Path) -> str:
 
 
 def hardware_name(device: jax.Device) -> str:
-    """The chip of a device, for fingerprints. jax names every CPU `cpu`, so its model comes from the system."""
+    """The name of a device's chip, for fingerprints. jax calls every CPU `cpu`, so a CPU's model is read from the system."""
     if device.platform == "cpu":
         return f"cpu {cpu_model()} (vectors {cpu_features_digest()})"
     return f"{device.platform} {device.device_kind}"

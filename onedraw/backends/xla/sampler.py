@@ -1,11 +1,13 @@
 """Sampling on the device for a slab of positions, by the rule of `sampling/law.py`.
 
 In: residuals of picked tokens (or logits saved with checkpoints) and SamplingInputs. Out: one row of integers per position
-(columns in `backends/sampled_rows.py`), the saved logits, and the sampled tokens, which the commit reads on the device.
+(columns in `backends/sampled_rows.py`), the saved logits, and the sampled tokens, which the commit reads on the device. Axes: C
+positions of a slab, E hidden width, V tokens of the vocabulary, V' V with padding.
 
 A slab is a fixed number of positions. One program contains every sampling feature; features that no row of a slab uses are
 skipped on the device. Sums over the vocabulary are sums of integers, and thresholds are found by bisection over float bits, so
-a row's result does not depend on the other rows. A deficit is the best score minus a token's score.
+a row's result does not depend on the other rows. A deficit is the best score minus a token's score, divided by the
+temperature where tokens are sampled.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from onedraw.sampling.law import MASS_BITS, NO_TOKEN, filters
 from onedraw.sampling.noise import BITS, HALF, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import MAX_TOP_LOGPROBS
 
-# Numbers of sparse entries that the program is compiled for: the smallest that is enough; above the last, a multiple of it.
+# Lengths of the sparse (row, token, value) lists that the program is compiled for. The smallest sufficient one is used, or a
+# multiple of the last.
 SPARSE = (256, 4096, 65536, 2**20)
-OFF = 2.0  # a top-p that filters nothing
-INFINITY_BITS = 0x7F800000  # float bits of infinity, the largest deficit
+OFF = 2.0  # a value of top-p that stands for "not used"
+INFINITY_BITS = 0x7F800000  # the bits of float32 infinity, which is the largest deficit
 COUNT_BATCH = 512  # (lane, token) pairs per call of the program that updates token counts
 
 Entries = list[tuple[int, int, float]]
@@ -40,7 +43,7 @@ SamplingInputs = dict[str, Any]
 
 
 def logits_of(weights: dict[str, Any], x: Array, *, eps: float, vocab: int) -> Array:
-    """Float32 logits [C, V'] of residuals x [C, E]; -inf for the padding after the vocabulary."""
+    """Float32 logits [C, V'] of residuals x [C, E]; the padding after the vocabulary is -inf."""
     hidden = rms_norm(x, weights["norm"], eps).astype(weights["head"].dtype)
     logits = linear(hidden, weights["head"]).astype(jnp.float32)
     return jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
@@ -60,8 +63,8 @@ def sample(
     eps: float,
     vocab: int,
 ) -> tuple[Array, Array, Array]:
-    """Sample picks [offset, offset + rows) of the step. Returns the saved logits, all sampled tokens so far, and the result
-    rows."""
+    """Sample picks [offset, offset + rows) of the step. Returns the logits saved for checkpoints, all sampled tokens so far, and
+    the result rows of this slab."""
     x = lax.dynamic_slice_in_dim(picked, slab["offset"], rows)
     logits = logits_of(weights, x, eps=eps, vocab=vocab)
     logits = jnp.where((slab["restore"] >= 0)[:, None], saved[jnp.maximum(slab["restore"], 0)], logits)
@@ -71,7 +74,7 @@ def sample(
 
 
 def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs: SamplingInputs, *, vocab: int) -> Array:
-    """Result rows for the host.   [C, TOP + most logprobs] int64"""
+    """The result rows for the host: [C, TOP + the most logprobs] int64, columns of `backends/sampled_rows.py`."""
     scores = adjusted(logits, counts, inputs)
     best = _top(scores)
     valid = (best > -jnp.inf) & (best < jnp.inf) & (logits.max(1) < jnp.inf)
@@ -88,13 +91,15 @@ def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs:
 
 
 def score(weights: dict[str, Any], x: Array, index: Array, tokens: Array, top: Array, *, eps: float, vocab: int) -> Array:
-    """The model's own logprobs of given tokens after positions of a step, as result rows."""
+    """The raw logprobs of given tokens, each predicted at position `index` of the step, as result rows. They are for prompt
+    logprobs."""
     deficit = _deficits(logits_of(weights, x[index], eps=eps, vocab=vocab))
     nothing = jnp.zeros((len(index), 2), jnp.int64)
     return jnp.concatenate([nothing, *_logprob_columns(deficit, tokens, jnp.ones(len(index), bool), top, vocab)], axis=1)
 
 
-# ── steps 1 to 3 of the sampling rule: bias, penalties, bans ────────────────────────────────────────────────────────────
+# ── steps 1 to 3 of the sampling rule in `sampling/law.py`: bias, penalties, bans
+# ────────────────────────────────────────────────────────────
 
 
 def adjusted(logits: Array, counts: tuple[Array, Array], inputs: SamplingInputs) -> Array:
@@ -111,7 +116,7 @@ def adjusted(logits: Array, counts: tuple[Array, Array], inputs: SamplingInputs)
 
 
 def _penalized(scores: Array, counts: tuple[Array, Array], inputs: SamplingInputs) -> Array:
-    """Repetition, frequency and presence penalty, in this order, on rows that use one of them."""
+    """Apply repetition, frequency and presence penalty, in this order, to rows that use one of them."""
     lanes = inputs["lane"]
     output = counts[0][lanes].astype(jnp.float32)
     output = output.reshape(-1).at[inputs["drafted_at"]].add(inputs["drafted_by"], mode="drop").reshape(scores.shape)
@@ -124,13 +129,13 @@ def _penalized(scores: Array, counts: tuple[Array, Array], inputs: SamplingInput
 
 
 def _constrain(scores: Array, inputs: SamplingInputs) -> Array:
-    """On constrained rows, ban all but the allowed tokens. The masks are packed, one bit per token."""
+    """Ban all tokens but the allowed ones in constrained rows. The masks are packed, one bit per token."""
     bits = inputs["allowed"][:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed = (bits > 0).reshape(len(scores), -1) | ~inputs["constrained"][:, None]
     return jnp.where(allowed, scores, -jnp.inf)
 
 
-# ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────
+# ── steps 5 to 7: min-p, top-k and top-p as one limit per row ────────────────────────────────────────────────────────────
 
 
 def _limit(deficit: Array, inputs: SamplingInputs) -> Array:
@@ -155,9 +160,9 @@ def _limit(deficit: Array, inputs: SamplingInputs) -> Array:
 
 
 def threshold(deficit: Array, weights: Array, target: Array) -> Array:
-    """Per row the smallest value t with sum(weights where deficit <= t) >= target, by bisection.
+    """For each row, the smallest t for which the weights of tokens with deficit <= t add up to at least `target`.
 
-    Non-negative floats are ordered like their bits.
+    It is found by bisection over float bits, because non-negative floats are ordered like their bits.
     """
     bits = lax.bitcast_convert_type(deficit, jnp.int32)
 
@@ -173,7 +178,7 @@ def threshold(deficit: Array, weights: Array, target: Array) -> Array:
 
 
 def masses(deficit: Array) -> Array:
-    """floor(exp(-deficit) * 2^40), integers that add up exactly in any order."""
+    """Probability masses floor(exp(-deficit) * 2^40). Their sums are exact in any order, because they are integers."""
     share = jnp.where(deficit == jnp.inf, 0, jnp.exp(-deficit))
     return (jnp.where(deficit == 0, 1, share) * jnp.float32(2.0**MASS_BITS)).astype(jnp.int64)
 
@@ -182,7 +187,7 @@ def masses(deficit: Array) -> Array:
 
 
 def _logprob_columns(deficit: Array, token: Array, wanted: Array, top: Array, vocab: int) -> list[Array]:
-    """Total mass, deficit of the token, and the most likely tokens; zeros if no row requests them."""
+    """Columns for logprobs: total mass, deficit of the token, and the most likely tokens; zeros if no row requests them."""
     count = min(MAX_TOP_LOGPROBS, vocab)
 
     def mass() -> Array:
@@ -201,10 +206,10 @@ def _logprob_columns(deficit: Array, token: Array, wanted: Array, top: Array, vo
 
 
 def _checksums(logits: Array, filtered: Array, sums: Array, inputs: SamplingInputs) -> Array:
-    """63-bit checksums of the exact bits of logits and scores."""
+    """[C]: 63-bit checksums of the exact bits of logits and filtered scores; zeros if no row requests them."""
 
     def summed() -> Array:
-        scores = jnp.where(filtered == 0, 0, -filtered)  # 0 - 0 is 0, never -0
+        scores = jnp.where(filtered == 0, 0, -filtered)  # the rule computes 0 - deficit, which is never -0
         return ((_bits(logits) * sums[0]).sum(1) + (_bits(scores) * sums[1]).sum(1)) & (2**63 - 1)
 
     return lax.cond(inputs["summed"], summed, lambda: jnp.zeros(len(logits), jnp.int64))
@@ -227,14 +232,14 @@ def _bits(values: Array) -> Array:
 
 
 def uniform_bits(keys: Array, vocab: int) -> Array:
-    """24 uniform bits for every token id.   [C, 2] uint32 -> [C, V] uint32"""
+    """24 uniform bits for every token id, hashed from keys [C, 2] uint32: [C, V] uint32."""
     words = jnp.arange(vocab, dtype=jnp.uint32)[None] ^ keys[:, :1]
     words = _mix32(words) + keys[:, 1:]
     return _mix32(words) >> (32 - BITS)
 
 
 def gumbel(keys: Array, vocab: int) -> Array:
-    """-log(-log u) for every token id.   [C, 2] uint32 -> [C, V] float32"""
+    """Gumbel noise -log(-log u) for every token id, from keys [C, 2] uint32: [C, V] float32."""
     bits = uniform_bits(keys, vocab)
     whole = bits.astype(jnp.float32)
     below = (whole + 0.5) * 2.0**-BITS  # u, exact in the lower half
@@ -253,7 +258,7 @@ def _mix32(words: Array) -> Array:
 
 
 class DryHistories:
-    """Token histories for the DRY penalty, one per lane. Owner: the backend."""
+    """The token history of each lane's request, indexed for the DRY penalty. Owner: the backend."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[str, HistoryTokens]] = {}
@@ -270,7 +275,7 @@ class DryHistories:
 def sampling_inputs(
     positions: Sequence[SamplingPosition], histories: DryHistories, *, rows: int, vocab: int, width: int, lanes: int
 ) -> dict[str, Any]:
-    """Arrays of `rows` rows: the positions first, then padding with neutral values."""
+    """The sampling parameters as arrays of `rows` rows: one row per position, then padding with values that change nothing."""
     inputs = _dense(positions, rows, vocab, lanes)
     host = [adjustment(p.params, p.history, p.drafts, histories.of(p)) for p in positions]
     bias: Entries = [(row, t, v) for row, p in enumerate(positions) for t, v in p.params.logit_bias if 0 <= t < vocab]
@@ -297,7 +302,7 @@ def sampling_inputs(
 
 
 def _dense(positions: Sequence[SamplingPosition], rows: int, vocab: int, lanes: int) -> dict[str, Any]:
-    """One value per row for every parameter; neutral after the last position."""
+    """Every parameter as an array with one value per row; padding rows have values that change nothing."""
 
     def column(values: Sequence[Any], neutral: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return np.asarray([*values, *[neutral] * (rows - len(values))], dtype=dtype)
@@ -334,14 +339,15 @@ def _dense(positions: Sequence[SamplingPosition], rows: int, vocab: int, lanes: 
 
 @partial(jax.jit, donate_argnums=(0, 1))
 def add_counts(output: Array, prompt: Array, new_lanes: Array, grown: Array, prompted: Array) -> tuple[Array, Array]:
-    """Clear the lanes in `new_lanes`, then count tokens given as rows of (lane, token)."""
+    """Clear the counts of lanes in `new_lanes`, then count the tokens of output (`grown`) and prompt (`prompted`), which are
+    given as rows of (lane, token)."""
     output, prompt = jnp.where(new_lanes[:, None], 0, output), jnp.where(new_lanes[:, None], False, prompt)
     return output.at[grown[:, 0], grown[:, 1]].add(1), prompt.at[prompted[:, 0], prompted[:, 1]].set(True)
 
 
 class XlaTokenCounts:
-    """How often each lane's request has output each token [lanes + 1, V'], and whether its prompt contains it. Owner: the
-    backend."""
+    """Token counts [lanes + 1, V'] for the penalties: how often each token occurs in the output of each lane's request, and
+    whether it occurs in its prompt. Owner: the backend."""
 
     def __init__(self, *, width: int, lanes: int, device: jax.Device) -> None:
         self.output = jax.device_put(np.zeros((lanes + 1, width), np.int32), device)
@@ -350,7 +356,8 @@ class XlaTokenCounts:
         self._lanes = lanes
 
     def follow(self, positions: Sequence[SamplingPosition]) -> None:
-        """Update the lanes of positions with penalties. A lane that continues its request adds only the new tokens."""
+        """Update the counts of the lanes whose positions use penalties. For a lane that continues its request, only new tokens
+        are counted."""
         new_lanes = np.zeros(self._lanes + 1, dtype=np.bool_)
         grown: list[tuple[int, int]] = []
         prompted: list[tuple[int, int]] = []

@@ -1,8 +1,8 @@
-"""State of a stage between steps: KV pages and recurrent states as donated arrays, updated in place.
+"""The state of a stage between steps: KV pages and recurrent states, as arrays that programs update in place (donated arrays).
 
 In: sizes, then the rows of each step. Out: one dictionary of arrays per layer of the stage, which every program takes and
-returns. After every step the state after a row's kept tokens is in its pages and its lane, and nowhere else. Lanes, pages and
-checkpoints have one extra entry at the end, which padding reads and writes.
+returns. After every step, pages and lane of a row hold the state after its kept tokens. Lanes, pages and checkpoints have one
+extra entry at the end, which padding reads and writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onedraw.models.spec import AttentionSpec, LayerSpec
 from onedraw.types import Row
 
 State = list[Weights]
-COPIES = 16  # page copies and restored lanes per program call
+COPIES = 16  # page copies, and restored lanes, of one call of `apply_copies`
 
 
 def allocate(layers: Sequence[LayerSpec], shape: CompiledShapes, *, dtype: str, device: jax.Device) -> State:
@@ -35,7 +35,7 @@ def allocate(layers: Sequence[LayerSpec], shape: CompiledShapes, *, dtype: str, 
             for layer in layers:
                 found.append({name: jnp.zeros(size, kind) for name, (size, kind) in _sizes(layer, shape, dtype).items()})
             jax.block_until_ready(found)
-    except (RuntimeError, MemoryError):  # how jax reports out of memory
+    except (RuntimeError, MemoryError):  # jax reports that memory is exhausted by one of these
         raise OutOfMemory(
             f"KV pages for {shape.max_context} tokens and the states of {shape.lanes} lanes do not fit into {device}; "
             f"lower --kv-memory, --max-context or --max-batch"
@@ -61,7 +61,7 @@ def _sizes(layer: LayerSpec, shape: CompiledShapes, dtype: str) -> dict[str, tup
 
 
 def copies_before(rows: Sequence[Row], shape: CompiledShapes) -> list[dict[str, npt.NDArray[np.int32]]]:
-    """Page copies and checkpoint restores before a step, in parts of a fixed size; empty if there are none."""
+    """The page copies and checkpoint restores that come before a step, in parts of a fixed size; empty if there are none."""
     copies = [[(c.source, c.target) for row in rows for c in row.copies if c.group == group] for group in range(len(shape.pages))]
     restored = [(row.restore, row.lane) for row in rows if row.restore is not None]
     parts = -(-max(len(restored), *map(len, copies)) // COPIES)
@@ -80,7 +80,7 @@ def no_copies(shape: CompiledShapes) -> dict[str, npt.NDArray[np.int32]]:
 
 
 def _padded(pairs: Sequence[tuple[int, int]], part: int, *padding: int) -> npt.NDArray[np.int32]:
-    """Part `part` of the pairs as [COPIES, 2], padded with copies from and to the padding entry."""
+    """Pairs [part * COPIES, (part + 1) * COPIES) as an array [COPIES, 2], padded with copies from and to the padding entry."""
     found = np.empty((COPIES, 2), dtype=np.int32)
     found[:] = padding if len(padding) == 2 else padding * 2
     here = pairs[part * COPIES : (part + 1) * COPIES]
@@ -90,7 +90,7 @@ def _padded(pairs: Sequence[tuple[int, int]], part: int, *padding: int) -> npt.N
 
 
 def apply_copies(state: State, copied: dict[str, Array], *, layers: Sequence[LayerSpec], shape: CompiledShapes) -> State:
-    """Copy shared pages that a row will write to, and the states of checkpoints into lanes."""
+    """Copy shared pages that a row is going to write to (copy on write), and the states of checkpoints into lanes."""
     found: State = []
     for layer, store in zip(layers, state, strict=True):
         if isinstance(layer.mixer, AttentionSpec):
@@ -130,7 +130,8 @@ def commit_drafts(
 
 
 def verified(sampled: Array, drafts: dict[str, Any], shape: CompiledShapes) -> Array:
-    """Which drafts are kept: the parent is kept and sampled this token (`sampling.verify.kept_drafts` for all rows).   [D]"""
+    """[D]: which of the D drafts are kept. A draft is kept if its parent is the last kept token of its row and the token sampled
+    after the parent equals the draft; this is the rule of `sampling.verify.kept_drafts` for all rows."""
     rows = shape.lanes + 1
 
     def one(index: jax.Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -157,7 +158,7 @@ def put(array: Array, index: Array, value: Array) -> Array:
 
 
 def as_stored(array: Array) -> npt.NDArray[Any]:
-    """The array for a file. numpy has no bf16, so its bits are stored as int16."""
+    """The array as it is stored in a file. numpy has no bf16, so the bits of bf16 are stored as int16."""
     found = np.asarray(array)
     return found.view(np.int16) if array.dtype == jnp.bfloat16 else found
 
@@ -172,7 +173,8 @@ def as_given(array: npt.NDArray[Any], like: Array) -> npt.NDArray[Any]:
 def export_checkpoint(
     state: State, layers: Sequence[LayerSpec], slot: int, pages: Sequence[Sequence[int]], *, shape: CompiledShapes, first: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Host copies, named by the layer's index in the model."""
+    """Copies on the host of a checkpoint's recurrent states and pages, named by the layer's index in the model and the array's
+    name. `pages`: for each group, the pages to copy. `first`: the index of the stage's first layer."""
     found: dict[str, npt.NDArray[Any]] = {}
     for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
         if isinstance(layer.mixer, AttentionSpec):
@@ -197,8 +199,8 @@ def import_checkpoint(
     shape: CompiledShapes,
     first: int,
 ) -> None:
-    """Import what `export_checkpoint` returned, into `state`. `page_maps`: per group, stored page → page here. `slot` None:
-    pages only."""
+    """Write the arrays that `export_checkpoint` returned into `state`. `page_maps`: for each group, from the index of a stored
+    page to the page that receives it. `slot`: the checkpoint slot for the recurrent states; None: only import pages."""
     for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
         if isinstance(layer.mixer, AttentionSpec):
             for name in ("keys", "values"):

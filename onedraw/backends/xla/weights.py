@@ -1,7 +1,8 @@
-"""Weights from a source to a jax device: a dictionary of arrays per layer, matrices as [inputs, outputs].
+"""Loads weights from a source to a jax device: a dictionary of arrays for each layer, with matrices as [inputs, outputs].
 
 In: a source of named weights (names in `models/spec.py`). Out: one dictionary per layer, and one for embedding and head. Layers
-are not stacked into one array: jax would copy a slice at every use. Matrices with the same input are concatenated.
+are not stacked into one array, because jax would copy a slice at every use. Matrices with the same input are concatenated along
+their outputs. Axes: E hidden width, V' vocabulary padded to a multiple of VECTOR, K taps and C channels of a convolution.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from onedraw.backends.xla.platform import DTYPES, Array
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
-VECTOR = 64  # the vocabulary is padded to a multiple of this
+VECTOR = 64  # the vocabulary is padded with zero columns to a multiple of this
 
 Floats = npt.NDArray[np.float32]
 Weights = dict[str, Array]
 
 
 class XlaWeightLoader:
-    """Reads weights while a stage is being made."""
+    """Reads the weights of a stage, converts them to its dtype and copies them to its device."""
 
     def __init__(self, spec: ModelSpec, source: WeightSource, *, dtype: str, device: jax.Device) -> None:
         self._spec, self._source, self._dtype, self._device = spec, source, DTYPES[dtype], device
@@ -39,11 +40,11 @@ class XlaWeightLoader:
         return found
 
     def embedding(self) -> Weights:
-        """The embedding table, for a head that is not tied or is on another device."""
+        """The embedding table, needed if the head is not tied to it or is on another device."""
         return {"embed": self._put(self._read(None, "embed"))}
 
     def head(self) -> Weights:
-        """The last norm, and the head as [E, V'], from which a tied embedding is read too."""
+        """The last norm's weight, and the head [E, V'], from whose columns a tied embedding is read."""
         name = "embed" if self._spec.tied else "head"
         rows = self._read(None, name)
         width = round_up(self._spec.vocab, VECTOR)
@@ -84,7 +85,7 @@ class XlaWeightLoader:
         return self._put(np.concatenate([self._read(layer, name) for name in names]))
 
     def _norm(self, layer: int | None, name: str) -> Array:
-        """In float32 if it is applied before rounding."""
+        """The weight of a norm, in float32 if the model applies it before rounding, otherwise in the model's dtype."""
         value = self._read(layer, name)
         return self._wide(value) if self._spec.norm == "wide" else self._put(value)
 
