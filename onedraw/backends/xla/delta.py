@@ -1,9 +1,10 @@
 """Gated DeltaNet in jax: the formulas of `backends/torch/ops/plain/delta.py`, with loops on the device. Everything is float32.
 
-In: projections of the step's tokens, work lists (`inputs.py`), a layer's states. Out: the layer's output at every token, the
-new states, and the state increments of drafts. Prompt positions use the chunked form, generated positions and drafts the
-recurrent form. Chunks and positions are computed one after the other in fixed shapes, so neither batch nor schedule changes a
-bit of a row. Axes: T tokens, Hk key heads of size Dk, Hv value heads of size Dv, C convolution channels, n = CHUNK positions.
+In: projections of the step's tokens, work lists (`inputs.py`), a layer's states. Out: the layer's output at every token, the new
+states, and the state increments of drafts. Prompt positions use the chunked form, generated positions and drafts the recurrent
+form. Chunks and positions are computed one after the other in fixed shapes, so neither batch nor schedule changes a bit of a row.
+Axes: T tokens, Hk key heads of size Dk, Hv value heads of size Dv, C convolution channels, n = CHUNK positions. A lane is the
+slot of a sequence's state.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ In: rows of a plan, CompiledShapes. Out: XlaInputs, numpy arrays that are copied
 input names of exported graphs (`export.py`), so they must not change.
 
 A token has a position in its sequence, and a place: the slot of its key and value, counted over all pages of a group of layers.
-Nodes of a draft tree take the slots after the row's known tokens, in order, and attend to the slots of their own path. Rows,
-lanes, pages and checkpoints have one extra entry at the end, which padding reads and writes.
+Nodes of a draft tree take the slots after the row's known tokens, in order, and attend to the slots of their own path. A lane is
+the slot of a sequence's recurrent state. Rows, lanes, pages and checkpoints have one extra entry at the end, which padding reads
+and writes.
 
 This module imports no jax, so `inspect` can check a model and list the compiled shapes without it.
 """

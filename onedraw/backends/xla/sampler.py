@@ -2,12 +2,13 @@
 
 In: residuals of picked tokens (or logits saved with checkpoints) and SamplingInputs. Out: one row of integers per position
 (columns in `backends/sampled_rows.py`), the saved logits, and the sampled tokens, which the commit reads on the device. Axes: C
-positions of a slab, E hidden width, V tokens of the vocabulary, V' V with padding.
+positions of a slab, E hidden width, V tokens of the vocabulary, V' V with padding. A lane is the slot in which a sequence's
+tokens are counted.
 
 A slab is a fixed number of positions. One program contains every sampling feature; features that no row of a slab uses are
-skipped on the device. Sums over the vocabulary are sums of integers, and thresholds are found by bisection over float bits, so
-a row's result does not depend on the other rows. A deficit is the best score minus a token's score, divided by the
-temperature where tokens are sampled.
+skipped on the device. Sums over the vocabulary are sums of integers, and thresholds are found by bisection over float bits, so a
+row's result does not depend on the other rows. A deficit is the best score minus a token's score, divided by the temperature
+where tokens are sampled.
 """
 
 from __future__ import annotations

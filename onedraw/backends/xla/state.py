@@ -1,8 +1,8 @@
 """The state of a stage between steps: KV pages and recurrent states, as arrays that programs update in place (donated arrays).
 
 In: sizes, then the rows of each step. Out: one dictionary of arrays per layer of the stage, which every program takes and
-returns. After every step, pages and lane of a row hold the state after its kept tokens. Lanes, pages and checkpoints have one
-extra entry at the end, which padding reads and writes.
+returns. After every step, pages and lane (slot of a recurrent state) of a row hold the state after its kept tokens. Lanes, pages
+and checkpoints have one extra entry at the end, which padding reads and writes.
 """
 
 from __future__ import annotations

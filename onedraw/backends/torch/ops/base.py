@@ -3,8 +3,10 @@
 In: tensors. Out: tensors in which no row depends on another row. `ops/plain` implements all of them in torch, `ops/cpu` in C,
 `ops/cuda` in Triton and CUDA. Implementations may round differently, so a fingerprint names the one that is used.
 
-Axes: T tokens of a step, R rows, E hidden width, F feed-forward width, H query heads, K key and value heads of size D. Gated
-DeltaNet has Hv value heads of size Dv and C convolution channels. In products, K inputs and F outputs.
+Axes: T tokens of a step, R rows (one per sequence of the step), E hidden width, F feed-forward width, H query heads, K key and
+value heads of size D. Gated DeltaNet has Hv value heads of size Dv and C convolution channels. In products, K inputs and F
+outputs. A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state increments of drafts until the
+commit.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class KernelChoices:
 
 
 class Products(Protocol):
-    """Matrix products, norms and activations."""
+    """The operations of a layer that work row by row: matrix products, norms and activations."""
 
     @property
     def rule(self) -> RowRule:
@@ -133,7 +135,8 @@ class Experts(Protocol):
         ...
 
     def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-        """The sum of the experts' output, the shared expert's and the residual, as `plain.experts.join_shared` defines it."""
+        """The sum of the experts' output `out`, the gated output `always` of the shared expert, and the residual, as
+        `plain.experts.join_shared` defines it."""
         ...
 
 
@@ -169,7 +172,7 @@ class CaptureOps(Protocol):
         ...
 
     def keep_last_tokens(self, samples: Tensor, lanes: Tensor, last: Tensor) -> None:
-        """last[lanes] = samples[:, 0]."""
+        """Store the sampled tokens of these lanes: last[lanes] = samples[:, 0]."""
         ...
 
 

@@ -1,5 +1,6 @@
-/* Gated DeltaNet on a CPU. The operations for a row and head are in one fixed order; threads only divide rows and heads, so their
- * number changes no bit. The formulas and a plain implementation are in ../plain/delta.py. */
+/* Gated DeltaNet on a CPU. The operations for a row and head are in one fixed order; threads only divide rows and heads, so
+ * their number changes no bit. A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state
+ * increments of drafts until the commit. The formulas and a plain implementation are in ../plain/delta.py. */
 
 #include "delta.h"
 #include "cpu_features.h"

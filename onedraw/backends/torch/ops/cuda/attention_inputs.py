@@ -64,7 +64,7 @@ class AttentionShape:
 class TileSetLayout:
     """Sizes of a TileSet in the packed array, and how it is launched."""
 
-    height: int  # queries times query heads per KV head
+    height: int  # rows of a tile: queries times query heads per KV head
     tiles: int  # number of tiles
     merge_tokens: int  # tokens whose splits are stored to be merged; 0 if `sequential`
     splits: int  # one more than the index of the last split of any token

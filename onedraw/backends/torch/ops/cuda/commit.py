@@ -4,7 +4,8 @@ In: the token sampled at every position of a step, and the rows' drafts. Out: th
 values moved to the slots of their positions; tokens for the next step. Drafts are kept by the rule of `sampling/verify.py`:
 parents come before their children, so one pass finds the whole path. The host repeats the verification when the sampled tokens
 arrive; on the device it lets the next step start without waiting for the host. Axes: T tokens, R rows, W the most drafts of a
-row, K taps of the convolution, L layers.
+row, K taps of the convolution, L layers. A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state
+increments of drafts.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -30,7 +31,7 @@ class VerifiedDrafts:
 
     kept: Tensor  # [R, W] int32: index of the draft among the row's drafts
     slots: Tensor  # [R, W] int32: slot of the draft in the rollback buffer
-    lanes: Tensor  # [R] int32
+    lanes: Tensor  # [R] int32: the lane of each row
     window_sources: Tensor  # [R, 1 + K] int32: the argument `sources` of `shift_conv_windows`
 
 

@@ -5,7 +5,8 @@ In: projections of a step's tokens, and the lanes' convolution windows. Out: que
 `delta_chunked.py` (chunked form, 64 absolute positions at a time, for prompts) and in `delta_recurrent.py` and `delta_tree.py`
 (recurrent form, for generated and drafted tokens). The formulas are in `ops/plain/delta.py`. Everything between the projections
 and the last product is float32. Axes: T tokens, Hk key heads of size Dk, Hv value heads of size Dv, C = 2 Hk Dk + Hv Dv
-convolution channels, K taps of the convolution. A window holds the last K - 1 inputs of a lane's convolution.
+convolution channels, K taps of the convolution. A lane is the slot of a sequence's recurrent state; its window holds the last K -
+1 inputs of its convolution.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -53,8 +54,8 @@ def unsupported_reason(spec: DeltaSpec) -> str:
 class DeltaQkv:
     """Queries, keys, values and gates of every token; float32."""
 
-    q: Tensor  # [T, Hk, Dk]
-    k: Tensor  # [T, Hk, Dk]
+    q: Tensor  # [T, Hk, Dk]: normalized, times Dk^-1/2
+    k: Tensor  # [T, Hk, Dk]: normalized
     v: Tensor  # [T, Hv, Dv]
     gates: Tensor  # [3, T, Hv]: log of the decay, decay, beta
 
@@ -64,14 +65,14 @@ class DraftIncrements:
     """The rollback buffer: state increments of drafted tokens, which a commit applies to their lanes."""
 
     slots: Tensor  # [T] int32: slot of each token's increment, -1 for tokens that are not drafts
-    decays: Tensor  # [slots, Hv]
-    keys: Tensor  # [slots, Hk, Dk]
-    changes: Tensor  # [slots, Hv, Dv]
-    conv_inputs: Tensor  # [slots, C]
+    decays: Tensor  # [slots, Hv]: the factor of the state
+    keys: Tensor  # [slots, Hk, Dk]: the normalized keys
+    changes: Tensor  # [slots, Hv, Dv]: the state grows by key ⊗ change
+    conv_inputs: Tensor  # [slots, C]: the inputs that enter the lane's window
 
 
 def state_sizes(states: Tensor, *, key_heads: int) -> dict[str, int]:
-    """Constexpr sizes of kernels that update states [lanes, Hv, Dk, Dv]."""
+    """The sizes that kernels updating states [lanes, Hv, Dk, Dv] take as constexpr arguments."""
     value_heads, key_dim, value_dim = states.shape[-3:]
     return {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
 

@@ -2,8 +2,9 @@
 
 In: queries, keys, values and gates of every token, the lanes' states, and the tokens of each chunk. Out: the state's output at
 every token; states are updated in place and saved to checkpoint slots. Axes: T tokens, Hk key heads, Hv value heads, Dk and Dv
-their sizes, R spans (prompt positions of one row that a step computes). Formulas: Q and K are a chunk's queries and keys, β its
-update rates, D[i, j] the product of the decays after token j up to token i.
+their sizes, R spans (prompt positions of one row that a step computes). A lane is the slot of a sequence's recurrent state; a
+checkpoint is a saved state. Formulas: Q and K are a chunk's queries and keys, β its update rates, D[i, j] the product of the
+decays after token j up to token i.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"

@@ -2,7 +2,8 @@
 
 In: RecurrentSpans. Out: DeltaTables: convolution taps, chunks, paths, and the sources of the convolution windows. A path lists
 the tokens that one program of the recurrent form processes: a row's known tokens, then its drafts, a tree branch by branch. Axes:
-T tokens, P paths, K taps of the convolution.
+T tokens, P paths, K taps of the convolution. A lane is the slot of a sequence's recurrent state; the rollback buffer
+holds the state increments of drafts until the commit.
 """
 
 from __future__ import annotations

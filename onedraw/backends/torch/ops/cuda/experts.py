@@ -64,8 +64,8 @@ def _choose_experts(
     rank = scores
     if BIAS:
         rank = scores + tl.load(bias + expert, mask=mask, other=0.0)
-    # NaN ranks first, as in a sort, and makes all weights of the row NaN, so that the row is reported; no expert is selected
-    # twice.
+    # NaN ranks first, as in a sort, and makes all weights of the row NaN; the sampler then reports the row as invalid. No expert
+    # is selected twice.
     rank = tl.where(rank == rank, rank, float("inf"))
     remaining = mask
     slot = tl.arange(0, SLOTS)

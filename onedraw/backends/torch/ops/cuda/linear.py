@@ -36,7 +36,8 @@ class Tile:
     warps: int
     stages: int
     group: int = 1  # row blocks per group: neighbouring programs of a group read the same weights, which the L2 cache then holds
-    # Whether the weight is the left MMA operand; with few rows that wastes less, because left tiles are at least 64 high.
+    # Whether the weight is the left MMA operand. The left operand has the larger minimum height, so fewer padding rows are
+    # computed if the few rows of x are on the right.
     swapped: bool = False
 
     def shared(self, itemsize: int) -> int:

@@ -110,7 +110,7 @@ def split_index(position, FIRST_SPLIT: tl.constexpr):
 
 @triton.jit
 def split_start(split, FIRST_SPLIT: tl.constexpr):
-    """The first position of a split."""
+    """The first position of a split; the inverse of `split_index`."""
     low = tl.maximum(split * FIRST_SPLIT, (split - 4) * (2 * FIRST_SPLIT))
     return tl.maximum(low, tl.maximum((split - 8) * (4 * FIRST_SPLIT), (split - 16) * (8 * FIRST_SPLIT)))
 

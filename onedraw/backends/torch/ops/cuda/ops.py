@@ -138,7 +138,7 @@ def _library_agrees(weight: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TritonAttentionInputs:
-    rope_table: Tensor  # [positions, 2, d/2]
+    rope_table: Tensor  # [positions, 2, d/2]: cos and sin, for d rotary dimensions
     device: DeviceAttentionInputs
     pdl: bool
 
@@ -263,7 +263,7 @@ class TritonBank:
 
     @property
     def linears(self) -> list[Linear]:
-        """Empty: the grouped kernels accept any row count, so no product of this layer has a row rule."""
+        """Empty, because the grouped kernels accept any number of rows, so the self-check need not find one (`Linear.rule`)."""
         return []
 
     def borders(self, used: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 In: logits and positions. Out: the same tokens, logprobs and checksums as the plain sampler. The parameters of all rows are packed
 into one table on the device; logprobs, which few requests want, are computed by the plain sampler from the kernels' deficits.
+A lane is the slot in which a sequence's tokens are counted. Axes: C positions to sample, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class TritonSamplingInputs:
 
     table: SamplingTable
     columns: int  # columns of the samples: the token, then checksum and logprobs where requested
-    weights: Tensor | None  # [2, V] int64 checksum weights
+    weights: Tensor | None  # [2, V] int64: token weights of checksums; None if no row requests a checksum
     sampler: TritonSampler
 
     def sample(self, logits: Callable[[slice], Tensor], last: Tensor | None) -> Tensor:

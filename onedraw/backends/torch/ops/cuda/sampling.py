@@ -1,7 +1,8 @@
 """Sampling with Triton by the rule of `sampling/law.py`: the same tokens and checksums as `backends/torch/sampling/sampler.py`.
 
 In: logits [C, V'] and a table of sampling parameters. Out: tokens [C], and the deficits and limits from which they were sampled.
-Axes: C rows (positions to sample), V tokens of the vocabulary, V' V with padding, W the padded width of deficits.
+Axes: C rows (positions to sample), V tokens of the vocabulary, V' V with padding, W the padded width of deficits. A lane is
+the slot in which a sequence's tokens are counted.
 
     scores    block by block: bias, penalties by counts, DRY, bans; the maximum of each block
     deficits  (best - score) / temperature
@@ -39,9 +40,9 @@ COLUMNS = 16
 class SamplingTable:
     """The sampling parameters of all rows, on the device. Entries are (token id, value) pairs, row by row and kind by kind."""
 
-    rows: Tensor  # [C, COLUMNS] int64
-    tokens: Tensor  # [entries] int32
-    values: Tensor  # [entries] float32
+    rows: Tensor  # [C, COLUMNS] int64: the parameters of each position
+    tokens: Tensor  # [entries] int32: token ids of all entries
+    values: Tensor  # [entries] float32: bias or penalty; unused for bans and drafts
     output: Tensor | None  # [lanes, V'] int32, how often each token occurs in a lane's output
     prompt: Tensor | None  # [lanes, V'] bool, whether a token occurs in a lane's prompt
     count_increments: Tensor | None  # [n] int64: flat indices of `output` to increment before sampling

@@ -67,7 +67,7 @@ def token_weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _floor(x):
-    """Floor, for 0 ≤ x ≤ 2^22."""
+    """floor(x) for 0 ≤ x ≤ 2^22: adding 2^23 with rounding down drops the fraction."""
     if INTERPRETED:
         return tl.floor(x)
     else:

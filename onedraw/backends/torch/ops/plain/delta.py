@@ -2,6 +2,7 @@
 
 In: projections of the step's tokens, the step's spans, a layer's states. Out: the layer's output at every token. Axes: T tokens,
 Hk key heads of size Dk = dk, Hv value heads of size Dv, C convolution channels (q, k and v), K taps of the convolution.
+A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state increments of drafts until the commit.
 
     u = silu(conv(projected qkv)); q, k ← L2-normed per head, q / sqrt(dk);  β = sigmoid(b);  g = decay · softplus(a + bias)
     recurrent  S ← e^g S;  d = β (v - Sᵀk);  S ← S + k dᵀ;  o = Sᵀq
@@ -34,11 +35,11 @@ L2_EPS = 1e-6  # added to the sum of squares in the L2 normalization of queries 
 class DeltaWeights:
     """The float32 weights of a delta layer, apart from its projections."""
 
-    conv: Tensor  # [K, C]
-    decay: Tensor  # [Hv], negative
-    bias: Tensor  # [Hv]
-    norm: Tensor  # [Dv]
-    eps: float
+    conv: Tensor  # [K, C]: taps of the convolution, oldest first
+    decay: Tensor  # [Hv], negative: factor of the log decay g
+    bias: Tensor  # [Hv]: added to a
+    norm: Tensor  # [Dv]: weight of the output norm
+    eps: float  # of the output norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class DeltaGates:
     k: Tensor  # [T, Hk, Dk]
     v: Tensor  # [T, Hv, Dv]
     g: Tensor  # [T, Hv]: log of the decay
-    decay: Tensor  # [T, Hv]
-    beta: Tensor  # [T, Hv]
+    decay: Tensor  # [T, Hv]: e^g
+    beta: Tensor  # [T, Hv]: how much of a value replaces the one that the state holds for its key
 
 
 def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:

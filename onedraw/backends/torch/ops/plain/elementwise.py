@@ -17,7 +17,7 @@ from onedraw.models.spec import Activation, Gate, RopeSpec
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp, in place."""
+    """exp of x, computed in place; returns x."""
     return apply_elementwise(torch.exp, x, out=x)
 
 

@@ -29,7 +29,8 @@ class ExpertBank(Protocol):
 
     @property
     def linears(self) -> list[Linear]:
-        """The separate products whose row rule the self-check determines; empty if a kernel computes all experts."""
+        """The products for which the self-check determines how many rows they need (`Linear.rule`); empty if a kernel computes
+        all experts."""
         ...
 
     def borders(self, used: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class _TensorMap(ctypes.Structure):
 
 
 class _ManyRowsArguments(ctypes.Structure):
-    """`ManyRowsArguments` of many_rows_hopper.cu."""
+    """The ctypes mirror of `ManyRowsArguments` in many_rows_hopper.cu."""
 
     _fields_ = (
         *((name, _TensorMap) for name in ("x", "weights", "sums", "minima")),

@@ -64,7 +64,7 @@ class PackedExpertBank:
 
     @property
     def linears(self) -> list[Linear]:
-        """Empty: expert products accept any row count, so no product of this layer has a row rule."""
+        """Empty, because expert products accept any number of rows, so the self-check need not find one (`Linear.rule`)."""
         return []
 
     def borders(self, used: int) -> tuple[int, ...]:
@@ -142,7 +142,8 @@ class PackedOps(TritonOps):
         return y
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """Includes FEW_ROWS + 1: up to FEW_ROWS rows, several programs of the norm kernel share a row."""
+        """The borders of the Triton kernels and FEW_ROWS + 1, because up to FEW_ROWS rows several programs share a row of a
+        norm."""
         known = super().kernel_borders(mixers)
         return tuple(sorted({*known, FEW_ROWS + 1})) if known else ()
 

@@ -158,7 +158,8 @@ def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
 
 
 def _axes(codes: Tensor, steps: int) -> Tensor:
-    """[rows, spans, 256] → [U, h, g, spans, 16 / steps, steps, u, t, e]: the axes of the fragment layout."""
+    """[rows, spans, 256] → [U, h, g, spans, q, i, u, t, e], the axes of the fragment layout. The sixteen steps of a unit are
+    taken in groups of `steps`: q numbers the groups, and i the steps of a group."""
     return _split(_split(codes, 0, -1, 2, 8), -1, 16 // steps, steps, 2, 4, 2)
 
 
@@ -182,8 +183,8 @@ def _fifth_bits(bits: Tensor) -> Tensor:
 
 def _two_bits(bits: Tensor) -> Tensor:
     wide = _axes(bits, 2)
-    wide = wide[:, 0] | wide[:, 1] << 4  # [U, g, spans, c, i, u, t, e]
-    wide = _split(wide[..., 0, :, :] | wide[..., 1, :, :] << 2, 3, 2, 4)  # [U, g, spans, v, w, i, t, e]
+    wide = wide[:, 0] | wide[:, 1] << 4  # [U, g, spans, q, i, u, t, e]
+    wide = _split(wide[..., 0, :, :] | wide[..., 1, :, :] << 2, 3, 2, 4)  # [U, g, spans, v, w, i, t, e], where q = 4 v + w
     return wide.permute(0, 2, 3, 1, 6, 4, 7, 5)
 
 

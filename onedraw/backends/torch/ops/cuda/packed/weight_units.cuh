@@ -229,8 +229,8 @@ __device__ __forceinline__ word component(const uint4 &v, int i) { return i == 0
 #define MINUS_64 0xD400D400u
 #define SUBNORMAL_MINUS_32 0x82008020u  // -32 · 2^-24 in the lower half, -32 · 2^-20 in the upper half
 
-// The high byte of float16 1024, four times. It is in constant memory because the compiler would keep permute selectors in
-// registers if it knew the value.
+// The high byte of float16 1024, four times. It is in constant memory so that the compiler does not know its value: if it did, it
+// would choose permute instructions whose selectors take registers.
 __constant__ word sixty_fours = 0x64646464u;
 
 struct Unit {
