@@ -250,7 +250,8 @@ INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
     bytes moved = left >= 0 ? bits << (left >= 0 ? left : 0) : bits >> (left < 0 ? -left : 0);
     return x | (moved & (uint8_t)mask);
 }
-/* Bytes 0 and 2 of a lane, and bytes 1 and 3, as 16-bit numbers; the sums of their products fit into 16 bits. */
+/* sum += in every lane, four codes times the four signed bytes at `x`. `even` has codes 0 and 2 of the lane as 16-bit numbers,
+ * `odd` has codes 1 and 3; the sum of two products fits into 16 bits. */
 INLINE ints dot_pairs(ints sum, shorts even, shorts odd, const int8_t *x) {
     int32_t a = (uint16_t)x[0] | (int32_t)x[2] * 65536, b = (uint16_t)x[1] | (int32_t)x[3] * 65536;
     ints both = (ints)(even * (shorts)i_splat(a) + odd * (shorts)i_splat(b));

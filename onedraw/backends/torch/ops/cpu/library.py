@@ -125,10 +125,10 @@ def _compile(compiler: str, file: Path) -> str:
         made = place / "kernels.so"
         reason = _run([compiler, "-shared", "-pthread", "-o", str(made), *map(str, sorted(place.glob("*.o"))), "-lm"])
         if not reason:
-            told = place / "sha256"
-            told.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+            checksum = place / "sha256"
+            checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
             os.replace(made, file)
-            os.replace(told, _checksum(file))
+            os.replace(checksum, _checksum(file))
         return reason
 
 

@@ -57,7 +57,8 @@ INLINE float gumbel(uint32_t id, uint32_t first, uint32_t second) {
     int32_t odd = (int32_t)(mix(mix(id ^ first) + second) >> 8) * 2 + 1;  /* u 2^25, for the uniform number u */
     int32_t rest = 33554432 - odd;                                        /* (1 - u) 2^25 */
     int upper = odd > 16777216;
-    /* Below one half, u is a float; above, 1 - u is, so a = 1 - u is used and u = 1 - a, or (1 + (1 - 2a)) / 2. */
+    /* Below one half u is exact as a float, and above one half a = 1 - u is exact. There u is taken as 1 - a, or as (1 + (1 -
+     * 2a)) / 2 if a is large. */
     float u = (float)(upper ? 16777216 : odd) * 2.98023223876953125e-8f;
     float a = (float)(upper ? rest : 0) * 2.98023223876953125e-8f;
     float r, e;
@@ -167,16 +168,16 @@ static void sample_row(const sampling_arguments *c, long row, int64_t *masses) {
 }
 
 typedef struct {
-    const sampling_arguments *what;
+    const sampling_arguments *arguments;
     long rows;
 } work;
 
 static void sample_rows(const void *argument, worker *m) {
     const work *all = argument;
-    PARALLEL_FOR(m, all->rows, 1, row, { sample_row(all->what, row, all->what->masses + m->index * all->what->width); });
+    PARALLEL_FOR(m, all->rows, 1, row, { sample_row(all->arguments, row, all->arguments->masses + m->index * all->arguments->width); });
 }
 
-void EXPORT(onedraw_sample)(const sampling_arguments *what, long rows, thread_pool *t) {
-    const work all = {what, rows};
+void EXPORT(onedraw_sample)(const sampling_arguments *arguments, long rows, thread_pool *t) {
+    const work all = {arguments, rows};
     onedraw_pool_run(t, sample_rows, &all, rows < 2);
 }

@@ -25,6 +25,6 @@ typedef struct {
     int64_t *masses;          /* [threads, width]: scratch memory for the probability masses of a row */
 } sampling_arguments;
 
-void INTERNAL(onedraw_sample)(const sampling_arguments *what, long rows, thread_pool *t);
+void INTERNAL(onedraw_sample)(const sampling_arguments *arguments, long rows, thread_pool *t);
 
 #endif

@@ -45,7 +45,7 @@ class AttentionShape:
     kv_heads: int
     dim: int
     window: int | None
-    full_grid: int  # the number of programs with which every multiprocessor has two
+    full_grid: int  # the number of programs that fills the device: two per multiprocessor
     small_shared_memory: bool = False  # whether a block has at most SMALL_SHARED bytes of shared memory
 
     @property

@@ -405,7 +405,7 @@ class TritonOps(FloatOps):
 
 @lru_cache(maxsize=8)
 def _busy(device: torch.device) -> int:
-    """The number of programs with which every multiprocessor of the device has two."""
+    """The number of programs that fills the device: two per multiprocessor."""
     if device.type != "cuda":  # any number serves the interpreter
         return 64
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -78,7 +78,8 @@ class TokenEntries:
         return start
 
     def add_kinds(self, kinds: Sequence[Sequence[tuple[int, float]]]) -> tuple[int, ...]:
-        """Append the lists of all kinds, one after the other; return the start of each and the end of the last."""
+        """Append a row's lists of entries, one for each kind (bias, DRY, bans, drafts); return the start of each and the end of
+        the last."""
         bounds = [len(self._tokens)]
         for kind in kinds:
             self._tokens += [token for token, _ in kind]

@@ -331,7 +331,8 @@ def _search_level(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One level of the search over one block of a row: count weights into the histogram, or (COLLECT) collect the limit's bin."""
+    """One level of the search over one block of a row: add the weights to the histogram, or (COLLECT) append the tokens
+    of the bin that contains the limit to a list."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V

@@ -45,7 +45,7 @@ class TileGroup:
     mask: Tensor  # [X, 1, 1, height, BLOCK]: true where the query does not attend to the key
     tiles: int  # N
     spans: int  # the most spans of a tile
-    leaves: int  # padded blocks per span, a power of two up to SPAN
+    leaves: int  # blocks per span after padding for pairwise sums: a power of two up to SPAN
 
 
 def store_rows(group: TileGroup, *, kv_heads: int, page_size: int) -> Tensor:

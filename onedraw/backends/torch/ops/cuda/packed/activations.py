@@ -199,7 +199,7 @@ class DequantizedWeight:
     rounded up to whole tiles; the padding is uninitialized."""
 
     weights: Tensor  # [N, S * 256] float16
-    scales: Tensor  # [S, N'] or [S * 8, N'] float32
+    scales: Tensor  # [S, N'] float32, one per span, or [S * 8, N'], one per block
     minima: Tensor | None = None  # [N, S, 8] float16, only for K types with minima
     min_scales: Tensor | None = None  # float32: scales of the minima [S, N'], or the minima themselves [S * 8, N']
 
