@@ -32,7 +32,7 @@ class VerifiedDrafts:
     kept: Tensor  # [R, W] int32: index of the draft among the row's drafts
     slots: Tensor  # [R, W] int32: slot of the draft in the rollback buffer
     lanes: Tensor  # [R] int32: the lane of each row
-    window_sources: Tensor  # [R, 1 + K] int32: the argument `sources` of `shift_conv_windows`
+    window_sources: Tensor  # [R, 1 + K] int32: a lane's window (-1: none), the K - 1 rows it consists of, padding
 
 
 @triton.jit(do_not_specialize=["width", "slot_count"])

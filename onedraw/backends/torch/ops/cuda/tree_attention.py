@@ -1,7 +1,9 @@
 """Attention of the nodes of a verify tree: merges stored splits of the shared prefix, then reads the blocks of the node's own
 path.
 
-In: queries, a layer's KV pages, and the split states that TREE_PREFIX tiles of `attention.py` stored. Out: attention of each
+A split is a range of key positions whose attention is computed by itself; its state is the running softmax of these keys.
+
+In: queries, a layer's KV pages, and the states of splits that TREE_PREFIX tiles of `attention.py` stored. Out: attention of each
 node. A program computes one node, one KV head and some value columns; columns are independent, so their number per program
 changes no bit. The preceding kernel is `_attend`, whose programs have all waited for queries and keys before they let this kernel
 start; therefore queries and keys may be read before the PDL wait, and the scores of the first block are.

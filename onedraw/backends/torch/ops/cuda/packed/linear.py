@@ -215,8 +215,8 @@ def packed_linear(
     pending: PendingActivations | None = None,
     pdl: bool = False,
 ) -> PackedLinear | None:
-    """Weights concatenated along the outputs; None if none of them can stay quantized, because one dense matrix is faster
-    then."""
+    """A linear layer of weights that are concatenated along the outputs; None if none of them can stay quantized, because one
+    dense matrix is faster then."""
     if all(map(why_not_gpu_packed, tensors)):
         return None
     tensors, order = _in_stored_order(tensors, device)
