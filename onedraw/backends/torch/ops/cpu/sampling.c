@@ -1,8 +1,8 @@
 /* Sampling by the rule of `onedraw/sampling/law.py`, from scores on: deficits, the filters as one limit, noise, the best
  * token.
  *
- * A row is one item of work of the thread pool: its result depends on its own scores alone, and is computed in one order by
- * whichever thread. Sums are sums of integers. The noise is that of `onedraw/sampling/noise.py`: its integers exactly, its
+ * A row is one item of work of the thread pool: its result depends on its own scores alone, and is computed in one order on
+ * any thread. Sums are sums of integers. The noise is that of `onedraw/sampling/noise.py`: its integers exactly, its
  * logarithms within two units in the last place. A row whose scores are not a distribution gets the token -1. */
 
 #include <math.h>

@@ -1,8 +1,9 @@
 """Inputs of the attention kernels for one step, packed into one int32 array: one host-to-device copy per attention shape.
 
 In: Inputs and an AttentionShape. Out: HostAttentionInputs, and on the device AttentionMetadata and TileSets for the kernels.
-Steps with equal layouts can share captured CUDA graphs, so all steps padded to one bucket have one layout. Axes: T tokens, N
-tiles.
+Steps with equal layouts can share captured CUDA graphs, so all steps padded to one bucket have one layout. A tile is some queries
+of one row; a split is a range of key positions whose attention is computed by itself and then merged (`attention.py`). Axes: T
+tokens, N tiles.
 """
 
 from __future__ import annotations
