@@ -30,6 +30,7 @@ import numpy.typing as npt
 from onedraw.errors import BadParameter
 
 SEED_LIMIT = 2**53  # Seeds travel as JSON numbers, which many programs hold exactly only below this.
+SEED_RANGE = 2**63  # A caller's seed is a 64-bit integer.
 MAX_TOP_LOGPROBS = 128  # most alternatives with logprobs per token
 PENDING_TOKEN = -1  # stands for the token of a row with `awaits_token`, which is not sampled yet
 

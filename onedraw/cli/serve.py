@@ -51,6 +51,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     web.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for the model; may be repeated")
     web.add_argument(
+        "--strict-model-names",
+        action="store_true",
+        help="refuse requests for a model of another name; without it every name means the served model",
+    )
+    web.add_argument(
         "--max-body",
         type=argument_type(size_in_bytes),
         default=size_in_bytes("32MiB"),
@@ -101,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         lenient=arguments.lenient,
         drain_seconds=arguments.drain_seconds,
         aliases=tuple(arguments.alias),
+        strict_model_names=arguments.strict_model_names,
         request_seconds=arguments.request_seconds,
         log_level=arguments.log_level,
         log_format=arguments.log_format,

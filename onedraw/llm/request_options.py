@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
 from onedraw.llm.reply_stream import Generation
+from onedraw.sampling.noise import hashed_seed
 from onedraw.text.constraints.grammar import bound_whitespace
 from onedraw.text.constraints.response_format import (
     ChoiceFormat,
@@ -29,7 +30,7 @@ from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tokenizer import has_surrogate
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
 from onedraw.text.tools.grammar import ToolCallGrammar
-from onedraw.types import SEED_LIMIT, DryParams, LogprobsMode, SamplingParams
+from onedraw.types import SEED_LIMIT, SEED_RANGE, DryParams, LogprobsMode, SamplingParams
 
 if TYPE_CHECKING:
     from onedraw.llm.llm import LLM
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or chat messages
 
 DEFAULT_MAX_TOKENS = 256  # Python API and `onedraw generate` use this, or less if the context has less room.
+NO_LIMIT = -1  # as max_tokens: as many as the context has room for
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # texts across which DRY matches no repetition
 MAX_FORMAT_CHARACTERS = 1 << 25  # the limit on a response format; about as large as the largest request body
 MAX_CHARACTERS = 1 << 16  # the limit on all stop strings together, and likewise on bad_words and dry_sequence_breakers
@@ -207,14 +209,10 @@ def tool_call_format(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> Re
 
 
 def thinking_switches(options: RequestOptions, reasoning: ReasoningSyntax | None) -> dict[str, Any]:
-    """Return the variables of the chat template that `reasoning_effort` implies."""
+    """Return the variables of the chat template that `reasoning_effort` implies; none if the model does not reason."""
     effort = options.reasoning_effort
-    if effort is None:
+    if effort is None or reasoning is None:
         return {}
-    if reasoning is None:
-        if effort == "none":
-            return {}
-        raise BadParameter("reasoning_effort", "this model does not reason, so only none is accepted")
     switches: dict[str, Any] = {"enable_thinking": effort != "none"} if reasoning.switch else {}
     return switches | ({"reasoning_effort": effort} if reasoning.effort else {})
 
@@ -228,27 +226,28 @@ def make_generation(
     syntax: ReplySyntax = PLAIN_TEXT,
     label: str = "",
 ) -> Generation:
-    """Build a Generation from token ids. `default_max_tokens` None means as many as the context has room for. A default is cut
-    to that room, but a `max_tokens` of the caller that does not fit is an error."""
+    """Build a Generation from token ids. `default_max_tokens` None means as many as the context has room for. A reply ends at the
+    context, however large `max_tokens` is."""
     card = llm.card
     check_ids("prompt", prompt, vocab=card.vocab)
     if not prompt:
         raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
-    max_tokens = _max_tokens(options.max_tokens, default_max_tokens, prompt=len(prompt), context=card.max_context)
+    max_tokens, min_tokens = _length(options, default_max_tokens, prompt=len(prompt), context=card.max_context)
     check_ids("stop_token_ids", options.stop_token_ids, vocab=card.vocab)
     eos = () if options.ignore_eos else card.eos_ids
     params = SamplingParams(
         **_sampling_values(options, card.defaults),
         dry=_dry(options, llm),
         logit_bias=_bias(options.logit_bias, vocab=card.vocab),
-        seed=fresh_seed() if options.seed is None else options.seed,
+        seed=settle_seed(options.seed),
         max_tokens=max_tokens,
-        min_tokens=options.min_tokens or 0,
+        min_tokens=min_tokens,
         stop_ids=frozenset((*eos, *options.stop_token_ids)),
         bad_words=_bad_words(options.bad_words, llm),
         logprobs=options.logprobs,
         logprobs_mode=options.logprobs_mode,
-        prompt_logprobs=options.prompt_logprobs,
+        # A reply of no tokens is the scoring of its prompt.
+        prompt_logprobs=0 if max_tokens == 0 and options.prompt_logprobs is None else options.prompt_logprobs,
         checksums=options.checksums,
     )
     response_format = format_of(options)
@@ -272,19 +271,20 @@ def make_generation(
     )
 
 
-def _max_tokens(given: int | None, default: int | None, *, prompt: int, context: int) -> int:
-    """Return max_tokens: the caller's number, which must fit into the context, else the default cut to the context."""
-    room = context - prompt
-    if given is None:
-        given = max(room, 1) if default is None else min(default, max(room, 1))
-    if given > room:
+def _length(options: RequestOptions, default: int | None, *, prompt: int, context: int) -> tuple[int, int]:
+    """Return max_tokens and min_tokens of the reply: the caller's numbers or the default, cut to the context."""
+    room, min_tokens = context - prompt, options.min_tokens or 0
+    given = default if options.max_tokens is None else options.max_tokens
+    wanted = max(room, 1) if given is None or given == NO_LIMIT else given
+    if room < min(wanted, 1):  # a reply of no tokens needs no room
         raise ContextOverflow(
-            f"the prompt has {prompt} tokens and the reply may have {given}: together {prompt + given}, "
-            f"over the context of {context}; shorten the prompt, ask for fewer tokens or raise --max-context",
-            param="max_tokens" if room > 0 else "prompt",
+            f"the prompt of {prompt} tokens and a reply are over the context of {context}; shorten the prompt or raise "
+            "--max-context",
+            param="prompt",
             prompt=prompt,
         )
-    return given
+    max_tokens = min(wanted, room)
+    return max_tokens, min(min_tokens, max_tokens) if min_tokens <= wanted else min_tokens
 
 
 def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:
@@ -334,10 +334,10 @@ def _budget(options: RequestOptions, syntax: ReplySyntax) -> int | None:
     limit, reasoning = options.thinking_budget, syntax.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
-    if reasoning is None:
+    if reasoning is None:  # no reasoning is within any budget and effort
         for name, value in (("thinking_budget", limit), ("reasoning_effort", options.reasoning_effort)):
-            if value not in (None, "none"):
-                raise BadParameter(name, "this model does not reason, or the prompt is not a chat")
+            if syntax is PLAIN_TEXT and value not in (None, "none"):
+                raise BadParameter(name, "the prompt is not a chat")
         return None
     if limit is None and options.reasoning_effort is not None and not reasoning.effort:
         return EFFORTS[options.reasoning_effort]
@@ -387,6 +387,11 @@ def _bad_words(words: tuple[str, ...], llm: LLM) -> tuple[tuple[int, ...], ...]:
     return tuple(spelled)
 
 
-def fresh_seed() -> int:
-    """Draw a random seed for a request that has none."""
-    return secrets.randbelow(SEED_LIMIT)
+def settle_seed(given: int | None) -> int:
+    """Return the seed that a request runs with and that its reply reports. None and -1 mean a random one. Other 64-bit integers
+    outside [0, 2^53) are hashed into that range, because many JSON readers hold no larger ones exactly."""
+    if given is None or given == -1:
+        return secrets.randbelow(SEED_LIMIT)
+    if not -SEED_RANGE <= given < SEED_RANGE:
+        raise BadParameter("seed", "must be a 64-bit integer; -1: the server draws one")
+    return given if 0 <= given < SEED_LIMIT else hashed_seed(given)

@@ -36,6 +36,7 @@ _MASK_64 = 2**64 - 1
 _NOISE_DOMAIN = 0x6F6E65647261776E
 _CHILD_DOMAIN = 0x6368696C64726E21
 _PROMPT_DOMAIN = 0x70726F6D70747321
+_WIDE_DOMAIN = 0x7769646573656564
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -97,6 +98,11 @@ def child_seed(seed: int, index: int) -> int:
 def prompt_seed(seed: int, index: int) -> int:
     """Return the seed of prompt `index` of a list. Prompt 0 has the request's own seed."""
     return seed if index == 0 else _hash(seed, index, _PROMPT_DOMAIN) % SEED_LIMIT
+
+
+def hashed_seed(seed: int) -> int:
+    """A seed below SEED_LIMIT from any 64-bit integer."""
+    return _hash(seed & _MASK_64, 0, _WIDE_DOMAIN) % SEED_LIMIT
 
 
 def _hash(seed: int, number: int, domain: int) -> int:

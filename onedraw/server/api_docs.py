@@ -64,7 +64,20 @@ A field is **honoured**, **accepted** because it cannot change the answer, accep
 header `x-onedraw-ignored` lists it. `null` always means "not given". Numbers must be finite, and types are not converted:
 `"1"` is not a number. A sampling value that is not given comes from the checkpoint's `generation_config.json` (see
 `/v1/models`), else it is off. Without `max_tokens` a completion has at most 16 tokens, a chat reply as many as the context has
-room for; 0 is only allowed with `echo`, which then returns the prompt alone.
+room for. A reply ends at the context, with the finish reason `length`, however large `max_tokens` is; only a prompt that leaves
+no room for a token is refused. With 0 nothing is sampled: the prompt is read into the prefix cache, and returned with `echo`.
+
+One model is served, so a request may call it by any name; with `--strict-model-names` other names than its own and its
+`--alias` are not found.
+
+**Tools of other types** than functions (`custom`, `namespace`, `web_search`, `mcp`, Anthropic's `bash_20250124` and the like)
+are left out of the prompt, since the server cannot execute them or describe them to the model. The response header
+`x-onedraw-ignored` and the server's log name them. A `tool_choice` that forces one is refused.
+
+**Reasoning** effort and budgets are limits: on a model that does not reason they have no effect.
+
+**System messages** may stand anywhere. Where a chat template shows only a first one, several at the beginning are joined, and a
+later one becomes part of a user message, between `<system>` tags; where it shows none, so does the first.
 """
 
 _REPLIES = """## Replies

@@ -199,7 +199,7 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [card], **bounds})
 
     async def model(self, name: str) -> Response:
-        self._check_model(name)
+        self._find_model(name)
         return JSONResponse(self._card())
 
     async def health(self) -> Response:
@@ -223,9 +223,16 @@ class Endpoints:
         # Long bodies are parsed on a thread, so that streams keep running meanwhile.
         parsed = parsed_body() if len(body) < LONG_BODY else await asyncio.to_thread(parsed_body)
         self._check_model(getattr(parsed.request, "model", None))
+        if parsed.ignored:
+            note(ignored=parsed.ignored)
         return parsed
 
     def _check_model(self, name: str | None) -> None:
+        """There is one model, so any name means it, unless `--strict-model-names` is set."""
+        if self.options.strict_model_names:
+            self._find_model(name)
+
+    def _find_model(self, name: str | None) -> None:
         card = self.llm.card
         if name is not None and name != card.name and name not in self.options.aliases:
             raise ModelNotFound(f"the model {name!r} is not served here; this server has {card.name!r}", param="model")

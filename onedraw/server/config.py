@@ -23,6 +23,7 @@ class ServerOptions:
     lenient: bool = False  # Ignore unknown request fields and list them in the header x-onedraw-ignored.
     drain_seconds: float = 30.0  # Running requests may take this long to finish after SIGTERM.
     aliases: tuple[str, ...] = ()  # Further names under which requests may ask for the served model.
+    strict_model_names: bool = False  # Refuse requests that name another model.
     request_seconds: float | None = None  # The longest time from a request's arrival to its last token; None means no limit.
     log_level: str = "info"
     log_format: str = "text"

@@ -7,7 +7,8 @@ The input is a JSON object and the rules of its type; the output is its honoured
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
@@ -16,8 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from onedraw.errors import BadParameter, BadRequest
+from onedraw.types import SEED_RANGE
 
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+# Types of tools that the server cannot offer to the model: they are executed elsewhere, or take other arguments than JSON. Some
+# have a date at the end.
+LEFT_OUT_TOOL = re.compile(
+    r"^(custom|namespace|tool_search|tool_search_tool_(regex|bm25)|mcp|mcp_toolset|web_search|web_search_preview|web_fetch"
+    r"|file_search|code_interpreter|code_execution|image_generation|computer|computer_use_preview|local_shell|shell|bash"
+    r"|text_editor|apply_patch|memory|advisor)(_[0-9]{4}_?[0-9]{2}_?[0-9]{2})?$"
+)
 Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # Counts are limited to 32 bits, which every backend can hold.
 
 
@@ -30,6 +39,13 @@ class StrictModel(BaseModel):
 def field_doc(values: str, note: str, default: Any = None, **limits: Any) -> Any:
     """A pydantic field, with the text of its row in docs/api.md: `values` is its type and range, `note` what it does."""
     return Field(default, description=note, json_schema_extra={"values": values}, **limits)
+
+
+def seed_field(reporter: str) -> Any:
+    note = "-1 or none: the server draws one; others outside 0 … 2^53 - 1 are hashed into it"
+    return field_doc(
+        "integer, -2^63 … 2^63 - 1", f"{note}; {reporter} reports the seed that replays it", ge=-SEED_RANGE, lt=SEED_RANGE
+    )
 
 
 class Treatment(StrEnum):
@@ -70,6 +86,7 @@ def read(*names: str) -> tuple[Rule, ...]:
 _INERT = (
     inert("user", "not used"),
     inert("metadata", "the caller's own notes"),
+    inert("client_metadata", "what a client says about itself"),
     inert("safety_identifier", "not used"),
     inert("prompt_cache_key", "prefix caching is automatic"),
     inert("prompt_cache_retention", "the prefix cache evicts the least recently used"),
@@ -108,7 +125,7 @@ CHAT_RULES = (
     neutral("functions", "use `tools`", []),
     neutral("function_call", "use `tool_choice`", "none", "auto"),
     neutral("modalities", "text only", ["text"]),
-    neutral("verbosity", "say it in a message", "medium"),
+    inert("verbosity", "say it in a message", "low", "medium", "high"),
     neutral("echo", "use /v1/completions", False),
     neutral("add_special_tokens", "the chat template writes the special tokens itself", False),
     neutral("documents", "put them into a message", []),
@@ -130,6 +147,16 @@ TOOL_RULES = (
     neutral("defer_loading", "every tool is listed in the prompt", False),
     neutral("allowed_callers", "only the model calls tools", ["direct"]),
 )
+
+
+def is_left_out(kind: object) -> bool:
+    """Whether tools of this type are left out of the prompt."""
+    return isinstance(kind, str) and LEFT_OUT_TOOL.match(kind) is not None
+
+
+def left_out(types: Sequence[str | None], *, own: Collection[str | None]) -> tuple[str, ...]:
+    """The tools that the prompt leaves out, as a response's header names them. `own`: types of tools that the model can call."""
+    return tuple(f"tools[{number}] ({kind})" for number, kind in enumerate(types) if kind not in own)
 
 
 def honoured(model: type[BaseModel]) -> tuple[Rule, ...]:

@@ -19,7 +19,7 @@ from onedraw.server import protocol
 from onedraw.server import protocol as tool_fields
 from onedraw.server.anthropic import messages
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest
-from onedraw.server.fields import Rule, Treatment
+from onedraw.server.fields import LEFT_OUT_TOOL, Rule, Treatment
 from onedraw.server.openai import responses_request as items
 from onedraw.server.openai.responses_request import ResponsesRequest
 from onedraw.server.parsing import kinds_in, table_of
@@ -71,6 +71,7 @@ _PART: Json = {
     "required": ["type", "text"],
     "additionalProperties": False,
 }
+_LEFT_OUT: Json = {"type": "string", "pattern": LEFT_OUT_TOOL.pattern}
 _STRING: Json = {"type": "string"}
 _NAME: Json = {"type": "object", "properties": {"name": _STRING}, "required": ["name"], "additionalProperties": False}
 
@@ -93,6 +94,8 @@ def _choice(named: Json, allowed: Json) -> Json:
 
 # Schemas of the values that our own validator functions accept: pydantic cannot derive a schema from a function.
 VALIDATOR_SCHEMAS: Mapping[Callable[..., Any], Json] = {
+    protocol.function_type: {"anyOf": [{"const": "function"}, _LEFT_OUT]},
+    messages.tool_type: {"anyOf": [{"const": "custom"}, _LEFT_OUT]},
     protocol._texts: _TEXTS,
     protocol._prompts: {
         "anyOf": [
@@ -298,8 +301,6 @@ def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard
     for name, rule in rules.items():
         if rule.treatment is Treatment.HONOURED:
             found = _honoured(name, fields[name], made["properties"][name], card=card)
-            if name in ("max_tokens", "max_completion_tokens") and model is CompletionRequest:
-                found["minimum"] = 0  # a completion with `echo` may return the prompt alone
         else:
             found = _other(rule)
         described = {"description": rule.note} if rule.note else {}
@@ -347,7 +348,7 @@ def _without(made: Json) -> Json:
 def limits(values: str) -> Json:
     """Turn the text of a range, such as 'integer, 1 … 128', 'number over 0' or 'integer >= -1', into JSON schema bounds."""
     found: Json = {}
-    if between := re.search(r"(over )?(-?[\d.]+) … (.+)", values):
+    if between := re.search(r"(over )?(-?[\d.^]+) … (.+)", values):
         found["exclusiveMinimum" if between[1] else "minimum"] = _number(between[2])
         found["maximum"] = _number(between[3])
     elif above := re.search(r"(over|>=) (-?[\d.]+)", values):
@@ -356,8 +357,9 @@ def limits(values: str) -> Json:
 
 
 def _number(text: str) -> int | float:
-    if power := re.fullmatch(r"(\d+)\^(\d+) - 1", text):
-        return int(int(power[1]) ** int(power[2]) - 1)
+    if power := re.fullmatch(r"(-?)(\d+)\^(\d+)( - 1)?", text):
+        value: int = int(power[2]) ** int(power[3])
+        return -value if power[1] else value - 1 if power[4] else value
     return float(text) if "." in text else int(text)
 
 

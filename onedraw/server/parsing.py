@@ -87,10 +87,13 @@ BLOCKS: Mapping[type[BaseModel], tuple[str, ...]] = {  # model → its fields th
 }
 
 
+TOOL_TYPES: Mapping[type[BaseModel], str] = {ToolSpec: "function", items.ResponseTool: "function", messages.MessageTool: "custom"}
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[RequestT]):
     request: RequestT
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # fields that are unknown, and tools that are left out
 
 
 def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed[RequestT]:
@@ -98,11 +101,15 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
     if not isinstance(raw, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     ignored: list[str] | None = [] if lenient else None
-    return Parsed(_validated(kind, _sifted(kind, raw, "", ignored)), tuple(ignored or ()))
+    request = _validated(kind, _sifted(kind, raw, "", ignored))
+    return Parsed(request, (*(ignored or ()), *getattr(request, "left_out", ())))
 
 
 def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
     """Return the honoured fields of an object, and of the objects inside it. Unknown fields are ignored or refused."""
+    if kind in TOOL_TYPES and raw.get("type") not in (None, TOOL_TYPES[kind]):
+        # Of a tool of another type only the type is read, which is left out or refused when the request is validated.
+        return {name: raw[name] for name in ("type", "name") if name in table_of(kind) and name in raw}
     kept = sift(raw, table_of(kind), path=path, ignored=ignored)
     for name, part in _objects_of(kind):
         _each(kept, name, partial(_sifted, part, ignored=ignored), path)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
 from onedraw.llm.llm import LLM, PreparedChoice
 from onedraw.llm.reply_stream import Generation
-from onedraw.llm.request_options import fresh_seed, make_chat_generation, make_generation
+from onedraw.llm.request_options import make_chat_generation, make_generation, settle_seed
 from onedraw.sampling.noise import prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
@@ -92,8 +92,8 @@ def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) ->
 
 def _completion(request: CompletionRequest, llm: LLM) -> PreparedRequest:
     identity = f"cmpl-{secrets.token_hex(12)}"
-    seed = fresh_seed() if request.seed is None else request.seed
-    scored = (request.logprobs or 0) if request.echo and (request.logprobs is not None or request.token_limit == 0) else None
+    seed = settle_seed(request.seed)
+    scored = request.logprobs if request.echo else None
     if len(request.prompt) * request.n > MAX_REPLIES:
         raise BadParameter(
             "prompt", f"{len(request.prompt)} prompts × n = {request.n} is over {MAX_REPLIES} replies; split the list"

@@ -16,12 +16,22 @@ from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
 from onedraw.llm.request_options import EFFORTS, GUIDED, Effort, RequestOptions
-from onedraw.server.fields import TOOL_NAME, StrictModel, Whole, field_doc
+from onedraw.server.fields import TOOL_NAME, StrictModel, Whole, field_doc, is_left_out, left_out, seed_field
 from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
-from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
+from onedraw.types import MAX_TOP_LOGPROBS
 
 Mode = Literal["none", "auto", "required"]
+
+
+def function_type(value: object) -> str:
+    """The type of a tool in OpenAI's shapes."""
+    if value == "function" or is_left_out(value):
+        return str(value)
+    raise PydanticCustomError("tool", "tools of type {kind} are not known; describe a function", {"kind": repr(value)})
+
+
+FunctionType = Annotated[str, PlainValidator(function_type)]
 
 
 class CalledFunction(StrictModel):
@@ -44,8 +54,14 @@ class FunctionTool(StrictModel):
 
 
 class ToolSpec(StrictModel):
-    type: Literal["function"] = field_doc('"function"', "required", ...)
-    function: FunctionTool = field_doc("object", "see below; required", ...)
+    type: FunctionType = field_doc('"function"', "required; tools of other types are left out", ...)
+    function: FunctionTool | None = field_doc("object", "see below; required")
+
+    @model_validator(mode="after")
+    def _has_a_function(self) -> ToolSpec:
+        if self.type == "function" and self.function is None:
+            raise PydanticCustomError("missing", "this field is required", {"at": ".function"})
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +123,10 @@ def _allowed(value: object, at: str, inside: str | None) -> ToolChoice:
         raise PydanticCustomError("choice", 'must be "auto" or "required"', {"at": f"{at}.mode"})
     if not isinstance(tools, list) or not tools:
         raise PydanticCustomError("choice", "must be a list of tools, at least one", {"at": f"{at}.tools"})
-    return ToolChoice(mode, tuple(_reference(tool, f"{at}.tools[{number}]", inside) for number, tool in enumerate(tools)))
+    offered = [(n, one) for n, one in enumerate(tools) if not (isinstance(one, dict) and is_left_out(one.get("type")))]
+    if not offered:
+        raise PydanticCustomError("choice", "must name a tool of type function", {"at": f"{at}.tools"})
+    return ToolChoice(mode, tuple(_reference(tool, f"{at}.tools[{number}]", inside) for number, tool in offered))
 
 
 def _reference(value: object, at: str, inside: str | None) -> tuple[str, str]:
@@ -136,6 +155,7 @@ def _only(value: Mapping[str, Any], names: Sequence[str], at: str = "") -> None:
 
 
 MAX_CHOICES = 128
+ANY_MODEL = "may be left out; any name means the served model, unless `--strict-model-names` is set"
 MAX_REPLIES = 4096  # the limit on prompts × n of one request
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -257,11 +277,13 @@ class StructuredOutputs(StrictModel):
 class SamplingFields(StrictModel):
     """The fields that chat and completions have in common."""
 
-    model: str | None = field_doc("string", "the served model; may be left out")
+    model: str | None = field_doc("string", ANY_MODEL)
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
     stream_options: StreamOptions | None = field_doc("object", "see below; only with `stream`")
-    max_tokens: Whole | None = field_doc("integer >= 1", "the most tokens of a reply")
-    max_completion_tokens: Whole | None = field_doc("integer >= 1", "the same as `max_tokens`")
+    max_tokens: Whole | None = field_doc(
+        "integer >= -1", "the most tokens of a reply, which ends at the context at the latest; -1: only there; 0: no reply at all"
+    )
+    max_completion_tokens: Whole | None = field_doc("integer >= -1", "the same as `max_tokens`")
     min_tokens: Whole | None = field_doc("integer >= 0", "the reply does not end before this many tokens")
     temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
     top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off; 1 is greedy at any temperature")
@@ -280,9 +302,7 @@ class SamplingFields(StrictModel):
     logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] | None = field_doc(
         "object: token id → -100 … 100", "added to the logits of these tokens"
     )
-    seed: int | None = field_doc(
-        "integer, 0 … 2^53 - 1", "without it the server draws one; every choice reports its seed", ge=0, lt=SEED_LIMIT
-    )
+    seed: int | None = seed_field("every choice")
     n: int = field_doc(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
     stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
         "string or list", "ends the reply and is not part of its text; searched in the answer, not in reasoning or calls", ()
@@ -418,7 +438,8 @@ class ChatRequest(SamplingFields):
     reasoning_effort: Effort | None = field_doc(
         ", ".join(f'"{effort}"' for effort in EFFORTS),
         "passed to the chat template if it has such a variable; else `none` turns reasoning off, and the budget is "
-        + ", ".join(f"{tokens} tokens for `{effort}`" for effort, tokens in EFFORTS.items() if tokens),
+        + ", ".join(f"{tokens} tokens for `{effort}`" for effort, tokens in EFFORTS.items() if tokens)
+        + "; no effect on a model that does not reason",
     )
     thinking_budget: Whole | None = field_doc(
         "integer >= 0",
@@ -438,25 +459,35 @@ class ChatRequest(SamplingFields):
     def _fields_agree(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("agree", "only with logprobs: true", {"at": "top_logprobs"})
-        names = [tool.function.name for tool in self.tools]
-        for number, name in enumerate(names):
-            if name in names[:number]:
+        names: set[str] = set()
+        for number, function in self.functions:
+            if function.name in names:
                 twice = {"at": f"tools[{number}].function.name"}
                 raise PydanticCustomError("agree", "another tool has the same name", twice)
+            names.add(function.name)
         wanted = self.tool_choice
-        if wanted is not None and wanted.mode == "required" and not self.tools:
-            raise PydanticCustomError("agree", "only with tools", {"at": "tool_choice"})
+        if wanted is not None and wanted.mode == "required" and not names:
+            raise PydanticCustomError("agree", "only with tools that are functions", {"at": "tool_choice"})
         for name, at in (wanted and wanted.names) or ():
             if name not in names:
                 raise PydanticCustomError("agree", "is not a tool of this request", {"at": f"tool_choice{at}"})
         return self
 
+    @property
+    def functions(self) -> list[tuple[int, FunctionTool]]:
+        """The tools that the model is offered, each with its place among all tools."""
+        return [(number, tool.function) for number, tool in enumerate(self.tools) if tool.function is not None]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return left_out([tool.type for tool in self.tools], own=("function",))
+
     def tool_use(self) -> ToolUse | None:
         """Return the tools of the request, or None if the prompt shall list no tools."""
         wanted = self.tool_choice or ToolChoice("auto")
-        if not self.tools or wanted.mode == "none":
+        tools = tuple(_tool(number, function) for number, function in self.functions)
+        if not tools or wanted.mode == "none":
             return None
-        tools = tuple(_tool(number, spec.function) for number, spec in enumerate(self.tools))
         callable = tuple(tool for tool in tools if wanted.allows(tool.name))
         return ToolUse(tools, callable, required=wanted.mode == "required", parallel=self.parallel_tool_calls)
 
@@ -468,7 +499,7 @@ def _tool(number: int, function: FunctionTool) -> Tool:
 
 
 class TokenizeRequest(StrictModel):
-    model: str | None = field_doc("string", "the served model; may be left out")
+    model: str | None = field_doc("string", ANY_MODEL)
     prompt: str | None = field_doc("string", "a text; this or `messages`")
     add_special_tokens: bool = field_doc("boolean", "add the tokenizer's special tokens", True)
     messages: list[Message] | None = field_doc("list of objects", "a chat, through the chat template", min_length=1)
@@ -483,5 +514,5 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    model: str | None = field_doc("string", "the served model; may be left out")
+    model: str | None = field_doc("string", ANY_MODEL)
     tokens: list[int] = field_doc("list of integers", "required", ...)

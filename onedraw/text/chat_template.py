@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.exceptions
@@ -86,6 +87,51 @@ class ChatTemplate:
         for name in ("messages", "documents"):
             if name in kwargs:
                 raise BadRequest(f"{name} cannot be set as a template argument; remove it", param="chat_template_kwargs")
+        return self._rendered(self._placed(messages), add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+
+    def _placed(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages with system messages where this template shows them. One that stands where it does not becomes part of a
+        user message, between tags, so that nothing is lost and no earlier token of the prompt changes."""
+        if not any(message.get("role") == "system" for message in messages) or self.system_messages == "anywhere":
+            return list(messages)
+        placed: list[Mapping[str, Any]] = []
+        joins = False  # whether the next user message continues the last one
+        for message in messages:
+            before = placed[-1] if placed else {}
+            opens = self.system_messages == "first" and len(placed) == (before.get("role") == "system")
+            if message.get("role") == "system" and isinstance(message.get("content"), str) and not opens:
+                message, joins = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}, True
+            same = before.get("role") == message.get("role")
+            joins = joins and message.get("role") == "user"
+            if same and (joins or message.get("role") == "system") and _are_texts(before, message):
+                placed[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+            else:
+                placed.append(message)
+        return placed
+
+    @cached_property
+    def system_messages(self) -> Literal["anywhere", "first", "never"]:
+        """Where this template shows system messages."""
+        turns = [("system", "probe-1"), ("system", "probe-2"), ("user", "probe-3"), ("system", "probe-4")]
+        turns += [("assistant", "probe-5"), ("system", "probe-6"), ("user", "probe-7")]
+        return "anywhere" if self._shows(*turns) else "first" if self._shows(turns[0], turns[2]) else "never"
+
+    def _shows(self, *turns: tuple[str, str]) -> bool:
+        try:
+            text = self._rendered([{"role": role, "content": said} for role, said in turns], add_generation_prompt=True)
+        except BadRequest:
+            return False
+        return all(said in text for _, said in turns)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
         context = {
             **self._tokens,
             "messages": [_with_reasoning(message) for message in messages],
@@ -114,6 +160,10 @@ class ChatTemplate:
                 raise jinja2.TemplateError(f"its output exceeds {MAX_OUTPUT} characters")
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _are_texts(*messages: Mapping[str, Any]) -> bool:
+    return all(isinstance(message.get("content"), str) for message in messages)
 
 
 def _default_source(found: Any) -> str | None:

@@ -116,8 +116,8 @@ def test_quit_exits_before_the_next_line(llm: LLM) -> None:
 
 
 def test_a_question_that_is_refused_is_removed_from_the_conversation(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = a_conversation(max_tokens=5000)
-    chat_loop(llm, conversation, read=typing("hello"))
+    conversation = a_conversation()
+    chat_loop(llm, conversation, read=typing("hello" * 1000))
     assert conversation.turns == []
     assert "over the context" in capsys.readouterr().out
 

@@ -10,12 +10,14 @@ import pytest
 
 from onedraw.build.llm import build_llm
 from onedraw.contract.record import from_json, to_json
-from onedraw.errors import BadParameter, BadRequest
+from onedraw.errors import BadParameter, ContextOverflow
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply_stream import Generation
-from onedraw.llm.request_options import RequestOptions, make_chat_generation, make_generation
+from onedraw.llm.request_options import RequestOptions, make_chat_generation, make_generation, settle_seed
+from onedraw.sampling.noise import hashed_seed
 from onedraw.settings import Settings
 from onedraw.text.tools.dialects import Tool, ToolUse
+from onedraw.types import SEED_LIMIT
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +56,42 @@ def test_invalid_options_are_refused_by_name(llm: LLM, option: dict[str, Any], n
     assert caught.value.param == name
 
 
-def test_a_length_of_any_size_is_over_the_context(llm: LLM) -> None:
-    with pytest.raises(BadRequest):
-        make_generation(RequestOptions.of(max_tokens=10**400), llm=llm, prompt=(1,))
+@pytest.mark.parametrize("given", [{"max_tokens": 10**400}, {"max_tokens": -1}, {}])
+def test_a_reply_ends_at_the_context(llm: LLM, given: dict[str, Any]) -> None:
+    room = llm.card.max_context - 1
+    generation = make_generation(RequestOptions.of(**given, min_tokens=5), llm=llm, prompt=(1,))
+    assert (generation.params.max_tokens, generation.params.min_tokens) == (room, 5)
+    full = make_generation(RequestOptions.of(max_tokens=9, min_tokens=5), llm=llm, prompt=(1,) * (room - 1))
+    assert (full.params.max_tokens, full.params.min_tokens) == (2, 2)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(llm: LLM) -> None:
+    with pytest.raises(ContextOverflow, match="over the context") as caught:
+        make_generation(RequestOptions.of(max_tokens=4), llm=llm, prompt=(1,) * llm.card.max_context)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -2, 2**53, 2**63 - 1])
+def test_a_seed_outside_the_range_is_hashed_into_it_and_replays(llm: LLM, seed: int) -> None:
+    settled = settle_seed(seed)
+    assert 0 <= settled < SEED_LIMIT
+    assert settled == settle_seed(seed) == settle_seed(settled) == hashed_seed(seed)
+    assert settled != settle_seed(seed ^ 1)
+
+
+def test_small_seeds_stay_and_minus_one_is_none() -> None:
+    assert [settle_seed(seed) for seed in (0, 7, SEED_LIMIT - 1)] == [0, 7, SEED_LIMIT - 1]
+    assert settle_seed(-1) != settle_seed(-1)
+    with pytest.raises(BadParameter, match="64-bit"):
+        settle_seed(2**63)
+
+
+def test_effort_and_budget_have_no_effect_on_a_model_that_does_not_reason(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(llm.__dict__, "reasoning", None)
+    asked = RequestOptions.of(reasoning_effort="high", thinking_budget=5, seed=1, max_tokens=4)
+    messages = [{"role": "user", "content": "?"}]
+    plain = make_chat_generation(RequestOptions.of(seed=1, max_tokens=4), llm=llm, messages=messages)
+    assert make_chat_generation(asked, llm=llm, messages=messages) == plain
 
 
 @pytest.mark.parametrize(("given", "meant"), [(None, 0), (-1, 0), (0, 0), (7, 7)])

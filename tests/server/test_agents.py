@@ -2,14 +2,111 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.server.running import Served, fake_llm, serving
+
+BODIES = Path(__file__).parents[1] / "clients" / "bodies"
 SHELL = {
     "type": "object",
     "properties": {"command": {"type": "array", "items": {"type": "string"}}},
     "required": ["command"],
     "additionalProperties": False,
 }
+
+
+PATHS = {
+    "claude_code": "/v1/messages?beta=true",
+    "codex": "/v1/responses",
+    "codex_unknown_model": "/v1/responses",
+}
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Served]:
+    """A server whose context holds these prompts, and less than the replies that they ask for."""
+    with fake_llm(max_context=32768) as llm, serving(llm) as served:
+        yield served
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("reasons", [True, False])
+def test_the_body_of_a_real_agent_is_answered(window: Served, monkeypatch: pytest.MonkeyPatch, name: str, reasons: bool) -> None:
+    """Recorded from the programs; only the prose is replaced."""
+    if not reasons:
+        monkeypatch.setitem(window.llm.__dict__, "reasoning", None)
+    body = json.loads((BODIES / f"{name}.json").read_text())
+    answer = window.http.post(PATHS[name], json={**body, "seed": 5})
+    assert answer.status_code == 200, answer.text
+    assert answer.text.rsplit("event: ")[-1].startswith(("response.completed\n", "response.incomplete\n", "message_stop\n"))
+
+
+def test_tools_that_the_server_cannot_offer_are_left_out_and_named(window: Served) -> None:
+    body = json.loads((BODIES / "codex_unknown_model.json").read_text()) | {"stream": False, "max_output_tokens": 4}
+    answer = window.post("/v1/responses", **body)
+    assert answer.headers["x-onedraw-ignored"] == "tools[4] (namespace), tools[8] (web_search)"
+    functions = [tool for tool in body["tools"] if tool["type"] == "function"]
+    assert [tool["name"] for tool in answer.json()["tools"]] == [tool["name"] for tool in functions]
+    alone = window.post("/v1/responses", **{**body, "tools": functions})
+    assert "x-onedraw-ignored" not in alone.headers
+    assert alone.json()["usage"]["input_tokens"] == answer.json()["usage"]["input_tokens"]
+
+
+HELLO = [{"role": "user", "content": "a"}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"tools": [FUNCTION, {"type": "custom", "custom": {"name": "g"}}]}, None),
+        ("/v1/responses", {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ("/v1/responses", {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ("/v1/messages", {"tools": [{"type": "web_search_20250305", "name": "s", "max_uses": 8}]}, None),
+        (
+            "/v1/messages",
+            {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "tool", "name": "bash"}},
+            "tool_choice.name",
+        ),
+        ("/v1/chat/completions", {"tools": [{"type": "functoin", "function": {"name": "f"}, "more": 1}]}, "tools[0].type"),
+        ("/v1/responses", {"tools": [{"type": "functoin", "name": "f", "more": 1}]}, "tools[0].type"),
+        ("/v1/messages", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type"),
+    ],
+)
+def test_a_tool_is_refused_for_its_type_only_where_it_is_forced_or_unknown(
+    window: Served, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    length = {"/v1/responses": {"input": "a", "max_output_tokens": 4}}.get(path, {"messages": HELLO, "max_tokens": 4})
+    answer = window.post(path, **length, **body)
+    assert answer.status_code == (200 if param is None else 400), answer.text
+    if param is None:
+        assert "tools[" in answer.headers["x-onedraw-ignored"]
+    else:
+        assert answer.json()["error"]["param"] == param
+        assert next(tool["type"] for tool in body["tools"]) in answer.json()["error"]["message"] or param == "tool_choice"
+
+
+def test_a_reply_ends_at_the_context_with_the_reason_length(window: Served) -> None:
+    room, long = window.llm.card.max_context, {"seed": 3, "max_tokens": 10**9}
+    greedy = {"logit_bias": {str(id): -100 for id in window.llm.card.eos_ids}}
+    prompt = "a" * (room - 40)
+    completion = window.post("/v1/completions", prompt=prompt, **long, **greedy).json()
+    assert completion["choices"][0]["finish_reason"] == "length"
+    assert completion["usage"]["total_tokens"] == room
+    said = [{"role": "user", "content": "a" * (room - 100)}]
+    chat = window.post("/v1/chat/completions", messages=said, **long, **greedy).json()
+    assert (chat["choices"][0]["finish_reason"], chat["usage"]["total_tokens"]) == ("length", room)
+    message = window.post("/v1/messages", messages=said, **long).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] < room
+    response = window.post("/v1/responses", input=said, max_output_tokens=10**9, seed=3).json()
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["usage"]["total_tokens"] == room
 
 
 def test_an_agent_on_responses(fake: Any) -> None:

@@ -47,8 +47,8 @@ def test_a_number_of_the_wrong_kind_is_refused_by_name(fake, path, name, value):
     [
         ("temperature", -0.1), ("temperature", 100.5), ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("min_p", -0.1),
         ("min_p", 1.1), ("top_k", -2), ("repetition_penalty", 0), ("repetition_penalty", -1), ("frequency_penalty", 101),
-        ("presence_penalty", -101), ("dry_multiplier", -1), ("seed", -1), ("seed", 2**53), ("n", 0), ("n", 129),
-        ("max_tokens", 0), ("max_tokens", -5),
+        ("presence_penalty", -101), ("dry_multiplier", -1), ("seed", 2**63), ("seed", -(2**63) - 1), ("n", 0), ("n", 129),
+        ("max_tokens", -2), ("max_tokens", -5),
         ("min_tokens", -1), ("min_tokens", 17), ("logprobs", -1), ("logprobs", 129), ("stop_token_ids", [259]),
         ("stop_token_ids", [-1]), ("logit_bias", {"259": 1}), ("logit_bias", {"5": 101}),
         ("logit_bias", {"five": 1}), ("logit_bias", {"-1": 1}),
@@ -152,11 +152,8 @@ def test_token_ids_outside_the_vocabulary_are_refused(fake, token):
 
 
 def test_a_context_overflow_names_both_numbers(fake):
-    message = refused(
-        fake.post(COMPLETIONS, prompt=[5] * 100, max_tokens=2000), 400, param="max_tokens", code="context_length_exceeded"
-    )
-    assert "100" in message
-    assert "2000" in message
+    message = refused(fake.post(COMPLETIONS, prompt=[5] * 2050), 400, param="prompt", code="context_length_exceeded")
+    assert "2050" in message
     assert "2048" in message
     message = refused(fake.post(CHAT, messages=[{"role": "user", "content": "x" * 3000}]), 400, param="messages")
     assert "2048" in message
@@ -206,9 +203,18 @@ def test_fields_that_only_make_sense_together_are_refused_apart(fake):
     refused(fake.post("/tokenize", prompt="a", messages=HELLO), 400, param="prompt")
 
 
-def test_a_model_that_is_not_served_is_not_found(fake):
-    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "a"})):
-        refused(fake.post(path, model="gpt-9", **body), 404, param="model", code="model_not_found")
+def test_a_model_that_is_not_served_is_not_found_where_names_are_strict(fake):
+    bodies = (
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
+        (CHAT, {"messages": HELLO, "max_tokens": 1}),
+        ("/tokenize", {"prompt": "a"}),
+    )
+    with serving(fake.llm, ServerOptions(strict_model_names=True, aliases=("mine",))) as strict:
+        for path, body in bodies:
+            refused(strict.post(path, model="gpt-9", **body), 404, param="model", code="model_not_found")
+            assert strict.post(path, model="mine", **body).status_code == 200
+    for path, body in bodies:
+        assert fake.post(path, model="gpt-9", **body).status_code == 200
     refused(fake.get("/v1/models/some/gpt-9"), 404, param="model", code="model_not_found")
 
 

@@ -104,7 +104,7 @@ def test_errors_have_the_shape_that_the_client_reads(fake: Any, client: anthropi
         client.messages.create(model=fake.model, max_tokens=4, messages=HELLO, extra_body={"temperature": -1})
     assert refusal.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(model="other", max_tokens=4, messages=HELLO)
+        client.models.retrieve("other")
 
 
 def test_a_key_may_come_in_the_clients_own_header() -> None:
@@ -120,10 +120,14 @@ def test_a_key_may_come_in_the_clients_own_header() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [*HELLO, {"role": "system", "content": [{"type": "thinking", "thinking": "x"}]}]},
+            "messages[1].content[0].type",
+        ),
         ({"tools": [{**WEATHER, "input_schema": {"not": {}}}]}, "tools[0].input_schema.not"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),

@@ -174,5 +174,6 @@ def test_the_document_says_whether_a_key_is_needed_and_what_lenience_takes() -> 
 
 
 def test_every_documented_model_is_in_the_protocol() -> None:
-    theirs = {messages._text_of, messages._blocks, items._items, called.chat_choice, called.response_choice}
+    theirs = {messages._text_of, messages._blocks, messages.tool_type, items._items}
+    theirs |= {called.function_type, called.chat_choice, called.response_choice}
     assert set(VALIDATOR_SCHEMAS) == theirs | {protocol._texts, protocol._prompts, protocol._bias, protocol._content}

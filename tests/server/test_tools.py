@@ -152,7 +152,7 @@ def test_content_may_have_a_response_format_beside_tools(fake: Any) -> None:
         ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex"),
         ({"tools": [WEATHER], "ignore_eos": True}, "ignore_eos"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "websearch"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content"),

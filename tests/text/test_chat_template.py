@@ -104,6 +104,41 @@ def test_reasoning_of_past_messages_is_available_under_both_names() -> None:
 # ---------------------------------------------------------------------- sources of templates
 
 
+LOOP = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+SILENT = (
+    "{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+ALTERNATE = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (LOOP, "[system]A[system]B[user]C[system]D[assistant]E[user]F"),
+        (FIRST, "[system]A\n\nB[user]C\n\n<system>\nD\n</system>[assistant]E[user]F"),
+        (SILENT, "[system]A\n\nB[user]C\n\n<system>\nD\n</system>[assistant]E[user]F"),
+        (ALTERNATE, "[user]<system>\nA\n</system>\n\n<system>\nB\n</system>\n\nC\n\n<system>\nD\n</system>[assistant]E[user]F"),
+    ],
+    ids=["loop", "first", "silent", "alternate"],
+)
+def test_no_system_message_is_lost_wherever_it_stands(source: str, expected: str) -> None:
+    """Agents send several, and between the turns; many templates show one, at the beginning, or none."""
+    roles = {"A": "system", "B": "system", "C": "user", "D": "system", "E": "assistant", "F": "user"}
+    messages = [{"role": role, "content": content} for content, role in roles.items()]
+    template = ChatTemplate(source, bos_token="", eos_token="")
+    assert template.render(messages) == expected
+    plain = [message for message in messages if message["role"] != "system"]
+    assert template.render(plain) == "[user]C[assistant]E[user]F"
+
+
 def test_the_jinja_file_overrides_the_config(tmp_path: Path) -> None:
     config = {"chat_template": "config {{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<b>"}, "eos_token": "<e>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -18,10 +18,25 @@ from pydantic_core import PydanticCustomError
 from onedraw.errors import BadParameter, OnedrawError
 from onedraw.llm.reply import BlockChange, BlockClosed, BlockGrew, BlockOpened, ContentBlock, Reply
 from onedraw.server.errors import message_error
-from onedraw.server.fields import TOOL_NAME, Rule, StrictModel, Whole, field_doc, inert, neutral, read, refused, sift
+from onedraw.server.fields import (
+    TOOL_NAME,
+    Rule,
+    StrictModel,
+    Whole,
+    field_doc,
+    inert,
+    is_left_out,
+    left_out,
+    neutral,
+    read,
+    refused,
+    seed_field,
+    sift,
+)
 from onedraw.server.openai.chat import Json
 from onedraw.server.prompts import PreparedRequest
-from onedraw.types import SEED_LIMIT, ModelCard, Piece, Usage
+from onedraw.server.protocol import ANY_MODEL
+from onedraw.types import ModelCard, Piece, Usage
 
 RULES: tuple[Rule, ...] = (
     inert("metadata", "the caller's own notes"),
@@ -118,21 +133,46 @@ _READ: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 
 
 class MessageParam(StrictModel):
-    role: Literal["user", "assistant"] = field_doc('"user" or "assistant"', "required", ...)
+    role: Literal["user", "assistant", "system"] = field_doc('"user", "assistant" or "system"', "required", ...)
     content: Annotated[Any, PlainValidator(_blocks)] = field_doc(
-        "string or list of blocks", "blocks of type text, thinking, tool_use and tool_result; required", ...
+        "string or list of blocks",
+        "blocks of type text, thinking, tool_use and tool_result, of a system message text alone; required",
+        ...,
     )
+
+    @model_validator(mode="after")
+    def _instructions_are_text(self) -> MessageParam:
+        for number, block in enumerate(self.content if self.role == "system" and isinstance(self.content, list) else ()):
+            if block["type"] != "text":
+                raise PydanticCustomError("agree", "a system message is text", {"at": f".content[{number}].type"})
+        return self
+
+
+def tool_type(value: object) -> str:
+    if is_left_out(value):  # "custom" among them, which is the type of the caller's own tools here
+        return str(value)
+    raise PydanticCustomError("tool", "tools of type {kind} are not known; leave the type out", {"kind": repr(value)})
 
 
 class MessageTool(StrictModel):
-    name: str = field_doc("string", "required", ..., pattern=TOOL_NAME)
+    type: Annotated[str, PlainValidator(tool_type)] | None = field_doc('"custom"', "tools of other types are left out")
+    name: str | None = field_doc("string", "required", pattern=TOOL_NAME)
     description: str | None = field_doc("string", "shown to the model")
-    input_schema: dict[str, Any] = field_doc("object", "a JSON schema of the input; required", ...)
+    input_schema: dict[str, Any] | None = field_doc("object", "a JSON schema of the input; required")
     strict: bool = field_doc("boolean", "arguments of this tool always follow its schema", False)
-    type: Literal["custom"] | None = field_doc('"custom"', "the server has no tools of its own")
     cache_control: Any = field_doc("any", "accepted: prefix caching is automatic")
     input_examples: Any = field_doc("any", "accepted: not shown to the model")
     eager_input_streaming: Any = field_doc("any", "accepted: input is always streamed")
+
+    @model_validator(mode="after")
+    def _complete(self) -> MessageTool:
+        for name in ("name", "input_schema"):
+            if self.type in OWN_TOOLS and getattr(self, name) is None:
+                raise PydanticCustomError("missing", "this field is required", {"at": f".{name}"})
+        return self
+
+
+OWN_TOOLS = (None, "custom")  # types of tools that the model can call
 
 
 class MessageToolChoice(StrictModel):
@@ -161,14 +201,16 @@ class OutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = field_doc("string", "as `reasoning_effort` of a chat")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = field_doc(
+        "string", "with `thinking`, as `reasoning_effort` of a chat; without it nothing is thought, and this has no effect"
+    )
     format: OutputFormat | None = field_doc("object", "`type` and `schema`")
 
 
 class CountRequest(StrictModel):
     """The fields of a Messages request that decide its prompt."""
 
-    model: str | None = field_doc("string", "the served model; may be left out")
+    model: str | None = field_doc("string", ANY_MODEL)
     messages: list[MessageParam] = field_doc("list of objects", "see below; required", ..., min_length=1)
     system: Annotated[str, PlainValidator(_text_of)] | None = field_doc("string or list of text blocks", "the system message")
     tools: list[MessageTool] = field_doc("list of objects", "see below", [])
@@ -184,6 +226,15 @@ class CountRequest(StrictModel):
             raise PydanticCustomError("agree", "the last message must be the user's: prefilled replies are not supported", at)
         return self
 
+    @property
+    def functions(self) -> list[tuple[int, MessageTool]]:
+        """The tools that the model is offered, each with its place among all tools."""
+        return [(number, tool) for number, tool in enumerate(self.tools) if tool.type in OWN_TOOLS]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return left_out([tool.type for tool in self.tools], own=OWN_TOOLS)
+
     @cached_property
     def chat_messages(self) -> list[tuple[int, dict[str, Any]]]:
         """The equivalent chat messages, each with the index of the message it was made from."""
@@ -194,14 +245,17 @@ class CountRequest(StrictModel):
         system = [{"role": "system", "content": self.system}] if self.system else []
         fields: dict[str, Any] = {
             "messages": [*system, *(message for _, message in self.chat_messages)],
-            "tools": [_tool(tool) for tool in self.tools],
+            "tools": [_tool(tool) for _, tool in self.functions],
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         return fields | self._choice() | self._thinking() | self._format()
 
     def _choice(self) -> dict[str, Any]:
-        if self.tool_choice is None or not (self.tools or self.tool_choice.type in ("any", "tool")):
+        if self.tool_choice is None or not (self.functions or self.tool_choice.type in ("any", "tool")):
             return {}
+        forced = [tool for tool in self.tools if tool.name == self.tool_choice.name and tool.type not in OWN_TOOLS]
+        if self.tool_choice.name is not None and forced:
+            raise BadParameter("tool_choice.name", f"tools of type {forced[0].type} are not supported")
         named = {"type": "function", "function": {"name": self.tool_choice.name}}
         choice = {"auto": "auto", "any": "required", "none": "none", "tool": named}[self.tool_choice.type]
         return {"tool_choice": choice, "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use}
@@ -230,10 +284,10 @@ class CountRequest(StrictModel):
         """Map field names of the equivalent chat request to the caller's field names, for errors."""
         places = enumerate(self.chat_messages, 1 if self.system else 0)
         messages = {f"messages[{place}]": f"messages[{number}]" for place, (number, _) in places}
-        tools = {f"tools[{n}].function.parameters": f"tools[{n}].input_schema" for n in range(len(self.tools))}
+        tools = {f"tools[{place}].function": f"tools[{number}]" for place, (number, _) in enumerate(self.functions)}
         return {
+            **{f"{ours}.parameters": f"{theirs}.input_schema" for ours, theirs in tools.items()},
             **tools,
-            **{f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))},
             **messages,
             "response_format.json_schema.schema": "output_config.format.schema",
             "thinking_budget": "thinking.budget_tokens",
@@ -244,7 +298,9 @@ class CountRequest(StrictModel):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: Whole = field_doc("integer >= 1", "the most tokens of the reply; required", ...)
+    max_tokens: Whole = field_doc(
+        "integer >= -1", "the most tokens of the reply, which ends at the context at the latest; required", ...
+    )
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
     stop_sequences: list[str] = field_doc(
         "list of strings", "ends the reply and is not part of its text; searched in the answer, not in thinking or calls", []
@@ -253,9 +309,7 @@ class MessagesRequest(CountRequest):
     top_p: float | None = field_doc("number, over 0 … 1", "1: off")
     top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off")
     min_p: float | None = field_doc("number, 0 … 1", "0: off")
-    seed: int | None = field_doc(
-        "integer, 0 … 2^53 - 1", "without it the server draws one; the reply reports it", ge=0, lt=SEED_LIMIT
-    )
+    seed: int | None = seed_field("the reply")
     speculation: bool = field_doc("boolean", "false: no speculative decoding; it never changes a reply", True)
 
     def chat(self) -> dict[str, Any]:

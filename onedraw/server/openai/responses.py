@@ -385,7 +385,7 @@ class ResponsesWriter:
             "top_p": params.top_p,
             "text": {"format": _format_of(body)},
             "tool_choice": _choice_of(body.tool_choice),
-            "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools],
+            "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for _, tool in body.functions],
             "truncation": "disabled",
             "metadata": body.metadata or {},
             "usage": None if usage is None else write_usage(usage),

@@ -9,20 +9,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainValidator
+from pydantic import PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
 from onedraw.llm.request_options import EFFORTS, Effort
-from onedraw.server.fields import TOOL_NAME, Rule, StrictModel, Whole, field_doc, inert, neutral, read, refused, sift
-from onedraw.server.protocol import ToolChoice, response_choice
-from onedraw.types import MAX_TOP_LOGPROBS, SEED_LIMIT
+from onedraw.server.fields import (
+    TOOL_NAME,
+    Rule,
+    StrictModel,
+    Whole,
+    field_doc,
+    inert,
+    left_out,
+    neutral,
+    read,
+    refused,
+    seed_field,
+    sift,
+)
+from onedraw.server.protocol import ANY_MODEL, FunctionType, ToolChoice, response_choice
+from onedraw.types import MAX_TOP_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 RULES: tuple[Rule, ...] = (
     inert("user", "not used"),
+    inert("client_metadata", "what a client says about itself"),
     inert("safety_identifier", "not used"),
     inert("prompt_cache_key", "prefix caching is automatic"),
     inert("prompt_cache_retention", "the prefix cache evicts the least recently used"),
@@ -121,11 +135,17 @@ NumberedMessage = tuple[int, dict[str, Any]]  # the index of a message's first i
 
 
 class ResponseTool(StrictModel):
-    type: Literal["function"] = field_doc('"function"', "the server has no tools of its own; required", ...)
-    name: str = field_doc("string", "required", ..., pattern=TOOL_NAME)
+    type: FunctionType = field_doc('"function"', "required; tools of other types are left out", ...)
+    name: str | None = field_doc("string", "required", pattern=TOOL_NAME)
     description: str | None = field_doc("string", "shown to the model")
     parameters: dict[str, Any] | None = field_doc("object", "a JSON schema of the arguments; none: no arguments")
     strict: bool | None = field_doc("boolean", "arguments of this tool always follow its schema; default false")
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> ResponseTool:
+        if self.type == "function" and self.name is None:
+            raise PydanticCustomError("missing", "this field is required", {"at": ".name"})
+        return self
 
 
 class ResponseTextFormat(StrictModel):
@@ -138,7 +158,7 @@ class ResponseTextFormat(StrictModel):
 
 class ResponseText(StrictModel):
     format: ResponseTextFormat | None = field_doc("object", "`type`, `schema`")
-    verbosity: Literal["medium"] | None = field_doc('"medium"', "say it in a message")
+    verbosity: Literal["low", "medium", "high"] | None = field_doc('"low", "medium", "high"', "no effect; say it in a message")
 
 
 class ResponseReasoning(StrictModel):
@@ -154,7 +174,7 @@ class ResponseReasoning(StrictModel):
 
 
 class ResponsesRequest(StrictModel):
-    model: str | None = field_doc("string", "the served model; may be left out")
+    model: str | None = field_doc("string", ANY_MODEL)
     input: Annotated[Any, PlainValidator(_items)] = field_doc(
         "string or list of items",
         "items of type message, function_call, function_call_output, reasoning and item_reference; required",
@@ -164,7 +184,9 @@ class ResponsesRequest(StrictModel):
     previous_response_id: str | None = field_doc("string", "continue that response, if it is still stored")
     store: bool = field_doc("boolean", "store the response in memory, for `previous_response_id`", True)
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
-    max_output_tokens: Whole | None = field_doc("integer >= 1", "the most tokens of the reply")
+    max_output_tokens: Whole | None = field_doc(
+        "integer >= -1", "the most tokens of the reply, which ends at the context at the latest"
+    )
     temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
     top_p: float | None = field_doc("number, over 0 … 1", "1: off")
     top_logprobs: int | None = field_doc(
@@ -184,12 +206,19 @@ class ResponsesRequest(StrictModel):
     metadata: dict[str, str] | None = field_doc("object", "the caller's own notes, returned with the response")
     top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off")
     min_p: float | None = field_doc("number, 0 … 1", "0: off")
-    seed: int | None = field_doc(
-        "integer, 0 … 2^53 - 1", "without it the server draws one; the reply reports it", ge=0, lt=SEED_LIMIT
-    )
+    seed: int | None = seed_field("the reply")
     thinking_budget: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
     speculation: bool = field_doc("boolean", "false: no speculative decoding; it never changes a reply", True)
+
+    @property
+    def functions(self) -> list[tuple[int, ResponseTool]]:
+        """The tools that the model is offered, each with its place among all tools."""
+        return [(number, tool) for number, tool in enumerate(self.tools) if tool.type == "function"]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return left_out([tool.type for tool in self.tools], own=("function",))
 
     @property
     def summary(self) -> str | None:
@@ -219,7 +248,7 @@ class ResponsesRequest(StrictModel):
         return {
             "messages": [*opening, *before, *(message for _, message in messages)],
             "stream": self.stream,
-            "tools": [_tool(tool) for tool in self.tools],
+            "tools": [_tool(tool) for _, tool in self.functions],
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
             **given,
@@ -238,7 +267,7 @@ class ResponsesRequest(StrictModel):
 
     def names(self, before: Sequence[dict[str, Any]], messages: Sequence[NumberedMessage]) -> dict[str, str]:
         """Map field names of the equivalent chat request to the caller's field names, for errors."""
-        tools = {f"tools[{n}].function": f"tools[{n}]" for n in range(len(self.tools))}
+        tools = {f"tools[{place}].function": f"tools[{number}]" for place, (number, _) in enumerate(self.functions)}
         opening = len(before) + bool(self.instructions)
         return {
             **tools,
