@@ -234,7 +234,7 @@ class Row:
     start: int
     tokens: tuple[int, ...]  # the known tokens at positions [start, start + len(tokens))
     drafts: tuple[Draft, ...]
-    prompt_stop: int  # positions below it belong to the prompt (chunked form), later ones were generated (recurrent form)
+    prompt_stop: int  # Positions below it belong to the prompt: recurrent layers compute them in chunks, later ones one by one.
     samples: bool  # whether the row reaches the end of the known tokens, so that a token is sampled
     params: SamplingParams
     history: History

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         terminal.print_json(table_json(table))
     else:
         title = f"{table.model}: {table.requests} requests, {table.tokens} tokens, compared with the plain run"
-        terminal.table(title, ("it must not matter", "result"), [[f.name, str(f)] for f in table.findings])
+        terminal.table(title, ("variation", "result"), [[f.name, str(f)] for f in table.findings])
     return 0 if table.holds else 1
 
 

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         terminal.print_json(report_json(report, damaged))
         return 0 if report.holds else 1
     if rows:
-        terminal.table("", ("record", "seed", "token", "recorded", "now", "what"), rows[:SHOWN])
+        terminal.table("", ("record", "seed", "token", "recorded", "now", "difference"), rows[:SHOWN])
     for line in summary(report, left_out=max(len(rows) - SHOWN, 0), damaged=damaged):
         print(line)
     return 0 if report.holds else 1

@@ -68,13 +68,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="ignore unknown request fields (named in a response header) instead of refusing them",
     )
     web.add_argument(
-        "--drain-seconds", type=float, default=30.0, metavar="X", help="on SIGTERM, time for running replies (default: 30)"
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        metavar="X",
+        help="seconds that running replies may take after SIGTERM (default: 30)",
     )
     web.add_argument(
         "--request-seconds",
         type=float,
         metavar="X",
-        help="longest time from a request's arrival to its last token (default: any)",
+        help="longest time from a request's arrival to its last token in seconds (default: no limit)",
     )
     web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
     web.add_argument(

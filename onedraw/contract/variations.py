@@ -78,7 +78,7 @@ Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "a
 
 SMALL_STEP = 16  # tokens that a step computes at most in the variation "small steps"
 RUN_AHEAD = ("model", "mtp")  # These drafters draft token by token, so their drafts are chains and never trees.
-TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a draft tree, and a draft length larger than its depth
+TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a draft tree, and a forced draft length that no tree is deeper than
 SNAPSHOT_BYTES = 2**30  # the limit on snapshots on disk
 DRAFT_TOKENS = 4  # Rows carry this many drafts unless --draft-tokens is given, even if drafting does not pay off.
 
@@ -113,7 +113,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """One way to run that must not change a token."""
+    """A way to run the model that must not change a token, and how to tell that it happened."""
 
     name: str
     changes: Callable[[PlainRunFacts], Mapping[str, Any]]  # returns the settings that differ from the plain run

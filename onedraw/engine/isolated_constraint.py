@@ -1,4 +1,5 @@
-"""Wraps a request's constraint so that an exception in it fails only this request, not the other rows of the step.
+"""IsolatedConstraint wraps a request's constraint, so that an exception in it fails only this request, not the other rows of
+the step.
 
 If the constraint raises, no token is allowed, so the row samples none. The engine then asks `failure` for the cause: an error
 with a message for the user, or any other exception, which is logged under an error id.

@@ -4,7 +4,7 @@ A snapshot consists of arrays and the tokens they belong to. It is loaded for a 
 of its own writes files; the caller's thread reads. A file is either complete or absent: it is written under a temporary name,
 flushed and renamed. A file that is truncated, damaged, or written for another configuration or prompt is discarded with one
 warning, and the prompt is computed. The checksum detects accidental damage. It is a blake2b over one CRC-32 per MiB, four
-times as fast as a blake2b of all bytes: the first token waits for the read. The parts of a file are:
+times as fast as a blake2b of all bytes: a request waits for the read before its first token. The parts of a file are:
 
     magic, u64 length of the header, header (JSON), tokens (u32), arrays one after the other, checksum of all before it
 """

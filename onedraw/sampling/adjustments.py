@@ -117,7 +117,7 @@ def dry_penalties(tokens: Tokens, dry: DryParams) -> tuple[tuple[int, float], ..
         lengths[alive] = back + 1
     far_enough = lengths >= dry.allowed_length
     followers, lengths = tokens[ends[far_enough] + 1], lengths[far_enough]
-    order = np.lexsort((-lengths, followers))  # by follower, its longest match first
+    order = np.lexsort((-lengths, followers))  # sorted by follower; the longest match of each comes first
     unique, first = np.unique(followers[order], return_index=True)
     longest = lengths[order][first]
     return tuple(

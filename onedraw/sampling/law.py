@@ -56,7 +56,7 @@ def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequen
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # extreme parameters may give ±inf or NaN
         scores = _adjusted(logits, params, history, drafts)
-        best = scores.max() + np.float32(0)  # -0.0 becomes 0.0
+        best = scores.max() + np.float32(0)  # adding 0 turns -0.0 into 0.0
         if not (logits.max() < np.inf and np.isfinite(best)):
             return np.full_like(logits, -np.inf)
         deficit: Floats = best - scores
@@ -121,7 +121,7 @@ def checksum(logits: Floats, scores: Floats) -> int:
     """Return 63 bits computed from all bits of logits and scores. The order of summation does not matter, and changing a single
     value always changes the result."""
     first, second = checksum_weights(len(logits))
-    total = int((_bits(logits) * first).sum()) + int((_bits(scores) * second).sum())  # each modulo 2^64
+    total = int((_bits(logits) * first).sum()) + int((_bits(scores) * second).sum())  # both sums are modulo 2^64
     return total & (2**63 - 1)
 
 

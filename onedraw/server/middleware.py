@@ -71,9 +71,9 @@ class LocalAccessMiddleware:
         return bool(self._hosts & {name, "*"}) or _is_local(name)
 
     def _is_cross_site(self, origin: str, site: str | None, name: str) -> bool:
-        """Whether a web page of another site sent the request. Browsers send Sec-Fetch-Site only over TLS or to localhost, so
+        """Whether a web page of another site sent the request. Browsers send Sec-Fetch-Site only over TLS or to localhost;
         without it the host in Origin decides."""
-        if not origin:  # Browsers leave it out of some requests, but never say "cross-site" of an address that a person typed.
+        if not origin:  # Some requests have no Origin. Sec-Fetch-Site is never "cross-site" for an address that a person typed.
             return site == "cross-site"
         if not origin.startswith("http") and origin != "null":  # The sender is a program or an extension, not a web page.
             return False

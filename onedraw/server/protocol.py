@@ -292,10 +292,14 @@ class SamplingFields(StrictModel):
     repetition_penalty: float | None = field_doc("number over 0", "over prompt and reply; 1: off")
     frequency_penalty: float | None = field_doc("number, -100 … 100", "over the reply; 0: off")
     presence_penalty: float | None = field_doc("number, -100 … 100", "over the reply; 0: off")
-    dry_multiplier: float | None = field_doc("number >= 0", "penalty on continuing a repetition; 0: off")
-    dry_base: float | None = field_doc("number >= 1", "growth of that penalty per repeated token; default 1.75")
-    dry_allowed_length: Whole | None = field_doc("integer >= 1", "repetitions shorter than this are free; default 2")
-    dry_range: Whole | None = field_doc("integer >= -1", "how many of the last tokens are searched; 0 and -1: all")
+    dry_multiplier: float | None = field_doc("number >= 0", "strength of the DRY penalty on continuing a repetition; 0: off")
+    dry_base: float | None = field_doc("number >= 1", "the DRY penalty grows by this factor per repeated token; default 1.75")
+    dry_allowed_length: Whole | None = field_doc(
+        "integer >= 1", "the DRY penalty spares repetitions shorter than this; default 2"
+    )
+    dry_range: Whole | None = field_doc(
+        "integer >= -1", "how many of the last tokens DRY searches for repetitions; 0 and -1: all"
+    )
     dry_sequence_breakers: Annotated[tuple[str, ...], PlainValidator(_texts)] | None = field_doc(
         "list of strings", "repetitions are not matched across these; default line break, colon, quote, asterisk"
     )
@@ -345,7 +349,7 @@ class SamplingFields(StrictModel):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def guided(self) -> dict[str, tuple[str, Any]]:
-        """Return the response formats that are given, from the caller's field name to the option's name and value."""
+        """Return the response formats that are given, as a map from the caller's field name to the option's name and value."""
         found: dict[str, tuple[str, Any]] = {}
         match self.response_format:
             case ResponseFormat(type="json_object"):

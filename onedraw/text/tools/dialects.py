@@ -40,7 +40,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tool settings of a request."""
+    """Which tools a request has, and how the reply may use them."""
 
     tools: tuple[Tool, ...]  # the tools that the prompt describes
     allowed: tuple[Tool, ...]  # the tools among them that the reply may call
