@@ -183,12 +183,12 @@ class _ConfigOnly:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_random(model: str, seed: int = 0) -> RandomCheckpoint:
+def open_random(model: str) -> RandomCheckpoint:
     config = shape_config(model)
     family = find_family(_ConfigOnly(config, Path(model)))
     mixture = named_mixture(model)[1]
     spec = family.from_config(config, model)
-    return RandomCheckpoint(spec, seed, config=config, name=model, on_device=True, mixture=mixture)
+    return RandomCheckpoint(spec, config=config, name=model, on_device=True, mixture=mixture)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class RandomDrafter:
         """No-op: there are no files."""
 
 
-def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = "", seed: int = 0) -> RandomDrafter:
+def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = "") -> RandomDrafter:
     bare = RandomDrafter(config, Path(name), mixture)
     layout = detect_layout(bare)
     spec = read_drafter_spec(bare, layout)
@@ -222,9 +222,9 @@ def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = 
         shapes |= {(index, weight): shape for weight, shape in layer.shapes(spec.hidden).items()}
     tensors: dict[str, LazyTensor] = {}
     for key, shape in shapes.items():
-        plain = random_tensor(DRAFTER_WEIGHT_NAMES[layout].stored_name(key), key[1], shape, tied=False, seed=seed)
+        plain = random_tensor(DRAFTER_WEIGHT_NAMES[layout].stored_name(key), key[1], shape, tied=False, seed=0)
         kind = mixture_kind(mixture, *key, shape, layers=len(spec.layers), tied=False) if mixture else "F32"
-        quantized = RandomQuantTensor(plain.name, shape, kind, seed, plain.std)
+        quantized = RandomQuantTensor(plain.name, shape, kind, plain.seed, plain.std)
         tensors[plain.name] = replace(plain, on_device=True) if kind == "F32" else quantized
     return replace(bare, tensors=tensors)
 

@@ -71,10 +71,8 @@ def print_piece(piece: Piece, *, thinking: TextIO | None = None) -> None:
     out.flush()
 
 
-def print_json(value: Any, *, out: TextIO | None = None) -> None:
-    out = out or sys.stdout
-    out.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
-    out.flush()
+def print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
 
 
 @contextlib.contextmanager

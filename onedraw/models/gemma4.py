@@ -201,7 +201,7 @@ def _from_metadata(source: ModelSource) -> ModelSpec:
     spec = ModelSpec(
         family="gemma4",
         layers=_layers(
-            _gguf_layer_sizes(keys, source, count=count, shared=shared, origin=origin),
+            _gguf_layer_sizes(keys, source, count=count, origin=origin),
             heads=keys.integer("attention.head_count"),
             window=keys.integer("attention.sliding_window"),
             shared=shared,
@@ -220,7 +220,7 @@ def _from_metadata(source: ModelSource) -> ModelSpec:
     return validated(spec, origin)
 
 
-def _gguf_layer_sizes(keys: ConfigReader, source: ModelSource, *, count: int, shared: int, origin: str) -> list[_LayerSizes]:
+def _gguf_layer_sizes(keys: ConfigReader, source: ModelSource, *, count: int, origin: str) -> list[_LayerSizes]:
     full_dim = keys.integer("attention.key_length", GLOBAL_HEAD_DIM)
     sliding_dim = keys.integer("attention.key_length_swa", HEAD_DIM)
     for suffix, size in (("", full_dim), ("_swa", sliding_dim)):

@@ -354,9 +354,6 @@ class ModelSpec:
         members = [i for i in range(len(self.layers)) if self.group(i) == group]
         return sum(self.page_bytes(i, page_size, dtype) for i in members)
 
-    def total_page_bytes(self, page_size: int, dtype: str = "f32") -> int:
-        return sum(self.page_bytes(i, page_size, dtype) for i in range(len(self.layers)))
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
@@ -389,7 +386,3 @@ class DrafterSpec:
     def parameters(self) -> int:
         own = self.vocab * self.own_embedding + self.draft_vocab * self.own_head
         return self.hidden * (self.feature_width + 2 + own) + sum(layer.parameters(self.hidden) for layer in self.layers)
-
-    def position_bytes(self, dtype: str = "f32") -> int:
-        """Bytes of keys and values of one context position over all layers."""
-        return sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in self.layers) * DTYPE_BYTES[dtype]

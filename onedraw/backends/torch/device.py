@@ -92,9 +92,9 @@ def _free_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def copy_bandwidth(name: str, size: int = 2**30) -> float:
-    """Bytes per second read and written by a large copy on this device."""
-    device = torch.device(name)
+def copy_bandwidth(name: str) -> float:
+    """Bytes per second read and written by a large copy on this GPU."""
+    device, size = torch.device(name), 2**30
     source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_() for _ in range(2))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     for _ in range(3):

@@ -50,9 +50,8 @@ def run_layers(
 ) -> Result:
     """Run the stage's layers on x: tokens in the first stage, residuals [T, E] in the others. Returns the new state, the state
     increments of drafts, the residuals [T, E], and the residuals [C, E] of the tokens that `picks` selects for sampling."""
-    spec = stage.spec
     if stage.first:
-        x = _embedded(weights, x, spec).astype(stage.activation)
+        x = _embedded(weights, x).astype(stage.activation)
     moved: State = []
     increments: list[Weights] = []
     for layer, own, store in zip(stage.layers, weights["layers"], state, strict=True):
@@ -67,7 +66,7 @@ def run_layers(
     return moved, increments, x, x[picks]
 
 
-def _embedded(weights: dict[str, Any], tokens: Array, spec: ModelSpec) -> Array:
+def _embedded(weights: dict[str, Any], tokens: Array) -> Array:
     """Embeddings of tokens. A tied embedding is read from the columns of the head, which saves a second table."""
     return weights["embed"][tokens] if "embed" in weights else weights["head"][:, tokens].T
 

@@ -82,16 +82,16 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
     return INSTRUCTION_SETS if here else {"portable": ()}
 
 
-def commands(compiler: str, folder: Path, flags: tuple[str, ...] = FLAGS) -> Iterator[list[str]]:
+def commands(compiler: str, folder: Path) -> Iterator[list[str]]:
     """The commands that compile every source for every instruction set, each into its own object file in `folder`."""
     for source in ONCE:
-        yield [compiler, *flags, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+        yield [compiler, *FLAGS, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
     for isa, machine in instruction_sets().items():
         for source in SOURCES:
             # Products and sums are fused only where the sources call `fused`; in the delta kernels the compiler may fuse them.
             contract = "fast" if source.stem == "delta" else "off"
             own = (*machine, f"-ffp-contract={contract}", f"-DONEDRAW_ISA={isa}")
-            yield [compiler, *flags, *own, "-c", str(source), "-o", str(folder / f"{source.stem}-{isa}.o")]
+            yield [compiler, *FLAGS, *own, "-c", str(source), "-o", str(folder / f"{source.stem}-{isa}.o")]
 
 
 def _key(compiler: str) -> str:

@@ -6,29 +6,29 @@ In: the loaded library. Out: `CpuOps`. The kernels read raw pointers, so tensors
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.torch.model.weight_loader import LANE, padded
-from onedraw.backends.torch.ops.base import CaptureOps, DenseLayer, DraftCommit, KernelChoices
+from onedraw.backends.torch.ops.base import DenseLayer, KernelChoices
 from onedraw.backends.torch.ops.cpu.fused_layers import AttentionArguments, CpuAttentionInputs, CpuFusedLayers
 from onedraw.backends.torch.ops.cpu.library import Kernels
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear, pack_panels, pack_rows
 from onedraw.backends.torch.ops.cpu.sampler import CpuSampler
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
-from onedraw.backends.torch.ops.plain.elementwise import gated, times_gate
-from onedraw.backends.torch.ops.plain.experts import PlainExpertBank, choose_experts, join_shared
+from onedraw.backends.torch.ops.plain.elementwise import gated
+from onedraw.backends.torch.ops.plain.experts import PlainExpertBank
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.ops.plain.ops import RowOps
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, LaneStore, RecurrentSpans, recurrent_spans
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import LazyTensor
-from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
+from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 from onedraw.models.tensor_views import StackItem
 
 MOST_DELTA_DIMS = 512  # the largest key or value dimension of a head; must equal MOST of delta.c
@@ -115,7 +115,7 @@ class Packing:
     coded: bool = False
 
 
-class CpuOps:
+class CpuOps(RowOps):
     """`threads` only divide the outputs, so their number does not change any bits."""
 
     rule = RowRule(floor=1)
@@ -128,10 +128,6 @@ class CpuOps:
         self._kernels = Kernels(library, threads=threads, instruction_set=path)
         self._packing, self._fuses = packing or Packing(), fuses
         self.name = f"cpu-{self._kernels.instruction_set}"
-
-    @property
-    def capture(self) -> CaptureOps | None:
-        return None
 
     @property
     def thread_pool(self) -> int | None:
@@ -190,20 +186,6 @@ class CpuOps:
         self._kernels.silu_gated(gate_up.data_ptr(), y.data_ptr(), len(gate_up), width, self._kernels.thread_pool)
         return y
 
-    def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
-        return times_gate(x, gate, kind)
-
-    def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainExpertBank:
-        return PlainExpertBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
-
-    def choose_experts(
-        self, logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return choose_experts(logits, spec, bias=bias, factors=factors)
-
-    def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-        return join_shared(out, always, gate, residual)
-
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return CpuSampler(self._kernels, vocab=vocab, lanes=lanes, device=device)
 
@@ -234,23 +216,13 @@ class CpuOps:
         )
         return CpuAttentionInputs(self._kernels, arguments, inputs, table, firsts, rope_table)
 
-    def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        return ()
-
     def check_supported(self, spec: DeltaSpec) -> None:
         """Nothing to check: the limit of head sizes is checked by `_delta_arguments`."""
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> CpuDeltaInputs:
         return CpuDeltaInputs(self._kernels, recurrent_spans(inputs, conv=spec.conv))
 
-    def commit(self, state: ModelState, drafts: DraftCommit) -> None:
-        paths = drafts.paths(state)
-        state.move_kept_pages(paths)
-        kept = state.kept_drafts(paths)
-        for store in state.lanes if kept else ():
-            self._commit_delta(store, kept)
-
-    def _commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
+    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
         arguments, window = _delta_arguments(store), _floats(store.spec.conv - 1, store.spec.channels)
         for one in kept:
             places = torch.tensor(one.places, dtype=torch.int64)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.packing import CPU_PACKED_KINDS, PANEL_ROWS
+from onedraw.backends.packing import CPU_PACKED_KINDS
 from onedraw.backends.torch.ops.cpu.library import LONG, POINTER, Kernels
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.models.source import LazyTensor
@@ -108,7 +108,3 @@ class CpuLinear(Linear):
         pool = kernels.thread_pool if thread_pool is None else thread_pool
         kernels.rows(part.data.data_ptr(), code, part.width, wanted.data_ptr(), len(wanted), out.data_ptr(), pool)
         return out
-
-
-def panel_height(rows: int) -> int:
-    return -(-rows // PANEL_ROWS) * PANEL_ROWS

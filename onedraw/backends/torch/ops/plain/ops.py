@@ -5,6 +5,7 @@ In: a device. Out: `TorchOps`. The kernels of `ops/cpu` and `ops/cuda` are faste
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore, write_places
 from onedraw.backends.torch.state.model_state import ModelState
-from onedraw.backends.torch.state.recurrent_state import LaneStore, RecurrentSpans, recurrent_spans
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore, RecurrentSpans, recurrent_spans
 from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
@@ -49,18 +50,9 @@ class FloatOps:
         return None
 
 
-class TorchOps(FloatOps):
-    """Operations in plain torch. The self-check changes `rule`, the row rule of products, if rows depend on each other, and
-    `tile_heights` if attention tiles of different heights round differently."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.name = f"{device.type}-torch"
-        self.rule = default_rule(device)
-        self.tile_heights: tuple[int, ...] = (4, 16) if device.type == "cpu" else (16,)
-
-    @property
-    def choices(self) -> KernelChoices:
-        return KernelChoices(tile_heights=self.tile_heights)
+class RowOps(ABC):
+    """What operations in plain torch and the C kernels have in common: output gates, mixtures of experts, and the order of a
+    commit. Neither captures a step, and neither has kernels whose choice depends on the number of rows except its products."""
 
     @property
     def capture(self) -> CaptureOps | None:
@@ -69,14 +61,11 @@ class TorchOps(FloatOps):
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
         return ()
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return Linear(weight, bias=bias, rule=self.rule)
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return gated(gate_up, activation)
+    @abstractmethod
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
 
     def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         return times_gate(x, gate, kind)
@@ -91,6 +80,39 @@ class TorchOps(FloatOps):
 
     def join_shared(self, out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
         return join_shared(out, always, gate, residual)
+
+    def commit(self, state: ModelState, drafts: DraftCommit) -> None:
+        paths = drafts.paths(state)
+        state.move_kept_pages(paths)
+        kept = state.kept_drafts(paths)
+        for store in state.lanes if kept else ():
+            self.commit_delta(store, kept)
+
+    @abstractmethod
+    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None: ...
+
+
+class TorchOps(RowOps, FloatOps):
+    """Operations in plain torch. The self-check changes `rule`, the row rule of products, if rows depend on each other, and
+    `tile_heights` if attention tiles of different heights round differently."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = f"{device.type}-torch"
+        self.rule = default_rule(device)
+        self.tile_heights: tuple[int, ...] = (4, 16) if device.type == "cpu" else (16,)
+
+    @property
+    def choices(self) -> KernelChoices:
+        return KernelChoices(tile_heights=self.tile_heights)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return Linear(weight, bias=bias, rule=self.rule)
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated(gate_up, activation)
 
     def sampler(self, *, vocab: int, lanes: int, device: torch.device) -> Sampler:
         return Sampler(vocab=vocab, lanes=lanes, device=device)
@@ -114,12 +136,8 @@ class TorchOps(FloatOps):
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> TorchDeltaInputs:
         return TorchDeltaInputs(recurrent_spans(inputs, conv=spec.conv))
 
-    def commit(self, state: ModelState, drafts: DraftCommit) -> None:
-        paths = drafts.paths(state)
-        state.move_kept_pages(paths)
-        kept = state.kept_drafts(paths)
-        for store in state.lanes if kept else ():
-            plain_delta.commit(store, kept)
+    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
+        plain_delta.commit(store, kept)
 
 
 @dataclass(frozen=True, slots=True)
