@@ -16,13 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
 from onedraw.backends.devices import kv_precision
 from onedraw.backends.packing import matrix_kinds, matrix_sizes, product_dtype, supports_gpu_packed
-from onedraw.backends.torch.device import DTYPES, find_devices
 from onedraw.build.checkpoint import find_checkpoint
 from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.random_weights import is_random, shape_config
@@ -31,6 +28,9 @@ from onedraw.models.registry import read_model_info
 from onedraw.models.spec import KV_BYTES, KV_SCALE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
 from onedraw.models.weight_names import WeightKey, weight_shapes
 from onedraw.settings import Settings, default_cache_dir
+
+if TYPE_CHECKING:  # `onedraw bench --backend fake` needs no torch
+    import torch
 
 
 def step_bytes(spec: ModelSpec, sizes: Mapping[WeightKey, int], *, dtype: str, rows: int, context: int) -> int:
@@ -99,6 +99,10 @@ def transformers_rates(
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[int, float]:
     """Decoded tokens per second by batch size. `source`: a checkpoint folder, or a config for random weights."""
+    import torch
+
+    from onedraw.backends.torch.device import DTYPES
+
     report("transformers: importing")
     try:
         import transformers as library
@@ -142,6 +146,8 @@ def _random_model(transformers: Any, source: Mapping[str, Any], torch_device: to
 
 def _token_interval(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float]) -> float:
     """Median seconds between two tokens of every sequence."""
+    import torch
+
     times: list[float] = []
 
     def record_time(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -175,6 +181,8 @@ def peer_rates(
     sampling: Mapping[str, float],
 ) -> dict[int, float]:
     """Decoded tokens per second of transformers with the same model, by batch size."""
+    from onedraw.backends.torch.device import find_devices
+
     device = find_devices(settings.device_names)[0]
     dtype = product_dtype([device], requested=settings.dtype, activations="f32", stream="auto", kinds=(), no_kernels="")
     source: str | Mapping[str, Any]
