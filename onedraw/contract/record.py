@@ -215,7 +215,7 @@ def read_records(path: Path, *, damaged: Callable[[str], None] = log.warning) ->
 
 
 def _read_file(file: Path) -> Iterator[Record | str]:
-    """The record of every line, or what is wrong with the line."""
+    """Yield for every line its record, or a message that says what is wrong with the line."""
     *lines, rest = file.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or chat messages
 
 DEFAULT_MAX_TOKENS = 256  # Python API and `onedraw generate` use this, or less if the context has less room.
-NO_LIMIT = -1  # as max_tokens: as many as the context has room for
+NO_LIMIT = -1  # the value of max_tokens that means: as many as the context has room for
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # texts across which DRY matches no repetition
 MAX_FORMAT_CHARACTERS = 1 << 25  # the limit on a response format; about as large as the largest request body
 MAX_CHARACTERS = 1 << 16  # the limit on all stop strings together, and likewise on bad_words and dry_sequence_breakers
@@ -246,7 +246,7 @@ def make_generation(
         bad_words=_bad_words(options.bad_words, llm),
         logprobs=options.logprobs,
         logprobs_mode=options.logprobs_mode,
-        # A reply of no tokens is the scoring of its prompt.
+        # The engine runs a prompt without a reply only to score it, so max_tokens 0 implies prompt logprobs.
         prompt_logprobs=0 if max_tokens == 0 and options.prompt_logprobs is None else options.prompt_logprobs,
         checksums=options.checksums,
     )
@@ -276,7 +276,7 @@ def _length(options: RequestOptions, default: int | None, *, prompt: int, contex
     room, min_tokens = context - prompt, options.min_tokens or 0
     given = default if options.max_tokens is None else options.max_tokens
     wanted = max(room, 1) if given is None or given == NO_LIMIT else given
-    if room < min(wanted, 1):  # a reply of no tokens needs no room
+    if room < min(wanted, 1):  # max_tokens 0 needs no room
         raise ContextOverflow(
             f"the prompt of {prompt} tokens and a reply are over the context of {context}; shorten the prompt or raise "
             "--max-context",
@@ -334,7 +334,7 @@ def _budget(options: RequestOptions, syntax: ReplySyntax) -> int | None:
     limit, reasoning = options.thinking_budget, syntax.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
-    if reasoning is None:  # no reasoning is within any budget and effort
+    if reasoning is None:  # A model that does not reason is within any budget and effort.
         for name, value in (("thinking_budget", limit), ("reasoning_effort", options.reasoning_effort)):
             if syntax is PLAIN_TEXT and value not in (None, "none"):
                 raise BadParameter(name, "the prompt is not a chat")

@@ -228,7 +228,7 @@ class Endpoints:
         return parsed
 
     def _check_model(self, name: str | None) -> None:
-        """There is one model, so any name means it, unless `--strict-model-names` is set."""
+        """Refuse an unknown model name with `--strict-model-names`. Otherwise any name means the one model that is served."""
         if self.options.strict_model_names:
             self._find_model(name)
 

@@ -20,8 +20,8 @@ from onedraw.errors import BadParameter, BadRequest
 from onedraw.types import SEED_RANGE
 
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
-# Types of tools that the server cannot offer to the model: they are executed elsewhere, or take other arguments than JSON. Some
-# have a date at the end.
+# Types of tools that the server leaves out of the prompt, because the provider would execute them or their arguments are not
+# JSON. Some types end with a date.
 LEFT_OUT_TOOL = re.compile(
     r"^(custom|namespace|tool_search|tool_search_tool_(regex|bm25)|mcp|mcp_toolset|web_search|web_search_preview|web_fetch"
     r"|file_search|code_interpreter|code_execution|image_generation|computer|computer_use_preview|local_shell|shell|bash"
@@ -155,7 +155,7 @@ def is_left_out(kind: object) -> bool:
 
 
 def left_out(types: Sequence[str | None], *, own: Collection[str | None]) -> tuple[str, ...]:
-    """The tools that the prompt leaves out, as a response's header names them. `own`: types of tools that the model can call."""
+    """Return the tools that the prompt leaves out, as a response's header names them. `own` has the types that are kept."""
     return tuple(f"tools[{number}] ({kind})" for number, kind in enumerate(types) if kind not in own)
 
 

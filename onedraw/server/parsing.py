@@ -93,7 +93,7 @@ TOOL_TYPES: Mapping[type[BaseModel], str] = {ToolSpec: "function", items.Respons
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[RequestT]):
     request: RequestT
-    ignored: tuple[str, ...] = ()  # fields that are unknown, and tools that are left out
+    ignored: tuple[str, ...] = ()  # names of ignored fields, and of tools that the prompt leaves out
 
 
 def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed[RequestT]:
@@ -108,7 +108,7 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
 def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
     """Return the honoured fields of an object, and of the objects inside it. Unknown fields are ignored or refused."""
     if kind in TOOL_TYPES and raw.get("type") not in (None, TOOL_TYPES[kind]):
-        # Of a tool of another type only the type is read, which is left out or refused when the request is validated.
+        # Only the type of such a tool is read. Validating the request leaves the tool out or refuses it.
         return {name: raw[name] for name in ("type", "name") if name in table_of(kind) and name in raw}
     kept = sift(raw, table_of(kind), path=path, ignored=ignored)
     for name, part in _objects_of(kind):

@@ -25,7 +25,7 @@ Mode = Literal["none", "auto", "required"]
 
 
 def function_type(value: object) -> str:
-    """The type of a tool in OpenAI's shapes."""
+    """Check the type of a tool in OpenAI's shapes."""
     if value == "function" or is_left_out(value):
         return str(value)
     raise PydanticCustomError("tool", "tools of type {kind} are not known; describe a function", {"kind": repr(value)})
@@ -479,7 +479,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def functions(self) -> list[tuple[int, FunctionTool]]:
-        """The tools that the model is offered, each with its place among all tools."""
+        """The tools that the prompt lists, each with its index among all tools of the request."""
         return [(number, tool.function) for number, tool in enumerate(self.tools) if tool.function is not None]
 
     @property

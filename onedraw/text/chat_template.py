@@ -90,8 +90,8 @@ class ChatTemplate:
         return self._rendered(self._placed(messages), add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
 
     def _placed(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The messages with system messages where this template shows them. One that stands where it does not becomes part of a
-        user message, between tags, so that nothing is lost and no earlier token of the prompt changes."""
+        """Return the messages so that the template renders all of them. A system message at a place where the template would drop
+        or refuse it becomes part of a user message, between tags, so that no earlier token of the prompt changes."""
         if not any(message.get("role") == "system" for message in messages) or self.system_messages == "anywhere":
             return list(messages)
         placed: list[Mapping[str, Any]] = []
@@ -111,7 +111,7 @@ class ChatTemplate:
 
     @cached_property
     def system_messages(self) -> Literal["anywhere", "first", "never"]:
-        """Where this template shows system messages."""
+        """Where this template renders system messages, found by rendering a few chats."""
         turns = [("system", "probe-1"), ("system", "probe-2"), ("user", "probe-3"), ("system", "probe-4")]
         turns += [("assistant", "probe-5"), ("system", "probe-6"), ("user", "probe-7")]
         return "anywhere" if self._shows(*turns) else "first" if self._shows(turns[0], turns[2]) else "never"

@@ -149,7 +149,7 @@ class MessageParam(StrictModel):
 
 
 def tool_type(value: object) -> str:
-    if is_left_out(value):  # "custom" among them, which is the type of the caller's own tools here
+    if is_left_out(value):  # This includes "custom", which in this API is the type of the caller's own tools.
         return str(value)
     raise PydanticCustomError("tool", "tools of type {kind} are not known; leave the type out", {"kind": repr(value)})
 
@@ -228,7 +228,7 @@ class CountRequest(StrictModel):
 
     @property
     def functions(self) -> list[tuple[int, MessageTool]]:
-        """The tools that the model is offered, each with its place among all tools."""
+        """The tools that the prompt lists, each with its index among all tools of the request."""
         return [(number, tool) for number, tool in enumerate(self.tools) if tool.type in OWN_TOOLS]
 
     @property

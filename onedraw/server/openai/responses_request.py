@@ -213,7 +213,7 @@ class ResponsesRequest(StrictModel):
 
     @property
     def functions(self) -> list[tuple[int, ResponseTool]]:
-        """The tools that the model is offered, each with its place among all tools."""
+        """The tools that the prompt lists, each with its index among all tools of the request."""
         return [(number, tool) for number, tool in enumerate(self.tools) if tool.type == "function"]
 
     @property
