@@ -129,7 +129,7 @@ def _run(given: list[str]) -> int:
 
 
 def _repair_streams() -> None:
-    """Replace standard streams that are closed by /dev/null, and escape characters that an output stream cannot encode."""
+    """Open /dev/null in place of closed standard streams, and escape characters that an output stream cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
