@@ -337,7 +337,7 @@ class Piece:
     stop_reason: str | int | None = None  # the stop string or stop id that ended the reply
     usage: Usage | None = None
     prompt_logprobs: tuple[Logprobs, ...] | None = None  # set on the first piece, if requested
-    call: Call | None = None  # the call on channel "tool", whose JSON arguments `text` is a part of
+    call: Call | None = None  # set on channel "tool": `text` is a part of this call's JSON arguments
 
 
 @dataclass(frozen=True, slots=True)

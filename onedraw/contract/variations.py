@@ -199,7 +199,8 @@ def splits(base: Settings) -> tuple[Variation, ...]:
         lambda plain, now: now.counted.overlapped_steps > 0,
         applies=_is_split,
     )
-    if base.backend == "fake" or (base.devices and len(base.device_names) < 2):  # without layers or a second device: no split
+    # There are no layers, or no second device, to split over.
+    if base.backend == "fake" or (base.devices and len(base.device_names) < 2):
         return ()
     if base.backend == "xla":  # this backend does not overlap stages
         return (halves,) if twice else ()

@@ -143,7 +143,7 @@ async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECON
 
 def read_json(body: bytes) -> object:
     """Parse the JSON value of a body. NaN and infinity are refused here inside a nested object or list, where no later check
-    would look; as the value of a top-level field that field's validation refuses them."""
+    would look; the validation of a top-level field refuses them as its value."""
     numbers = NumberReader()
     try:
         # Decode first: json.loads(bytes) would accept lone surrogates, which UTF-8 cannot encode.
