@@ -20,6 +20,7 @@ DTYPES = ("auto", "packed", "f32", "bf16", "f16")
 ACTIVATION_DTYPES = ("auto", "f32", "bf16", "f16")
 KV_DTYPES = ("auto", "f32", "bf16", "f16", "fp8", "int8")
 CpuActivations = Literal["int8", "f32"]
+SchedulingPolicy = Literal["fair", "fcfs"]
 Overlap = Literal["auto", "on", "off"]
 BackendName = Literal["torch", "xla", "fake"]
 XlaPlatform = Literal["auto", "cpu", "cuda", "tpu"]
@@ -61,6 +62,7 @@ class Settings:
     checkpoint_memory: int | None = None  # bytes of checkpoints: recurrent state and last logits after prompt prefixes
     threads: int | None = None  # CPU threads
     prefix_cache: bool = True  # whether prompts share the KV pages of common prefixes
+    scheduling_policy: SchedulingPolicy = "fair"  # callers in turn, or strict order of arrival
     queue_limit: int = 256  # requests that may wait before new ones are refused with 429
     draft: tuple[str, ...] = ("auto",)  # drafters: auto, none, ngram, prediction, mtp, or the path of a drafter or draft model
     draft_tokens: int | None = None  # drafts per row and step; None adapts them to how many are kept
@@ -88,6 +90,8 @@ class Settings:
             raise BadSetting("--devices and --device exclude each other; give one of them")
         if self.overlap not in get_args(Overlap):
             raise BadSetting(f"--overlap: {self.overlap!r} is not one of auto, on, off")
+        if self.scheduling_policy not in get_args(SchedulingPolicy):
+            raise BadSetting(f"--scheduling-policy: {self.scheduling_policy!r} is not one of fair, fcfs")
         if self.ahead not in get_args(Overlap):
             raise BadSetting(f"--ahead: {self.ahead!r} is not one of auto, on, off")
         if self.split != "auto" and self.devices is None:

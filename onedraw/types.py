@@ -159,7 +159,10 @@ def _shown(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt that is continued once, as plain data that could be sent to another process. n choices are n requests."""
+    """A prompt that is continued once, as plain data that could be sent to another process. n choices are n requests.
+
+    `caller` and `parent` decide whose turn it is when requests wait; they decide no token.
+    """
 
     id: str
     prompt: tuple[int, ...]
@@ -167,6 +170,8 @@ class Request:
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether its rows may carry drafts
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both
+    caller: str = ""  # the name of an API key, or a client address; empty for callers of the library
+    parent: str = ""  # names the call that this is one choice of; empty if it is the only one
 
 
 @dataclass(slots=True)

@@ -83,6 +83,7 @@ def make_service(
             speculator=speculator,
             step_tokens=settings.turn_tokens,
             fetch=None if offload is None else offload.fetch,
+            fair=settings.scheduling_policy == "fair",
         )
         return Engine(backend=backend, scheduler=scheduler, observer=observer, offload=offload)
 

@@ -49,6 +49,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "checkpoint_memory": "memory for checkpoints of prompts (recurrent state, last logits), reused by equal prefixes; 0: off",
     "threads": "CPU threads (default: all cores)",
     "prefix_cache": "disable the prefix cache; it never changes an answer, only the time it takes",
+    "scheduling_policy": "who runs next if not all requests fit: fair (callers in turn, then the requests of a caller; running "
+    "replies of whoever holds most are preempted) or fcfs (strict order of arrival)",
     "queue_limit": "requests that may wait before new ones are refused",
     "draft": "drafters for speculative decoding: auto, none, ngram, prediction, mtp (the model's own head), or the path of a "
     "drafter or draft model; repeatable (default: auto: prediction, ngram, and the drafter that ships with the model)",

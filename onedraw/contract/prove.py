@@ -32,6 +32,7 @@ Progress: TypeAlias = Callable[[str], None]
 
 NEW_TOKENS = 48  # tokens of each reply
 QUICK_NEW_TOKENS = 12  # tokens of each reply with --quick
+OTHER_CALLERS = 3  # callers besides the first one, with one request each, in "callers in turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,8 @@ def drive(llm: LLM, generations: Sequence[Generation], how: Drive, *, settings: 
             replies, pieces = [_one_by_one(llm, (generation, generation))[1] for generation in generations], 0
         case "at once":
             replies, pieces = asyncio.run(_at_once(llm, generations))
+        case "callers in turn":
+            replies, pieces = asyncio.run(_callers_in_turn(llm, generations))
         case "streamed":
             replies, pieces = asyncio.run(_streamed(llm, generations))
         case _:
@@ -224,15 +227,36 @@ async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Re
     return [by_number[n][0] for n in range(len(generations))], sum(pieces for _, pieces in answered)
 
 
+async def _callers_in_turn(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
+    """Send most requests as one caller, and one each as further callers once the first piece of a reply has come."""
+    running = asyncio.Event()
+    others = range(len(generations) - OTHER_CALLERS, len(generations))
+
+    async def answer(number: int) -> tuple[Reply, int]:
+        if number in others:
+            await running.wait()
+            return await _folded(llm, generations[number], caller=f"caller {number}")
+        try:
+            return await _folded(llm, generations[number], caller="first", begun=running.set)
+        finally:
+            running.set()
+
+    answered = await asyncio.gather(*(answer(number) for number in range(len(generations))))
+    return [reply for reply, _ in answered], sum(pieces for _, pieces in answered)
+
+
 async def _streamed(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
     answered = [await _folded(llm, generation) for generation in generations]
     return [reply for reply, _ in answered], sum(pieces for _, pieces in answered)
 
 
-async def _folded(llm: LLM, generation: Generation) -> tuple[Reply, int]:
+async def _folded(
+    llm: LLM, generation: Generation, *, caller: str = "", begun: Callable[[], None] = lambda: None
+) -> tuple[Reply, int]:
     (reply,), count = new_replies([generation]), 0
     with contextlib.suppress(NoTokenLeft):
-        async for piece in llm.apieces(llm.prepare(generation)):
+        async for piece in llm.apieces(llm.prepare(generation, caller=caller)):
+            begun()
             reply.add(piece)
             count += 1
     return reply, count

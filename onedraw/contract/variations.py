@@ -73,8 +73,8 @@ def requests(llm: LLM, *, new_tokens: int) -> list[Generation]:
 
 
 # How requests are sent. "after a part": each of them after a request with three quarters of its prompt; "each twice": each of
-# them twice in a row.
-Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part"]
+# them twice in a row; "callers in turn": the last ones by callers of their own, while the replies to the first caller run.
+Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part", "callers in turn"]
 
 SMALL_STEP = 16  # tokens that a step computes at most in the variation "small steps"
 RUN_AHEAD = ("model", "mtp")  # These drafters draft token by token, so their drafts are chains and never trees.
@@ -157,6 +157,12 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             "one by one",
             lambda plain, now: now.counted.snapshots_restored > 0,
             warmed_up=True,
+        ),
+        Variation(
+            "preempted for other callers",
+            lambda facts: {"max_batch": 2},
+            "callers in turn",
+            lambda plain, now: now.counted.turn_preemptions > 0,
         ),
         *ahead(base),
         *splits(base),

@@ -95,7 +95,7 @@ class Engine:
         """Add a request. `constraint` was built from its constraint data, and no other request uses the same object."""
         sequence = Sequence(request, None if constraint is None else IsolatedConstraint(constraint))
         self._live[request.id] = (sequence, sink)
-        self.scheduler.waiting.append(sequence)
+        self.scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> None:
         """Remove a request. An unknown id has already finished. The pages of a row in flight are released when it is
@@ -201,6 +201,7 @@ class Engine:
             prefix_queries=allocator.tokens_queried,
             prefix_hits=allocator.tokens_hit,
             preemptions=self.scheduler.preemptions,
+            turn_preemptions=self.scheduler.turn_preemptions,
             step_seconds=self._seconds,
             accepted_per_position=drafting.accepted_per_position,
             drafted_by=tuple(DraftStats(source, *counts) for source, counts in drafting.by_source.items()),

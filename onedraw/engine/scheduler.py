@@ -2,10 +2,12 @@
 
 It reads the waiting and running sequences, the allocator and a token budget, and returns rows with their sequences.
 
-Requests are served first come, first served. Each generating sequence gets one token, and drafts if there is room; the rest of
-the budget goes to prompts in order of arrival. A prompt row that does not reach the end of its prompt stops at a multiple of
-the backend's chunk. If a sequence needs pages and none is free, the latest sequence without a row in this plan is preempted. A
-sequence whose whole prompt comes from a checkpoint generates at once, with a row that has no tokens to compute.
+Lanes go to callers in turn, then to the requests of a caller (see `fairness.py`). A waiting request may preempt the newest rows
+of the caller that holds most. With strict order of arrival, all sequences count as one request. Each generating sequence gets one
+token, and drafts if there is room; the rest of the budget goes to prompts, one after the other. A prompt row that does not reach
+the end of its prompt stops at a multiple of the backend's chunk. If a sequence needs pages and none is free, a sequence without a
+row in this plan is preempted. A sequence whose whole prompt comes from a checkpoint generates at once, with a row that has no
+tokens to compute.
 
 If the backend takes several plans at once, each plan gets an even share of the sequences, or more if more rows cost no extra
 time, so that the next plan has sequences too. A sequence with a row in flight gets no second row and is not preempted.
@@ -16,17 +18,31 @@ further, before the first one is collected. If there is anything else to do, the
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from onedraw.backends.base import Capacity
+from onedraw.engine.fairness import (
+    PATIENCE,
+    TRIES,
+    TURN_TOKENS,
+    PromptTurns,
+    RunningRow,
+    TurnKey,
+    displaced,
+    newest_of_most,
+    turn_length,
+)
 from onedraw.engine.sequence import Sequence
-from onedraw.memory.allocator import Allocator
+from onedraw.engine.waiting_queue import WaitingQueue
+from onedraw.memory.allocator import Allocator, Lease
 from onedraw.memory.pages import longest_row
 from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import History, Row
+
+SHARED_TURN = TurnKey("", "")  # key of every sequence under strict order of arrival
 
 Fetch = Callable[[History], None]  # loads a snapshot of the prompt into the prefix cache, if there is one on disk
 
@@ -41,11 +57,18 @@ class ScheduledRow:
 
 
 class Scheduler:
-    """The queues of sequences and the rules above. The engine owns it. `running` is in order of admission, `waiting` in order of
-    arrival."""
+    """The queues of sequences and the rules above. The engine owns it. `running` is in order of admission."""
 
     def __init__(
-        self, *, allocator: Allocator, capacity: Capacity, speculator: Speculator, step_tokens: int, fetch: Fetch | None = None
+        self,
+        *,
+        allocator: Allocator,
+        capacity: Capacity,
+        speculator: Speculator,
+        step_tokens: int,
+        fetch: Fetch | None = None,
+        fair: bool = True,
+        turn_tokens: int = TURN_TOKENS,
     ) -> None:
         self.allocator = allocator
         self.capacity = capacity
@@ -56,11 +79,22 @@ class Scheduler:
             self.step_tokens,
             longest_row(capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk),
         )
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.in_flight: Counter[Sequence] = Counter()  # sequence → number of its rows that are submitted and not collected
         self.preemptions = 0
+        self.turn_preemptions = 0  # of them, those that gave another caller or request its turn
         self._fetch = fetch
+        self.fair, self._turn_tokens = fair, turn_tokens
+        self._prompt_turns = PromptTurns()
+        self._full_with: int | None = None  # all lanes are taken and rightly so, with so many rows past their turn
+        self._awaits_victim = False  # a sequence that is to be preempted has a row in flight
+
+    def add(self, sequence: Sequence) -> None:
+        if not self.fair:
+            sequence.key = SHARED_TURN
+        self.waiting.add(sequence)
+        self._full_with = None
 
     def plan(self) -> list[ScheduledRow]:
         self._admit()
@@ -69,7 +103,7 @@ class Scheduler:
         share = max(-(-len(self.running) // self.capacity.max_in_flight), self.capacity.min_step_rows)
         free = [s for s in self.running if s not in self.in_flight]
         generating = [s for s in free if s.remaining <= 1][:share]
-        prompts = [s for s in free if s.remaining > 1][: share - len(generating)]
+        prompts = self._by_turn([s for s in free if s.remaining > 1])[: share - len(generating)]
         drafts_left = self.step_tokens - len(generating)
         if self.capacity.draft_positions is not None:
             drafts_left = min(drafts_left, self.capacity.draft_positions)
@@ -83,16 +117,21 @@ class Scheduler:
             length = self._chunk_length(sequence, budget)
             if length and self._add_row(sequence, length, NO_PROPOSAL, members, planned):
                 budget -= length
+                self._prompt_turns.record(sequence.key, length)
         return members
+
+    def _by_turn(self, prompts: list[Sequence]) -> list[Sequence]:
+        return [prompts[index] for index in self._prompt_turns.order([s.key for s in prompts])] if prompts else prompts
 
     def plan_ahead(self, members: List[ScheduledRow]) -> list[ScheduledRow]:
         """Return the plan after the one in flight: one row per sequence, for the token that is being sampled. It is empty if the
-        next plan must wait for the collection, because a sequence is not in flight, has drafts, or gets no page."""
+        next plan must wait for the collection, because a sequence is not in flight, has drafts, gets no page or is to be
+        preempted."""
         if not self.capacity.async_scheduling or any(member.row.drafts for member in members):
             return []
         self._admit()
         planned = {member.sequence for member in members}
-        if not all(sequence in planned or sequence.ended for sequence in self.running):
+        if self._awaits_victim or not all(sequence in planned or sequence.ended for sequence in self.running):
             return []
         continuing = [member for member in members if not member.sequence.ended and member.sequence.room > 1]
         if not all(self._can_run_ahead(member, len(continuing)) for member in continuing):
@@ -121,6 +160,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence from its queue and release its lease (lane, pages and checkpoint)."""
         assert sequence not in self.in_flight, "a row in flight still writes to the pages of this lease"
+        self._full_with = None
         if sequence.lease is not None:
             sequence.lease.release()
             sequence.lease = None
@@ -129,18 +169,67 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _admit(self) -> None:
-        while self.waiting:
-            sequence = self.waiting[0]
-            more, reuse = min(sequence.room, 1), not sequence.bypasses_cache
-            if self._fetch is not None and reuse and self.allocator.lanes.available and not sequence.looked_up:
-                sequence.looked_up = True
-                self._fetch(sequence.history)
-            lease = self.allocator.allocate(sequence.history, reuse=reuse, more=more, step=self.longest_row)
-            if lease is None:
+        """Admit waiting sequences, each time the one whose turn it is. Those that wait for pages may be passed a few times."""
+        self._awaits_victim = False
+        while self.waiting and not self._rightly_full():
+            blocked: list[Sequence] = []
+            for sequence in self.waiting.candidates([s.key for s in self.running], TRIES):
+                if self._admit_one(sequence):
+                    break
+                blocked.append(sequence)
+                if self._awaits_victim or sequence.passed >= PATIENCE:
+                    return
+            else:
+                if not self.allocator.lanes.available:
+                    self._full_with = self._past_turn()
                 return
-            self.waiting.popleft()
-            sequence.begin(lease)
-            self.running.append(sequence)
+            for sequence in blocked:
+                sequence.passed += 1
+
+    def _rightly_full(self) -> bool:
+        """Whether all lanes are taken, and nothing has changed since no waiting sequence could take one of them."""
+        return self._full_with is not None and not self.allocator.lanes.available and self._full_with == self._past_turn()
+
+    def _past_turn(self) -> int:
+        return sum(sequence.overtime >= 0 for sequence in self.running)
+
+    def _admit_one(self, sequence: Sequence) -> bool:
+        """Admit a sequence if lanes and pages suffice, or do after the preemption of rows that hold more than their share."""
+        lease = self._allocate(sequence) if self.allocator.lanes.available else None
+        if lease is None:
+            victims = self._victims(sequence)
+            self._awaits_victim = any(victim in self.in_flight for victim in victims)
+            if not victims or self._awaits_victim:
+                return False
+            for victim in victims:
+                self.preempt(victim, last=victim.overtime >= 0)
+            self.turn_preemptions += len(victims)
+            lease = self._allocate(sequence)
+            if lease is None:
+                return False
+        self.waiting.admit(sequence)
+        sequence.begin(lease, turn=turn_length(sequence.known, self._turn_tokens))
+        self.running.append(sequence)
+        return True
+
+    def _allocate(self, sequence: Sequence) -> Lease | None:
+        reuse, more = not sequence.bypasses_cache, min(sequence.room, 1)
+        if self._fetch is not None and reuse and not sequence.looked_up:
+            sequence.looked_up = True
+            self._fetch(sequence.history)
+        return self.allocator.allocate(sequence.history, reuse=reuse, more=more, step=self.longest_row)
+
+    def _victims(self, sequence: Sequence) -> list[Sequence]:
+        """The fewest rows whose preemption makes room for a sequence, of those that hold more than their share; empty if all of
+        them together do not."""
+        rows = [RunningRow(s.key, s.overtime) for s in self.running]
+        order = [self.running[index] for index in displaced(sequence.key, rows)]
+        leases = [s.lease for s in order if s.lease is not None]
+        if not leases:
+            return []
+        reuse, more = not sequence.bypasses_cache, min(sequence.room, 1)
+        count = self.allocator.releases_needed(leases, sequence.history, reuse=reuse, more=more, step=self.longest_row)
+        return [] if count is None else order[:count]
 
     def _propose(self, sequence: Sequence, left: int, running: int, *, tentative: bool = False) -> Proposal:
         room = min(left, sequence.room - 1, self.capacity.max_drafts, self.capacity.max_context - sequence.known - 1)
@@ -169,17 +258,19 @@ class Scheduler:
     def _add_row(
         self, sequence: Sequence, length: int, proposal: Proposal, members: list[ScheduledRow], planned: set[Sequence]
     ) -> bool:
-        """Reserve pages for a row and add it to the plan. If necessary, later sequences are preempted; return whether it fits."""
+        """Reserve pages for a row and add it to the plan. If necessary, sequences without a row are preempted; return whether it
+        fits."""
         if sequence.lease is None:  # An earlier row of this plan has preempted it.
             return False
         needed = sequence.computed + length + len(proposal.drafts)
         if proposal.drafts and not sequence.lease.reserve(needed):  # Drop the drafts rather than preempt a sequence for them.
             proposal, needed = NO_PROPOSAL, sequence.computed + length
         while not sequence.lease.reserve(needed):
-            victim = next((s for s in reversed(self.running) if s not in planned and s not in self.in_flight), sequence)
+            candidates = [i for i, s in enumerate(self.running) if s not in planned and s not in self.in_flight]
+            victim = self.running[newest_of_most([s.key for s in self.running], candidates)]
             if victim is sequence and self.in_flight:  # Rows in flight may release pages when they are collected.
                 return False
-            self._preempt(victim)
+            self.preempt(victim, last=False)
             if victim is sequence:
                 return False
         if self.capacity.lookahead:  # Reserve pages for the backend's own drafter, if that needs no preemption.
@@ -188,11 +279,13 @@ class Scheduler:
         planned.add(sequence)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, *, last: bool) -> None:
+        """Release a sequence's lease; it is computed again later. `last`: its turn is over, so other requests go first."""
         sequence.rewind()
         self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence, last=last)
         self.preemptions += 1
+        self._full_with = None
 
 
 def _needs_no_host(row: Row) -> bool:

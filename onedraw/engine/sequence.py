@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
 
+from onedraw.engine.fairness import TurnKey
 from onedraw.memory.allocator import Lease
 from onedraw.types import (
     PENDING_TOKEN,
@@ -44,9 +45,13 @@ class Sequence:
     looked_up: bool = False  # the disk was searched for a snapshot of the prompt, which happens once
     ended: bool = False  # the sink gets no more events, although a row may still be in flight
     logprobs_sent: bool = False  # the prompt's logprobs were sent, so a preempted sequence need not compute them again
+    key: TurnKey = field(init=False)  # the caller and request that it belongs to
+    turn_stop: int = 0  # its turn ends when its output has this many tokens
+    passed: int = 0  # how often others were admitted while it was next and waited for pages
 
     def __post_init__(self, constraint: Constraint | None) -> None:
         self.history = History(self.request.prompt, constraint=constraint)
+        self.key = TurnKey(self.request.caller, self.request.parent or self.request.id)
 
     @property
     def known(self) -> int:
@@ -63,6 +68,11 @@ class Sequence:
         return self.request.params.max_tokens - len(self.history.output)
 
     @property
+    def overtime(self) -> int:
+        """Tokens sampled since its turn ended; negative while it lasts."""
+        return len(self.history.output) - self.turn_stop
+
+    @property
     def usage(self) -> Usage:
         return Usage(
             prompt=len(self.request.prompt),
@@ -77,8 +87,10 @@ class Sequence:
         """Whether every prompt position must be computed, because the request wants the logprobs of its prompt."""
         return self.request.params.prompt_logprobs is not None
 
-    def begin(self, lease: Lease) -> None:
+    def begin(self, lease: Lease, *, turn: int) -> None:
         self.lease = lease
+        self.turn_stop = len(self.history.output) + turn
+        self.passed = 0
         self.computed = lease.cached
         self.scored.clear()
         if not self.admitted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -134,9 +134,19 @@ class Service:
             if self._stop or not self._thread.is_alive():
                 raise ShuttingDown("the engine failed and takes no new requests; see the server's log")
             if self._stats.waiting + len(self._arrivals) + len(requests) > self._queue_limit + self._free_lanes():
-                raise QueueFull(f"{self._queue_limit} requests are waiting already; try again in a moment")
+                self._refuse_over_share([one.request.caller for one, _ in checked])
             self._arrivals.extend(checked)
             self._changed.notify()
+
+    def _refuse_over_share(self, callers: Sequence[str]) -> None:
+        """The queue is full. Raise unless each of these callers stays within an even share of it, so that the requests of one
+        caller cannot keep all others out."""
+        waiting = Counter(dict(self._engine.scheduler.waiting.counts))  # a copy, since the engine's thread changes it
+        waiting.update(one.request.caller for one, _ in self._arrivals)
+        waiting.update(callers)
+        share = self._queue_limit // len(waiting)
+        if not self._engine.scheduler.fair or any(waiting[caller] > share for caller in callers):
+            raise QueueFull(f"{self._queue_limit} requests are waiting already; try again in a moment")
 
     def cancel(self, request_id: str) -> None:
         with self._changed:

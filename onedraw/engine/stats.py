@@ -42,6 +42,7 @@ class Stats:
     prompt_tokens: int = 0  # prompt tokens computed; those computed again after preemption count again
     completion_tokens: int = 0
     preemptions: int = 0
+    turn_preemptions: int = 0  # of them, those that gave another caller or request its turn
     drafts: int = 0  # rows that carried drafts
     draft_trees: int = 0  # rows whose drafts branch
     draft_tokens: int = 0

@@ -176,10 +176,14 @@ class LLM:
 
     # ------------------------------------------------------------------ generations in, pieces out
 
-    def prepare(self, *generations: Generation) -> list[PreparedChoice]:
+    def prepare(self, *generations: Generation, caller: str = "") -> list[PreparedChoice]:
         """Return the choices of these generations, in order. Each request and its constraint are built once, and an error is
-        raised if one of them cannot run."""
-        return [choice for generation in generations for choice in self._choices(generation)]
+        raised if one of them cannot run.
+
+        Callers take turns when requests wait, and so do the calls of this method by one caller.
+        """
+        parent = f"call-{next(self._numbers)}"
+        return [choice for generation in generations for choice in self._choices(generation, caller=caller, parent=parent)]
 
     def pieces(self, choices: Sequence[PreparedChoice]) -> Generator[Piece, None, None]:
         """Submit all choices, or none of them, and yield their pieces. `Piece.index` is the choice's index in `choices`.
@@ -236,7 +240,7 @@ class LLM:
 
     # ------------------------------------------------------------------ inside
 
-    def _choices(self, generation: Generation) -> list[PreparedChoice]:
+    def _choices(self, generation: Generation, *, caller: str, parent: str) -> list[PreparedChoice]:
         if generation.n < 1:
             raise BadParameter("n", f"must be at least 1, not {generation.n}")
         if generation.n > self.service.max_requests:
@@ -254,6 +258,8 @@ class LLM:
                 predicted=generation.predicted,
                 speculate=generation.speculate,
                 constraint=constraint,
+                caller=caller,
+                parent=parent,
             )
             for i in range(generation.n)
         ]

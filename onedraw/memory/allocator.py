@@ -8,7 +8,7 @@ call `audit_all` after every step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -50,6 +50,16 @@ class CacheSizes(Protocol):
 
     @property
     def recurrent(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a sequence needs to be admitted: pages for `length` positions, computed in rows of up to `step` tokens."""
+
+    history: History
+    reuse: bool  # whether cached prefixes are used
+    length: int
+    step: int
 
 
 class Allocator:
@@ -99,21 +109,43 @@ class Allocator:
         """
         if not self.lanes.available:
             return None
-        known, prompt = len(history), len(history.prompt)
-        tokens: tuple[int, ...] = ()
-        if reuse and self.reuse:
-            tokens = history.prompt if self.rules.recurrent else tuple(history.slice(0, known))
+        needs = Needs(history, reuse, length=len(history) + more, step=step or len(history) + more)
+        tokens = self._reusable_tokens(needs)
         path = self.prefix_cache.match(tokens)
-        length, step = known + more, step or known + more
-        for copies in (True, False):  # Copying a partly filled page takes one page more than a cold run, perhaps too many.
-            resume = longest_resume(path, tokens, prompt=prompt, known=known, rules=self.rules, copies=copies)
-            if self._fits(resume, length, step):
+        for resume in self._resume_points(needs, tokens, path):
+            if self._fits(resume, needs):
                 self.tokens_queried += len(tokens)
                 self.tokens_hit += resume.position
-                return self._make_lease(resume, history, length, shared=(len(path) - 1) * self.page_size)
-            if not resume.copies_page:
-                break
+                return self._make_lease(resume, needs.history, needs.length, shared=(len(path) - 1) * self.page_size)
         return None
+
+    def releases_needed(
+        self, leases: Sequence[Lease], history: History, *, reuse: bool, more: int = 1, step: int | None = None
+    ) -> int | None:
+        """How many of these leases, from the first on, must be released before `allocate` succeeds; None: all are too few."""
+        needs = Needs(history, reuse, length=len(history) + more, step=step or len(history) + more)
+        tokens = self._reusable_tokens(needs)
+        points = list(self._resume_points(needs, tokens, self.prefix_cache.match(tokens)))
+        for count in range(0 if self.lanes.available else 1, len(leases) + 1):
+            if any(self._fits(resume, needs, without=leases[:count]) for resume in points):
+                return count
+        return None
+
+    def _reusable_tokens(self, needs: Needs) -> tuple[int, ...]:
+        """The tokens to look up in the prefix cache."""
+        if not (needs.reuse and self.reuse):
+            return ()
+        return needs.history.prompt if self.rules.recurrent else tuple(needs.history.slice(0, len(needs.history)))
+
+    def _resume_points(self, needs: Needs, tokens: tuple[int, ...], path: list[Node]) -> Iterator[ResumePoint]:
+        """The longest cached prefix. Copying a partly filled page takes one page more than a cold run, maybe too many: then also
+        the longest one that ends with a page."""
+        known, prompt = len(needs.history), len(needs.history.prompt)
+        for copies in (True, False):
+            resume = longest_resume(path, tokens, prompt=prompt, known=known, rules=self.rules, copies=copies)
+            yield resume
+            if not resume.copies_page:
+                return
 
     def first_visible(self, length: int, window: int | None) -> int:
         """Return the first position that is still needed once `length` positions are committed."""
@@ -124,17 +156,27 @@ class Allocator:
         first = first_visible(resume.position, self.pools[group].window) // self.page_size
         return page_array([NO_PAGE] * first + [node.pages[group] for node in resume.path[1 + first :]])
 
-    def _fits(self, resume: ResumePoint, length: int, step: int) -> bool:
+    def _fits(self, resume: ResumePoint, needs: Needs, *, without: Sequence[Lease] = ()) -> bool:
+        """Whether there are enough pages, if the leases `without` were released."""
         for group, pool in enumerate(self.pools):
             first = first_visible(resume.position, pool.window) // self.page_size
-            most = most_pages(length - first * self.page_size, window=pool.window, step=step, page_size=self.page_size)
+            most = most_pages(
+                needs.length - first * self.page_size, window=pool.window, step=needs.step, page_size=self.page_size
+            )
             shared = [page for page in self._shared_pages(resume, group) if page != NO_PAGE]
-            idle = sum(map(pool.idle, shared)) + (resume.copies_page and pool.idle(_partial_page(resume, group)))
-            if most - len(shared) + idle + self._reserved(group) > pool.available:
+            looked_up = [*shared, _partial_page(resume, group)] if resume.copies_page else shared
+            freed = self._pages_freed(group, without)
+            idle = sum(pool.idle(page) or page in freed for page in looked_up)
+            if most - len(shared) + idle + self._reserved(group, without) > pool.available + len(freed):
                 return False
         return True
 
-    def _reserved(self, group: int) -> int:
+    def _pages_freed(self, group: int, leases: Sequence[Lease]) -> frozenset[int]:
+        """Return the pages that no other lease than these holds."""
+        held = self._held_pages(group, leases)
+        return frozenset(page for page, holders in held.items() if self.pools[group].holders(page) == holders)
+
+    def _reserved(self, group: int, without: Sequence[Lease]) -> int:
         """Return how many more pages of a group with a sliding window the running sequences will need. Their windows free pages
         and take others, so the number they hold now is no bound. The positions of one step are counted for the new sequence
         alone, since all rows of a step share its token budget."""
@@ -142,7 +184,8 @@ class Allocator:
         if window is None:
             return 0
         least = partial(most_pages, window=window, step=1, page_size=self.page_size)
-        return sum(max(least(lease.length) - lease.held(group), 0) for lease in self.leases.values())
+        leases = (lease for lease in self.leases.values() if lease not in without)
+        return sum(max(least(lease.length) - lease.held(group), 0) for lease in leases)
 
     def _make_lease(self, resume: ResumePoint, history: History, length: int, *, shared: int) -> Lease:
         pages = tuple(self._shared_pages(resume, group) for group in range(len(self.pools)))
@@ -265,14 +308,14 @@ class Allocator:
         if self.lanes.available + len(self.leases) != self.lanes.count:
             raise AssertionError("a lane is lost")
         for group, pool in enumerate(self.pools):
-            held = len(self._held_pages(group))
+            held = len(self._held_pages(group, self.leases.values()))
             if held != pool.held:
                 raise AssertionError(f"group {group}: the pool counts {pool.held} held pages, leases hold {held}")
 
-    def _held_pages(self, group: int) -> Counter[int]:
-        """Return every page that leases hold, with the number of its holders."""
+    def _held_pages(self, group: int, leases: Iterable[Lease]) -> Counter[int]:
+        """Return every page that these leases hold, with the number of its holders."""
         held: Counter[int] = Counter()
-        for lease in self.leases.values():
+        for lease in leases:
             held.update(page for page in lease.pages[group] if page != NO_PAGE)
             if lease.restore is not None:
                 held.update(copy.source for copy in lease.restore.copies if copy.group == group)
@@ -282,7 +325,7 @@ class Allocator:
         """Raise if the state of any page, slot, lane or node of the prefix cache contradicts the leases."""
         self.audit()
         for group, pool in enumerate(self.pools):
-            pool.audit(self._held_pages(group), self.prefix_cache.pages(group))
+            pool.audit(self._held_pages(group, self.leases.values()), self.prefix_cache.pages(group))
         self.prefix_cache.audit()
         leases = self.leases.values()
         restores = [lease.restore for lease in leases if lease.restore is not None]

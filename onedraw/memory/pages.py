@@ -83,6 +83,9 @@ class PagePool:
     def held(self) -> int:
         return self.count - self.available
 
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
     def idle(self, page: int) -> bool:
         """Whether the page is idle, so that retaining it leaves one page fewer available."""
         return page in self._idle

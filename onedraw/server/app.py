@@ -25,7 +25,7 @@ from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.request_options import check_ids
 from onedraw.server import page as assets
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest, MessagesWriter
-from onedraw.server.auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller
+from onedraw.server.auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller, turn_caller
 from onedraw.server.config import ServerOptions
 from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.logs import RequestLog, note
@@ -155,7 +155,9 @@ class Endpoints:
         """Run a request of any endpoint. `write` makes the writer for the shape of that endpoint's replies."""
         self._refuse_when_closed()
         # Tokenizing a long prompt takes long, so it runs on a thread and the event loop stays free.
-        prepared = await asyncio.to_thread(prepare, wanted, self.llm, prefix=prefix, names=names or {})
+        prepared = await asyncio.to_thread(
+            prepare, wanted, self.llm, prefix=prefix, names=names or {}, caller=turn_caller(request.scope)
+        )
         note(id=prepared.id, seed=prepared.seed_of(0))
         if self.options.log_prompts:
             note(

@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -92,6 +93,20 @@ def caller(request: Request) -> str | None:
     """Return the name of the API key that the request was sent with, or None on a server without keys."""
     found: str | None = request.scope.get(CALLER)
     return found
+
+
+def turn_caller(scope: Scope) -> str:
+    """Return who takes turns with other callers: the name of the request's key, else the client's address. Of an IPv6 address
+    it is the network, since one client may have all addresses of a /64. Without an address, it is the empty string."""
+    name: str | None = scope.get(CALLER)
+    if name is not None:
+        return name
+    address = scope["client"][0] if scope.get("client") else ""
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return str(address)
+    return str(found) if found.version == 4 else str(ip_network((found, 64), strict=False))
 
 
 def _digest(key: bytes) -> bytes:

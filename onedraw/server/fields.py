@@ -103,7 +103,7 @@ _SHARED = (
     neutral("include_stop_str_in_output", "the stop string is never part of the text; `stop_reason` names it", False),
     neutral("spaces_between_special_tokens", "tokens are joined as the tokenizer joins them", True),
     neutral("return_tokens_as_token_ids", "use `return_token_ids`", False),
-    neutral("priority", "requests are served first come, first served", 0),
+    neutral("priority", "callers and their requests take turns", 0),
     neutral("typical_p", "no typical sampling", 1),
     neutral("tfs_z", "no tail-free sampling", 1),
     neutral("mirostat", "mirostat depends on all earlier draws, so a seed and a position could not replay a token", 0),

@@ -62,18 +62,24 @@ class PreparedRequest:
 
 
 def prepare(
-    request: CompletionRequest | ChatRequest, llm: LLM, *, prefix: str | None = None, names: Mapping[str, str] | None = None
+    request: CompletionRequest | ChatRequest,
+    llm: LLM,
+    *,
+    prefix: str | None = None,
+    names: Mapping[str, str] | None = None,
+    caller: str = "",
 ) -> PreparedRequest:
     """Check everything that can be wrong with a request, and tokenize its prompt. A long prompt takes long: call it on a thread.
 
-    `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ.
+    `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ. `caller` takes
+    turns with other callers.
     """
     try:
         match request:
             case ChatRequest():
-                return _chat(request, llm, prefix or "chatcmpl-")
+                return _chat(request, llm, prefix or "chatcmpl-", caller)
             case CompletionRequest():
-                return _completion(request, llm)
+                return _completion(request, llm, caller)
     except BadParameter as error:
         renamed = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
         raise renamed.renamed(names or {}) from None
@@ -90,7 +96,7 @@ def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) ->
         return error.prompt
 
 
-def _completion(request: CompletionRequest, llm: LLM) -> PreparedRequest:
+def _completion(request: CompletionRequest, llm: LLM, caller: str) -> PreparedRequest:
     identity = f"cmpl-{secrets.token_hex(12)}"
     seed = settle_seed(request.seed)
     scored = request.logprobs if request.echo else None
@@ -107,14 +113,15 @@ def _completion(request: CompletionRequest, llm: LLM) -> PreparedRequest:
         )
         echoes.append(_echo(prompt, request, llm) if request.echo else None)
     logprobs = request.logprobs is not None
-    return _prepared(request, llm, generations, id=identity, kind="completion", echoes=echoes, logprobs=logprobs)
+    choices = llm.prepare(*generations, caller=caller)
+    return _prepared(request, generations, choices, id=identity, kind="completion", echoes=echoes, logprobs=logprobs)
 
 
 def _echo(prompt: Prompt, request: CompletionRequest, llm: LLM) -> str:
     return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
 
 
-def _chat(request: ChatRequest, llm: LLM, prefix: str) -> PreparedRequest:
+def _chat(request: ChatRequest, llm: LLM, prefix: str, caller: str) -> PreparedRequest:
     identity = f"{prefix}{secrets.token_hex(12)}"
     options = request.options(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
@@ -123,13 +130,14 @@ def _chat(request: ChatRequest, llm: LLM, prefix: str) -> PreparedRequest:
         if error.param == "prompt":
             error.param = "messages"  # The caller sent messages; the prompt was made from them.
         raise
-    return _prepared(request, llm, [generation], id=identity, kind="chat", echoes=[None], logprobs=request.logprobs)
+    choices = llm.prepare(generation, caller=caller)
+    return _prepared(request, [generation], choices, id=identity, kind="chat", echoes=[None], logprobs=request.logprobs)
 
 
 def _prepared(
     request: CompletionRequest | ChatRequest,
-    llm: LLM,
     generations: Sequence[Generation],
+    choices: Sequence[PreparedChoice],
     *,
     id: str,
     kind: Literal["chat", "completion"],
@@ -140,7 +148,7 @@ def _prepared(
         id=id,
         kind=kind,
         generations=tuple(generations),
-        choices=tuple(llm.prepare(*generations)),
+        choices=tuple(choices),
         n=request.n,
         echoes=tuple(echoes),
         logprobs=logprobs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onedraw.backends.base import Capacity, PageGroup
+from onedraw.engine.fairness import PATIENCE
 from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.allocator import Allocator
@@ -21,6 +22,8 @@ def make(
     window: int | None = None,
     checkpoints: int = 0,
     draft_positions: int | None = None,
+    fair: bool = True,
+    turn_tokens: int = 64,
 ) -> Scheduler:
     capacity = Capacity(
         vocab=50,
@@ -34,7 +37,12 @@ def make(
     )
     allocator = Allocator(capacity, reuse=checkpoints > 0)
     return Scheduler(
-        allocator=allocator, capacity=capacity, speculator=Speculator(proposers, draft_tokens=64), step_tokens=step_tokens
+        allocator=allocator,
+        capacity=capacity,
+        speculator=Speculator(proposers, draft_tokens=64),
+        step_tokens=step_tokens,
+        fair=fair,
+        turn_tokens=turn_tokens,
     )
 
 
@@ -49,9 +57,10 @@ class Eager:
     def forget(self, request_id: str) -> None: ...
 
 
-def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50) -> Sequence:
-    sequence = Sequence(Request(id=name, prompt=(1,) * length, params=SamplingParams(max_tokens=max_tokens)))
-    scheduler.waiting.append(sequence)
+def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, *, caller: str = "", parent: str = "") -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    sequence = Sequence(Request(id=name, prompt=(1,) * length, params=params, caller=caller, parent=parent))
+    scheduler.add(sequence)
     return sequence
 
 
@@ -110,7 +119,7 @@ def test_the_latest_sequence_is_preempted_first_and_resumes_first() -> None:
     while not scheduler.preemptions:
         step(scheduler)
     assert first in scheduler.running
-    assert scheduler.waiting[0] is second
+    assert list(scheduler.waiting) == [second]
     assert second.computed == 0
     assert len(second.history.output) > 0  # sampled tokens stay
     scheduler.allocator.audit_all()
@@ -156,3 +165,103 @@ def test_a_row_that_saves_a_checkpoint_carries_no_drafts() -> None:
     assert len(row.saves) == 1
     assert not row.drafts
     assert step(scheduler)["short"].row.drafts
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def test_a_small_request_waits_one_step_behind_128_choices() -> None:
+    scheduler = make(step_tokens=64, lanes=8, pages=400)
+    for choice in range(128):
+        add(scheduler, f"n-{choice}", 40, caller="many", parent="n")
+    for _ in range(10):
+        step(scheduler)
+    add(scheduler, "small", 3, caller="one")
+    assert step(scheduler)["small"].row.samples
+    assert scheduler.turn_preemptions == 1
+    assert len(scheduler.running) == 8
+    scheduler.allocator.audit_all()
+
+
+def test_a_small_request_of_the_same_caller_waits_one_step_too() -> None:
+    scheduler = make(step_tokens=64, lanes=8, pages=400)
+    for choice in range(128):
+        add(scheduler, f"n-{choice}", 40, caller="one", parent="n")
+    for _ in range(10):
+        step(scheduler)
+    add(scheduler, "small", 3, caller="one")
+    assert step(scheduler)["small"].row.samples
+
+
+def test_in_strict_order_a_request_waits_for_all_before_it() -> None:
+    scheduler = make(step_tokens=64, lanes=2, pages=400, fair=False)
+    for choice in range(6):
+        add(scheduler, f"n-{choice}", 4, max_tokens=3, caller="many", parent="n")
+    add(scheduler, "small", 3, caller="one")
+    running = []
+    while "small" not in running:
+        running += step_and_finish(scheduler)
+    assert running.index("small") == len(running) - 1
+    assert all(f"n-{choice}" in running for choice in range(6))
+    assert scheduler.turn_preemptions == 0
+
+
+def test_a_small_prompt_is_not_behind_the_rest_of_a_long_one() -> None:
+    scheduler = make(step_tokens=8)
+    add(scheduler, "long", 150, caller="a")
+    step(scheduler)
+    add(scheduler, "small", 5, caller="b")
+    steps = 0
+    while "small" not in step(scheduler):
+        steps += 1
+    assert steps <= 1
+
+
+def test_callers_over_the_number_of_lanes_take_turns() -> None:
+    scheduler = make(step_tokens=64, lanes=2, pages=400, turn_tokens=4)
+    for caller in range(5):
+        add(scheduler, f"c{caller}", 2, max_tokens=40, caller=f"c{caller}")
+    first: dict[str, int] = {}
+    for number in range(16):
+        for name in step(scheduler):
+            first.setdefault(name, number)
+        assert len(scheduler.running) == 2
+    assert sorted(first.values()) == [0, 0, 4, 4, 8]
+
+
+def test_short_pages_are_taken_from_whoever_holds_most_and_never_in_vain() -> None:
+    scheduler = make(step_tokens=64, lanes=8, pages=13)
+    for choice in range(4):
+        add(scheduler, f"n-{choice}", 8, caller="many", parent=f"n-{choice}")
+    step(scheduler)
+    before = len(scheduler.running)
+    assert before == 4
+    add(scheduler, "too large", 50, caller="other")  # needs all pages, of which the oldest row keeps its own
+    assert "too large" not in step(scheduler)
+    assert (scheduler.turn_preemptions, len(scheduler.running)) == (0, before)
+    add(scheduler, "small", 6, caller="third")
+    assert "small" in step(scheduler)
+    assert scheduler.turn_preemptions == 1
+    scheduler.allocator.audit_all()
+
+
+def test_a_large_request_is_passed_by_small_ones_a_few_times_only() -> None:
+    scheduler = make(step_tokens=64, lanes=8, pages=12)
+    add(scheduler, "first", 20, caller="a", max_tokens=12)
+    step(scheduler)
+    add(scheduler, "large", 40, caller="b", max_tokens=1)
+    served: list[str] = []
+    for number in range(40):
+        add(scheduler, f"small-{number}", 2, caller=f"c{number}", max_tokens=1)
+        served += step_and_finish(scheduler)
+    before = [name for name in served[: served.index("large")] if name.startswith("small")]
+    assert len(before) == PATIENCE
+
+
+def step_and_finish(scheduler: Scheduler) -> list[str]:
+    """One step, after which sequences that have all their tokens are removed."""
+    rows = step(scheduler)
+    for member in rows.values():
+        if member.sequence.lease is not None and member.sequence.room == 0:
+            scheduler.finish(member.sequence)
+    return list(rows)

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -115,6 +116,29 @@ def test_a_request_to_a_full_queue_is_refused() -> None:
     many = [(request(f"q{i}", max_tokens=200), inbox.put) for i in range(3)]
     with pytest.raises(QueueFull, match="2 requests"):
         service.submit(many)
+    service.close()
+
+
+def test_a_caller_that_fills_the_queue_keeps_no_other_caller_out() -> None:
+    service = start(Slow(lanes=1, max_context=250), queue_limit=4)
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    service.submit([(replace(request(f"a{i}", max_tokens=200), caller="a"), inbox.put) for i in range(5)])
+    with pytest.raises(QueueFull):
+        service.submit([(replace(request("a5"), caller="a"), inbox.put)])
+    service.submit([(replace(request(f"b{i}"), caller="b"), inbox.put) for i in range(2)])
+    with pytest.raises(QueueFull):  # two of four are the share of each of two callers
+        service.submit([(replace(request("b2"), caller="b"), inbox.put)])
+    service.submit([(replace(request("c"), caller="c"), inbox.put)])
+    service.close()
+
+
+def test_in_strict_order_the_queue_is_full_for_everyone() -> None:
+    settings = Settings(queue_limit=2, scheduling_policy="fcfs")
+    service = make_service(lambda: Slow(lanes=1, max_context=250), settings, Speculator())
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    service.submit([(replace(request(f"a{i}", max_tokens=200), caller="a"), inbox.put) for i in range(3)])
+    with pytest.raises(QueueFull):
+        service.submit([(replace(request("b"), caller="b"), inbox.put)])
     service.close()
 
 

@@ -56,7 +56,10 @@ class Schedule:
     speculator: Speculator | None = None  # instead of `proposer`: selects the proposer and the number of drafts
     arrivals: tuple[int, ...] = ()  # the step before which each request arrives; 0 if missing
     cancels: tuple[tuple[int, int], ...] = ()  # (step, index of the request)
+    fair: bool = True  # lanes in turn; otherwise strict order of arrival
+    turn_tokens: int = 64
     allocator: type[Allocator] = Allocator
+    scheduler: type[Scheduler] = Scheduler
     snapshots: SnapshotFolder | None = None  # closed at the end of the run
     snapshot_tokens: int = 8  # minimum prompt length for a snapshot
     async_scheduling: bool = (
@@ -83,12 +86,14 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
         if folder is None
         else CheckpointOffload(folder, allocator=allocator, backend=backend, min_tokens=schedule.snapshot_tokens)
     )
-    scheduler = Scheduler(
+    scheduler = schedule.scheduler(
         allocator=allocator,
         capacity=capacity,
         speculator=speculator,
         step_tokens=schedule.step_tokens,
         fetch=None if offload is None else offload.fetch,
+        fair=schedule.fair,
+        turn_tokens=schedule.turn_tokens,
     )
     engine = Engine(backend=backend, scheduler=scheduler, offload=offload)
     answers = [Answer() for _ in requests]
