@@ -106,8 +106,8 @@ def _experts(model: Transformer) -> list[tuple[MixtureOfExperts, Ops]]:
     found = {}
     for stage in model.stages:
         for layer in stage.layers:
-            beside = [] if layer.beside is None else [layer.beside.experts]
-            for one in (layer.feed_forward, *beside):
+            parallel = [] if layer.parallel_experts is None else [layer.parallel_experts.experts]
+            for one in (layer.feed_forward, *parallel):
                 if isinstance(one, MixtureOfExperts) and one.bank.borders(one.spec.used):
                     found[one.spec, one.bank.kind] = (one, stage.ops)
     return list(found.values())

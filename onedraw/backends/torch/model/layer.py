@@ -1,8 +1,8 @@
-"""One layer: its weights on a device, and a step's tokens through it.
+"""One layer: its weights on a device, and the tokens of a step through it.
 
-In: weights by name, then x [T, E] and the layer's store. Out: x [T, E], and the tokens' keys, values or state in the store. A
-layer is a mixer and a feed-forward, each behind a norm; what some families add (norms behind, experts beside, an input of the
-layer's own, a factor) is a field that may be None.
+In: weights by name; then the residual stream x [T, E] and the layer's store. Out: x [T, E], with the keys and values or the
+recurrent state of the tokens in the store. A layer is a mixer and a feed-forward, each after a norm. What only some families have
+(norms after them, parallel experts, an input of the layer's own, a factor) is a field that may be None.
 """
 
 from __future__ import annotations
@@ -32,9 +32,123 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    spec: LayerSpec
+    attn_norm: Tensor
+    mixer: Mixer
+    post_attn_norm: Tensor | None
+    mlp_norm: Tensor
+    feed_forward: FeedForward
+    post_mlp_norm: Tensor | None
+    parallel_experts: ParallelExperts | None
+    own_input: LayerInput | None
+    scale: Tensor | None  # [1]; the layer's output is multiplied by it
+    dtype: torch.dtype  # of products; the residual stream may have another dtype
+    fused: FusedLayers | None = None  # the whole layer as one operation, if `ops` has one for it
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All matrix products of the layer, which the self-check compares."""
+        experts = [] if self.parallel_experts is None else self.parallel_experts.experts.linears
+        inputs = [] if self.own_input is None else [self.own_input.gate, self.own_input.out]
+        return [*self.mixer.linears, *self.feed_forward.linears, *experts, *inputs]
+
+
+def load_layer(index: int, spec: LayerSpec, loader: WeightLoader, ops: Ops, eps: float) -> Layer:
+    parallel_experts = own_input = None
+    if spec.parallel_experts is not None:
+        norms = [loader.norm(index, name) for name in ("dense_norm", "experts_norm", "post_experts_norm")]
+        parallel_experts = ParallelExperts(MixtureOfExperts.load(index, spec.parallel_experts, loader, eps), *norms)
+    if spec.inputs:
+        own_input = LayerInput(
+            gate=loader.linear(index, "inputs_gate", pad=LANE),
+            out=loader.linear(index, "inputs_out", pad_columns=LANE),
+            norm=loader.norm(index, "inputs_norm"),
+            activation=spec.feed_forward.activation,
+            width=spec.inputs,
+        )
+    layer = Layer(
+        spec=spec,
+        attn_norm=loader.norm(index, "attn_norm"),
+        mixer=load_mixer(index, spec.mixer, loader, eps),
+        post_attn_norm=loader.norm(index, "post_attn_norm") if spec.sandwich else None,
+        mlp_norm=loader.norm(index, "mlp_norm"),
+        feed_forward=load_feed_forward(index, spec.feed_forward, loader, eps),
+        post_mlp_norm=loader.norm(index, "post_mlp_norm") if spec.sandwich else None,
+        parallel_experts=parallel_experts,
+        own_input=own_input,
+        scale=loader.kept(index, "layer_scale") if spec.scaled else None,
+        dtype=loader.dtype,
+    )
+    dense = dense_layer(layer, eps)
+    return layer if dense is None else replace(layer, fused=ops.fuse([dense]))
+
+
+def run_layer(
+    x: Tensor, layer: Layer, *, ops: Ops, store: LayerStore, prepared: PreparedInputs, eps: float, own_input: Tensor | None = None
+) -> Tensor:
+    """The tokens of a step through one layer: residual stream x [T, E] → [T, E]. `own_input`: [T, width], for layers that have an
+    input of their own."""
+    if layer.fused is not None:
+        assert isinstance(store, PageStore)
+        return layer.fused(x, [prepared.attention(layer.spec.attention)], [store])[0]
+    h = ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype)
+    if layer.post_attn_norm is None:
+        x = layer.mixer(h, prepared, store, ops, x)
+    else:
+        x = x + ops.rms_norm(layer.mixer(h, prepared, store, ops).to(x.dtype), layer.post_attn_norm, eps)
+    h = ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype)
+    if layer.parallel_experts is None and layer.post_mlp_norm is None:
+        x = layer.feed_forward(h, x, ops, add=True)
+    else:
+        fed = layer.feed_forward(h, x, ops).to(x.dtype)
+        if (parallel := layer.parallel_experts) is not None:
+            answers = parallel.experts(ops.rms_norm(x, parallel.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
+            fed = ops.rms_norm(fed, parallel.dense_norm, eps) + ops.rms_norm(answers, parallel.post_norm, eps)
+        x = x + (fed if layer.post_mlp_norm is None else ops.rms_norm(fed, layer.post_mlp_norm, eps))
+    if layer.own_input is not None:
+        assert own_input is not None
+        x = x + layer.own_input(x, own_input, ops, eps)
+    return x if layer.scale is None else x * layer.scale.to(x.dtype)
+
+
+def rope_tables(
+    layers: tuple[LayerSpec, ...], positions: int, *, dtype: torch.dtype, device: torch.device
+) -> dict[RopeSpec, Tensor]:
+    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
+    return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """The addition of a layer's own input: x += norm(out(act(gate(x)) * input))."""
+
+    gate: Linear
+    out: Linear
+    norm: Tensor
+    activation: Activation
+    width: int
+
+    def __call__(self, x: Tensor, own: Tensor, ops: Ops, eps: float) -> Tensor:
+        gate = activated(self.gate(x.to(self.gate.dtype)), self.activation)
+        gate[:, : self.width] *= own  # the columns of padding after `width` meet zero columns of `out`
+        return ops.rms_norm(self.out(gate).to(x.dtype), self.norm, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelExperts:
+    """A mixture of experts that reads the same residual stream as the feed-forward; both outputs are normed, then added."""
+
+    experts: MixtureOfExperts
+    dense_norm: Tensor  # [E], after the feed-forward
+    norm: Tensor  # [E], before the experts
+    post_norm: Tensor  # [E], after the experts
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMixer:
     spec: AttentionSpec
-    qkv: Linear  # q, k, v and the gate in one product, whichever there are
+    qkv: Linear  # q, k, v and the gate as one product; layers differ in which of them they have
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: Linear
@@ -48,7 +162,7 @@ class AttentionMixer:
         bias = None
         if spec.qkv_bias:
             bias = loader.kept(index, *(f"{part}_bias" for part in parts))
-            bias = torch.cat([bias, bias.new_zeros(spec.gate_width)])  # a gate has none
+            bias = torch.cat([bias, bias.new_zeros(spec.gate_width)])  # a gate has no bias
         return AttentionMixer(
             spec=spec,
             qkv=loader.linear(index, *parts, *gate, bias=bias),
@@ -120,15 +234,12 @@ def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: WeightLoader
     return AttentionMixer.load(index, spec, loader, eps)
 
 
-# ------------------ The feed-forward of a layer
-
-
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """down(act(gate) * up). Padding adds zero rows and columns, whose products are exact zeros."""
+    """down(act(gate(h)) * up(h)). Padding adds zero rows and columns, whose products are exact zeros."""
 
     gate_up: Linear
-    gated_product: GatedProduct | None  # the same product with the activation fused, where there is such an operation
+    gated_product: GatedProduct | None  # the same product with the activation fused, if `ops` has such an operation
     down: Linear
     activation: Activation
 
@@ -154,27 +265,22 @@ class Mlp:
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
 
-    def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        return self.down(self._gated(h, ops))
-
-    def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        """The same plus the residual."""
-        return self.down.added(self._gated(h, ops), residual)
-
-    def _gated(self, h: Tensor, ops: Ops) -> Tensor:
-        return ops.gated(self.gate_up(h), self.activation) if self.gated_product is None else self.gated_product.gated(h)
+    def __call__(self, h: Tensor, residual: Tensor, ops: Ops, *, add: bool = False) -> Tensor:
+        """With `add`, the residual plus the output."""
+        gated = ops.gated(self.gate_up(h), self.activation) if self.gated_product is None else self.gated_product.gated(h)
+        return self.down.added(gated, residual) if add else self.down(gated)
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
     spec: MoeSpec
-    router: Linear
-    select_bias: Tensor | None
-    expert_scale: Tensor | None
-    router_scale: Tensor | None  # of the router's own norm
+    router: Linear  # logits of the experts
+    select_bias: Tensor | None  # [experts], added to the scores for selecting experts, not to their weights
+    expert_scale: Tensor | None  # [experts], factors of the experts' weights
+    router_scale: Tensor | None  # [E], weight of the router's own norm
     bank: ExpertBank
-    shared: Mlp | None
-    shared_route: Linear | None
+    shared: Mlp | None  # an expert that every token passes
+    shared_route: Linear | None  # the gate of the shared expert
     eps: float
 
     @staticmethod
@@ -197,26 +303,20 @@ class MixtureOfExperts:
         shared = [] if self.shared is None else self.shared.linears
         return [self.router, *self.bank.linears, *shared, *([self.shared_route] if self.shared_route else [])]
 
-    def __call__(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
+    def __call__(self, h: Tensor, residual: Tensor, ops: Ops, *, add: bool = False) -> Tensor:
+        """With `add`, the residual plus the output."""
         out = self._experts(h, residual, ops)
-        return out if self.shared is None else self._joined(out, h, residual, ops, added=False)
-
-    def added(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        """The same plus the residual."""
-        out = self._experts(h, residual, ops)
-        return residual + out.to(residual.dtype) if self.shared is None else self._joined(out, h, residual, ops, added=True)
-
-    def _joined(self, out: Tensor, h: Tensor, residual: Tensor, ops: Ops, *, added: bool) -> Tensor:
-        assert self.shared is not None
+        if self.shared is None:
+            return residual + out.to(residual.dtype) if add else out
         gate = None if self.shared_route is None else self.shared_route(h)
-        return ops.join_shared(out, self.shared(h, residual, ops), gate, residual if added else None)
+        return ops.join_shared(out, self.shared(h, residual, ops), gate, residual if add else None)
 
     def _experts(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
-        seen = h
+        routed = h
         if self.router_scale is not None:
             normed = ops.rms_norm(residual, None, self.eps)
-            seen = (normed.float() * self.router_scale * h.shape[1] ** -0.5).to(h.dtype)
-        ids, weights = ops.choose_experts(self.router(seen), self.spec, bias=self.select_bias, factors=self.expert_scale)
+            routed = (normed.float() * self.router_scale * h.shape[1] ** -0.5).to(h.dtype)
+        ids, weights = ops.choose_experts(self.router(routed), self.spec, bias=self.select_bias, factors=self.expert_scale)
         return self.bank(h, ids, weights, self.spec.scale)
 
 
@@ -229,127 +329,8 @@ def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: WeightLoader,
     return Mlp.load(index, spec, loader)
 
 
-# ------------------ One layer
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInput:
-    """A layer's own input: x += norm(out(act(gate(x)) * input))."""
-
-    gate: Linear
-    out: Linear
-    norm: Tensor
-    activation: Activation
-    width: int
-
-    def __call__(self, x: Tensor, own: Tensor, ops: Ops, eps: float) -> Tensor:
-        opened = activated(self.gate(x.to(self.gate.dtype)), self.activation)
-        opened[:, : self.width] *= own  # padding is multiplied by zero columns of `out`
-        return ops.rms_norm(self.out(opened).to(x.dtype), self.norm, eps)
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelExperts:
-    """Experts next to a feed-forward: both outputs are normed, then added."""
-
-    experts: MixtureOfExperts
-    dense_norm: Tensor
-    norm: Tensor
-    post_norm: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    spec: LayerSpec
-    attn_norm: Tensor
-    mixer: Mixer
-    post_attn_norm: Tensor | None
-    mlp_norm: Tensor
-    feed_forward: FeedForward
-    post_mlp_norm: Tensor | None
-    beside: ParallelExperts | None
-    own_input: LayerInput | None
-    scale: Tensor | None  # [1]
-    dtype: torch.dtype  # of its products; the residual stream may have another
-    fused: FusedLayers | None = None  # the whole layer in one operation
-
-    @property
-    def linears(self) -> list[Linear]:
-        beside = [] if self.beside is None else self.beside.experts.linears
-        inputs = [] if self.own_input is None else [self.own_input.gate, self.own_input.out]
-        return [*self.mixer.linears, *self.feed_forward.linears, *beside, *inputs]
-
-
-def load_layer(index: int, spec: LayerSpec, loader: WeightLoader, ops: Ops, eps: float) -> Layer:
-    beside = own_input = None
-    if spec.parallel_experts is not None:
-        norms = [loader.norm(index, name) for name in ("dense_norm", "experts_norm", "post_experts_norm")]
-        beside = ParallelExperts(MixtureOfExperts.load(index, spec.parallel_experts, loader, eps), *norms)
-    if spec.inputs:
-        own_input = LayerInput(
-            gate=loader.linear(index, "inputs_gate", pad=LANE),
-            out=loader.linear(index, "inputs_out", pad_columns=LANE),
-            norm=loader.norm(index, "inputs_norm"),
-            activation=spec.feed_forward.activation,
-            width=spec.inputs,
-        )
-    layer = Layer(
-        spec=spec,
-        attn_norm=loader.norm(index, "attn_norm"),
-        mixer=load_mixer(index, spec.mixer, loader, eps),
-        post_attn_norm=loader.norm(index, "post_attn_norm") if spec.sandwich else None,
-        mlp_norm=loader.norm(index, "mlp_norm"),
-        feed_forward=load_feed_forward(index, spec.feed_forward, loader, eps),
-        post_mlp_norm=loader.norm(index, "post_mlp_norm") if spec.sandwich else None,
-        beside=beside,
-        own_input=own_input,
-        scale=loader.kept(index, "layer_scale") if spec.scaled else None,
-        dtype=loader.dtype,
-    )
-    dense = dense_layer(layer, eps)
-    return layer if dense is None else replace(layer, fused=ops.fuse([dense]))
-
-
-def run_layer(
-    x: Tensor, layer: Layer, *, ops: Ops, store: LayerStore, prepared: PreparedInputs, eps: float, own_input: Tensor | None = None
-) -> Tensor:
-    """One layer over a step's tokens: x [T, E] → [T, E]. own_input [T, width] where the layer has one."""
-    if layer.fused is not None:
-        assert isinstance(store, PageStore)
-        return layer.fused(x, [prepared.attention(layer.spec.attention)], [store])[0]
-    h = ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype)
-    if layer.post_attn_norm is None:
-        x = layer.mixer(h, prepared, store, ops, x)
-    else:
-        x = x + ops.rms_norm(layer.mixer(h, prepared, store, ops).to(x.dtype), layer.post_attn_norm, eps)
-    h = ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype)
-    if layer.beside is None and layer.post_mlp_norm is None:
-        x = layer.feed_forward.added(h, x, ops)
-    else:
-        fed = layer.feed_forward(h, x, ops).to(x.dtype)
-        if layer.beside is not None:
-            both = layer.beside
-            answers = both.experts(ops.rms_norm(x, both.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
-            fed = ops.rms_norm(fed, both.dense_norm, eps) + ops.rms_norm(answers, both.post_norm, eps)
-        x = x + (fed if layer.post_mlp_norm is None else ops.rms_norm(fed, layer.post_mlp_norm, eps))
-    if layer.own_input is not None:
-        assert own_input is not None
-        x = x + layer.own_input(x, own_input, ops, eps)
-    return x if layer.scale is None else x * layer.scale.to(x.dtype)
-
-
-def rope_tables(
-    layers: tuple[LayerSpec, ...], positions: int, *, dtype: torch.dtype, device: torch.device
-) -> dict[RopeSpec, Tensor]:
-    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec)}
-    return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
-
-
-# ------------------ Neighbouring dense layers as one fused operation, where the device's operations have one
-
-
 def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
-    """The layer as `Ops.fuse` takes it; None where it is more than attention and a feed-forward."""
+    """The layer as `Ops.fuse` takes it; None if it has more than attention and one feed-forward."""
     spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
     if spec.sandwich or spec.parallel_experts is not None or spec.inputs or spec.scaled:
         return None
@@ -372,7 +353,7 @@ def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Layers [start, stop), in one operation where they are fused."""
+    """Neighbouring layers [start, stop), as one operation if they are fused."""
 
     start: int
     stop: int
@@ -380,7 +361,7 @@ class LayerRun:
 
 
 def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerRun]:
-    """Neighbouring layers that can be fused are one run; so are neighbours that cannot."""
+    """The layers as runs of neighbours that can be fused, and of neighbours that cannot."""
     runs: list[LayerRun] = []
     for fuses, group in itertools.groupby(enumerate(layers), lambda pair: pair[1].fused is not None):
         members = list(group)
@@ -392,7 +373,7 @@ def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerR
 def run_fused(
     fused: FusedLayers, span: range, x: Tensor, stage: Stage, state: ModelState, prepared: PreparedInputs, probe: LayerProbe
 ) -> Tensor:
-    """Layers `span` of a stage in one operation."""
+    """Run the layers `span` of a stage, counted from its first layer, as one operation."""
     inputs = [prepared.attention(stage.layers[index].spec.attention) for index in span]
     stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
     kept = [index - stage.start - span.start for index in probe.layers if index - stage.start in span]

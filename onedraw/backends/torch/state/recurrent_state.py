@@ -1,7 +1,8 @@
-"""The state of recurrent (Gated DeltaNet) layers: per lane, per checkpoint, and the increments of a step's drafts.
+"""The state of recurrent (Gated DeltaNet) layers, and how the tokens of a step read and write it.
 
-In: sizes. Out: tensors that the delta operations read and write. Allocated once. After every step a lane holds the state after
-its kept tokens; drafts are written to the rollback buffer and reach a lane by the commit alone.
+In: sizes; then a step's Inputs. Out: tensors, allocated once, that the delta operations read and write: a state per lane and per
+checkpoint, and the increments of a step's drafts; and the spans of a step, one per row. After every step a lane holds the state
+after its kept tokens. Drafts are written to the rollback buffer, and only the commit brings them to a lane.
 """
 
 from __future__ import annotations
@@ -21,32 +22,106 @@ from onedraw.sampling.verify import draft_paths
 from onedraw.speculation.draft_tree import chain_length
 from onedraw.types import Draft
 
-CHUNK = 64  # positions that the chunked form takes at once
-ZERO = -1  # a tap before the sequence begins
+CHUNK = 64  # positions that the chunked form computes at once
+ZERO = -1  # a tap before the beginning of the sequence, where the convolution reads zeros
+
+
+class LaneBlock:
+    """The states of all delta layers of one shape in common tensors, so that one operation can reach every layer. All of them are
+    float32, whatever the model's dtype. Owner: the model state."""
+
+    def __init__(self, spec: DeltaSpec, layers: int, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> None:
+        self.spec = spec
+        head = (spec.value_heads, spec.key_dim, spec.value_dim)
+        window = (spec.conv - 1, spec.channels)
+        try:
+            self.states = _zeros(layers, lanes, *head, device=device)  # [layer, lane, value head, key dim, value dim]
+            self.windows = _zeros(layers, lanes, *window, device=device)  # inputs of the convolution, oldest first
+            self.saved_states = _zeros(layers, checkpoints, *head, device=device)
+            self.saved_windows = _zeros(layers, checkpoints, *window, device=device)
+            # The increment of a drafted position: state = state * decay + key ⊗ change; and its input to the convolution.
+            self.decays = _zeros(layers, drafts, spec.value_heads, device=device)
+            self.keys = _zeros(layers, drafts, spec.key_heads, spec.key_dim, device=device)
+            self.changes = _zeros(layers, drafts, spec.value_heads, spec.value_dim, device=device)
+            self.fed = _zeros(layers, drafts, spec.channels, device=device)
+        except (RuntimeError, MemoryError):  # torch reports missing memory like this
+            raise OutOfMemory(
+                f"the states of {lanes} lanes, {checkpoints} checkpoints and {drafts} drafts do not fit into the memory of "
+                f"{device}; lower --max-batch, --checkpoint-memory or --draft-memory"
+            ) from None
+
+
+class LaneStore:
+    """The state of one layer: views of its block. Owner: the model state."""
+
+    def __init__(self, block: LaneBlock, layer: int) -> None:
+        self.spec = block.spec
+        self.states, self.windows = block.states[layer], block.windows[layer]
+        self.saved_states, self.saved_windows = block.saved_states[layer], block.saved_windows[layer]
+        self.decays, self.keys, self.changes = block.decays[layer], block.keys[layer], block.changes[layer]
+        self.fed = block.fed[layer]
+
+    @staticmethod
+    def alone(spec: DeltaSpec, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> LaneStore:
+        """The store of a layer that shares no block."""
+        return LaneStore(LaneBlock(spec, 1, lanes=lanes, drafts=drafts, checkpoints=checkpoints, device=device), 0)
+
+    @property
+    def draft_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.decays, self.keys, self.changes, self.fed))
+
+    @property
+    def lane_bytes(self) -> int:
+        return self.states.nbytes + self.windows.nbytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.saved_states.nbytes + self.saved_windows.nbytes
+
+    def restore(self, slots: Sequence[int], lanes: Sequence[int]) -> None:
+        """Copy the states of checkpoints to lanes."""
+        for slot, lane in zip(slots, lanes, strict=True):
+            self.states[lane].copy_(self.saved_states[slot])
+            self.windows[lane].copy_(self.saved_windows[slot])
+
+
+def _zeros(*shape: int, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptDrafts:
+    """What the commit does in one lane. `places`: the rollback slots of its kept drafts, in order of position."""
+
+    lane: int
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpan:
-    """One row's tokens [first, first + known + drafts) of the step."""
+    """The tokens of one row: first its known tokens, then its drafts."""
 
-    first: int
+    first: int  # index of the row's first token among the tokens of the step
     lane: int
-    fresh: bool  # begins at position 0: the lane's old state is ignored
-    prompt: int  # how many of the tokens before the drafts belong to the prompt, which is computed in chunks
-    known: int
+    fresh: bool  # the row begins at position 0, so the lane's old state is ignored
+    prompt: int  # how many of the known tokens belong to the prompt, which is computed in chunks
+    known: int  # known tokens of the row in this step
     drafts: tuple[Draft, ...]
     held: int  # slot of the first draft in the rollback buffer
-    saves: tuple[tuple[int, int], ...]  # (known tokens before it, slot of the checkpoint)
+    saves: tuple[tuple[int, int], ...]  # checkpoints to save: (known tokens of the row before it, slot of the checkpoint)
 
 
 @dataclass(frozen=True)
 class RecurrentSpans:
-    """Taps are rows of [the step's tokens, then K - 1 window rows per lane]; ZERO means zeros."""
+    """The spans of a step, and which inputs the convolutions of width K read and keep.
+
+    A tap is a row number of a table of convolution inputs: the T tokens of the step, then the K - 1 rows of each lane's window.
+    """
 
     runs: tuple[RecurrentSpan, ...]
-    host_taps: Ints  # [T, K] what the convolution reads at each token, oldest first
-    host_closings: Ints  # [R, K - 1] the window after each run's known tokens
-    host_kept: Ints  # [saves, K - 1] the window of each checkpoint, saves in order of runs
+    host_taps: Ints  # [T, K]: the taps that the convolution reads at each token, oldest first
+    host_closings: Ints  # [R, K - 1]: the window after the known tokens of each span
+    host_kept: Ints  # [saves, K - 1]: the window of each checkpoint to save, in order of spans
     device: torch.device
 
     @cached_property
@@ -71,7 +146,7 @@ class RecurrentSpans:
 
     @cached_property
     def drafted(self) -> tuple[Tensor, Tensor]:
-        """Tokens of the step that are drafts, and their slots in the rollback buffer."""
+        """The indices of drafts among the tokens of the step, and their slots in the rollback buffer."""
         tokens = [run.first + run.known + i for run in self.runs for i in range(len(run.drafts))]
         places = [run.held + i for run in self.runs for i in range(len(run.drafts))]
         pair = torch.tensor([tokens, places], dtype=torch.long, device=self.device)
@@ -128,79 +203,3 @@ def _run(span: Span) -> RecurrentSpan:
         held=span.held,
         saves=tuple((save.position - span.start, save.slot) for save in span.saves),
     )
-
-
-# ------------------ The state of recurrent (Gated DeltaNet) layers
-
-
-@dataclass(frozen=True, slots=True)
-class KeptDrafts:
-    """A commit of one lane: the rollback slots of its kept drafts, in order of position."""
-
-    lane: int
-    places: tuple[int, ...]
-
-
-class LaneBlock:
-    """The states of all delta layers of one shape, side by side, so that one operation can reach every layer. Owner: the state.
-
-    Everything is float32, whatever the model's dtype.
-    """
-
-    def __init__(self, spec: DeltaSpec, layers: int, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> None:
-        self.spec = spec
-        head = (spec.value_heads, spec.key_dim, spec.value_dim)
-        window = (spec.conv - 1, spec.channels)
-        try:
-            self.states = _zeros(layers, lanes, *head, device=device)  # [layer, lane, value head, key dim, value dim]
-            self.windows = _zeros(layers, lanes, *window, device=device)  # inputs of the convolution, oldest first
-            self.saved_states = _zeros(layers, checkpoints, *head, device=device)
-            self.saved_windows = _zeros(layers, checkpoints, *window, device=device)
-            # The increment of a drafted position: state = state * decay + key ⊗ change; and its input to the convolution.
-            self.decays = _zeros(layers, drafts, spec.value_heads, device=device)
-            self.keys = _zeros(layers, drafts, spec.key_heads, spec.key_dim, device=device)
-            self.changes = _zeros(layers, drafts, spec.value_heads, spec.value_dim, device=device)
-            self.fed = _zeros(layers, drafts, spec.channels, device=device)
-        except (RuntimeError, MemoryError):  # torch reports missing memory like this
-            raise OutOfMemory(
-                f"the states of {lanes} lanes, {checkpoints} checkpoints and {drafts} drafts do not fit into the memory of "
-                f"{device}; lower --max-batch, --checkpoint-memory or --draft-memory"
-            ) from None
-
-
-class LaneStore:
-    """One layer of a block. Owner: the state."""
-
-    def __init__(self, block: LaneBlock, layer: int) -> None:
-        self.spec = block.spec
-        self.states, self.windows = block.states[layer], block.windows[layer]
-        self.saved_states, self.saved_windows = block.saved_states[layer], block.saved_windows[layer]
-        self.decays, self.keys, self.changes = block.decays[layer], block.keys[layer], block.changes[layer]
-        self.fed = block.fed[layer]
-
-    @staticmethod
-    def alone(spec: DeltaSpec, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> LaneStore:
-        """A layer by itself."""
-        return LaneStore(LaneBlock(spec, 1, lanes=lanes, drafts=drafts, checkpoints=checkpoints, device=device), 0)
-
-    @property
-    def draft_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.decays, self.keys, self.changes, self.fed))
-
-    @property
-    def lane_bytes(self) -> int:
-        return self.states.nbytes + self.windows.nbytes
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return self.saved_states.nbytes + self.saved_windows.nbytes
-
-    def restore(self, slots: Sequence[int], lanes: Sequence[int]) -> None:
-        """Copy the states of checkpoints to lanes."""
-        for slot, lane in zip(slots, lanes, strict=True):
-            self.states[lane].copy_(self.saved_states[slot])
-            self.windows[lane].copy_(self.saved_windows[slot])
-
-
-def _zeros(*shape: int, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float32, device=device)
