@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
+from onedraw.limits import MAX_CHARACTERS, MAX_FORMAT_CHARACTERS
 from onedraw.llm.reply_stream import Generation
 from onedraw.sampling.noise import hashed_seed
 from onedraw.text.constraints.grammar import bound_whitespace
@@ -41,8 +42,6 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text,
 DEFAULT_MAX_TOKENS = 256  # Python API and `onedraw generate` use this, or less if the context has less room.
 NO_LIMIT = -1  # the value of max_tokens that means: as many as the context has room for
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # texts across which DRY matches no repetition
-MAX_FORMAT_CHARACTERS = 1 << 25  # the limit on a response format; about as large as the largest request body
-MAX_CHARACTERS = 1 << 16  # the limit on all stop strings together, and likewise on bad_words and dry_sequence_breakers
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that are no fields of RequestOptions
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from onedraw import limits
 from onedraw.server.anthropic import messages
 from onedraw.server.fields import Rule, Treatment
 from onedraw.server.openai import responses_request as items
@@ -110,6 +111,15 @@ request.
 Stored responses (`store`, on by default) are kept in memory, up to a limit, and can only be read with the API key that created
 them.
 
+## Limits
+
+Each limit is checked before the work that it bounds, and its error says what to do. Sizes of your choice are flags: `--max-body`,
+`--max-context`, `--queue-limit`, `--max-batch`, `--request-seconds`.
+
+| limit | number |
+|---|---|
+LIMIT_ROWS
+
 ## Errors
 
 `{"error": {"message", "type", "param", "code"}}`, always; below `/v1/messages` it is
@@ -155,7 +165,20 @@ def page() -> str:
     )
     tables = (f"## {title}\n\n{_table(TABLES[kind])}" for title, kind in sections)
     inside = (_inside("Items of a response", items.ITEM_RULES), _inside("Blocks in Anthropic's shape", messages.BLOCK_RULES))
-    return "\n".join([_HEAD, *tables, *inside, _REPLIES])
+    return "\n".join([_HEAD, *tables, *inside, _REPLIES.replace("LIMIT_ROWS", "\n".join(_limits()))])
+
+
+def _limits() -> list[str]:
+    """A row for each of the limits in `onedraw/limits.py`."""
+    rows = {
+        "values of one body: commas outside of texts": limits.MAX_BODY_VALUES,
+        "lists, objects and fields of one body": limits.MAX_BODY_PARTS,
+        "lists and objects inside each other": limits.MAX_BODY_DEPTH,
+        "characters of all `stop` strings, of all `bad_words`, of all `dry_sequence_breakers`": limits.MAX_CHARACTERS,
+        "characters of a response format": limits.MAX_FORMAT_CHARACTERS,
+        "characters of an error's message; the rest is cut off": limits.MAX_ERROR_CHARACTERS,
+    }
+    return [f"| {what} | {number:,} |" for what, number in rows.items()]
 
 
 def _inside(title: str, kinds: Mapping[str, tuple[Rule, ...]]) -> str:

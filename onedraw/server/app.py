@@ -26,6 +26,7 @@ from onedraw.llm.request_options import check_ids
 from onedraw.server import page as assets
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest, MessagesWriter
 from onedraw.server.auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller, turn_caller
+from onedraw.server.body import read_body, read_json
 from onedraw.server.config import ServerOptions
 from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.logs import RequestLog, note
@@ -34,8 +35,6 @@ from onedraw.server.middleware import (
     ErrorMiddleware,
     LocalAccessMiddleware,
     or_disconnect,
-    read_body,
-    read_json,
 )
 from onedraw.server.openai.chat import Json, OpenAIWriter
 from onedraw.server.openai.responses import ResponseStore, ResponsesWriter, check_query, listing, page_of

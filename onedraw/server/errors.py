@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import secrets
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from onedraw.errors import BadRequest, OnedrawError
+from onedraw.limits import MAX_ERROR_CHARACTERS
 
 log = logging.getLogger("onedraw.server")
 
@@ -40,6 +41,10 @@ RETRY_SECONDS = 1  # The Retry-After of a 429 and 503. A short wait is enough: e
 
 class BodyTooLarge(BadRequest):
     code, status = "body_too_large", 413
+
+
+class BodyTooComplex(BadRequest):
+    code = "body_too_complex"
 
 
 class BodyTooSlow(BadRequest):
@@ -90,7 +95,16 @@ def _route_message(error: HTTPException) -> str:
 
 
 def error_object(error: OnedrawError) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": _type(error.status), "param": error.param, "code": error.code}}
+    found = {"message": _cut(str(error)), "type": _type(error.status), "param": _cut(error.param), "code": error.code}
+    return {"error": found}
+
+
+TextT = TypeVar("TextT", str, str | None)
+
+
+def _cut(text: TextT) -> TextT:
+    """A text that may repeat what the client sent, such as the name of an unknown field."""
+    return text if text is None or len(text) <= MAX_ERROR_CHARACTERS else text[:MAX_ERROR_CHARACTERS] + "…"
 
 
 def _type(status: int) -> str:
@@ -111,7 +125,7 @@ def message_error(error: OnedrawError) -> dict[str, Any]:
     """Return the error object in Anthropic's shape."""
     kinds = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
     kind = _type(error.status)
-    return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": str(error), "param": error.param}}
+    return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": _cut(str(error)), "param": _cut(error.param)}}
 
 
 def error_response(error: Exception, *, path: str = "") -> JSONResponse:

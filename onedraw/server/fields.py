@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.types import SEED_RANGE
 
+LONGEST_NAME = 64  # No field has a longer name; a longer unknown one is not compared as a whole.
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 # Types of tools that the server leaves out of the prompt, because the provider would execute them or their arguments are not
 # JSON. Some types end with a date.
@@ -210,6 +211,8 @@ def _refusal(rule: Rule) -> str:
 
 
 def _unknown(name: str, rules: Mapping[str, Rule], *, path: str) -> BadRequest:
-    near = difflib.get_close_matches(name, [n for n, r in rules.items() if r.treatment is Treatment.HONOURED], n=1, cutoff=0.7)
+    near = difflib.get_close_matches(
+        name[:LONGEST_NAME], [n for n, r in rules.items() if r.treatment is Treatment.HONOURED], n=1, cutoff=0.7
+    )
     advice = f"did you mean {near[0]}?" if near else "remove it, or serve with --lenient to have unknown fields ignored"
     return BadRequest(f"{path}{name}: unknown field; {advice}", param=path + name, code="unknown_field")

@@ -1,27 +1,24 @@
-"""Checks that run before the endpoints: access without a key, body size and time limits, JSON, disconnects, unexpected errors.
+"""Checks that run before the endpoints: access without a key, disconnects, unexpected errors.
 
-A request that fails a check gets an error response in the shape of its API. API keys are checked in `auth.py`.
+A request that fails a check gets an error response in the shape of its API. `auth.py` checks API keys, `body.py` bodies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from collections.abc import Coroutine, Sequence
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onedraw.errors import BadRequest
 from onedraw.server.auth import OPEN_PATHS
-from onedraw.server.errors import BodyTooLarge, BodyTooSlow, ClientGone, ForeignPage, UnknownHost, error_response
+from onedraw.server.errors import ClientGone, ForeignPage, UnknownHost, error_response
 from onedraw.server.logs import note
 
-BODY_SECONDS = 60.0  # The last byte of a body must arrive within this time.
 # Top-level domains of local networks. The public DNS never delegates them, so no stranger can own a name in them.
 LOCAL_DOMAINS = (
     *(".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test", ".svc", ".localdomain", ".home", ".corp", ".intranet"),
@@ -121,75 +118,6 @@ class ErrorMiddleware:
             response = error_response(error, path=scope.get("path", ""))
             if scope["type"] == "http" and not started:
                 await response(scope, receive, send)
-
-
-async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECONDS) -> bytes:
-    """Read the body. It is refused as soon as its declared or received size exceeds the limit, or when it takes too long."""
-    declared = request.headers.get("content-length", "")
-    body = bytearray()
-    if not (declared.isdecimal() and int(declared) > limit):
-        try:
-            async with asyncio.timeout(seconds):
-                async for block in request.stream():
-                    body += block
-                    if len(body) > limit:
-                        break
-                else:
-                    return bytes(body)
-        except TimeoutError:
-            raise BodyTooSlow(f"the body did not arrive within {seconds:g} seconds") from None
-    raise BodyTooLarge(f"the body is over the limit of {limit} bytes; send less, or serve with a larger --max-body")
-
-
-def read_json(body: bytes) -> object:
-    """Parse the JSON value of a body. NaN and infinity are refused here inside a nested object or list, where no later check
-    would look; the validation of a top-level field refuses them as its value."""
-    numbers = NumberReader()
-    try:
-        # Decode first: json.loads(bytes) would accept lone surrogates, which UTF-8 cannot encode.
-        value: object = json.loads(body.decode("utf-8-sig"), parse_constant=numbers.read, parse_float=numbers.read)
-        if isinstance(value, dict) and b"\\u" in body:
-            for name, field in value.items():
-                _refuse_lone_surrogates(name, field)
-        if isinstance(value, dict) and numbers.found_non_finite:
-            for name, field in value.items():
-                _refuse_non_finite(name, field)
-    except RecursionError:
-        raise BadRequest("the body is not valid JSON: nested too deeply", code="invalid_json") from None
-    except ValueError as error:  # invalid JSON, not UTF-8, or an integer with too many digits
-        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    return value
-
-
-class NumberReader:
-    """Reads the numbers of one body and records whether any of them is NaN or infinite."""
-
-    def __init__(self) -> None:
-        self.found_non_finite = False
-
-    def read(self, text: str) -> float:
-        number = float(text)
-        self.found_non_finite = self.found_non_finite or not math.isfinite(number)
-        return number
-
-
-def _refuse_non_finite(name: str, value: object) -> None:
-    if isinstance(value, dict | list):
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            raise BadRequest(f"{name}: contains NaN or an infinite number", param=name, code="invalid_number") from None
-
-
-def _refuse_lone_surrogates(name: str, value: object) -> None:
-    """Refuse text with half of a surrogate pair. JSON can spell it as an escape, but UTF-8 cannot encode it."""
-    try:
-        json.dumps([name, value], ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        shown = name.encode("utf-8", "replace").decode()
-        raise BadRequest(
-            f"{shown}: contains half of a surrogate pair; send valid Unicode", param=shown, code="invalid_text"
-        ) from None
 
 
 async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -72,9 +72,6 @@ class ToolChoice:
     names: tuple[tuple[str, str], ...] | None = None  # (tool, path of the field that names it); None allows all tools
     named: bool = False  # the request names exactly one tool, outside of `allowed_tools`
 
-    def allows(self, name: str) -> bool:
-        return self.names is None or any(name == allowed for allowed, _ in self.names)
-
 
 def chat_choice(value: object) -> ToolChoice:
     """Parse `tool_choice` of a chat, where a tool's name is inside `function` and a list of tools inside `allowed_tools`."""
@@ -492,7 +489,8 @@ class ChatRequest(SamplingFields):
         tools = tuple(_tool(number, function) for number, function in self.functions)
         if not tools or wanted.mode == "none":
             return None
-        callable = tuple(tool for tool in tools if wanted.allows(tool.name))
+        allowed = None if wanted.names is None else {name for name, _ in wanted.names}
+        callable = tuple(tool for tool in tools if allowed is None or tool.name in allowed)
         return ToolUse(tools, callable, required=wanted.mode == "required", parallel=self.parallel_tool_calls)
 
 

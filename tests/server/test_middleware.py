@@ -250,7 +250,7 @@ def test_a_stream_over_its_time_is_ended_by_an_event():
 
 
 def test_a_body_that_does_not_arrive_is_refused(monkeypatch, fake: Served):
-    monkeypatch.setattr("onedraw.server.middleware.read_body.__kwdefaults__", {"seconds": 0.2})
+    monkeypatch.setattr("onedraw.server.body.read_body.__kwdefaults__", {"seconds": 0.2})
     with fake.unread("/v1/completions", b'{"prompt": ', length=15) as connection:
         answer = b""
         while b"body_too_slow" not in answer and (more := connection.recv(65536)):  # the rest is never sent

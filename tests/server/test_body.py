@@ -1,0 +1,110 @@
+"""Bodies: what one contains is counted in its bytes, and too much of it is refused before anything is built."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onedraw.errors import BadRequest
+from onedraw.limits import MAX_BODY_DEPTH, MAX_BODY_PARTS, MAX_BODY_VALUES, MAX_ERROR_CHARACTERS
+from onedraw.server.body import Shape, read_json, shape_of
+from tests.server.running import Served
+
+TEXT = st.text() | st.text(alphabet='\\"[]{},:/nu')
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
+    max_leaves=20,
+)
+
+
+def counted(value: Any) -> Shape:
+    """The shape of a value, found by walking through it."""
+    match value:
+        case dict():
+            inside, fields = [counted(item) for item in value.values()], len(value)
+        case list():
+            inside, fields = [counted(item) for item in value], 0
+        case _:
+            return Shape()
+    return Shape(
+        values=max(len(inside) - 1, 0) + sum(one.values for one in inside),
+        parts=1 + fields + sum(one.parts for one in inside),
+        depth=1 + max((one.depth for one in inside), default=0),
+    )
+
+
+@given(value=VALUES, block=st.integers(1, 40), ascii=st.booleans(), indent=st.sampled_from([None, 1]))
+def test_the_bytes_of_a_body_tell_what_is_in_it(value: Any, block: int, ascii: bool, indent: int | None) -> None:
+    body = json.dumps(value, ensure_ascii=ascii, indent=indent).encode()
+    assert shape_of(body, block=block) == counted(value)
+    assert read_json(body) == value
+
+
+@given(body=st.binary() | st.text(alphabet='\\"[]{},: 1u\n').map(str.encode))
+def test_any_bytes_are_a_value_or_a_named_error(body: bytes) -> None:
+    """A body that is read is read as the standard library reads it."""
+    try:
+        value, refusal = read_json(body), None
+    except BadRequest as error:
+        refusal = error.code
+    if refusal is None:
+        assert value == json.loads(body.decode("utf-8-sig"))
+    else:
+        assert refusal in ("invalid_json", "invalid_number", "invalid_text", "body_too_complex")
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+TOO_MUCH = {
+    "values": ("[" + "1," * (MAX_BODY_VALUES + 1) + "1]", MAX_BODY_VALUES),
+    "empty lists": ("[" + "[]," * MAX_BODY_PARTS + "1]", MAX_BODY_PARTS),
+    "fields": (json.dumps({str(n): 1 for n in range(MAX_BODY_PARTS)}), MAX_BODY_PARTS),
+    "depth": (nested(MAX_BODY_DEPTH), MAX_BODY_DEPTH),
+    "unclosed": ("[" * 5_000_000, MAX_BODY_DEPTH),
+}
+
+
+@pytest.mark.parametrize("field", ["metadata", "prompt", "no such field"])
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_a_body_with_too_much_in_it_is_refused(fake: Served, name: str, field: str) -> None:
+    """Two million empty lists are 8 MB; to build them stopped every stream of the server for seconds."""
+    inner, limit = TOO_MUCH[name]
+    answer = fake.send("/v1/completions", f'{{"max_tokens": 1, "prompt": "a", "{field}": {inner}}}')
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "body_too_complex")
+    assert f"over {limit:,} " in error["message"]
+
+
+def test_what_is_within_the_limits_is_read(fake: Served) -> None:
+    for inner in (
+        "[" + "1," * (MAX_BODY_VALUES - 8) + "1]",
+        "[" + "[]," * (MAX_BODY_PARTS - 8) + "1]",
+        nested(MAX_BODY_DEPTH - 1),
+    ):
+        assert fake.send("/v1/completions", f'{{"max_tokens": 1, "prompt": "a", "metadata": {inner}}}').status_code == 200
+
+
+def test_commas_and_brackets_in_texts_do_not_count(fake: Served) -> None:
+    text = '[{"a": "\\"' * 300_000
+    assert fake.post("/v1/completions", prompt="a", max_tokens=1, metadata={"code": text}).status_code == 200
+
+
+def test_an_error_repeats_only_the_beginning_of_what_was_sent(fake: Served) -> None:
+    """The unknown name was compared with every known one, and came back twice."""
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/messages", {"messages": [], "max_tokens": 1})):
+        answer = fake.post(path, **body, **{"x" * 10_000_000: 1})
+        assert answer.status_code == 400
+        assert len(answer.content) < 3 * MAX_ERROR_CHARACTERS
+
+
+def test_every_tool_of_many_is_compared_with_the_others(fake: Served) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(20_000)]
+    answer = fake.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], tools=[*tools, tools[0]])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[20000].function.name")
