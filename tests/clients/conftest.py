@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 ROOT = Path(os.environ.get("ONEDRAW_ROOT", Path(__file__).parents[2]))
+PYTHON = os.environ.get("ONEDRAW_PYTHON", sys.executable)  # the interpreter that has Onedraw
 KEY = "sesame"
 PATIENCE = 300.0  # seconds, generous, for a busy machine
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -59,9 +60,8 @@ class Server:
 
 
 @contextmanager
-def running(*flags: str) -> Iterator[Server]:
-    python = os.environ.get("ONEDRAW_PYTHON", sys.executable)
-    command = [python, "-m", "onedraw", "serve", "fake", "--backend", "fake", "--port", "0", "--api-key", KEY]
+def running(*flags: str, model: Sequence[str] = ("fake", "--backend", "fake")) -> Iterator[Server]:
+    command = [PYTHON, "-m", "onedraw", "serve", *model, "--port", "0", "--api-key", KEY]
     with subprocess.Popen([*command, "--log-level", "error", *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
