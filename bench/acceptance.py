@@ -25,8 +25,8 @@ from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.build.checkpoint import read_text
+from onedraw.build.drafters import find_built_in_drafter
 from onedraw.checkpoints.download import resolve_model
-from onedraw.checkpoints.drafters import find_built_in_drafter
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import read_drafter_info
 from onedraw.models.registry import read_model_info

@@ -7,6 +7,7 @@ once the target is loaded; the drafter's bytes. A drafter that does not fit the 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,14 @@ from onedraw.backends.memory_plan import MemoryPlan
 from onedraw.backends.packing import gpu_packed_savings, is_gpu_packed
 from onedraw.build.checkpoint import open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
+from onedraw.checkpoints import drafters
 from onedraw.checkpoints.base import Checkpoint
-from onedraw.checkpoints.drafters import find_built_in_drafter
 from onedraw.checkpoints.random_weights import DRAFTER_SHAPES
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
 from onedraw.models.mtp import MtpSpec, has_mtp, read_mtp_info
 from onedraw.models.registry import ModelInfo, read_model_info
+from onedraw.models.source import ModelSource
 from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.draft_tree import build_tree
@@ -32,6 +34,7 @@ from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
 
 DRAFT_MODEL_TOKENS = 4  # drafts of a draft model without --draft-tokens
+NAME_KEYS = ("general.name", "general.basename", "_name_or_path")  # where a checkpoint names its model
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
 
 
@@ -187,3 +190,40 @@ class DrafterBuilder:
             )
         if read_text(checkpoint)[0].fingerprint != self.tokenizer.fingerprint:
             raise UnsupportedModel(f"{path.name} cannot draft: its tokenizer differs from the model's")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltInDrafter:
+    """A DFlash drafter that ships with the package, and the target that it was trained for."""
+
+    file: str  # in checkpoints/drafters
+    family: str
+    layers: int
+    hidden: int
+    vocab: int
+    name: str  # regular expression for the target's name in lower case without punctuation
+
+    def belongs_to(self, spec: ModelSpec, names: list[str]) -> bool:
+        shape = (spec.family, len(spec.layers), spec.hidden, spec.vocab)
+        return shape == (self.family, self.layers, self.hidden, self.vocab) and any(re.search(self.name, name) for name in names)
+
+
+BUILT_IN_DRAFTERS = (
+    BuiltInDrafter("smollm2-dflash.q8_0.gguf", family="llama", layers=30, hidden=576, vocab=49152, name="smollm2"),
+)
+
+
+def find_built_in_drafter(spec: ModelSpec, source: ModelSource) -> Path | None:
+    """The built-in drafter of this target, if there is one.
+
+    It belongs to a target of the shape it was trained for whose name is in general.name or general.basename of a GGUF file,
+    _name_or_path of a config, or the name of the file or folder. A wrong match only makes drafts worse; it never changes a token.
+    """
+    given = [source.config.get(key) for key in NAME_KEYS]
+    # Only the file and its folder: folders further up are places, not model names.
+    given += [source.path.name, source.path.parent.name]
+    names = [re.sub(r"[^a-z0-9]", "", value.lower()) for value in given if isinstance(value, str)]
+    for drafter in BUILT_IN_DRAFTERS:
+        if drafter.belongs_to(spec, names):
+            return Path(drafters.__path__[0]) / drafter.file
+    return None

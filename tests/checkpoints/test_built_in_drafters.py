@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onedraw.checkpoints.drafters import BUILT_IN_DRAFTERS, find_built_in_drafter
+from onedraw.build.drafters import BUILT_IN_DRAFTERS, find_built_in_drafter
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
 from onedraw.models.registry import read_model_info

@@ -96,7 +96,7 @@ def test_the_built_in_drafter_reaches_its_acceptance(smollm2_path: Path) -> None
 
 
 def _shipped(model: Path) -> Path:
-    from onedraw.checkpoints.drafters import find_built_in_drafter
+    from onedraw.build.drafters import find_built_in_drafter
     from onedraw.checkpoints.open import open_checkpoint
     from onedraw.models.registry import read_model_info
 

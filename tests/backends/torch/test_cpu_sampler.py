@@ -11,7 +11,7 @@ import torch
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.ops.cpu import library as builder
 from onedraw.backends.torch.ops.cpu.library import Kernels, supported_instruction_sets
-from onedraw.backends.torch.ops.cpu.sampler import ROW_PARAMETERS, CpuSampler
+from onedraw.backends.torch.ops.cpu.ops import ROW_PARAMETERS, CpuSampler
 from onedraw.sampling.noise import gumbel
 from onedraw.settings import default_cache_dir
 from onedraw.types import History, SamplingParams

@@ -1,6 +1,7 @@
 """The CPU kernels as a model's operations: float32, for any number of rows; no row depends on another.
 
-In: the loaded library. Out: `CpuOps`. The kernels read raw pointers, so tensors passed to them must be contiguous.
+In: the loaded library. Out: `CpuOps`, whose sampler is `CpuSampler`. The kernels read raw pointers, so tensors passed to them
+must be contiguous.
 """
 
 from __future__ import annotations
@@ -9,37 +10,46 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.model.weight_loader import LANE, padded
 from onedraw.backends.torch.ops.base import DenseLayer, KernelChoices
 from onedraw.backends.torch.ops.cpu.fused_layers import AttentionArguments, CpuAttentionInputs, CpuFusedLayers
-from onedraw.backends.torch.ops.cpu.library import Kernels
+from onedraw.backends.torch.ops.cpu.library import FLOAT, LONG, POINTER, Kernels
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear, pack_panels, pack_rows
-from onedraw.backends.torch.ops.cpu.sampler import CpuSampler
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.elementwise import gated
 from onedraw.backends.torch.ops.plain.experts import PlainExpertBank
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.ops.plain.ops import RowOps
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.sampling.sampler import Sampler
+from onedraw.backends.torch.sampling.sampler import FilteredScores, Sampler
 from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, LaneStore, RecurrentSpans, recurrent_spans
 from onedraw.errors import UnsupportedModel
 from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 from onedraw.models.tensor_views import StackItem
+from onedraw.sampling.law import NO_TOKEN, filters
+from onedraw.sampling.noise import key
+from onedraw.types import SamplingParams
 
 MOST_DELTA_DIMS = 512  # the largest key or value dimension of a head; must equal MOST of delta.c
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+ROW_PARAMETERS = np.dtype(
+    [
+        *(("top_p", "f8"), ("top_k", "i8"), ("divisor", "f4"), ("limit", "f4")),
+        *(("first", "u4"), ("second", "u4"), ("greedy", "i4"), ("padding", "i4")),
+    ]
+)
 
 
 class _Run(ctypes.Structure):
     """The ctypes mirror of `run` in delta.h."""
 
     _fields_ = tuple(
-        (name, _LONG) for name in ("first", "lane", "fresh", "prompt", "known", "drafts", "held", "save_first", "saves")
+        (name, LONG) for name in ("first", "lane", "fresh", "prompt", "known", "drafts", "held", "save_first", "saves")
     )
 
 
@@ -47,13 +57,13 @@ class _Delta(ctypes.Structure):
     """The ctypes mirror of `delta` in delta.h."""
 
     _fields_ = (
-        *((name, _LONG) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "channels")),
-        *((name, _LONG) for name in ("tokens", "runs", "width")),
-        ("eps", _FLOAT),
-        *((name, _POINTER) for name in ("conv_weight", "decay_weight", "bias", "norm")),
-        *((name, _POINTER) for name in ("taps", "closings", "kept", "parents", "save_counts", "save_slots", "run")),
-        *((name, _POINTER) for name in ("states", "windows", "saved_states", "saved_windows")),
-        *((name, _POINTER) for name in ("decays", "keys", "changes", "fed", "mixed", "gates")),
+        *((name, LONG) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "channels")),
+        *((name, LONG) for name in ("tokens", "runs", "width")),
+        ("eps", FLOAT),
+        *((name, POINTER) for name in ("conv_weight", "decay_weight", "bias", "norm")),
+        *((name, POINTER) for name in ("taps", "closings", "kept", "parents", "save_counts", "save_slots", "run")),
+        *((name, POINTER) for name in ("states", "windows", "saved_states", "saved_windows")),
+        *((name, POINTER) for name in ("decays", "keys", "changes", "fed", "mixed", "gates")),
     )
 
 
@@ -256,3 +266,58 @@ def _delta_arguments(store: LaneStore) -> _Delta:
 def _floats(rows: int, width: int) -> Tensor:
     """An uninitialized output of a kernel. dtype and device are explicit, since a program may have changed torch's defaults."""
     return torch.empty(rows, width, dtype=torch.float32, device="cpu")
+
+
+class _SamplingArguments(ctypes.Structure):
+    """The ctypes mirror of `sampling_arguments` in sampling.h."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("scores", "raw")),
+        *((name, LONG) for name in ("stride", "raw_stride", "vocab", "width")),
+        *((name, POINTER) for name in ("parameters", "deficits", "limits", "tokens", "masses")),
+    )
+
+
+class CpuSampler(Sampler):
+    """The sampler with its vocabulary-wide steps in one call into C (sampling.c): the same tokens, with the exponentials and
+    logarithms of the kernels. As in every sampler, bias, penalties, bans and sets of allowed tokens are applied to the scores
+    before, and logprobs are computed afterwards."""
+
+    def __init__(self, kernels: Kernels, *, vocab: int, lanes: int, device: torch.device) -> None:
+        super().__init__(vocab=vocab, lanes=lanes, device=device)
+        self._kernels = kernels
+
+    def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[FilteredScores, Tensor]:
+        adjusted = scores is not raw
+        raw = raw.contiguous()
+        scores = scores.contiguous() if adjusted else raw
+        parameters = self._row_parameters(positions)
+        rows = len(positions)
+        deficits = self._scratch.take("deficit", (rows, self._width), torch.float32)
+        masses = self._scratch.take("masses", (self._kernels.threads, self._width), torch.int64)
+        limits = torch.empty(rows, dtype=torch.float32, device="cpu")
+        tokens = torch.empty(rows, dtype=torch.int64, device="cpu")
+        arguments = _SamplingArguments(
+            scores=scores.data_ptr(),
+            raw=raw.data_ptr() if adjusted else None,
+            stride=scores.stride(0),
+            raw_stride=raw.stride(0),
+            vocab=self._vocab,
+            width=self._width,
+            parameters=parameters.ctypes.data,
+            deficits=deficits.data_ptr(),
+            limits=limits.data_ptr(),
+            tokens=tokens.data_ptr(),
+            masses=masses.data_ptr(),
+        )
+        self._kernels.sample(ctypes.addressof(arguments), rows, self._kernels.thread_pool)
+        return FilteredScores(deficits, limits[:, None], tokens != NO_TOKEN), tokens.clamp_(min=0)
+
+    def _row_parameters(self, positions: Sequence[SamplingPosition]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        return np.array([self._parameters_of(p.params, p.at) for p in positions], dtype=ROW_PARAMETERS)
+
+    def _parameters_of(self, params: SamplingParams, index: int) -> tuple[float, ...]:
+        """A row's entry of the table `ROW_PARAMETERS`, in the order of its fields."""
+        asked = filters(params, self._vocab)
+        first, second = (0, 0) if params.greedy else key(params.seed, index)
+        return (asked.top_p, asked.top_k, asked.divisor, asked.limit, first, second, params.greedy, 0)
