@@ -91,12 +91,14 @@ EXTRA_EOS_TOKENS = {"gemma4": ("<turn|>", "<|tool_response>")}
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
+    """What an open checkpoint says about its model."""
+
     spec: ModelSpec
     family: Family
     format: CheckpointFormat
-    weights: ModelWeights
-    eos_ids: tuple[int, ...]
-    defaults: dict[str, float | int]  # sampling parameters
+    weights: ModelWeights  # read only when requested
+    eos_ids: tuple[int, ...]  # token ids that end a reply
+    defaults: dict[str, float | int]  # the sampling parameters that the checkpoint recommends, by name
 
 
 def read_model_info(source: ModelSource) -> ModelInfo:

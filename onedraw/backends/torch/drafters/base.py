@@ -1,7 +1,8 @@
 """The protocol of drafters on the device, and the ranking of their candidates.
 
-In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. The sharpness s of `s
-· log q + g` follows measured acceptance: mostly the best of a few values, now and then another one.
+In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. Candidates are ranked
+by s · log q + g, where q is the drafter's distribution, g the noise that the target's sampler adds, and s the sharpness: usually the
+value with the best measured acceptance, and every few calls another one, to measure it too.
 """
 
 from __future__ import annotations
@@ -22,49 +23,50 @@ from onedraw.types import Draft, Plan, Row, RowOutcome
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step's results, as a drafter reads them."""
+    """The results of a step that a drafter reads."""
 
     plan: Plan
     inputs: Inputs
-    hidden: Tensor  # [T, E] after the last norm
-    features: list[Tensor]  # [T, E] per captured layer
+    hidden: Tensor  # [T, E], hidden states after the last norm
+    features: list[Tensor]  # [T, E] each, the residual stream after each of the drafter's `feature_layers`
     rows: tuple[RowOutcome, ...]
 
 
 class Drafter(Protocol):
-    """Drafts on the device from what the target computed. A wrong draft costs time; it cannot change a token."""
+    """Drafts on the device from the hidden states of the target. A wrong draft costs time; it cannot change a token."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose outputs it reads."""
+        """Layers of the target whose outputs the drafter reads."""
         ...
 
     @property
     def lookahead(self) -> int:
-        """Positions past a row that it writes to."""
+        """How many positions after the end of a row the drafter writes keys and values to."""
         ...
 
     @property
     def state(self) -> ModelState:
-        """Its pages, numbered like those of the target's first group."""
+        """The drafter's KV pages, which have the numbers of the target's first page group."""
         ...
 
     def open(self, rows: Sequence[Row]) -> None:
-        """Before a step: make the page copies of its rows."""
+        """Make the page copies of the rows, before the step that contains them."""
         ...
 
     def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
-        """Take in the step's committed tokens and draft: per row, the drafts of the row after it."""
+        """Read the step's committed tokens, and return for each row the drafts of its next step."""
         ...
 
 
-CANDIDATES = 256  # of a position, that the noise ranks: at temperature 1 the tail wins often enough to count
+# How many of the likeliest tokens of a position are ranked. At temperature 1 an unlikely token often wins by its noise.
+CANDIDATES = 256
 SHARPNESS = (1.0, 1.25, 1.5)
-EXPLORE = 8  # every so many calls another sharpness is tried
-FORGET = 0.98
+EXPLORE = 8  # every so many calls, a sharpness is used in turn instead of the best one
+FORGET = 0.98  # the factor of older measurements of acceptance at each new one
 
 
 def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max_context: int) -> int:
@@ -80,7 +82,8 @@ def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max
 
 
 class Ranker:
-    """Owner: a drafter. Per lane, counts of seen tokens and the drafts given last."""
+    """Ranks candidates for drafts and learns the best sharpness. It keeps, per lane, counts of the history's tokens and the
+    latest drafts. Owner: a drafter."""
 
     def __init__(self, lanes: int) -> None:
         self._tallies = [HistoryCounts() for _ in range(lanes)]
@@ -95,7 +98,7 @@ class Ranker:
         return found.indices.cpu().numpy(), found.values.cpu().numpy()
 
     def learn(self, plan: Plan, rows: Sequence[RowOutcome]) -> None:
-        """How many of the drafts given last were kept; drafts of other proposers are ignored."""
+        """Record how many of the latest drafts were kept; drafts of other proposers are ignored."""
         for row, outcome in zip(plan.rows, rows, strict=True):
             mine, self._given[row.lane] = self._given[row.lane], None
             if mine is None or not row.drafts or row.params.greedy:
@@ -106,7 +109,7 @@ class Ranker:
                 self._weight[arm] = self._weight[arm] * FORGET + 1
 
     def choose_arm(self) -> int:
-        """The index of the sharpness that the next drafts use."""
+        """The index in SHARPNESS of the value for the next drafts."""
         self._count += 1
         if self._count % EXPLORE == 0:
             return self._count // EXPLORE % len(SHARPNESS)

@@ -115,7 +115,7 @@ class ResidualStream:
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """What the layers of one stage read beside weights and state, on its device."""
+    """Inputs of the layers of one stage, on its device; they also read weights and state."""
 
     tokens: Tensor
     own_rows: Tensor | None  # per-layer input embeddings of the step's tokens; None if the model has none

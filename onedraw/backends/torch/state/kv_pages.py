@@ -16,9 +16,7 @@ from torch import Tensor
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import AttentionSpec
 
-# ------------------------------------------------------------------ 8-bit codes with one scale per token and key head
-
-
+# The largest magnitude of each 8-bit dtype. These dtypes have one scale per token and key head.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 KV_DTYPES = {
     "f32": torch.float32,
@@ -47,9 +45,6 @@ def bits(store: Tensor) -> Tensor:
     return store.view(torch.uint8) if store.dtype == torch.float8_e4m3fn else store
 
 
-# ------------------------------------------------------------------ pages
-
-
 class PageStore:
     """Keys and values of one layer: [P * K, S * D], a row per (page, head); scales of codes: [P * K, S]."""
 
@@ -76,7 +71,7 @@ class PageStore:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of keys and of values; None where they are no codes."""
+        """Scales of keys and of values; None unless they are 8-bit codes."""
         return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     def parts(self) -> dict[str, Tensor]:

@@ -129,12 +129,12 @@ class ModelState:
     # ------------------------------------------------------------------ commit
 
     def kept_drafts(self, paths: Sequence[KeptPath]) -> list[KeptDrafts]:
-        """What recurrent layers commit."""
+        """The kept drafts as recurrent layers commit them; rows without kept drafts are left out."""
         return [KeptDrafts(p.lane, tuple(p.rollback_start + index for index in p.path)) for p in paths if p.path]
 
     def move_kept_pages(self, paths: Sequence[KeptPath]) -> None:
-        """Keys and values of kept drafts to the slots of their positions; all are read before any is written. A kept chain has
-        its positions already."""
+        """Move the keys and values of kept drafts to the slots of their positions; all are read before any is written. Drafts of
+        a chain are already in the slots of their positions."""
         size = self.sizes.page_size
         for group, stores in enumerate(self._groups):
             moves = []
@@ -150,13 +150,14 @@ class ModelState:
                     store.move(table)
 
     def commits(self, bucket: Bucket) -> bool:
-        """Whether a step of this shape has drafts to commit: without recurrent state a kept chain has its positions already."""
+        """Whether a step of this shape has drafts to commit. Without recurrent layers, drafts of a chain need no commit: they are
+        already in the slots of their positions."""
         return bucket.longest > 1 and (bool(self.lanes) or bucket.depth is not None)
 
     # ------------------------------------------------------------------ to and from the disk
 
     def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Copies on the host, by layer number in the model."""
+        """Copies on the host of a checkpoint and its pages, named by layer number in the model."""
         found: dict[str, Tensor] = {}
         for name, group, store in self._named():
             if isinstance(store, LaneStore):
@@ -194,14 +195,12 @@ class CheckpointLogits:
         self.rows[slot, : len(logits)] = logits
 
 
-# ------------------ A checkpoint to and from numpy arrays
-
-
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 class Snapshots:
-    """Owner: the backend. `dtype`: of weights and products; where it is bf16, stored 16-bit integers are reinterpreted as it."""
+    """Copies checkpoints to and from numpy arrays. `dtype` is that of weights and products; if it is bf16, stored 16-bit integers
+    are reinterpreted as bf16. Owner: the backend."""
 
     def __init__(
         self, states: Sequence[ModelState], drafter: ModelState | None, kept: CheckpointLogits, dtype: torch.dtype
