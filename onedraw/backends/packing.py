@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from onedraw.backends.devices import PACKED, Device, device_precision, float_dtype, product_precision
 from onedraw.backends.memory_plan import PARTIAL_SUM_BYTES, PackedWeightBytes
 from onedraw.errors import BadSetting
-from onedraw.models.source import LazyTensor
+from onedraw.models.source import ColumnSelection, LazyTensor
 from onedraw.models.spec import DTYPE_BYTES
-from onedraw.models.tensor_views import ColumnSelection
 from onedraw.models.weight_names import ModelWeights, WeightKey, weight_shapes
 
 # Tensor kinds that CPU kernels read as stored, with their GGUF numbers, which the kernels use too.

@@ -18,8 +18,7 @@ import numpy as np
 from onedraw.checkpoints.base import StoredTensor, fingerprint, map_file, packed_bytes, refuse_overlaps, stamp
 from onedraw.checkpoints.dequantize import QUANT_TYPE_BY_GGML_TYPE, Bytes
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.source import CheckpointFormat, LazyTensor
-from onedraw.models.tensor_views import ScaledRows
+from onedraw.models.source import CheckpointFormat, LazyTensor, ScaledRows
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9

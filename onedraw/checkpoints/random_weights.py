@@ -26,9 +26,8 @@ from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes, Floats
 from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, detect_layout, outer_shapes, read_drafter_spec
 from onedraw.models.registry import find_family
-from onedraw.models.source import CheckpointFormat, LazyTensor
+from onedraw.models.source import CheckpointFormat, LazyTensor, ReshapedRows
 from onedraw.models.spec import ModelSpec
-from onedraw.models.tensor_views import ReshapedRows
 from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, TensorShape, WeightKey, weight_shapes
 
 PREFIX = "random:"

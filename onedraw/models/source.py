@@ -1,17 +1,25 @@
-"""The protocols that connect models to checkpoint readers: LazyTensor and ModelSource.
+"""Lazy tensors: the protocols that connect models to checkpoint readers, and views that rearrange tensors without reading them.
 
-The readers are in `onedraw.checkpoints`; `models` imports none of them.
+A view presents stored tensors as the model uses them: rows or columns in another order, stacks of matrices, parts of a stack.
+The data is read, and stays quantized where it is stored so, only when it is requested. The readers are in `onedraw.checkpoints`;
+`models` imports none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onedraw.errors import UnsupportedModel
+
+Floats = NDArray[np.float32]
+Order = NDArray[np.intp]  # row or column numbers
 # How tensors are named and the model is described: a transformers folder, a GGUF file, or the names of `spec.py` (plain).
 CheckpointFormat = Literal["safetensors", "gguf", "plain"]
 
@@ -82,3 +90,261 @@ class WeightSource(Protocol):
     """A model's weights by layer and name; layer None for weights outside the layers. Each is read when requested."""
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor: ...
+
+
+class TensorView:
+    """Base class: a view implements `into` and `take_rows`, and overrides what it can do without reading values."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+    def into(self, out: Floats) -> None:
+        raise NotImplementedError
+
+    def float32(self) -> Floats:
+        out = np.empty(self.shape, np.float32)
+        self.into(out)
+        return out
+
+    def int64(self) -> NDArray[np.int64]:
+        raise UnsupportedModel(f"tensor {self.name}: integers can only be read from an unmodified tensor")
+
+    @property
+    def stays_packed(self) -> bool:
+        return False
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return None
+
+    def factors(self) -> Floats | None:
+        return None
+
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
+        raise ValueError(f"tensor {self.name}: this view cannot be reshaped")
+
+
+class RowSelection(TensorView):
+    """Row i is row order[i] of another tensor, still quantized."""
+
+    def __init__(self, tensor: LazyTensor, order: Order) -> None:
+        self.name, self.kind = tensor.name, tensor.kind
+        self.shape = (len(order), *tensor.shape[1:])
+        self._tensor, self._order = tensor, order
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    @property
+    def stays_packed(self) -> bool:
+        return self._tensor.stays_packed
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return self._tensor.take_rows(self._order).packed()
+
+    def factors(self) -> Floats | None:
+        factors = self._tensor.factors()
+        return None if factors is None else factors.reshape(self._tensor.shape[0], -1)[self._order].reshape(-1)
+
+    def into(self, out: Floats) -> None:
+        self._tensor.take_rows(self._order).into(out)
+
+    def take_rows(self, order: Order) -> LazyTensor:
+        return RowSelection(self._tensor, self._order[order])
+
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
+        return ReshapedRows(self, shape)
+
+
+class ReshapedRows(TensorView):
+    """The same values in the same order with the first axis split: [E·F, H] as [E, F, H]."""
+
+    def __init__(self, tensor: LazyTensor, shape: tuple[int, ...]) -> None:
+        if math.prod(shape) != math.prod(tensor.shape) or tensor.shape[0] % shape[0]:
+            raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} cannot be reshaped to {shape}")
+        self.name, self.kind, self.shape = tensor.name, tensor.kind, shape
+        self._tensor, self._inner = tensor, tensor.shape[0] // shape[0]
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    @property
+    def stays_packed(self) -> bool:
+        return self._tensor.stays_packed and self._tensor.shape[-1] == self.shape[-1]
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return self._tensor.packed() if self.stays_packed else None
+
+    def factors(self) -> Floats | None:
+        return self._tensor.factors()
+
+    def into(self, out: Floats) -> None:
+        if out.flags.c_contiguous:
+            self._tensor.into(out.reshape(self._tensor.shape))
+        else:  # a reshape would copy
+            out[...] = self._tensor.float32().reshape(self.shape)
+
+    def take_rows(self, order: Order) -> LazyTensor:
+        rows = (np.asarray(order)[:, None] * self._inner + np.arange(self._inner)).reshape(-1)
+        return ReshapedRows(RowSelection(self._tensor, rows), (len(order), *self.shape[1:]))
+
+
+class ColumnSelection(TensorView):
+    """Column i is column order[i]. Blocks run along the columns, so the values must be dequantized."""
+
+    def __init__(self, tensor: LazyTensor, order: Order) -> None:
+        self.name, self.kind = tensor.name, tensor.kind
+        self.shape = (*tensor.shape[:-1], len(order))
+        self.stored, self.order = tensor, order
+
+    def require_readable(self) -> None:
+        self.stored.require_readable()
+
+    def into(self, out: Floats) -> None:
+        np.take(self.stored.float32(), self.order, axis=-1, out=out)
+
+    def take_rows(self, order: Order) -> LazyTensor:
+        return ColumnSelection(self.stored.take_rows(order), self.order)
+
+
+class ScaledRows(TensorView):
+    """Each index of the first axis is multiplied by its own factor: [E, …] times [E]."""
+
+    def __init__(self, tensor: LazyTensor, factors: Floats) -> None:
+        if factors.shape != tensor.shape[:1]:
+            raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} has {len(factors)} factors")
+        self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape
+        self._tensor, self._factors = tensor, factors
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    @property
+    def stays_packed(self) -> bool:
+        """Kernels that read NVFP4 blocks apply the factors too; for other types the values must be multiplied here."""
+        return self.kind == "NVFP4" and self._tensor.stays_packed
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return self._tensor.packed() if self.stays_packed else None
+
+    def factors(self) -> Floats | None:
+        return np.repeat(self._factors.astype(np.float32), math.prod(self.shape[1:-1]))
+
+    def into(self, out: Floats) -> None:
+        self._tensor.into(out)
+        out *= self._factors.reshape(-1, *(1,) * (out.ndim - 1))
+
+    def take_rows(self, order: Order) -> LazyTensor:
+        return ScaledRows(self._tensor.take_rows(order), self._factors[order])
+
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
+        """The first axis must stay the same or be split further."""
+        if shape[0] % len(self._factors):
+            raise ValueError(
+                f"tensor {self.name} of shape {self.shape} with {len(self._factors)} factors cannot be reshaped to {shape}"
+            )
+        return ScaledRows(self._tensor.reshaped(shape), np.repeat(self._factors, shape[0] // len(self._factors)))
+
+
+class StackedTensors(TensorView):
+    """Tensors of one shape, stacked along a new first axis."""
+
+    def __init__(self, tensors: tuple[LazyTensor, ...]) -> None:
+        self.name, self.kind = tensors[0].name, tensors[0].kind
+        self.shape = (len(tensors), *tensors[0].shape)
+        self._tensors = tensors
+
+    def require_readable(self) -> None:
+        for tensor in self._tensors:
+            tensor.require_readable()
+
+    @property
+    def stays_packed(self) -> bool:
+        return all(tensor.stays_packed and tensor.kind == self.kind for tensor in self._tensors)
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        if not self.stays_packed:
+            return None
+        return np.concatenate([rows for tensor in self._tensors if (rows := tensor.packed()) is not None])
+
+    def factors(self) -> Floats | None:
+        found, rows = [tensor.factors() for tensor in self._tensors], math.prod(self.shape[1:-1])
+        if all(own is None for own in found):
+            return None
+        return np.concatenate([np.ones(rows, np.float32) if own is None else own for own in found])
+
+    def into(self, out: Floats) -> None:
+        for tensor, part in zip(self._tensors, out, strict=True):
+            tensor.into(part)
+
+    def take_rows(self, order: Order) -> LazyTensor:
+        return StackedTensors(tuple(self._tensors[index] for index in order))
+
+
+class StackItem(TensorView):
+    """Matrix `number` of a stack [experts, rows, columns]."""
+
+    def __init__(self, stack: LazyTensor, number: int) -> None:
+        self.name, self.kind, self.shape = stack.name, stack.kind, stack.shape[1:]
+        self._stack, self._number = stack, number
+
+    def require_readable(self) -> None:
+        self._stack.require_readable()
+
+    @property
+    def stays_packed(self) -> bool:
+        return self._stack.stays_packed
+
+    def packed(self) -> NDArray[np.uint8] | None:
+        return self._alone().packed()
+
+    def factors(self) -> Floats | None:
+        return self._alone().factors()
+
+    def into(self, out: Floats) -> None:
+        self._alone().into(out[None])
+
+    def take_rows(self, order: Order) -> LazyTensor:
+        raise ValueError(f"tensor {self.name}: rows of one matrix of a stack cannot be selected")
+
+    def _alone(self) -> LazyTensor:
+        """A stack that contains only this matrix."""
+        return self._stack.take_rows(np.array([self._number], dtype=np.intp))
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwiseOp:
+    """An in-place function of every value."""
+
+    name: str
+    apply: Callable[[Floats], None]
+
+
+def _add_one(values: Floats) -> None:
+    values += np.float32(1)
+
+
+def _negative_exponential(values: Floats) -> None:
+    values[...] = -np.exp(values.astype(np.float64))  # in float64, so that the result is rounded only once
+
+
+ADD_ONE = ElementwiseOp("w + 1", _add_one)
+NEGATIVE_EXPONENTIAL = ElementwiseOp("-exp(w)", _negative_exponential)
+
+
+class ElementwiseTensor(TensorView):
+    """A function applied to every value of another tensor."""
+
+    def __init__(self, tensor: LazyTensor, change: ElementwiseOp) -> None:
+        self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape
+        self._tensor, self._change = tensor, change
+
+    def require_readable(self) -> None:
+        self._tensor.require_readable()
+
+    def into(self, out: Floats) -> None:
+        self._tensor.into(out)
+        self._change.apply(out)
+
+    def take_rows(self, order: Order) -> LazyTensor:
+        return ElementwiseTensor(self._tensor.take_rows(order), self._change)

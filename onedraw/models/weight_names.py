@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.source import LazyTensor, ModelSource
+from onedraw.models.source import LazyTensor, ModelSource, RowSelection
 from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec
-from onedraw.models.tensor_views import RowSelection
 
 WeightKey = tuple[int | None, str]  # (layer index, weight name); None for weights outside the layers
 TensorShape = tuple[int, ...]

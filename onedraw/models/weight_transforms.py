@@ -12,16 +12,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onedraw.models.source import LazyTensor
-from onedraw.models.spec import DeltaSpec
-from onedraw.models.tensor_views import (
+from onedraw.models.source import (
     ADD_ONE,
     NEGATIVE_EXPONENTIAL,
     ColumnSelection,
     ElementwiseTensor,
+    LazyTensor,
     RowSelection,
     StackedTensors,
 )
+from onedraw.models.spec import DeltaSpec
 from onedraw.models.weight_names import WeightLookup, WeightTransform
 
 # ------------------------------------------------------------------ one tensor

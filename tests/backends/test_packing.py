@@ -24,7 +24,7 @@ from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.dequantize import QUANT_TYPES
 from onedraw.checkpoints.random_weights import RandomQuantTensor
 from onedraw.errors import BadSetting
-from onedraw.models.tensor_views import ADD_ONE, ColumnSelection, ElementwiseTensor, RowSelection
+from onedraw.models.source import ADD_ONE, ColumnSelection, ElementwiseTensor, RowSelection
 from onedraw.models.weight_names import weight_shapes
 from tests.support.quantized_weights import FLOAT_KINDS, QUANTIZED_KINDS, quantized_weights, random_tensor, tiny_spec
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from onedraw.backends.packing import SPAN, SPAN_BYTES
 from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.dequantize import QUANT_TYPES
+from onedraw.models.source import ColumnSelection
 from onedraw.models.spec import MoeSpec
-from onedraw.models.tensor_views import ColumnSelection
 from onedraw.types import History, Plan, Row, SamplingParams
 from tests.support.quantized_weights import quantized_weights, random_tensor, tiny_spec
 

@@ -8,12 +8,12 @@ import pytest
 
 from onedraw.checkpoints.base import StoredTensor
 from onedraw.errors import UnsupportedModel
-from onedraw.models.source import LazyTensor
-from onedraw.models.tensor_views import (
+from onedraw.models.source import (
     ADD_ONE,
     NEGATIVE_EXPONENTIAL,
     ColumnSelection,
     ElementwiseTensor,
+    LazyTensor,
     ReshapedRows,
     RowSelection,
     ScaledRows,

@@ -27,7 +27,7 @@ from onedraw.backends.torch.ops.cuda.packed.work_split import (
 from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.dequantize import QUANT_TYPES, dequantize_into
 from onedraw.checkpoints.random_weights import random_blocks
-from onedraw.models.tensor_views import ScaledRows
+from onedraw.models.source import ScaledRows
 from tests.backends.torch import emulated
 from tests.reference.packed_blocks import reference_activations, reference_product, reference_weights
 

@@ -1,8 +1,8 @@
 """The protocol of drafters on the device, and the ranking of their candidates.
 
 In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. Candidates are ranked
-by s · log q + g, where q is the drafter's distribution, g the noise that the target's sampler adds, and s the sharpness: usually the
-value with the best measured acceptance, and every few calls another one, to measure it too.
+by s · log q + g, where q is the drafter's distribution, g the noise that the target's sampler adds, and s the sharpness: usually
+the value with the best measured acceptance, and every few calls another one, to measure it too.
 """
 
 from __future__ import annotations

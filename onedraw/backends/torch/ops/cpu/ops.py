@@ -29,9 +29,8 @@ from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import FilteredScores, Sampler
 from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, LaneStore, RecurrentSpans, recurrent_spans
 from onedraw.errors import UnsupportedModel
-from onedraw.models.source import LazyTensor
+from onedraw.models.source import LazyTensor, StackItem
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
-from onedraw.models.tensor_views import StackItem
 from onedraw.sampling.law import NO_TOKEN, filters
 from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams

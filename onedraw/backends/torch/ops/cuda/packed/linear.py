@@ -52,8 +52,7 @@ from onedraw.backends.torch.ops.cuda.packed.tensor_core_layout import (
 )
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.checkpoints.dequantize import copy_rows
-from onedraw.models.source import LazyTensor
-from onedraw.models.tensor_views import ColumnSelection
+from onedraw.models.source import ColumnSelection, LazyTensor
 
 # From so many rows on, weights are dequantized; products of fewer rows are faster in parts of 64 rows. Captured steps have fewer
 # rows, so no CUDA graph uses the buffer for dequantized weights.
