@@ -254,6 +254,11 @@ class Row:
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
+    @property
+    def samples_by_history(self) -> bool:
+        """Whether sampling needs tokens that the host computes with: for a constraint, DRY or bad words."""
+        return self.history.constraint is not None or self.params.dry is not None or bool(self.params.bad_words)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -64,11 +64,10 @@ class Capacity:
 
 
 def is_plain_decode(row: Row, *, recurrent: bool) -> bool:
-    """Whether a row is a decode step that CUDA graphs and sampling kernels can run alone: one generated token (and drafts), no
-    logprobs, no constraint, no checkpoint. The other rows need the host part of the sampler, or occur once per request."""
+    """Whether a row is a decode step: one generated token (and drafts), no checkpoint. Such rows can be captured in CUDA graphs,
+    whatever their sampling parameters and constraints; the other rows occur a few times per request."""
     plain = row.samples and len(row.tokens) == 1 and not (row.scores_prompt or row.copies or row.saves) and row.restore is None
-    on_device = row.params.logprobs is None and row.history.constraint is None
-    return plain and on_device and (row.start >= row.prompt_stop or not recurrent)
+    return plain and (row.start >= row.prompt_stop or not recurrent)
 
 
 @dataclass(frozen=True, slots=True)

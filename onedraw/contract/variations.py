@@ -44,10 +44,13 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("def fibonacci(n: int) -> int:\n", {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 40}),
     (NOTICE * 4 + "Years later", {"temperature": 1.0}),
     ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
-    ("Q: Why is the sky blue?\nA:", {"temperature": 0.0, "repetition_penalty": 1.1}),
+    (
+        "Q: Why is the sky blue?\nA:",
+        {"temperature": 0.0, "repetition_penalty": 1.1, "logprobs": 5, "logprobs_mode": "processed"},
+    ),
     ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # the reply repeats itself
     ("The drum goes", {"temperature": 1.0, "logit_bias": {5: 60.0, 6: 60.0, 7: 60.0}}),  # the reply consists of three tokens
-    ("A lighthouse as JSON:\n", {"temperature": 1.0, "guided_json": LIGHTHOUSE}),
+    ("A lighthouse as JSON:\n", {"temperature": 1.0, "guided_json": LIGHTHOUSE, "logprobs": 2}),
     ("Its log, one line per day:\n", {"temperature": 1.2, "guided_regex": r"([a-z]{3,9}, [0-9]{1,2} knots\n){4,9}"}),
 )
 
@@ -130,6 +133,12 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
         Variation("alone again, after a restart", lambda facts: {}, "one by one", lambda plain, now: now.counted.steps > 0),
         Variation("streamed", lambda facts: {}, "streamed", lambda plain, now: now.pieces > now.replies),
         Variation("batched, at once, random order", lambda facts: {}, "at once", lambda plain, now: now.counted.mixed_steps > 0),
+        Variation(
+            "logprobs and constraints beside plain rows",
+            lambda facts: {} if base.backend == "xla" else {"ahead": "on"},
+            "at once",
+            lambda plain, now: now.counted.mixed_logprobs > 0 and now.counted.mixed_constraints > 0,
+        ),
         Variation(
             "small steps",
             lambda facts: {"turn_tokens": SMALL_STEP},

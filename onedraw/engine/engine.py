@@ -60,6 +60,8 @@ COUNTERS = (  # the fields of Stats that the engine itself counts; the others co
     "steps",
     "overlapped_steps",
     "steps_ahead",
+    "mixed_logprobs",
+    "mixed_constraints",
     "restores",
     "whole_prompts",
     "page_copies",
@@ -296,6 +298,8 @@ class Engine:
         totals = self._totals
         totals["steps"] += 1
         totals["mixed_steps"] += len(members) > 1
+        totals["mixed_logprobs"] += _in_some([member.row.params.logprobs is not None for member in members])
+        totals["mixed_constraints"] += _in_some([member.row.history.constraint is not None for member in members])
         self._seconds += outcome.seconds
         if all(len(member.row.tokens) == 1 for member in members):
             tokens = sum(1 + len(member.row.drafts) for member in members)
@@ -312,6 +316,10 @@ class Engine:
                 totals["restores"] += 1
                 totals["whole_prompts"] += not row.tokens
                 totals["page_copies"] += len(row.copies)
+
+
+def _in_some(found: list[bool]) -> bool:
+    return any(found) and not all(found)
 
 
 def _no_token_error(sequence: Sequence, result: RowOutcome) -> OnedrawError:

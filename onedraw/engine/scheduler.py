@@ -141,7 +141,7 @@ class Scheduler:
     def _can_run_ahead(self, member: ScheduledRow, running: int) -> bool:
         """Whether the sequence's next row depends on the outcome of this row only through the sampled token."""
         sequence, row = member.sequence, member.row
-        if not row.samples or len(row.tokens) != 1 or row.start < row.prompt_stop or not _needs_no_host(row):
+        if not row.samples or len(row.tokens) != 1 or row.start < row.prompt_stop:
             return False  # After preemption, tokens beyond this row may be known, and the row samples nothing new.
         if self._propose(sequence, self.step_tokens, running, tentative=True).drafts:
             return False
@@ -286,10 +286,3 @@ class Scheduler:
         self.waiting.put_back(sequence, last=last)
         self.preemptions += 1
         self._full_with = None
-
-
-def _needs_no_host(row: Row) -> bool:
-    """Whether sampling the next token needs nothing that the host computes from the latest one, such as a token mask."""
-    params = row.params
-    plain = params.logprobs is None and row.history.constraint is None
-    return plain and params.dry is None and not params.bad_words

@@ -52,6 +52,8 @@ class Stats:
     propose_seconds: float = 0.0  # time spent in proposers on the host
     middle_chunks: int = 0  # rows that stopped before the end of the known tokens
     mixed_steps: int = 0  # steps with more than one row
+    mixed_logprobs: int = 0  # steps in which some rows have logprobs and some have none
+    mixed_constraints: int = 0  # steps in which some rows are constrained and some are not
     failed_steps: int = 0
     steps: int = 0
     overlapped_steps: int = 0  # steps submitted while another one, of other sequences, was in flight

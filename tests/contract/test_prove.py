@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onedraw.backends.base import StepHandle
 from onedraw.backends.fake import FakeBackend, Logits
 from onedraw.build.drafters import make_speculator
 from onedraw.build.llm import build_llm, make_service
@@ -22,7 +23,7 @@ from onedraw.llm.reply import Reply
 from onedraw.sampling.law import sample
 from onedraw.settings import Settings
 from onedraw.speculation.proposers import chain
-from onedraw.types import CheckpointSave, Draft, ReplyToken, Row, RowOutcome, SampledToken
+from onedraw.types import CheckpointSave, Constraint, Draft, Plan, ReplyToken, Row, RowOutcome, SampledToken, TokenMask
 from tests.support import tiny
 
 FAKE = Settings(model="fake", backend="fake", threads=1)
@@ -74,6 +75,38 @@ class OtherHistory(FakeBackend):
 
     def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
         return sample(logits, row.params, row.history, (0,) * len(drafts))
+
+
+class LogprobsBesideOthers(FakeBackend):
+    """Planted: in a step of several rows, logprobs lack the most likely token."""
+
+    def submit(self, plan: Plan) -> StepHandle:
+        self.rows = len(plan.rows)
+        return super().submit(plan)
+
+    def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
+        sampled = super().sample(row, logits, drafts)
+        if sampled is None or sampled.logprobs is None or self.rows == 1:
+            return sampled
+        return replace(sampled, logprobs=replace(sampled.logprobs, top=sampled.logprobs.top[1:]))
+
+
+class MasksBesideOthers(LogprobsBesideOthers):
+    """Planted: in a step of several rows, masks are those of the position before."""
+
+    def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
+        history = row.history
+        if history.constraint is not None and history.output and self.rows > 1:
+            history = replace(history, constraint=Stale(history.constraint))
+        return sample(logits, row.params, history, drafts)
+
+
+class Stale:
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
+        return self._constraint.allowed([*output, *drafts][:-1], ())
 
 
 class LowBits(FakeBackend):
@@ -129,6 +162,7 @@ class AnothersLogits(FakeBackend):
 
 
 RESTORED = "restored from disk, after a restart"
+REQUESTED = "logprobs and constraints beside plain rows"
 
 
 def test_a_restart_with_snapshots_is_proved_and_a_wrong_one_found() -> None:
@@ -187,6 +221,21 @@ def test_noise_that_depends_on_the_batch_is_found() -> None:
     assert not table.holds
     assert results(table)["batched, at once, random order"] == "different"
     assert results(table)["alone again, after a restart"] == "same"
+
+
+@pytest.mark.parametrize("fault", [LogprobsBesideOthers, MasksBesideOthers])
+def test_what_a_row_requests_is_proved_beside_others_and_a_fault_is_found(
+    fault: type[FakeBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some_rows(monkeypatch, REQUESTED)
+    assert results(prove(FAKE, quick=True)) == {REQUESTED: "same"}
+    assert results(prove(FAKE, quick=True, build=build_with(fault))) == {REQUESTED: "different"}
+
+
+def test_requests_of_one_kind_do_not_exercise_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_rows(monkeypatch, REQUESTED)
+    monkeypatch.setattr("onedraw.contract.variations.PROMPTS", PROMPTS[:4])
+    assert results(prove(FAKE, quick=True)) == {REQUESTED: "not exercised"}
 
 
 def test_a_difference_too_small_for_any_token_is_found_by_the_checksums() -> None:

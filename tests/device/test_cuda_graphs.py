@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ import torch
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs, GraphCache, NoCapture
+from onedraw.backends.torch.runner.eager_runner import EagerInputs
+from onedraw.backends.torch.runner.step import Step
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine, Event
 from onedraw.engine.scheduler import Scheduler
@@ -23,8 +27,9 @@ from onedraw.errors import NonFiniteLogits
 from onedraw.memory.allocator import Allocator
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.speculation.speculator import Speculator
-from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run
+from onedraw.text.constraints.base import token_mask
+from onedraw.types import DryParams, Plan, Request, SamplingParams, TokenMask
+from tests.laws.harness import Answer, KnownAnswerProposer, LiveConstraint, Schedule, plain, run
 from tests.support.replayed_work import ReplayedWork
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -194,6 +199,114 @@ def test_steps_launched_ahead_have_the_bits_of_eager_steps(kind: str) -> None:
         assert got == expected
         assert stats.preemptions
         assert stats.steps_ahead
+
+
+class RuleOfHistory:
+    """A constraint that allows a third of the tokens, which third depends on every token before. Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask:
+        self.calls += 1
+        turn = sum((i + 1) * token for i, token in enumerate((*output, *drafts)))
+        return token_mask([token for token in range(VOCAB) if (token + turn) % 3 == 0], VOCAB)
+
+
+def requests_of_every_kind(max_tokens: int) -> list[Request]:
+    """A plain request beside requests with logprobs, constraints and rules that the host applies."""
+    kinds: list[tuple[dict[str, Any], bool]] = [
+        ({"temperature": 0.8}, False),
+        ({"top_p": 0.8, "logprobs": 3, "logprobs_mode": "processed"}, True),
+        ({"logprobs": 5, "frequency_penalty": 0.4}, False),
+        ({"temperature": 1.3}, True),
+    ]
+    if not INTERPRETED:
+        kinds += [
+            ({"temperature": 0.0, "logprobs": 0}, False),
+            ({"dry": DryParams(0.8, allowed_length=1), "bad_words": ((3, 4), (7,)), "logprobs": 40}, False),
+            ({"logit_bias": ((5, 3.0),), "min_tokens": 4, "stop_ids": frozenset({5}), "logprobs": 128}, True),
+        ]
+    rng = np.random.default_rng(5)
+    made = []
+    for i, (given, constrained) in enumerate(kinds):
+        params = SamplingParams(**{"seed": i, "max_tokens": max_tokens, "checksums": True, **given})
+        prompt = tuple(int(t) for t in rng.integers(0, VOCAB, 5 + i))
+        made.append(Request(f"k{i}", prompt, params, constraint=LiveConstraint(RuleOfHistory()) if constrained else None))
+    return made
+
+
+def eager_plans(backend: TorchBackend) -> list[Plan]:
+    """The plans that the backend will not run as captured steps."""
+    found: list[Plan] = []
+    real = backend.eager_runner.lay_out
+
+    def lay_out(step: Step) -> EagerInputs:
+        found.append(step.plan)
+        return real(step)
+
+    backend.eager_runner.lay_out = lay_out  # type: ignore[method-assign]
+    return found
+
+
+def calls_of_constraints(submitted: list[Request]) -> int:
+    return sum(r.constraint.constraint.calls for r in submitted if isinstance(r.constraint, LiveConstraint))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_logprobs_and_constraints_have_the_bits_of_eager_steps_in_captured_ones(kind: str) -> None:
+    """Also in steps launched before the tokens are known from which masks are computed, and with drafts."""
+    submitted = requests_of_every_kind(4 if INTERPRETED else 12)
+    expected = run_alone(kind, submitted)
+    assert all(answer.error is None for answer in expected)
+    assert all(any(len(found.top) > 2 for found in expected[i].logprobs) for i in (1, 2))
+    known = {r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}
+    drafts = KnownAnswerProposer(known, VOCAB, empty_every=0, wrong_every=2)
+    schedules = {"batched": Schedule(), "drafts": Schedule(proposer=drafts)}
+    if not INTERPRETED:
+        schedules["trees"] = Schedule(proposer=dataclasses.replace(drafts, tree=True))
+        schedules["arrivals"] = Schedule(arrivals=(0, 3, 6, 9, 12), step_tokens=64)
+    for name, graph_cache in graph_caches().items():
+        backend = backend_of(kind, graph_cache, lanes=len(submitted))
+        eager = eager_plans(backend)
+        for label, schedule in schedules.items():
+            before = calls_of_constraints(submitted)
+            got, stats = run(backend, submitted, schedule)
+            assert got == expected, (name, label)
+            assert stats.mixed_logprobs, (name, label)
+            assert stats.mixed_constraints, (name, label)
+            assert calls_of_constraints(submitted) > before
+            if "drafts" in label or "trees" in label:
+                assert 0 < stats.accepted_tokens < stats.draft_tokens, (name, label)
+            else:
+                assert stats.steps_ahead > 1, (name, label)
+        # Rows of prompts alone are not captured, and what shares a step with them.
+        assert all(any(len(row.tokens) > 1 for row in plan.rows) for plan in eager)
+
+
+@pytest.mark.parametrize("fault", ["masks of neighbours", "logprobs of neighbours", "masks before the last token"])
+def test_a_planted_fault_in_what_rows_request_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onedraw.backends.torch import backend as torch_backend
+    from onedraw.backends.torch.ops.cuda import sampler
+
+    submitted = requests_of_every_kind(3 if INTERPRETED else 8)[:4]
+    expected = run_alone("hybrid", submitted)
+    match fault:
+        case "masks of neighbours":
+            real = sampler.TokenMasks.rows
+            monkeypatch.setattr(sampler.TokenMasks, "rows", lambda self, count: np.roll(real(self, count), 1))
+        case "logprobs of neighbours":
+            write = sampler.write_logprobs
+
+            def shifted(samples, logits, result, requests, **sizes):  # type: ignore[no-untyped-def]
+                write(samples, logits, dataclasses.replace(result, tokens=result.tokens.roll(1)), requests, **sizes)
+
+            monkeypatch.setattr(sampler, "write_logprobs", shifted)
+        case "masks before the last token":
+            monkeypatch.setattr(torch_backend, "PENDING_TOKEN", None)  # sampling then starts with the layers
+    got, stats = run(backend_of("hybrid", NoCapture(), lanes=4), submitted, Schedule())
+    assert stats.steps_ahead
+    assert got != expected
 
 
 @pytest.mark.parametrize("fault", ["stale token", "state updated twice", "short history"])

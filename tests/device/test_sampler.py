@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,9 +31,39 @@ if torch.cuda.is_available() or INTERPRETED:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole_numbers", [False, True])
 def test_every_row_is_sampled_by_the_rule(whole_numbers: bool, kind: type[Sampler]) -> None:
-    for seed, vocab in enumerate((3, 64, 1000, 1000, 1000)):
-        case = random_case(seed, rows=60, vocab=vocab, whole_numbers=whole_numbers, tokens=min(vocab, 6))
-        assert disagreements(case, choices(make(vocab, device="cuda", kind=kind), case, "cuda")) == []
+    """With logprobs and token masks on some of the rows; one vocabulary is longer than a block of the kernels."""
+    for seed, vocab in enumerate((3, 3000) if INTERPRETED else (3, 64, 1000, 1000, 3000)):
+        case = random_case(seed, rows=12 if INTERPRETED else 60, vocab=vocab, whole_numbers=whole_numbers, tokens=min(vocab, 6))
+        assert any(p.params.logprobs and p.params.logprobs_mode == "processed" for p in case.positions)
+        assert any(p.params.logprobs and p.params.logprobs_mode == "raw" for p in case.positions)
+        assert any(p.history.constraint is not None for p in case.positions)
+        assert disagreements(case, choices(make(vocab, device=DEVICE, kind=kind), case, DEVICE)) == []
+
+
+@pytest.mark.parametrize("count", [3, 40, 128])
+def test_the_most_likely_tokens_of_equal_logits_are_the_lowest_ids(count: int) -> None:
+    """More ties than a block of the kernels has tokens, and as many tokens as may be requested."""
+    vocab = 5000
+    logits = torch.zeros(3, vocab)
+    logits[1, 4000:] = 1.0
+    logits[2] = -torch.inf
+    logits[2, 7] = 0.0
+    params = [SamplingParams(temperature=0.0, logprobs=count), SamplingParams(logprobs=count, seed=1)]
+    case = Case(logits, [SamplingPosition(i, params[i % 2], History((1,), []), (), str(i)) for i in range(3)])
+    found = choices(make(vocab, device=DEVICE, kind=KINDS[-1]), case, DEVICE)
+    tops = [[token for token, _ in one.logprobs.top] for one in found if one is not None and one.logprobs is not None]
+    assert tops == [list(range(count)), list(range(4000, 4000 + count)), [7]]
+    assert found == choices(make(vocab, device=DEVICE), case, DEVICE)
+
+
+def test_masks_applied_to_the_rows_of_neighbours_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onedraw.backends.torch.ops.cuda.sampler import TokenMasks
+
+    case = random_case(1, rows=12, vocab=100)
+    assert sum(p.history.constraint is not None for p in case.positions)
+    real = TokenMasks.rows
+    monkeypatch.setattr(TokenMasks, "rows", lambda self, count: np.roll(real(self, count), 1))
+    assert disagreements(case, choices(make(100, device=DEVICE, kind=KINDS[-1]), case, DEVICE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,16 +81,11 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(vocab: int, kind: type[Sam
 def test_kernels_sample_the_same_bits_as_the_plain_sampler(vocab: int) -> None:
     """Tokens, logprobs and checksums; also for bf16 logits, as an output head gives them."""
     for seed in range(3):
-        case = unconstrained(random_case(seed, rows=40, vocab=vocab, whole_numbers=seed == 1, tokens=min(vocab, 50)))
+        case = random_case(seed, rows=40, vocab=vocab, whole_numbers=seed == 1, tokens=min(vocab, 50))
         plain, fast = make(vocab, device="cuda"), make(vocab, device="cuda", kind=KINDS[-1])
         assert choices(fast, case, "cuda") == choices(plain, case, "cuda")
         rounded = case.logits.to("cuda", torch.bfloat16)
         assert fast.sample(rounded, case.positions) == plain.sample(rounded.float(), case.positions)
-
-
-def unconstrained(case: Case) -> Case:
-    """The case without constraints: with one, the plain sampler handles all rows of the call."""
-    return Case(case.logits, [p._replace(history=replace(p.history, constraint=None)) for p in case.positions])
 
 
 FILTERS = [

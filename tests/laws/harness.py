@@ -20,14 +20,14 @@ from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.speculation.proposers import Proposer, chain
 from onedraw.speculation.speculator import Speculator
-from onedraw.types import Constraint, ConstraintSpec, Draft, DryParams, History, Request, SamplingParams
+from onedraw.types import Constraint, ConstraintSpec, Draft, DryParams, History, Logprobs, Request, SamplingParams
 
 
 @dataclass
 class Answer:
     tokens: list[int] = field(default_factory=list)
     checksums: list[int | None] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
     scored: list[float] = field(default_factory=list)
     finish: str | None = None
     error: str | None = None
@@ -38,7 +38,7 @@ class Answer:
             self.tokens.append(sampled.token)
             self.checksums.append(sampled.checksum)
             if sampled.logprobs is not None:
-                self.logprobs.append(sampled.logprobs.logprob)
+                self.logprobs.append(sampled.logprobs)
         if event.scored is not None:
             self.scored = [s.logprob for s in event.scored]
         self.finish = event.finish

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,8 +21,9 @@ from onedraw.engine.scheduler import Scheduler
 from onedraw.memory.allocator import Allocator, Lease
 from onedraw.speculation.proposers import chain
 from onedraw.speculation.speculator import Speculator
-from onedraw.types import History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams
-from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same
+from onedraw.text.constraints.base import token_mask
+from onedraw.types import DryParams, History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams, TokenMask
+from tests.laws.harness import Answer, KnownAnswerProposer, LiveConstraint, Schedule, plain, run, same
 from tests.laws.test_fake import KINDS, Scenario, proposer_for, random_scenario
 from tests.laws.test_modern import LATE, REQUESTS
 from tests.support import tiny
@@ -139,13 +140,29 @@ def test_a_new_request_joins_when_the_submitted_steps_are_collected_and_is_then_
     assert backend.log.count("+a,b") > 3
 
 
-@pytest.mark.parametrize("given", [{"logprobs": 1}, {"bad_words": ((3, 4),)}], ids=["logprobs", "bad words"])
-def test_a_row_whose_sampling_inputs_depend_on_the_last_token_on_the_host_is_not_submitted_ahead(
-    given: dict[str, object],
-) -> None:
+class EveryOther:
+    """A constraint that allows the tokens of one parity, which follows from the tokens before."""
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask:
+        return token_mask(range(sum((*output, *drafts)) % 2, 61, 2), 61)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"logprobs": 1}, {"bad_words": ((3, 4), (5,))}, {"dry": DryParams(0.8, allowed_length=1)}, {"constraint": EveryOther()}],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_row_whose_sampling_depends_on_the_last_token_on_the_host_is_submitted_ahead_too(given: dict[str, object]) -> None:
+    constraint = given.get("constraint")
+    spec = None if constraint is None else LiveConstraint(constraint)  # type: ignore[arg-type]
+    params = {name: value for name, value in given.items() if name != "constraint"}
+    requests = [dataclasses.replace(request("a", **params), constraint=spec), request("b")]
+    expected = plain(lambda: FakeBackend(vocab=61), requests)
     backend = RecordingBackend(lanes=2)
-    run(backend, [request("a", **given)], Schedule())
-    assert not any(line.startswith("+") for line in backend.log)
+    got, stats = run(backend, requests, Schedule())
+    assert same(got, expected)
+    assert stats.steps_ahead > 4
+    assert backend.log.count("+a,b") == stats.steps_ahead
 
 
 def test_a_row_with_drafts_waits_and_a_row_without_drafts_is_submitted_ahead() -> None:

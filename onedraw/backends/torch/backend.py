@@ -45,7 +45,7 @@ from onedraw.backends.torch.state.recurrent_state import CHUNK
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import NO_TOKEN
-from onedraw.types import Outcome, Plan
+from onedraw.types import PENDING_TOKEN, Outcome, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,17 @@ class InFlightStep:
     slot: int | None  # None: its rows await tokens, so they have no drafts
     captured: bool  # its tokens are on the device, where the next step can read them
     begin: float = field(default_factory=time.perf_counter)
+    sample_late: Callable[[], StepResult] | None = None  # None: sampling was started with the layers
+
+    def ensure_sampled(self) -> None:
+        """Start sampling if only the layers were started. The step before is committed by now: its tokens are in the histories
+        that constraints, DRY and bad words read."""
+        if self.sample_late is None or self.running.done():
+            return
+        try:
+            self.running.set_result(self.sample_late())
+        except BaseException as error:
+            self.running.set_exception(error)
 
     def last_tokens(self) -> dict[int, int]:
         """By lane, the token that each row sampled last; waits for it."""
@@ -278,6 +289,8 @@ class TorchBackend:
         graphs.warm_up(capacity.lanes, min(limit for limit in limits if limit is not None), start, notify)
 
     def submit(self, plan: Plan) -> StepHandle:
+        for step in self._in_flight.steps.values():
+            step.ensure_sampled()
         awaits = any(row.awaits_token for row in plan.rows)
         graphs = self.graph_runner
         captures = graphs is not None and graphs.bucket(plan) is not None
@@ -295,8 +308,14 @@ class TorchBackend:
             raise
 
     def _start_captured(self, graphs: GraphRunner, plan: Plan, slot: int | None) -> InFlightStep:
+        """A row whose history lacks its token runs its layers now. If sampling needs the history on the host, it starts when the
+        step before has been committed, which is before the next plan is submitted: the layers still run then."""
         begin = time.perf_counter()
-        running = self._open.executor.start(graphs, self._step(plan, slot), SameThread())
+        step, executor = self._step(plan, slot), self._open.executor
+        if any(row.tokens == (PENDING_TOKEN,) and row.samples_by_history for row in plan.rows):
+            late = executor.start_layers(graphs, step)
+            return InFlightStep(plan, Future(), slot, captured=True, begin=begin, sample_late=late)
+        running = executor.start(graphs, step, SameThread())
         return InFlightStep(plan, running, slot, captured=True, begin=begin)
 
     def _start_eager(self, plan: Plan, slot: int | None) -> InFlightStep:
@@ -309,6 +328,7 @@ class TorchBackend:
 
     def collect(self, handle: StepHandle) -> Outcome:
         step = self._in_flight.remove(handle)
+        step.ensure_sampled()
         try:
             found = step.running.result()
             return found if isinstance(found, Outcome) else self._finish(found, step.begin)

@@ -11,7 +11,7 @@ from onedraw.backends.torch.ops.base import CaptureOps
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import graph_caches
-from onedraw.backends.torch.runner.graph_runner import WarmUpShape, warm_up_shapes
+from onedraw.backends.torch.runner.graph_runner import AnyToken, WarmUpShape, warm_up_shapes
 from onedraw.backends.torch.runner.inputs import bucket_of
 from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.types import CheckpointSave, Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams
@@ -39,8 +39,7 @@ def test_chains_and_trees_of_drafts_have_buckets_of_their_own() -> None:
     assert tree.depth is not None
 
 
-def test_prompts_checkpoints_and_logprobs_are_not_captured() -> None:
-    asks = SamplingParams(logprobs=1)
+def test_prompts_and_checkpoints_are_not_captured_and_sampling_of_every_kind_is() -> None:
     for row in (
         replace(ROW, tokens=(5, 6)),
         replace(ROW, tokens=()),
@@ -49,14 +48,16 @@ def test_prompts_checkpoints_and_logprobs_are_not_captured() -> None:
         replace(ROW, copies=(PageCopy(0, 1, 2),)),
         replace(ROW, saves=(CheckpointSave(21, 0),)),
         replace(ROW, scores_prompt=True),
-        replace(ROW, params=asks),
     ):
         assert bucket_of(Plan((ROW, row)), recurrent=False) is None
     assert bucket_of(Plan(()), recurrent=False) is None
     in_prompt = replace(ROW, prompt_stop=21)  # the chunked form, where there is one
     assert bucket_of(Plan((in_prompt,)), recurrent=True) is None
     assert bucket_of(Plan((in_prompt,)), recurrent=False) is not None
-    assert bucket_of(Plan((replace(ROW, params=SamplingParams(dry=DryParams(1.0))),)), recurrent=True) is not None
+    for params in (SamplingParams(dry=DryParams(1.0)), SamplingParams(logprobs=1), SamplingParams(bad_words=((1, 2),))):
+        assert bucket_of(Plan((replace(ROW, params=params),)), recurrent=True) is not None
+    constrained = replace(ROW, history=replace(ROW.history, constraint=AnyToken(100)))
+    assert bucket_of(Plan((ROW, constrained)), recurrent=True) is not None
 
 
 def test_warm_up_shapes_fit_the_context_and_reach_its_end() -> None:

@@ -39,6 +39,24 @@ def test_another_shape_or_fact_is_another_signature() -> None:
     assert len(signatures) == 3
 
 
+def test_rows_with_room_for_more_share_a_signature_whatever_their_number_and_only_they_are_copied() -> None:
+    staging = StagingBuffer(CPU, 1024)
+    found = []
+    for count in (1, 3):
+        staging.begin()
+        rows = staging.put_rows(np.full((count, 4), count, dtype=np.int32), 8)
+        found.append((staging.send(), rows, rows.tolist()))
+    assert found[0][0] is found[1][0]
+    assert found[0][1].data_ptr() == found[1][1].data_ptr()
+    assert [shown[2][:4] for shown in found] == [[[1] * 4, *[[0] * 4] * 3], [*[[3] * 4] * 3, [0] * 4]]
+    staging.begin()
+    with pytest.raises(StagingBufferFull):
+        staging.put_rows(np.zeros((1, 4), dtype=np.int32), 65)
+    staging.put_rows(np.zeros((1, 4), dtype=np.int32), 64)
+    with pytest.raises(RuntimeError, match="after `put_rows`"):
+        staging.put(np.zeros(1, dtype=np.int32))
+
+
 def test_an_array_after_sending_or_beyond_the_size_is_an_error() -> None:
     staging = StagingBuffer(CPU, 256)
     staging.begin()

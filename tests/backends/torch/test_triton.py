@@ -52,6 +52,23 @@ def test_top_k_and_top_p_limits_under_the_interpreter(tmp_path: Path) -> None:
     assert passed_under_the_interpreter(tmp_path, "test_sampler.py", tests, only="0.01-64 or 8.0-4096") == set(tests)
 
 
+def test_sampling_with_logprobs_and_masks_under_the_interpreter(tmp_path: Path) -> None:
+    tests = [
+        "test_every_row_is_sampled_by_the_rule",
+        "test_the_most_likely_tokens_of_equal_logits_are_the_lowest_ids",
+        "test_masks_applied_to_the_rows_of_neighbours_are_caught",
+    ]
+    assert passed_under_the_interpreter(tmp_path, "test_sampler.py", tests) == set(tests)
+
+
+def test_requests_of_every_kind_in_captured_steps_under_the_interpreter(tmp_path: Path) -> None:
+    tests = [
+        "test_rows_with_logprobs_and_constraints_have_the_bits_of_eager_steps_in_captured_ones",
+        "test_a_planted_fault_in_what_rows_request_is_caught",
+    ]
+    assert passed_under_the_interpreter(tmp_path, "test_cuda_graphs.py", tests) == set(tests)
+
+
 def test_captured_steps_under_the_interpreter(tmp_path: Path) -> None:
     tests = [
         "test_captured_steps_have_the_bits_of_eager_steps",

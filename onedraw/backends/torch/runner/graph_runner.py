@@ -3,9 +3,9 @@
 In: a step, and stages whose operations can be captured. Out: a result that is still pending on the device, with kept drafts
 committed on every stage. Steps are padded to a few shapes (`Bucket`). All host arrays are copied to the device before a graph
 runs, so a graph reads device memory alone and serves every step with its signature. The layers of each stage are one graph;
-sampling is another, laid out while the layers run, so graphs of the layers serve every kind of sampling. The host waits for
-none of them, so consecutive steps overlap on the devices of several stages. The token that each lane sampled stays on the
-device, where the next step may start from it before the host has read it.
+sampling is another, laid out while the layers run, so graphs of the layers serve every kind of sampling, and the host computes
+token masks in the time of the layers. The host waits for none of them, so consecutive steps overlap on the devices of several
+stages. The token that each lane sampled stays on the device, where the next step may start from it before the host has read it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,18 @@ from onedraw.backends.torch.runner.step import Step, first_fault, row_outcomes
 from onedraw.backends.torch.sampling.sampler import Sampler, SamplingInputs
 from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.sampling.verify import draft_prefixes
-from onedraw.types import PENDING_TOKEN, Draft, History, Plan, Row, RowOutcome, SamplingParams
+from onedraw.types import PENDING_TOKEN, Constraint, Draft, History, Plan, Row, RowOutcome, SamplingParams, TokenMask
 
 STAGE_BYTES = 16 * 2**20  # of a stage's staging buffer
-SAMPLING_BYTES = 8 * 2**20
+SAMPLING_BYTES = 16 * 2**20  # of sampling's staging buffer: token masks take a bit per token and position
 NEAR_SECONDS, FAR_SECONDS, DRAFTS_SECONDS = 40, 15, 25  # of a start: short contexts, and as much else as there is time for
 MOST_WARM_UP = 96  # shapes, each with a graph of the layers: fewer than the cache keeps
-WARM_UP_PARAMS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
+WARM_UP_PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+WARM_UP_LOGPROBS = SamplingParams(temperature=1.0, logprobs=5)
 NOTHING = np.zeros(0, dtype=np.int32)
 UNLOCKED: AbstractContextManager[Any] = nullcontext()
 Result = TypeVar("Result")
@@ -380,8 +385,8 @@ class GraphRunner:
         return CapturedStep(plan, inputs, sampled.hidden, laid.seen, sampled.positions, answers, arrived)
 
     def warm_up(self, lanes: int, drafts: int, start: Callable[[Plan], None], notify: Callable[[str], None]) -> None:
-        """Capture decode steps before the first request, greedy and sampled, without drafts and with up to so many. Their rows
-        write to scratch pages. Shapes whose time is over are captured at their first use."""
+        """Capture decode steps before the first request: greedy, sampled, with logprobs and with token masks; without drafts and
+        with up to so many. Their rows write to scratch pages. Shapes whose time is over are captured at their first use."""
         begin, late = time.monotonic(), False
         groups = warm_up_shapes(lanes, self._model.max_context, drafts)
         shapes = [(seconds, shape) for seconds, group in groups for shape in group][:MOST_WARM_UP]
@@ -390,15 +395,18 @@ class GraphRunner:
                 late = True
                 continue
             notify(f"capturing CUDA graphs, {number} of {len(shapes)}")
-            for params in WARM_UP_PARAMS:
-                start(Plan(tuple(self._warm_up_row(lane, shape, params) for lane in range(shape.rows))))
+            kinds: list[tuple[SamplingParams, Constraint | None]] = [(params, None) for params in WARM_UP_PARAMS]
+            if not shape.drafts:  # verify steps sample in one graph per shape: rarer kinds are captured at their first use
+                kinds += [(WARM_UP_LOGPROBS, None), (SamplingParams(temperature=1.0), AnyToken(self._model.spec.vocab))]
+            for params, constraint in kinds:
+                start(Plan(tuple(self._warm_up_row(lane, shape, params, constraint) for lane in range(shape.rows))))
         if late:
             notify(f"capturing CUDA graphs: the rest at first use, after {time.monotonic() - begin:.0f} s")
 
-    def _warm_up_row(self, lane: int, shape: WarmUpShape, params: SamplingParams) -> Row:
+    def _warm_up_row(self, lane: int, shape: WarmUpShape, params: SamplingParams, constraint: Constraint | None) -> Row:
         start, drafts = shape.start, tuple(Draft(0, i - 1) for i in range(shape.drafts))
         pages = tuple((page,) * ((start + len(drafts)) // self._layout.page_size + 1) for page in self._layout.scratch)
-        history = History((0,) * start, [0])
+        history = History((0,) * start, [0], constraint)
         return Row(f"warm-up {lane}", lane, pages, start, (0,), drafts, start, True, params, history)
 
 
@@ -429,6 +437,16 @@ def _result_buffer(answers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 
 # ------------------------------------------------------------------ shapes to warm up
+
+
+class AnyToken:
+    """A constraint with a mask that allows every token, to warm up steps with masks."""
+
+    def __init__(self, vocab: int) -> None:
+        self._mask = np.full(-(-vocab // 32), 2**32 - 1, dtype=np.uint32)
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask:
+        return self._mask
 
 
 class WarmUpShape(NamedTuple):
@@ -462,14 +480,17 @@ def _within(starts: Sequence[int], stop: int) -> list[int]:
 
 
 def sampling_positions(rows: Sequence[Row]) -> list[SamplingPosition]:
-    """After every token. A token that its row awaits is not in the history yet."""
+    """After every token."""
     return [
-        SamplingPosition(
-            row.lane, row.params, row.history, (*row.tokens, *drafts) if row.awaits_token else drafts, row.request_id
-        )
+        SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
         for row in rows
-        for drafts in draft_prefixes(row.drafts)
+        for drafts in (draft_prefixes(row.drafts) if not _awaits(row) else (row.tokens,))
     ]
+
+
+def _awaits(row: Row) -> bool:
+    """Whether the history lacks the row's token. It has it where sampling is laid out after the step before was committed."""
+    return row.awaits_token and len(row.history) <= row.start
 
 
 def _lane_words(plan: Plan, bucket: Bucket, lanes: int) -> Array:

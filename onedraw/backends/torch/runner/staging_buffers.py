@@ -7,6 +7,7 @@ read the same addresses, so the captured kernels of one serve the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -31,6 +32,11 @@ class Staging(Protocol):
         """The array on the device."""
         ...
 
+    def put_rows(self, array: Array, room: int) -> Tensor:
+        """The array on the device, as the first rows of a tensor of at least as many. Steps with equal `room` share graphs,
+        whatever the number of rows. It is the last array of a step."""
+        ...
+
     def note(self, fact: Hashable) -> None:
         """A decision of the host, beside the arrays' shapes, that changes which kernels this step launches."""
         ...
@@ -48,6 +54,9 @@ class DirectStaging:
 
     def put(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def put_rows(self, array: Array, room: int) -> Tensor:
+        return self.put(array)
 
     def note(self, fact: Hashable) -> None:
         """No-op: eager steps are not captured, so no signature is needed."""
@@ -82,7 +91,7 @@ class StagingBuffer:
         self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(sides)]  # type: ignore[no-untyped-call]
         self._side, self._bytes = 0, self._hosts[0].numpy()
         self._facts: list[Hashable] = []
-        self._used, self._open = 0, False
+        self._used, self._open, self._full = 0, False, False  # full: `put_rows` was the last array
         self._made: dict[tuple[int, Hashable], Any] = {}
         self._signatures: dict[Hashable, Signature] = {}
         self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # arrays have the same places in every step
@@ -93,24 +102,38 @@ class StagingBuffer:
         if sent is not None:
             sent.synchronize()  # the host buffer is free again
         self._bytes = self._hosts[self._side].numpy()
-        self._facts, self._used, self._open = [], 0, True
+        self._facts, self._used, self._open, self._full = [], 0, True, False
 
     def put(self, array: Array) -> Tensor:
+        return self._put(array, array.shape)
+
+    def put_rows(self, array: Array, room: int) -> Tensor:
+        """Only the rows of the array are copied; the rest of the tensor has values of earlier steps."""
+        view = self._put(array, (room, *array.shape[1:]))
+        self._full = True
+        return view
+
+    def _put(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+        """`shape`: of the tensor, whose first elements are the array."""
         if not self._open:
             raise RuntimeError("an array was put after the step was sent: a captured step would not read it")
-        begin, stop = self._used, self._used + array.nbytes
+        if self._full:
+            raise RuntimeError("an array was put after `put_rows`: its place would depend on the number of rows")
+        begin = self._used
+        stop = begin + math.prod(shape) * array.itemsize
         if stop > len(self._bytes):
             raise StagingBufferFull
-        self._bytes[begin:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._used = -(-stop // ALIGNED) * ALIGNED
-        place = (begin, array.dtype.char, array.shape)
+        filled = begin + array.nbytes
+        self._bytes[begin:filled] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._used = -(-filled // ALIGNED) * ALIGNED
+        place = (begin, array.dtype.char, shape)
         self._facts.append(place)
         view = self._views.get(place)
         if view is None:
             if len(self._views) > MOST_VIEWS:
                 self._views.clear()
                 self._made.clear()
-            view = self._views[place] = self._there[begin:stop].view(DTYPES[array.dtype]).view(array.shape)
+            view = self._views[place] = self._there[begin:stop].view(DTYPES[array.dtype]).view(shape)
         return view
 
     def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:

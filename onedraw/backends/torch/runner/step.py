@@ -120,9 +120,7 @@ class StepExecutor:
             with torch.inference_mode(), runner.on_stage(number):
                 stream = runner.run_layers(laid, number, stream)
                 if number == runner.stages - 1:
-                    sampled = runner.sample(laid, stream)
-                    runner.commit(laid, sampled)
-                    result = runner.result(laid, sampled)
+                    result = _sample_and_commit(runner, laid, stream)
                     if result.pending:
                         return result
                     rows = self.drafted(result)
@@ -130,6 +128,23 @@ class StepExecutor:
             return None if rows is None else Outcome(rows, seconds)
 
         return threads.start([partial(run_stage, number) for number in range(runner.stages)])
+
+    @torch.inference_mode()
+    def start_layers(self, runner: StepRunner[Laid, Sampled], step: Step) -> Callable[[], StepResult]:
+        """Run the layers of all stages now; the function that is returned samples and commits. A step whose tokens are not known
+        on the host begins like this where sampling depends on them."""
+        laid = runner.lay_out(step)
+        stream: ResidualStream | None = None
+        for number in range(runner.stages):
+            with runner.on_stage(number):
+                stream = runner.run_layers(laid, number, stream)
+        assert stream is not None
+        return partial(self._sample_late, runner, laid, stream)
+
+    @torch.inference_mode()
+    def _sample_late(self, runner: StepRunner[Laid, Sampled], laid: Laid, stream: ResidualStream) -> StepResult:
+        with runner.on_stage(runner.stages - 1):
+            return _sample_and_commit(runner, laid, stream)
 
     def drafted(self, result: StepResult) -> tuple[RowOutcome, ...]:
         """The rows with the drafter's drafts for the next step. After `wait`."""
@@ -140,6 +155,12 @@ class StepExecutor:
             self._drafter.open(result.plan.rows)
             drafts = self._drafter.draft(CompletedStep(result.plan, result.inputs, result.hidden, result.features, rows))
         return tuple(replace(row, next_drafts=own) for row, own in zip(rows, drafts, strict=True))
+
+
+def _sample_and_commit(runner: StepRunner[Laid, Sampled], laid: Laid, stream: ResidualStream) -> StepResult:
+    sampled = runner.sample(laid, stream)
+    runner.commit(laid, sampled)
+    return runner.result(laid, sampled)
 
 
 # ------------------------------------------------------------------ verification on the host

@@ -232,12 +232,16 @@ class Sampler:
 
     def answers(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
         """The same on the device, not waited for: [C, columns] int64, for `read_samples`."""
-        counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
-        columns = TOP + min(max(counts, default=0), self._vocab)
-        if not counts and not any(p.params.checksums for p in positions):
-            columns = 1
+        columns = self._columns(positions)
         with torch.inference_mode(), self._lock:
             return torch.cat([self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))])
+
+    def _columns(self, positions: Sequence[SamplingPosition]) -> int:
+        """How many integers describe a sample, for the position that requests most."""
+        counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
+        if not counts and not any(p.params.checksums for p in positions):
+            return 1
+        return TOP + min(max(counts, default=0), self._vocab)
 
     def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
         """The model's own logprobs of given tokens, and of the `top` likeliest beside them."""

@@ -1,7 +1,8 @@
 """The sampler of `backends/torch/sampling/sampler.py` with its vocabulary-wide work in Triton kernels.
 
 In: logits and positions. Out: the same tokens, logprobs and checksums as the plain sampler. The parameters of all rows are packed
-into one table on the device; logprobs, which few requests want, are computed by the plain sampler from the kernels' deficits.
+into one table on the device, and so is everything a row requests: a row with a token mask or logprobs is sampled by the same
+kernels, beside rows without. Kernels that only some requests need are launched where a row of the step has such a request.
 A lane is the slot in which a sequence's tokens are counted. Axes: C positions to sample, V tokens of the vocabulary.
 """
 
@@ -15,24 +16,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, SamplingPosition
+from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, TOP, SamplingPosition
 from onedraw.backends.torch.ops.cuda.commit import resolve_pending_tokens
 from onedraw.backends.torch.ops.cuda.sampling import (
     COLUMNS,
     GREEDY,
     KEY_0,
     LANE,
+    NO_LOGPROBS,
+    TOP_CAPACITIES,
     TOP_K,
-    SamplingResult,
     SamplingTable,
     sample_tokens,
+    write_logprobs,
 )
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging, StagingBufferFull
-from onedraw.backends.torch.sampling.sampler import FilteredScores, LaneCounts, Sampler, _deficits
-from onedraw.sampling.adjustments import Adjustment, adjustment, valid_ids
-from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
+from onedraw.backends.torch.sampling.sampler import LaneCounts, Sampler
+from onedraw.sampling.adjustments import NO_ADJUSTMENT, Adjustment, adjustment, valid_ids
+from onedraw.sampling.law import Filters, checksum_weights, filters
 from onedraw.sampling.noise import key
-from onedraw.types import PENDING_TOKEN, SamplingParams
+from onedraw.types import PENDING_TOKEN, SamplingParams, TokenMask
 
 MAX_CACHED_PARAMS = 4096
 
@@ -96,6 +99,36 @@ class TokenEntries:
         return tokens, values
 
 
+class TokenMasks:
+    """The token masks of some positions, and which position has which. Owner: the table being packed."""
+
+    def __init__(self, vocab: int) -> None:
+        self._words = -(-vocab // 32)
+        self._masks: list[TokenMask] = []
+        self._rows: list[tuple[int, int]] = []  # position, index of its mask
+
+    def add(self, position: int, mask: TokenMask) -> None:
+        self._rows.append((position, len(self._masks)))
+        self._masks.append(mask)
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def rows(self, count: int) -> npt.NDArray[np.int32]:
+        """[count]: the index of each position's mask, -1 where it has none."""
+        found = np.full(count, -1, dtype=np.int32)
+        for position, index in self._rows:
+            found[position] = index
+        return found
+
+    def bits(self) -> npt.NDArray[np.int32]:
+        """[masks, words]. A mask may be shorter than the vocabulary, and longer."""
+        packed = np.zeros((len(self._masks), self._words), dtype=np.uint32)
+        for line, mask in zip(packed, self._masks, strict=True):
+            line[: len(mask)] = mask[: self._words]
+        return packed.view(np.int32)
+
+
 class TritonSampler(Sampler):
     """`pdl`: launch kernels with programmatic dependent launch (Hopper and later)."""
 
@@ -109,29 +142,35 @@ class TritonSampler(Sampler):
         return self
 
     def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
-        # The plain sampler, which gives the same tokens, applies the token masks of constraints.
-        if any(p.history.constraint is not None for p in positions):
-            return super()._slab(logits.float(), positions, columns)
-        inputs = self.prepare(positions, staging=DirectStaging(self._device), columns=columns)
+        inputs = self._prepare(positions, DirectStaging(self._device), rows=0, columns=columns)
         self._update_counts(inputs.table)
-        samples, result = self._sample_slab(logits, inputs, slice(0, len(positions)))
-        self._add_logprobs(samples, logits, result, positions)
-        return samples
+        return self._sample_slab(logits, inputs, slice(0, len(positions)))
 
-    def prepare(
-        self, positions: Sequence[SamplingPosition], *, staging: Staging, columns: int = 1, rows: int = 0
-    ) -> TritonSamplingInputs:
+    def _columns(self, positions: Sequence[SamplingPosition]) -> int:
+        """One of few numbers, so that captured steps share a layout."""
+        counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
+        if counts:
+            return TOP + next(capacity for capacity in TOP_CAPACITIES if capacity >= max(counts))
+        return CHECKSUM + 1 if any(p.params.checksums for p in positions) else 1
+
+    def prepare(self, positions: Sequence[SamplingPosition], *, staging: Staging, rows: int = 0) -> TritonSamplingInputs:
         """Pack the positions for the kernels, padded to `rows`. Padding rows sample greedily, and their samples are not used."""
+        return self._prepare(positions, staging, rows=rows, columns=self._columns(positions))
+
+    def _prepare(
+        self, positions: Sequence[SamplingPosition], staging: Staging, *, rows: int, columns: int
+    ) -> TritonSamplingInputs:
         checksums = any(p.params.checksums for p in positions)
         with self._lock:
             inputs = TritonSamplingInputs(
                 table=self._sampling_table(positions, staging, rows),
-                columns=max(columns, CHECKSUM + 1) if checksums else columns,
+                columns=columns,
                 weights=self._checksum_weights() if checksums else None,
                 sampler=self,
             )
         table = inputs.table
-        staging.note((table.has_top_k, table.has_top_p, table.adjusted, table.output is None, checksums, inputs.columns))
+        optional = (table.output, table.masks, table.logprobs)
+        staging.note((table.has_top_k, table.has_top_p, table.adjusted, *(x is None for x in optional), checksums, columns))
         return inputs
 
     def sample_prepared(
@@ -143,7 +182,7 @@ class TritonSampler(Sampler):
         if last is not None and inputs.table.output is not None:
             inputs = replace(inputs, table=replace(inputs.table, tokens=resolve_pending_tokens(inputs.table.tokens, last)))
         rows = len(inputs.table.rows)
-        return torch.cat([self._sample_slab(logits(span), inputs, span)[0] for span in self._spans(rows)])
+        return torch.cat([self._sample_slab(logits(span), inputs, span) for span in self._spans(rows)])
 
     def sampling_table(self, positions: Sequence[SamplingPosition]) -> SamplingTable:
         """The table of these positions, for callers that launch `sample_tokens` themselves."""
@@ -155,46 +194,31 @@ class TritonSampler(Sampler):
             one = torch.ones_like(table.count_increments, dtype=torch.int32)
             table.output.view(-1).scatter_add_(0, table.count_increments, one)
 
-    def _sample_slab(self, logits: Tensor, inputs: TritonSamplingInputs, rows: slice) -> tuple[Tensor, SamplingResult]:
-        table = replace(inputs.table, rows=inputs.table.rows[rows])
-        result, checksums = sample_tokens(
-            logits, table, vocab=self._vocab, width=self._width, weights=inputs.weights, pdl=self._pdl
-        )
+    def _sample_slab(self, logits: Tensor, inputs: TritonSamplingInputs, rows: slice) -> Tensor:
+        """[C, columns] for these rows of the table."""
+        table, sizes = inputs.table.part(rows), {"vocab": self._vocab, "width": self._width}
+        result, checksums = sample_tokens(logits, table, **sizes, weights=inputs.weights, pdl=self._pdl)
         if inputs.columns == 1:
-            return result.tokens.unsqueeze(1), result
+            return result.tokens.unsqueeze(1)
         samples = torch.zeros(len(table.rows), inputs.columns, dtype=torch.int64, device=self._device)
         samples[:, TOKEN] = result.tokens
         if checksums is not None:
             samples[:, CHECKSUM] = checksums
-        return samples, result
-
-    def _add_logprobs(
-        self, samples: Tensor, logits: Tensor, result: SamplingResult, positions: Sequence[SamplingPosition]
-    ) -> None:
-        """Fill the logprob columns of the rows that request them."""
-        tokens = result.tokens.clamp(min=0)
-        for mode in ("raw", "processed"):
-            requested = [i for i, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == mode]
-            if not requested:
-                continue
-            rows = self._rows(requested, len(positions))
-            if mode == "raw":
-                raw = self._padded(logits.float())
-                self._describe(samples, rows, _deficits(raw if rows is None else raw[rows]), tokens)
-            else:
-                scores = FilteredScores(result.deficits, result.limits[:, None], result.tokens != NO_TOKEN)
-                self._describe(samples, rows, scores.kept(rows), tokens)
+        if table.logprobs is not None:
+            write_logprobs(samples, logits, result, table.logprobs, **sizes, pdl=self._pdl)
+        return samples
 
     def _sampling_table(self, positions: Sequence[SamplingPosition], staging: Staging, rows: int) -> SamplingTable:
         table = np.zeros((max(len(positions), rows), COLUMNS), dtype=np.int64)
         table[len(positions) :] = _PADDING_ROW
         entries, row_words, counting = TokenEntries(), list[tuple[int, ...]](), list[SamplingPosition]()
+        masks, logprobs = TokenMasks(self._vocab), [_logprobs_request(p.params) for p in positions]
         has_top_k = has_top_p = adjusted = False
         for first, group in _group_by_history(positions):
             head, packed = group[0], self._packed_params(group[0].params)
             known, lane = len(head.history), head.lane if packed.uses_counts else -1
             table[first : first + len(group), :KEY_0] = packed.numbers
-            for p, bounds in zip(group, self._entry_bounds(group, packed, entries), strict=True):
+            for p, bounds in zip(group, self._entry_bounds(first, group, packed, entries, masks), strict=True):
                 row_words.append((*key(p.params.seed, known + len(p.drafts)), packed.greedy, lane, *bounds))
             has_top_k, has_top_p = has_top_k or packed.has_top_k, has_top_p or packed.has_top_p
             adjusted = adjusted or packed.uses_counts or packed.has_entries
@@ -206,6 +230,9 @@ class TritonSampler(Sampler):
         counts, increments = self._count_increments(counting, rows)
         try:
             staged = None if counts is None else staging.put(increments)
+            requests = staging.put(_padded_to(len(table), logprobs)) if max(logprobs, default=NO_LOGPROBS) >= 0 else None
+            mask_rows = staging.put(masks.rows(len(table))) if len(masks) else None
+            bits = staging.put_rows(masks.bits(), len(table)) if len(masks) else None
         except StagingBufferFull:  # the increments were recorded as added, but the step does not run
             if counts is not None:
                 counts.forget(counting)
@@ -217,18 +244,29 @@ class TritonSampler(Sampler):
             output=None if counts is None else counts.output,
             prompt=None if counts is None else counts.prompt,
             count_increments=staged,
+            mask_rows=mask_rows,
+            masks=bits,
+            logprobs=requests,
             has_top_k=has_top_k,
             has_top_p=has_top_p,
-            adjusted=adjusted,
+            adjusted=adjusted or bits is not None,
         )
 
     def _entry_bounds(
-        self, group: Sequence[SamplingPosition], packed: PackedParams, entries: TokenEntries
+        self,
+        first: int,
+        group: Sequence[SamplingPosition],
+        packed: PackedParams,
+        entries: TokenEntries,
+        masks: TokenMasks,
     ) -> Iterator[tuple[int, ...]]:
-        """For each position, the index of its first entry of each kind, and the end of the last kind's entries."""
-        if packed.has_entries:
-            for p in group:
-                host = adjustment(p.params, p.history, p.drafts, self._recall(p))
+        """For each position from `first` on, the index of its first entry of each kind, and the end of the last kind's
+        entries. Its mask goes to `masks`."""
+        if packed.has_entries or group[0].history.constraint is not None:
+            for index, p in enumerate(group, first):
+                host = self._adjustment(p)
+                if host.allowed is not None:
+                    masks.add(index, host.allowed)
                 yield entries.add_kinds(self._entry_kinds(p, host))
         else:
             path = _draft_tokens(max(group, key=lambda p: len(p.drafts))) if packed.uses_counts else ()
@@ -237,6 +275,13 @@ class TritonSampler(Sampler):
                 drafts = _draft_tokens(p) if packed.uses_counts else ()
                 start = first if drafts == path[: len(drafts)] else entries.add(drafts)
                 yield (start, start, start, start, start + len(drafts))
+
+    def _adjustment(self, p: SamplingPosition) -> Adjustment:
+        """A constrained position is sampled once its history is known (`InFlightStep.ensure_sampled`). Where its token is still
+        pending then, the row before it ended the request, and this position's sample is not read."""
+        if p.drafts == (PENDING_TOKEN,) and p.history.constraint is not None:
+            return NO_ADJUSTMENT
+        return adjustment(p.params, p.history, p.drafts, self._recall(p))
 
     def _packed_params(self, params: SamplingParams) -> PackedParams:
         """The parameters in the kernels' layout. They are cached by identity, because a request has one object for all its
@@ -284,6 +329,17 @@ class TritonSampler(Sampler):
 def _draft_tokens(p: SamplingPosition) -> tuple[int, ...]:
     """The tokens between the history and the position; -1 - lane stands for a token that only the device knows."""
     return (-1 - p.lane,) if p.drafts == (PENDING_TOKEN,) else p.drafts
+
+
+def _logprobs_request(params: SamplingParams) -> int:
+    """As in `SamplingTable.logprobs`."""
+    return NO_LOGPROBS if params.logprobs is None else 2 * params.logprobs + (params.logprobs_mode == "processed")
+
+
+def _padded_to(count: int, requests: Sequence[int]) -> npt.NDArray[np.int32]:
+    padded = np.full(count, NO_LOGPROBS, dtype=np.int32)
+    padded[: len(requests)] = requests
+    return padded
 
 
 def _padded_length(count: int) -> int:

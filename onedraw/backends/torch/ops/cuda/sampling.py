@@ -4,11 +4,12 @@ In: logits [C, V'] and a table of sampling parameters. Out: tokens [C], and the 
 Axes: C rows (positions to sample), V tokens of the vocabulary, V' V with padding, W the padded width of deficits. A lane is
 the slot in which a sequence's tokens are counted.
 
-    scores    block by block: bias, penalties by counts, DRY, bans; the maximum of each block
+    scores    block by block: bias, penalties by counts, DRY, bans, token masks; the maximum of each block
     deficits  (best - score) / temperature
     limits    top-k and top-p as the largest deficit that is kept (`top_k_top_p.py`)
     argmax    of Gumbel noise (an integer hash) minus deficit; the lowest id among equals
     checksum  integer sums, where a row requests it
+    logprobs  mass of all tokens, deficit of the sampled one and the most likely tokens, where a row requests them
 
 Blocks of a row are combined only by maxima and integer sums, so their number and order do not change the result. The host neither
 reads nor waits for anything here, so that all of it can be captured in a CUDA graph.
@@ -17,18 +18,22 @@ reads nor waits for anything here, so that all of it can be captured in a CUDA g
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.sampled_rows import SAMPLED, TOP, TOTAL
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.top_k_top_p import HISTOGRAM_WORDS, find_limits, limit_so_far, row_max, table_float
-from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, log, log1p
+from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, exp, log, log1p
+from onedraw.sampling.law import MASS_BITS
 
 BLOCK = 2048
+TOP_CAPACITIES = (32, 128)  # most likely tokens that a row's logprobs have room for; one of these for all rows of a step
+NO_LOGPROBS = -1
 
 # Columns of the table [C, COLUMNS] int64; the first six hold the bits of a float64. Kernels use the numbers, not these names.
 DIVISOR, LIMIT, REPETITION, FREQUENCY, PRESENCE, TOP_P, TOP_K, KEY_0, KEY_1, GREEDY, LANE = range(11)
@@ -46,9 +51,18 @@ class SamplingTable:
     output: Tensor | None  # [lanes, V'] int32, how often each token occurs in a lane's output
     prompt: Tensor | None  # [lanes, V'] bool, whether a token occurs in a lane's prompt
     count_increments: Tensor | None  # [n] int64: flat indices of `output` to increment before sampling
+    masks: Tensor | None  # [M, words] int32, one bit per token that is allowed; None: no row has a mask
+    mask_rows: Tensor | None  # [C] int32, the row of `masks` that applies, -1 for none
+    logprobs: Tensor | None  # [C] int32, twice the number of most likely tokens, plus 1 for mode "processed"; or NO_LOGPROBS
     has_top_k: bool  # whether some row uses top-k
     has_top_p: bool  # whether some row uses top-p
-    adjusted: bool  # whether some row has logit bias, penalties, DRY or bans
+    adjusted: bool  # whether some row has logit bias, penalties, DRY, bans or a mask
+
+    def part(self, rows: slice) -> SamplingTable:
+        """The same for some of the rows; entries, counts and masks are found by index."""
+        mask_rows = None if self.mask_rows is None else self.mask_rows[rows]
+        logprobs = None if self.logprobs is None else self.logprobs[rows]
+        return replace(self, rows=self.rows[rows], mask_rows=mask_rows, logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,7 @@ class SamplingResult:
     tokens: Tensor  # [C] int64; -1 if the sampling rule leaves no token
     deficits: Tensor  # [C, W] float32: (best - score) / temperature; infinite past the vocabulary
     limits: Tensor  # [C] float32: the largest deficit that a token may have
+    block_maxima: Tensor  # [C, 2, blocks] float32: the largest score and the largest logit of each block
 
 
 @triton.jit
@@ -99,14 +114,18 @@ def _scores(
     values,
     output,
     prompt,
+    masks,
+    mask_rows,
     deficits,
     block_maxima,
     logits_stride,
     counts_stride,
+    masks_stride,
     width,
     VOCAB: tl.constexpr,
     ADJUSTED: tl.constexpr,
     HISTORY: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -126,6 +145,11 @@ def _scores(
             scores = _apply_penalties(scores, ids, mask, table, row, tokens, output, prompt, counts_stride)
         scores = _apply_entries(scores, ids, tokens, values, tl.load(row_ptr + 12), tl.load(row_ptr + 13), 1)
         scores = _apply_entries(scores, ids, tokens, values, tl.load(row_ptr + 13), tl.load(row_ptr + 14), 2)
+        if MASKED:
+            mask_row = tl.load(mask_rows + row).to(tl.int64)
+            if mask_row >= 0:
+                words = tl.load(masks + mask_row * masks_stride + ids // 32, mask=mask, other=0)
+                scores = tl.where(((words >> (ids % 32)) & 1) != 0, scores, float("-inf"))
         tl.store(deficits + row * width + ids, scores, mask=ids < width)
     blocks = tl.num_programs(1)
     _store_block_max(block_maxima + (row * 2) * blocks + block, scores)
@@ -249,14 +273,18 @@ def sample_tokens(
         table.values,
         table.output,
         table.prompt,
+        table.masks,
+        table.mask_rows,
         deficits,
         block_maxima,
         logits.stride(0),
         0 if table.output is None else table.output.stride(0),
+        0 if table.masks is None else table.masks.stride(0),
         width,
         VOCAB=vocab,
         ADJUSTED=table.adjusted,
         HISTORY=table.output is not None,
+        MASKED=table.masks is not None,
         BLOCK_V=BLOCK,
         enable_fp_fusion=False,
         PDL=pdl,
@@ -302,4 +330,142 @@ def sample_tokens(
     _row_argmax[(rows,)](
         tokens, block_maxima, best_values, best_ids, blocks, BLOCKS=padded_blocks, PDL=pdl, num_warps=1, **launch_options(pdl)
     )
-    return SamplingResult(tokens, deficits, limits), None if checksums is None else checksums & (2**63 - 1)
+    return SamplingResult(tokens, deficits, limits, block_maxima), None if checksums is None else checksums & (2**63 - 1)
+
+
+# ------------------------------------------------------------------ logprobs
+
+
+@triton.jit
+def _described_deficit(logits, deficits, limits, row, ids, mask, best, processed, logits_stride, width):
+    """Deficits whose log-softmax is reported: of the logits, or of the tokens that the filters keep."""
+    if processed != 0:
+        deficit = tl.load(deficits + row * width + ids, mask=mask, other=float("inf"))
+        deficit = tl.where(deficit > tl.load(limits + row), float("inf"), deficit)
+    else:
+        deficit = best - tl.load(logits + row * logits_stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    return deficit
+
+
+@triton.jit
+def _block_logprobs(
+    logits,
+    deficits,
+    limits,
+    block_maxima,
+    requests,
+    totals,
+    candidates,
+    logits_stride,
+    width,
+    blocks,
+    VOCAB: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add a block's mass to its row's total, and store its most likely tokens, best first, as (bits of the deficit, id)."""
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    request = tl.load(requests + row)
+    if request >= 0:
+        best = row_max(block_maxima + (row * 2 + 1) * blocks, blocks, BLOCKS) + 0.0  # -0.0 becomes 0.0
+        ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        mask = ids < VOCAB
+        deficit = _described_deficit(logits, deficits, limits, row, ids, mask, best, request % 2, logits_stride, width)
+        mass = tl.where(mask, exp(0.0 - deficit) * SCALE, 0.0).to(tl.int64)
+        tl.atomic_add(totals + row, tl.sum(mass, 0), sem="relaxed")
+        keys = (deficit.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids.to(tl.int64)
+        keys = tl.where(mask, keys, 9223372036854775807)
+        target = candidates + (row * blocks + block) * CAPACITY
+        for rank in range(request // 2):
+            smallest = tl.min(keys, 0)
+            tl.store(target + rank, smallest)
+            keys = tl.where(keys == smallest, 9223372036854775807, keys)
+
+
+@triton.jit
+def _row_logprobs(
+    logits,
+    deficits,
+    limits,
+    block_maxima,
+    requests,
+    totals,
+    candidates,
+    tokens,
+    samples,
+    logits_stride,
+    width,
+    samples_stride,
+    blocks,
+    TOTAL: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    TOP: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Fill the logprob columns of a row from the candidates of its blocks."""
+    begin_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(requests + row)
+    if request >= 0:
+        target = samples + row * samples_stride
+        best = row_max(block_maxima + (row * 2 + 1) * blocks, blocks, BLOCKS) + 0.0
+        token = tl.maximum(tl.load(tokens + row), 0)
+        deficit = _described_deficit(logits, deficits, limits, row, token, token >= 0, best, request % 2, logits_stride, width)
+        tl.store(target + TOTAL, tl.load(totals + row))
+        tl.store(target + SAMPLED, deficit.to(tl.int32, bitcast=True).to(tl.int64))
+        top = request // 2
+        place = tl.arange(0, ROOM)
+        found = (place < blocks * CAPACITY) & (place % CAPACITY < top)
+        keys = tl.load(candidates + row * blocks * CAPACITY + place, mask=found, other=9223372036854775807)
+        for rank in range(top):
+            smallest = tl.min(keys, 0)
+            tl.store(target + TOP + rank, smallest)
+            keys = tl.where(keys == smallest, 9223372036854775807, keys)
+
+
+def write_logprobs(
+    samples: Tensor, logits: Tensor, result: SamplingResult, requests: Tensor, *, vocab: int, width: int, pdl: bool = False
+) -> None:
+    """Fill the columns TOTAL, SAMPLED and from TOP on of the rows of `samples` that request logprobs (`SamplingTable.logprobs`).
+    The number of columns is TOP and one of TOP_CAPACITIES."""
+    rows, blocks, capacity = len(samples), result.block_maxima.shape[2], samples.shape[1] - TOP
+    totals = torch.zeros(rows, dtype=torch.int64, device=samples.device)
+    candidates = torch.empty(rows, blocks, capacity, dtype=torch.int64, device=samples.device)
+    tensors = (logits, result.deficits, result.limits, result.block_maxima, requests, totals, candidates)
+    constants = {"CAPACITY": capacity, "BLOCKS": triton.next_power_of_2(blocks), "PDL": pdl, "enable_fp_fusion": False}
+    _block_logprobs[(rows, blocks)](
+        *tensors,
+        logits.stride(0),
+        width,
+        blocks,
+        VOCAB=vocab,
+        SCALE=2.0**MASS_BITS,
+        BLOCK_V=BLOCK,
+        **constants,
+        **launch_options(pdl),
+    )
+    room = triton.next_power_of_2(blocks * capacity)
+    _row_logprobs[(rows,)](
+        *tensors,
+        result.tokens,
+        samples,
+        logits.stride(0),
+        width,
+        samples.stride(0),
+        blocks,
+        TOTAL=TOTAL,
+        SAMPLED=SAMPLED,
+        TOP=TOP,
+        ROOM=room,
+        num_warps=min(max(room // 512, 1), 16),
+        **constants,
+        **launch_options(pdl),
+    )
