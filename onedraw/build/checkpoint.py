@@ -12,9 +12,10 @@ from onedraw.checkpoints.base import Checkpoint
 from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_weights import is_random, open_random, open_random_drafter
+from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.text.chat_template import ChatTemplate
-from onedraw.text.fake_tokenizer import fake_chat_template, fake_tokenizer
+from onedraw.text.fake_tokenizer import fake_chat_template, synthetic_tokenizer
 from onedraw.text.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]  # receives one line per stage
@@ -34,10 +35,10 @@ def open_drafter(path: Path) -> Checkpoint:
 
 
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Tokenizer and chat template, from the folder's files or the GGUF metadata. Random weights have neither and get those of the
-    fake backend."""
+    """Tokenizer and chat template, from the folder's files or the GGUF metadata. Random weights have neither and get a made-up
+    tokenizer."""
     if checkpoint.format == "plain":
-        return fake_tokenizer(), fake_chat_template()
+        return synthetic_tokenizer(read_model_info(checkpoint).spec.vocab), fake_chat_template()
     if checkpoint.format == "gguf":
         return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent

@@ -31,6 +31,7 @@ from onedraw.models.spec import ModelSpec
 from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, TensorShape, WeightKey, weight_shapes
 
 PREFIX = "random:"
+END_TOKEN = 256  # of the tokenizer that random weights get (`text/fake_tokenizer.py`)
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
 QWEN3_6: dict[str, Any] = {
     "vocab_size": 248_320,
@@ -183,7 +184,7 @@ class _ConfigOnly:
 
 
 def open_random(model: str) -> RandomCheckpoint:
-    config = shape_config(model)
+    config = {"eos_token_id": END_TOKEN, **shape_config(model)}
     family = find_family(_ConfigOnly(config, Path(model)))
     mixture = named_mixture(model)[1]
     spec = family.from_config(config, model)

@@ -4,6 +4,7 @@ Each run submits all requests at once in one event loop, as clients do. Every re
 prefix cache is never hit, and generates its full number of tokens. With drafts the table also shows how many were kept; on a
 GPU, the share of the floor: the least time a step can take, which is the bytes it reads divided by the memory bandwidth.
 `--draft replay:K` runs everything twice: without drafts, then with the recorded answers as drafts of which K are kept.
+`--guided-json` holds replies, or some of each batch, to a JSON schema that no reply can complete early.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from onedraw.checkpoints.random_weights import SHAPES
 from onedraw.cli import terminal
@@ -35,6 +37,8 @@ EXAMPLES = """examples:
   onedraw bench smollm2 --batch 1,8,32 --prompt-tokens 512 --new-tokens 128 --json
   onedraw bench smollm2 --batch 1 --draft ngram --draft-tokens 4 --temperature 0
   onedraw bench random:llama3-8b --batch 1,8,32 --temperature 0.8 --top-p 0.95 --against transformers
+  onedraw bench random:llama3-8b --batch 1,8 --temperature 1 --logprobs 5
+  onedraw bench random:llama3-8b --batch 32 --temperature 1 --guided-json 1
   onedraw bench random:qwen3.6-27b --batch 1 --draft replay:4 --draft-tokens 15
   onedraw bench random:qwen3.6-27b-q4_k_m --batch 1 --draft random:qwen3.6-27b-dflash-q4_k_m --draft-tokens 15
 """
@@ -44,6 +48,20 @@ SET_HERE = (
     *("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation"),
     *("reasoning_effort", "thinking_budget", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
+
+
+# One item of the array that `--guided-json` asks for; every item takes more than one token.
+RECORD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "kind": {"enum": ["harbour", "lighthouse", "pier"]},
+        "open": {"type": "boolean"},
+    },
+    "required": ["name", "count", "kind", "open"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +117,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, metavar="N", default=3, help="measured runs per batch size (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
+        "--guided-json",
+        nargs="?",
+        type=int,
+        const=-1,
+        default=0,
+        metavar="ROWS",
+        help="hold replies to a JSON schema that none can complete early: all, or so many of each batch",
+    )
+    parser.add_argument(
         "--against",
         choices=("transformers",),
         help="measure this library too, with weights of the same shape; show the ratio",
@@ -126,8 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
         max_context=needed if arguments.max_context is None else arguments.max_context,
         queue_limit=max(batches),
     )
-    options = read_request_options(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0)
-    work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats}
+    options = read_request_options(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0, guided_json=None)
+    work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats, "constrained": arguments.guided_json}
     contexts: list[tuple[int, float]] = []
     with terminal.progress() as notify:
         floor = decode_step_floor(settings)
@@ -175,7 +202,7 @@ def _recorded(arguments: argparse.Namespace) -> RecordedProposer | None:
 
 def _print(measures: Sequence[Measure], card: ModelCard, arguments: argparse.Namespace) -> None:
     model = {"model": card.name, "fingerprint": card.fingerprint, "device": card.device, "dtype": card.dtype}
-    work = {name: getattr(arguments, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
+    work = {name: getattr(arguments, name) for name in ("prompt_tokens", "new_tokens", "repeats", "guided_json")}
     terminal.print_json({**model, **work, "batches": [asdict(m) for m in measures]})
 
 
@@ -188,20 +215,28 @@ def measure_all(
     repeats: int,
     notify: Callable[[str], None],
     recorded: RecordedProposer | None = None,
+    constrained: int = 0,
 ) -> list[Measure]:
-    """Measure every batch size, each after a warm-up run that is not counted."""
+    """Measure every batch size, each after a warm-up run that is not counted. `constrained`: how many replies of a batch are held
+    to a schema; negative: all."""
     prompts = Prompts(llm, prompt_tokens)
     measures = []
+
+    def of_batch(batch: int) -> list[Generation]:
+        held = batch if constrained < 0 else constrained
+        wanted = [constrained_options(options) if row < held else options for row in range(batch)]
+        return [_generation(llm, one, prompts.next()) for one in wanted]
+
     for batch in batches:
         notify(f"batch {batch}, warm-up")
-        generations = [_generation(llm, options, prompts.next()) for _ in range(batch)]
+        generations = of_batch(batch)
         first = _together(llm, generations)
         if recorded is not None:
             _replayed(llm, generations, first, recorded)
         runs, plain = [], []
         for repeat in range(repeats):
             notify(f"batch {batch}, run {repeat + 1} of {repeats}")
-            generations = [_generation(llm, options, prompts.next()) for _ in range(batch)]
+            generations = of_batch(batch)
             runs.append(_together(llm, generations))
             if recorded is not None:
                 plain.append(runs[-1])
@@ -252,6 +287,11 @@ class Prompts:
 
     def next(self) -> tuple[int, ...]:
         return tuple(self._random.choices(self._allowed, k=self._length))
+
+
+def constrained_options(options: RequestOptions) -> RequestOptions:
+    """The options with a schema of so many records that no reply completes it."""
+    return replace(options, guided_json={"type": "array", "minItems": options.max_tokens, "items": RECORD}, ignore_eos=False)
 
 
 def _generation(llm: LLM, options: RequestOptions, prompt: tuple[int, ...]) -> Generation:

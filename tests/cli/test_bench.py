@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.cli.bench import BenchRun, Prompts, Timing, summarise
+from onedraw.cli.bench import BenchRun, Prompts, Timing, constrained_options, summarise
 from onedraw.engine.stats import Stats
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from tests.cli.running import FAKE, Terminal
 
@@ -47,6 +50,38 @@ def test_accepted_drafts_have_their_own_columns(terminal: Terminal) -> None:
     heads, _, cells = terminal.out.splitlines()[1:4]
     assert heads.endswith("accepted/drafts  tokens/step  steps/s")
     assert f"{line['accepted_tokens']}/{line['draft_tokens']}" in cells
+
+
+@pytest.mark.parametrize("given", [("--guided-json",), ("--guided-json", "1"), ("--logprobs", "5")])
+def test_constrained_replies_and_replies_with_logprobs_run_to_their_full_length(
+    given: tuple[str, ...], terminal: Terminal
+) -> None:
+    sizes = (
+        "--batch",
+        "3",
+        "--prompt-tokens",
+        "8",
+        "--new-tokens",
+        "30",
+        "--repeats",
+        "1",
+        "--draft",
+        "none",
+        "--temperature",
+        "1",
+    )
+    (line,) = terminal.json("bench", *FAKE, *sizes, *given)["batches"]
+    assert line["turns_per_second"] / line["tokens_per_second"] == pytest.approx(30 / 90)
+
+
+def test_a_reply_of_the_benchmark_follows_its_schema_and_never_completes_it() -> None:
+    options = RequestOptions.of(max_tokens=120, temperature=1.0, seed=3)
+    with build_llm(Settings(model="fake", backend="fake")) as llm:
+        generation = make_generation(constrained_options(options), llm=llm, prompt=(65, 66), label="bench")
+        pieces = list(llm.pieces(llm.prepare(generation)))
+    text = "".join(piece.text for piece in pieces)
+    assert re.match(r'\s*\[\s*\{\s*"name"\s*:\s*"', text), text
+    assert pieces[-1].finish == "length"
 
 
 def test_the_engine_is_sized_for_the_requested_batch(terminal: Terminal) -> None:
