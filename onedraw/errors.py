@@ -4,6 +4,7 @@ OnedrawError                 base class of all errors raised on purpose
 ├── BadRequest               the caller's mistake: 400, with `param` and `code`
 │   ├── BadParameter         one parameter is out of range or unknown
 │   ├── ContextOverflow      prompt + max_tokens exceed the context
+│   ├── TextTooLong          a text that cannot fit into the context, found before it is tokenized
 │   ├── Unsupported          this backend or build does not support the feature that the message names
 │   └── NoTokenLeft          the sampling parameters leave no token to sample
 ├── QueueFull                too many requests are waiting: 429
@@ -77,6 +78,10 @@ class ContextOverflow(BadRequest):
     def __init__(self, message: str, *, param: str, prompt: int) -> None:
         super().__init__(message, param=param)
         self.prompt = prompt
+
+
+class TextTooLong(BadRequest):
+    code = "context_length_exceeded"
 
 
 class Unsupported(BadRequest):

@@ -14,4 +14,9 @@ MAX_BODY_DEPTH = 256  # lists and objects inside each other
 # Texts.
 MAX_CHARACTERS = 1 << 16  # of all stop strings together, of all bad_words, of all dry_sequence_breakers
 MAX_FORMAT_CHARACTERS = 1 << 25  # of a response format: any that fits into a body
+MAX_CHARACTERS_COUNTED = 1 << 18  # of a text that is tokenized even if it cannot fit, so that the error or the count is exact
 MAX_ERROR_CHARACTERS = 1 << 12  # of an error's message, which may repeat what was sent; the rest is cut off
+
+# Work.
+MAX_LONG_WORK = 2  # long requests that are read, checked and tokenized at once; the others wait
+MAX_PROMPT_TOKENS = 1 << 22  # of all prompts of one request

@@ -119,14 +119,19 @@ class Service:
             )
         return CheckedRequest(request, constraint)
 
-    def submit(self, requests: Sequence[tuple[Request | CheckedRequest, Sink]]) -> None:
-        """Accept all of the requests or none. Requests that are not checked yet are checked first."""
-        if len(requests) > self.max_requests:
+    def check_count(self, replies: int, *, param: str | None = None) -> None:
+        """Raise if so many requests could never be submitted together."""
+        if replies > self.max_requests:
             raise BadRequest(
-                f"{len(requests)} replies at once are more than the {self.max_requests} that may run and wait; "
+                f"{replies} replies at once are more than the {self.max_requests} that may run and wait; "
                 f"split them over several requests, or raise --queue-limit or --max-batch",
+                param=param,
                 code="too_many_replies",
             )
+
+    def submit(self, requests: Sequence[tuple[Request | CheckedRequest, Sink]]) -> None:
+        """Accept all of the requests or none. Requests that are not checked yet are checked first."""
+        self.check_count(len(requests))
         checked = [(request if isinstance(request, CheckedRequest) else self.check(request), sink) for request, sink in requests]
         with self._changed:
             if self._draining:

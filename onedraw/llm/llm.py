@@ -18,7 +18,8 @@ from typing import Any
 
 from onedraw.engine.service import CheckedRequest, Event, Service, Sink
 from onedraw.engine.stats import Stats
-from onedraw.errors import BadParameter, BadRequest, OnedrawError
+from onedraw.errors import BadParameter, BadRequest, OnedrawError, TextTooLong
+from onedraw.limits import MAX_CHARACTERS_COUNTED
 from onedraw.llm.mailbox import LoopWakeup, Mailbox
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.reply_stream import Generation, ReplyStream
@@ -122,6 +123,18 @@ class LLM:
     def encode(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special=add_special))
 
+    def encode_within_context(self, text: str, *, param: str, add_special: bool = False) -> tuple[int, ...]:
+        """Tokenize a text that a stranger sent. A long one that cannot fit into the context is refused before
+        that, as `param`."""
+        most = self.card.max_context
+        if len(text) > max(most, MAX_CHARACTERS_COUNTED) and self.tokenizer.least_tokens(text, enough=most) > most:
+            raise TextTooLong(
+                f"a text of {len(text):,} characters has more tokens than the context of {most:,} holds; shorten it or "
+                "raise --max-context",
+                param=param,
+            )
+        return self.encode(text, add_special=add_special)
+
     @cached_property
     def reasoning(self) -> ReasoningSyntax | None:
         """How this model marks its reasoning in the text; None if it does not reason."""
@@ -170,7 +183,7 @@ class LLM:
         special = self.tokenizer.special_texts
         cached = cached_prompt(messages, text, cache=self._call_cache, render=render, eos_texts=eos_texts, special_texts=special)
         prefix, rest = ((), text) if cached is None else cached
-        ids = (*prefix, *self.tokenizer.encode(rest, add_special=False))
+        ids = (*prefix, *self.encode_within_context(rest, param="messages"))
         calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel)
         return ChatPrompt(ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer), prompt_hash(text))
 

@@ -130,7 +130,7 @@ def is_chat(prompt: Prompt) -> bool:
 
 def _ids(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return llm.encode(prompt)
+        return llm.encode_within_context(prompt, param="prompt", add_special=True)
     items = list(prompt)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return tuple(items)  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def make_generation(
         syntax=syntax,
         thinking_budget=_budget(options, syntax),
         response_format=response_format,
-        predicted=llm.encode(options.prediction, add_special=False) if options.prediction else (),
+        predicted=llm.encode_within_context(options.prediction, param="prediction") if options.prediction else (),
         speculate=options.speculation,
         label=label,
     )

@@ -176,6 +176,10 @@ def _limits() -> list[str]:
         "lists and objects inside each other": limits.MAX_BODY_DEPTH,
         "characters of all `stop` strings, of all `bad_words`, of all `dry_sequence_breakers`": limits.MAX_CHARACTERS,
         "characters of a response format": limits.MAX_FORMAT_CHARACTERS,
+        "characters of a text that is tokenized even if it cannot fit; a longer one is refused as soon as its bytes show that it "
+        "cannot (prompts, messages, tools, `prediction`, also where tokens are only counted)": limits.MAX_CHARACTERS_COUNTED,
+        "tokens of all prompts of one request": limits.MAX_PROMPT_TOKENS,
+        "requests with bodies of 256 KiB or more that are read and tokenized at once; the others wait": limits.MAX_LONG_WORK,
         "characters of an error's message; the rest is cut off": limits.MAX_ERROR_CHARACTERS,
     }
     return [f"| {what} | {number:,} |" for what, number in rows.items()]

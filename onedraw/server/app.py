@@ -7,10 +7,11 @@ into a typed request, `prompts.py` prepares that, and a writer turns the pieces 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -44,9 +45,12 @@ from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
 from onedraw.server.prompts import PreparedRequest, bursts, chat_prompt, count_prompt, prepare, total_usage
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.sse import NAMED, OPENAI, EventStream, Framing
+from onedraw.server.work import Workers
 from onedraw.types import Piece, Usage
 
-LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on a thread.
+LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on a thread, a few at once.
+
+Result = TypeVar("Result")
 
 
 class Endpoints:
@@ -58,6 +62,7 @@ class Endpoints:
         self.meters = Meters(llm.service.stats, llm.card.name)
         self.draining = False
         self._store = ResponseStore()
+        self._workers = Workers()
 
     # ------------------------------------------------------------------ replies
 
@@ -73,10 +78,7 @@ class Endpoints:
         timer, parsed = RequestTimer(self.meters), await self._read(request, ResponsesRequest)
         body = parsed.request
         owner = caller(request)
-        before, items = self._conversation(body, owner)
-        messages = numbered(items)
-        names = body.names(before, messages)
-        wanted = as_chat(body.chat(before, messages), names)
+        before, items, names, wanted = await self._convert(request, lambda: self._conversation(body, owner))
 
         def write(prepared: PreparedRequest) -> ResponsesWriter:
             openai = OpenAIWriter(prepared, card=self.llm.card, tokenizer=self.llm.tokenizer)
@@ -101,23 +103,25 @@ class Endpoints:
 
     async def count_response(self, request: Request) -> Response:
         parsed = await self._read(request, ResponsesRequest)
-        body = parsed.request
-        before, items = self._conversation(body, caller(request))
-        messages = numbered(items)
-        names = body.names(before, messages)
-        wanted = as_chat({**body.chat(before, messages), "max_tokens": 1}, names)
-        counted = await asyncio.to_thread(count_prompt, wanted, self.llm, names=names)
+        owner = caller(request)
+        *_, names, wanted = await self._convert(request, lambda: self._conversation(parsed.request, owner, max_tokens=1))
+        counted = await self._work(request, lambda: count_prompt(wanted, self.llm, names=names))
         reply = {"object": "response.input_tokens", "input_tokens": counted}
         return JSONResponse(reply, headers=_headers(parsed.ignored))
 
-    def _conversation(self, body: ResponsesRequest, owner: str | None) -> tuple[Sequence[Json], Sequence[Json]]:
-        """Return the messages up to the end of the previous response, and this input with item references resolved."""
-        return self._store.before(body.previous_response_id, owner), self._store.resolved(body.items, owner)
+    def _conversation(
+        self, body: ResponsesRequest, owner: str | None, **changes: Any
+    ) -> tuple[Sequence[Json], Sequence[Json], Mapping[str, str], ChatRequest]:
+        """Return the messages up to the end of the previous response, this input with item references resolved, our names of
+        fields with the caller's, and the equivalent chat request."""
+        before, items = self._store.before(body.previous_response_id, owner), self._store.resolved(body.items, owner)
+        messages = numbered(items)
+        names = body.names(before, messages)
+        return before, items, names, as_chat({**body.chat(before, messages), **changes}, names)
 
     async def message(self, request: Request) -> Response:
         timer, parsed = RequestTimer(self.meters), await self._read(request, MessagesRequest)
-        names = parsed.request.names()
-        wanted = as_chat(parsed.request.chat(), names)
+        names, wanted = await self._convert(request, lambda: _equivalent(parsed.request))
 
         def write(prepared: PreparedRequest) -> MessagesWriter:
             return MessagesWriter(prepared, card=self.llm.card, omit_thinking=parsed.request.omits_thinking)
@@ -128,9 +132,8 @@ class Endpoints:
 
     async def count(self, request: Request) -> Response:
         parsed = await self._read(request, CountRequest)
-        names = parsed.request.names()
-        wanted = as_chat({**parsed.request.chat(), "max_tokens": 1}, names)
-        counted = await asyncio.to_thread(count_prompt, wanted, self.llm, names=names)
+        names, wanted = await self._convert(request, lambda: _equivalent(parsed.request, max_tokens=1))
+        counted = await self._work(request, lambda: count_prompt(wanted, self.llm, names=names))
         return JSONResponse({"input_tokens": counted}, headers=_headers(parsed.ignored))
 
     def _openai(self, wanted: CompletionRequest | ChatRequest) -> Callable[[PreparedRequest], OpenAIWriter]:
@@ -153,10 +156,21 @@ class Endpoints:
     ) -> Response:
         """Run a request of any endpoint. `write` makes the writer for the shape of that endpoint's replies."""
         self._refuse_when_closed()
-        # Tokenizing a long prompt takes long, so it runs on a thread and the event loop stays free.
-        prepared = await asyncio.to_thread(
-            prepare, wanted, self.llm, prefix=prefix, names=names or {}, caller=turn_caller(request.scope)
-        )
+        gone = threading.Event()  # tells the thread to stop: nobody waits for it
+        try:
+            prepared = await self._work(
+                request,
+                lambda: prepare(
+                    wanted,
+                    self.llm,
+                    prefix=prefix,
+                    names=names or {},
+                    caller=turn_caller(request.scope),
+                    cancelled=gone.is_set,
+                ),
+            )
+        finally:
+            gone.set()
         note(id=prepared.id, seed=prepared.seed_of(0))
         if self.options.log_prompts:
             note(
@@ -176,19 +190,24 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         parsed = await self._read(request, TokenizeRequest)
-        ids = await asyncio.to_thread(self._tokens, parsed.request)
+        return await self._work(request, lambda: self._tokenized(parsed))
+
+    def _tokenized(self, parsed: Parsed[TokenizeRequest]) -> Response:
+        wanted = parsed.request
+        if wanted.prompt is None:
+            ids = chat_prompt(wanted, self.llm)
+        else:
+            ids = self.llm.encode_within_context(wanted.prompt, param="prompt", add_special=wanted.add_special_tokens)
         body = {"tokens": list(ids), "count": len(ids), "max_model_len": self.llm.card.max_context}
         return JSONResponse(body, headers=_headers(parsed.ignored))
 
-    def _tokens(self, wanted: TokenizeRequest) -> tuple[int, ...]:
-        if wanted.prompt is None:
-            return chat_prompt(wanted, self.llm)
-        return self.llm.encode(wanted.prompt, add_special=wanted.add_special_tokens)
-
     async def detokenize(self, request: Request) -> Response:
         parsed = await self._read(request, DetokenizeRequest)
+        return await self._work(request, lambda: self._detokenized(parsed))
+
+    def _detokenized(self, parsed: Parsed[DetokenizeRequest]) -> Response:
         check_ids("tokens", tuple(parsed.request.tokens), vocab=self.llm.card.vocab)
-        text = await asyncio.to_thread(self.llm.tokenizer.decode, parsed.request.tokens, skip_special=False)
+        text = self.llm.tokenizer.decode(parsed.request.tokens, skip_special=False)
         return JSONResponse({"prompt": text}, headers=_headers(parsed.ignored))
 
     # ------------------------------------------------------------------ about the server
@@ -221,12 +240,20 @@ class Endpoints:
         def parsed_body() -> Parsed[RequestT]:
             return parse(kind, read_json(body), lenient=self.options.lenient)
 
-        # Long bodies are parsed on a thread, so that streams keep running meanwhile.
-        parsed = parsed_body() if len(body) < LONG_BODY else await asyncio.to_thread(parsed_body)
+        request.state.long = len(body) >= LONG_BODY
+        parsed = await self._convert(request, parsed_body)
         self._check_model(getattr(parsed.request, "model", None))
         if parsed.ignored:
             note(ignored=parsed.ignored)
         return parsed
+
+    async def _convert(self, request: Request, work: Callable[[], Result]) -> Result:
+        """Run work whose time grows with the body alone: short work right here."""
+        return await self._work(request, work) if request.state.long else work()
+
+    async def _work(self, request: Request, work: Callable[[], Result]) -> Result:
+        """Run work on a thread, so that streams keep running meanwhile."""
+        return await self._workers.run(request, work, long=request.state.long)
 
     def _check_model(self, name: str | None) -> None:
         """Refuse an unknown model name with `--strict-model-names`. Otherwise any name means the one model that is served."""
@@ -263,6 +290,12 @@ class Endpoints:
             "device": card.device,
             "aliases": list(self.options.aliases),
         }
+
+
+def _equivalent(body: CountRequest, **changes: Any) -> tuple[Mapping[str, str], ChatRequest]:
+    """Our names of fields with the caller's, and the chat request that a Messages request means."""
+    names = body.names()
+    return names, as_chat({**body.chat(), **changes}, names)
 
 
 class Writer(Protocol):

@@ -7,12 +7,13 @@ the reply shows, and the stream of its pieces.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
+from onedraw.limits import MAX_PROMPT_TOKENS
 from onedraw.llm.llm import LLM, PreparedChoice
 from onedraw.llm.reply_stream import Generation
 from onedraw.llm.request_options import make_chat_generation, make_generation, settle_seed
@@ -68,18 +69,19 @@ def prepare(
     prefix: str | None = None,
     names: Mapping[str, str] | None = None,
     caller: str = "",
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> PreparedRequest:
     """Check everything that can be wrong with a request, and tokenize its prompt. A long prompt takes long: call it on a thread.
 
     `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ. `caller` takes
-    turns with other callers.
+    turns with other callers. Work on a list of prompts stops once it is `cancelled`.
     """
     try:
         match request:
             case ChatRequest():
                 return _chat(request, llm, prefix or "chatcmpl-", caller)
             case CompletionRequest():
-                return _completion(request, llm, caller)
+                return _completion(request, llm, caller, cancelled)
     except BadParameter as error:
         renamed = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
         raise renamed.renamed(names or {}) from None
@@ -96,7 +98,7 @@ def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) ->
         return error.prompt
 
 
-def _completion(request: CompletionRequest, llm: LLM, caller: str) -> PreparedRequest:
+def _completion(request: CompletionRequest, llm: LLM, caller: str, cancelled: Callable[[], bool]) -> PreparedRequest:
     identity = f"cmpl-{secrets.token_hex(12)}"
     seed = settle_seed(request.seed)
     scored = request.logprobs if request.echo else None
@@ -104,9 +106,18 @@ def _completion(request: CompletionRequest, llm: LLM, caller: str) -> PreparedRe
         raise BadParameter(
             "prompt", f"{len(request.prompt)} prompts × n = {request.n} is over {MAX_REPLIES} replies; split the list"
         )
-    generations, echoes = [], []
+    llm.service.check_count(len(request.prompt) * request.n, param="prompt" if len(request.prompt) > 1 else "n")
+    generations, echoes, tokens = [], [], 0
     for number, prompt in enumerate(request.prompt):
-        ids = llm.encode(prompt, add_special=request.add_special_tokens) if isinstance(prompt, str) else prompt
+        if cancelled():
+            raise ShuttingDown("the request was cancelled before it was read")
+        if isinstance(prompt, str):
+            ids = llm.encode_within_context(prompt, param="prompt", add_special=request.add_special_tokens)
+        else:
+            ids = prompt
+        tokens += len(ids)
+        if tokens > MAX_PROMPT_TOKENS:
+            raise BadParameter("prompt", f"the prompts have over {MAX_PROMPT_TOKENS:,} tokens in all; split the list")
         options = request.options(seed=prompt_seed(seed, number), prompt_logprobs=scored)
         generations.append(
             make_generation(options, llm=llm, prompt=ids, default_max_tokens=COMPLETION_MAX_TOKENS, label=identity)

@@ -24,6 +24,7 @@ from tokenizers import AddedToken
 
 from onedraw.errors import BadRequest, CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.text.gguf_tokenizer import SPACE, build_tokenizer
+from onedraw.text.least_tokens import LeastTokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -121,6 +122,16 @@ class Tokenizer:
         except TypeError:  # The library raises this for text with half of a surrogate pair, which _utf8 refuses by name.
             _utf8(text)
             raise
+
+    def least_tokens(self, text: str, *, enough: int) -> int:
+        """A number that the tokens of a text never fall below, found without tokenizing it. It may stop at `enough`."""
+        return self._least.of(text, enough=enough)
+
+    @cached_property
+    def _least(self) -> LeastTokens:
+        characters = {byte: character for character, byte in _BYTE_OF.items()}
+        byte_level = characters if isinstance(self._spelling, ByteLevel) else None
+        return LeastTokens(self._backend, map(self.token_bytes, range(self.vocab_size)), byte_level=byte_level)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of a text in which nothing is encoded as a special token."""

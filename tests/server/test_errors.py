@@ -251,7 +251,7 @@ def test_a_full_queue_sends_retry_after():
 
 def test_more_prompts_than_the_queue_holds_leave_nothing_behind():
     with slowed(fake_llm(max_batch=1, queue_limit=2), 0.002) as llm, serving(llm) as served:
-        refused(served.post(COMPLETIONS, prompt=["a"] * 20, max_tokens=50), 400, code="too_many_replies")
+        refused(served.post(COMPLETIONS, prompt=["a"] * 20, max_tokens=50), 400, param="prompt", code="too_many_replies")
         wait_until(lambda: (llm.service.stats().running, llm.service.stats().waiting) == (0, 0))
 
 
