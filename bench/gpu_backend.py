@@ -4,7 +4,8 @@
 
 Sections: decode (sampled, through the engine, with turns sent off ahead and without), turns (decode, verify and tree turns
 against a decode turn), drafted (4 kept of 15 against plain), exact (1,000 positions: alone, verified, in a batch of 32, after
-preemption, in other chunks), prefill, host (where the host's time goes), rehearse (turns recorded before the first request), long
+preemption, in other chunks), requested (the same for logprobs and constraints), prefill, host (where the host's time goes),
+rehearse (turns recorded before the first request), long
 (one row at 128K), choosing (the sampler alone), drafter (`--drafter`: a long prompt, then drafted turns).
 Weights are random and made on the device. A turn's time is from `submit` to the end of `collect`, median of many.
 """
@@ -41,7 +42,7 @@ from onedraw.lab.references import step_bytes
 from onedraw.memory.allocator import Allocator
 from onedraw.models.registry import read_model_info
 from onedraw.speculation.speculator import Speculator
-from onedraw.types import Draft, History, Plan, Request, Row, SamplingParams
+from onedraw.types import Draft, History, Plan, Request, Row, SamplingParams, TokenMask
 
 FOUND: dict[str, Any] = {}
 PAGE = 16
@@ -316,6 +317,62 @@ def exact(bench: Bench) -> None:
         say(f"{bench.name}: exact: {name}, positions that differ of {positions} ({counted})", differ)
 
 
+class RuleOfHistory:
+    """A constraint that allows about half of the tokens, which half depends on every token before."""
+
+    def __init__(self, vocab: int) -> None:
+        self._masks = np.random.default_rng(3).integers(0, 2**32, (64, -(-vocab // 32)), dtype=np.uint32)
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask:
+        found: TokenMask = self._masks[sum((*output, *drafts)) % 64]
+        return found
+
+
+def requested(bench: Bench) -> None:
+    """Tokens, logprobs and checksums of requests with logprobs and constraints, decoded alone, against a batch and drafts."""
+    positions, mask = bench.positions, RuleOfHistory(bench.spec.vocab)
+    kinds: dict[str, tuple[dict[str, Any], RuleOfHistory | None]] = {
+        "logprobs": ({"logprobs": 5}, None),
+        "processed logprobs": ({"logprobs": 20, "logprobs_mode": "processed", "top_p": 0.9}, None),
+        "a constraint": ({"logprobs": 2}, mask),
+        "a constraint and penalties": ({"frequency_penalty": 0.3, "top_k": 50}, mask),
+    }
+    params = replace(SAMPLED, temperature=1.0, checksums=True)
+    asked = [
+        replace(one, params=replace(one.params, **given))
+        for one, (given, _) in zip(_requests(bench, len(kinds), 200, positions, params), kinds.values(), strict=True)
+    ]
+    constraints = [constraint for _, constraint in kinds.values()]
+
+    def answers(
+        chosen: Sequence[int], speculator: Speculator, strangers: Sequence[Request] = ()
+    ) -> tuple[list[list[Any]], Engine]:
+        engine = bench.engine(speculator)
+        found: list[list[Any]] = [[] for _ in chosen]
+        for own, index in zip(found, chosen, strict=True):
+            engine.add(asked[index], lambda event, own=own: own.extend(event.sampled), constraints[index])  # type: ignore[misc]
+        for stranger in strangers:
+            engine.add(stranger, lambda event: None)
+        while engine.busy:
+            engine.step()
+        return found, engine
+
+    alone = [answers([index], Speculator([]))[0][0] for index in range(len(asked))]
+    truth = RecordedProposer(kept=4, length=7, vocab=bench.spec.vocab)
+    truth.answers = {one.prompt: tuple(t.token for t in own) for one, own in zip(asked, alone, strict=True)}
+    strangers = [
+        replace(one, id=f"s{i}") for i, one in enumerate(_requests(bench, min(bench.lanes, 32), 170, positions, SAMPLED))
+    ]
+    ways = {"in a batch": (Speculator([]), strangers[len(asked) :]), "with drafts": (Speculator([truth], draft_tokens=7), [])}
+    for way, (speculator, others) in ways.items():
+        found, engine = answers(range(len(asked)), speculator, others)
+        stats = engine.stats()
+        counted = f"ahead {stats.steps_ahead} of {stats.steps}, mixed {stats.mixed_constraints}, kept {stats.accepted_tokens}"
+        for name, got, expected in zip(kinds, found, alone, strict=True):
+            differ = sum(a != b for a, b in itertools.zip_longest(got, expected))
+            say(f"{bench.name}: {name}, {way}: differ of {positions} ({counted})", differ)
+
+
 def _ran(bench: Bench, requests: Sequence[Request], engine: Engine) -> tuple[list[list[Any]], Engine]:
     return bench.answers(requests, engine)[0], engine
 
@@ -409,6 +466,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "exact": exact,
     "prefill": prefill,
     "host": host,
+    "requested": requested,
     **MORE,
 }
 
