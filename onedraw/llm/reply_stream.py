@@ -94,10 +94,10 @@ class ReplyStream:
         self._offset += len(found.own)
         return token, found.text
 
-    def _read(self, pieces: list[OpenPiece], text: str, *, last: bool = False) -> str | None:
+    def _read(self, pieces: list[OpenPiece], text: str, *, last: bool = False, cut: bool = False) -> str | None:
         """Parse text and append it to pieces until a stop string is found, which is returned. Stop strings are searched only in
         the content: the markers and white space of reasoning and calls are not part of what the caller sees."""
-        for part in [*self._parser.push(text), *(self._parser.finish() if last else ())]:
+        for part in [*self._parser.push(text), *(self._parser.finish(cut=cut) if last else ())]:
             if part.channel == "content":
                 if part.truncated_call:
                     shown, hit = self._stops.finish() + part.text, None
@@ -117,7 +117,7 @@ class ReplyStream:
         """Append the text that the detokenizer, parser and stop-string search held back, and decide the finish reason."""
         self.done = True
         if hit is None:
-            hit = self._read(pieces, self._detokenizer.finish(), last=True)
+            hit = self._read(pieces, self._detokenizer.finish(), last=True, cut=finish == "length")
             finish = finish if hit is None else "stop"
         return "tool_calls" if finish == "stop" and self._parser.completed_calls else finish, hit
 

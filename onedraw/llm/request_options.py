@@ -190,8 +190,8 @@ def make_chat_generation(
 def tool_call_format(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> ReplyFormat | None:
     """Return the response format of a reply with tools. It is a grammar if a call is required, if some tools may not be called
     or are strict, or if the reply's content has a format of its own; otherwise None, and the model writes calls freely."""
-    if other is not None and use.required:
-        raise BadParameter(other.param, "cannot be combined with a required tool call; use tool_choice auto")
+    if use.required:
+        other = None  # a required call is the whole reply
     if other is not None and not isinstance(other, JsonFormat):
         raise BadParameter(other.param, "only JSON can be combined with tools; send no tools with this format")
     if other is None and not use.required and not use.restricted and not any(tool.strict for tool in use.allowed):

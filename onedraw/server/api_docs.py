@@ -104,6 +104,10 @@ A prompt counts once in `usage`, however many choices continue it. A token that 
 choice's text; the tokens of a stop string have offsets beyond its end. In `token_details` a token is `kept` if it was drafted,
 `rejected` counts the drafts that were rejected at its position, and `text` has the characters that the token completes.
 
+The last chunk of a chat choice has its `finish_reason` and an empty `delta`. A tool call that `max_tokens` cuts is a call with
+the arguments so far, if its name is complete, and else it is dropped; the finish reason is `length` either way, and its markers
+are never part of the content. Where `tool_choice` forces a call, a `response_format` beside it has no effect.
+
 A stream ends with `data: [DONE]`. If it fails after it began, its last event is `{"error": …}`, without `[DONE]`; on
 `/v1/responses` it is `error` and then `response.failed`, on `/v1/messages` `error`. A client that disconnects cancels its
 request.
@@ -138,7 +142,8 @@ LIMIT_ROWS
 | 503 | the server is shutting down |
 | 504 | the request took longer than `--request-seconds` |
 
-Every response has an `x-request-id`, which is also in the server's log; for a reply it is the reply's `id`.
+Every response has an `x-request-id`, which is also in the server's log: the caller's own, if the request has one of up to 128
+letters, digits and `_ . : -`; else the reply's `id`, or a new one.
 """
 
 

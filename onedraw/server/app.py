@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -33,6 +32,7 @@ from onedraw.server.errors import TimedOut, error_response
 from onedraw.server.logs import RequestLog, note
 from onedraw.server.metrics import Meters, RequestTimer
 from onedraw.server.middleware import (
+    CrossOriginMiddleware,
     ErrorMiddleware,
     LocalAccessMiddleware,
     or_disconnect,
@@ -137,9 +137,8 @@ class Endpoints:
         return JSONResponse({"input_tokens": counted}, headers=_headers(parsed.ignored))
 
     def _openai(self, wanted: CompletionRequest | ChatRequest) -> Callable[[PreparedRequest], OpenAIWriter]:
-        include_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
         return lambda prepared: OpenAIWriter(
-            prepared, card=self.llm.card, tokenizer=self.llm.tokenizer, include_usage=include_usage
+            prepared, card=self.llm.card, tokenizer=self.llm.tokenizer, stream_options=wanted.stream_options
         )
 
     async def _answer(
@@ -419,7 +418,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.add_middleware(ErrorMiddleware)
     if options.cors_origins:
         app.add_middleware(
-            CORSMiddleware,
+            CrossOriginMiddleware,
             allow_origins=list(options.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],

@@ -84,6 +84,7 @@ def read(*names: str) -> tuple[Rule, ...]:
     return tuple(Rule(name, Treatment.HONOURED, "") for name in names)
 
 
+CACHE_CONTROL = inert("cache_control", "prefix caching is automatic")
 _INERT = (
     inert("user", "not used"),
     inert("metadata", "the caller's own notes"),
@@ -95,6 +96,7 @@ _INERT = (
     inert("service_tier", "the server has one tier", "auto", "default"),
     inert("store", "nothing is stored", False),
     inert("cache_prompt", "a cached prompt has the same bits as a cold one"),
+    CACHE_CONTROL,
 )
 _SHARED = (
     *_INERT,
@@ -141,10 +143,12 @@ MESSAGE_RULES = (
     refused("audio", "text only"),
     neutral("refusal", "other servers put it into replies; it is not read", ""),
     inert("provider_specific_fields", "a client library's own notes"),
+    CACHE_CONTROL,
 )
 STREAM_RULES = (neutral("include_obfuscation", "chunks are not padded", False),)
 TOKENIZE_RULES = (neutral("return_token_strs", "use /detokenize", False),)
 TOOL_RULES = (
+    CACHE_CONTROL,
     neutral("defer_loading", "every tool is listed in the prompt", False),
     neutral("allowed_callers", "only the model calls tools", ["direct"]),
 )

@@ -56,7 +56,8 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 facts["status"] = message["status"]
                 headers = MutableHeaders(scope=message)
-                identity = headers.setdefault(HEADER, facts["id"])
+                identity = facts.get("caller_id") or headers.get(HEADER) or facts["id"]
+                headers[HEADER] = identity
                 if scope["path"].startswith("/v1/messages"):
                     headers["request-id"] = identity  # Anthropic's clients read this header.
             await send(message)

@@ -11,7 +11,9 @@ from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onedraw.errors import BadRequest
@@ -94,6 +96,21 @@ def _is_local(name: str, *, public: bool = True) -> bool:
     except ValueError:
         return "." not in name or name.endswith(LOCAL_DOMAINS)
     return public or address.is_private or address.is_loopback or address.is_link_local
+
+
+class CrossOriginMiddleware(CORSMiddleware):
+    """Adds CORS headers. A refused preflight request is answered in JSON, as every other error."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        origin = request_headers.get("origin", "")
+        reason = bytes(answer.body).decode()
+        refusal = error_response(ForeignPage(f"{reason}: serve with --cors-origin {origin} to allow requests from it"))
+        kept = {name: value for name, value in answer.headers.items() if name not in ("content-length", "content-type")}
+        refusal.headers.update(kept)
+        return refusal
 
 
 class ErrorMiddleware:

@@ -67,7 +67,7 @@ _TEXTS: Json = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", 
 _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PART: Json = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": {}},
     "required": ["type", "text"],
     "additionalProperties": False,
 }

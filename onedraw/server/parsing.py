@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.server.anthropic import messages
 from onedraw.server.fields import (
+    CACHE_CONTROL,
     CHAT_RULES,
     COMPLETION_RULES,
     MESSAGE_RULES,
@@ -31,6 +32,7 @@ from onedraw.server.fields import (
 )
 from onedraw.server.openai import responses_request as items
 from onedraw.server.protocol import (
+    PART_FIELDS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -51,8 +53,8 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     CompletionRequest: table(CompletionRequest, COMPLETION_RULES),
     ChatRequest: table(ChatRequest, CHAT_RULES),
     Message: table(Message, MESSAGE_RULES),
-    ToolSpec: table(ToolSpec),
-    FunctionTool: table(FunctionTool),
+    ToolSpec: table(ToolSpec, (CACHE_CONTROL,)),
+    FunctionTool: table(FunctionTool, (CACHE_CONTROL,)),
     StreamOptions: table(StreamOptions, STREAM_RULES),
     Prediction: table(Prediction),
     ResponseFormat: table(ResponseFormat),
@@ -71,7 +73,7 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
 Shape = Mapping[str, "Shape | None"]
 _NAMED: Shape = {"type": None, "name": None}
 _INSIDE: Shape = {"type": None, "function": {"name": None}}
-_TEXT: Shape = {"type": None, "text": None}
+_TEXT: Shape = dict.fromkeys(PART_FIELDS)
 SHAPES: Mapping[tuple[type[BaseModel], str], Shape] = {
     (ChatRequest, "tool_choice"): {**_INSIDE, "allowed_tools": {"mode": None, "tools": _INSIDE}},
     (items.ResponsesRequest, "tool_choice"): {**_NAMED, "mode": None, "tools": _NAMED},

@@ -84,6 +84,8 @@ def prepare(
                 return _completion(request, llm, caller, cancelled)
     except BadParameter as error:
         renamed = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
+        if request.repetition_penalty is None:
+            renamed = renamed.renamed({"repetition_penalty": "repeat_penalty"})
         raise renamed.renamed(names or {}) from None
     except BadRequest as error:
         error.param = (names or {}).get(error.param or "", error.param)
@@ -122,14 +124,14 @@ def _completion(request: CompletionRequest, llm: LLM, caller: str, cancelled: Ca
         generations.append(
             make_generation(options, llm=llm, prompt=ids, default_max_tokens=COMPLETION_MAX_TOKENS, label=identity)
         )
-        echoes.append(_echo(prompt, request, llm) if request.echo else None)
+        echoes.append(_echo(prompt, llm) if request.echo else None)
     logprobs = request.logprobs is not None
     choices = llm.prepare(*generations, caller=caller)
     return _prepared(request, generations, choices, id=identity, kind="completion", echoes=echoes, logprobs=logprobs)
 
 
-def _echo(prompt: Prompt, request: CompletionRequest, llm: LLM) -> str:
-    return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
+def _echo(prompt: Prompt, llm: LLM) -> str:
+    return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt, skip_special=False)
 
 
 def _chat(request: ChatRequest, llm: LLM, prefix: str, caller: str) -> PreparedRequest:
@@ -182,10 +184,12 @@ def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     if taken:
         raise BadParameter("chat_template_kwargs", f"{taken[0]} cannot be set here")
     messages: list[Message] = request.messages or []
+    thinking = request.enable_thinking if isinstance(request, ChatRequest) else None
+    switch = {} if thinking is None else {"enable_thinking": thinking}
     return {
         "messages": [message.plain() for message in messages],
         "add_generation_prompt": request.add_generation_prompt,
-        "template_kwargs": request.chat_template_kwargs,
+        "template_kwargs": {**switch, **request.chat_template_kwargs},
     }
 
 

@@ -190,7 +190,7 @@ def _kind(value: object) -> dict[str, Any]:
 def _texts(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return tuple(value)
     raise PydanticCustomError("texts", "must be a text or a list of texts")
 
@@ -201,12 +201,15 @@ def _bias(value: object) -> dict[int, float]:
         raise PydanticCustomError("bias", "must be an object: token id → added to its logit")
     bias: dict[int, float] = {}
     for key, added in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12):
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12) and type(key) is not int:
             raise PydanticCustomError("bias", "{key} is not a token id", {"key": repr(key)})
         if type(added) not in (int, float) or not -100 <= added <= 100:
             raise PydanticCustomError("bias", "the bias of token {key} must be a number in [-100, 100]", {"key": key})
         bias[int(key)] = float(added)
     return bias
+
+
+PART_FIELDS = ("type", "text", "cache_control")  # prefix caching is automatic, so cache_control has no effect
 
 
 def _content(value: object) -> str:
@@ -225,7 +228,7 @@ def _content(value: object) -> str:
             )
         if not isinstance(part, dict) or kind is None or not isinstance(part.get("text"), str):
             raise PydanticCustomError("part", 'must be {"type": "text", "text": "…"}', at)
-        extra = [name for name, value in part.items() if value is not None and name not in ("type", "text")]
+        extra = [name for name, value in part.items() if value is not None and name not in PART_FIELDS]
         if extra:
             raise PydanticCustomError("part", "unknown field", {"at": f"[{number}].{extra[0]}"})
         texts.append(part["text"])
@@ -234,6 +237,9 @@ def _content(value: object) -> str:
 
 class StreamOptions(StrictModel):
     include_usage: bool = field_doc("boolean", "a last chunk without choices carries `usage`", False)
+    continuous_usage_stats: bool = field_doc(
+        "boolean", "with `include_usage`: every chunk carries the `usage` up to it, without the details", False
+    )
 
 
 class Prediction(StrictModel):
@@ -255,11 +261,16 @@ class JsonSchema(StrictModel):
 class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"] = field_doc('"text", "json_object", "json_schema"', "required", ...)
     json_schema: JsonSchema | None = field_doc("object", 'see below; with type "json_schema"')
+    schema_: dict[str, Any] | None = field_doc(
+        "object", 'with type "json_object": a JSON schema that the object follows', alias="schema"
+    )
 
     @model_validator(mode="after")
     def _schema_with_its_type(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise PydanticCustomError("agree", 'must be given with type "json_schema" alone', {"at": ".json_schema"})
+        if self.schema_ is not None and self.type != "json_object":
+            raise PydanticCustomError("agree", 'is only allowed with type "json_object"', {"at": ".schema"})
         return self
 
 
@@ -271,22 +282,16 @@ class StructuredOutputs(StrictModel):
     grammar: str | None = field_doc("string", "the same as `guided_grammar`")
 
 
-class SamplingFields(StrictModel):
-    """The fields that chat and completions have in common."""
+class TokenFields(StrictModel):
+    """The fields that say how a token is sampled and where a reply ends, for chat, completions and responses."""
 
-    model: str | None = field_doc("string", ANY_MODEL)
-    stream: bool = field_doc("boolean", "answer in server-sent events", False)
-    stream_options: StreamOptions | None = field_doc("object", "see below; only with `stream`")
-    max_tokens: Whole | None = field_doc(
-        "integer >= -1", "the most tokens of a reply, which ends at the context at the latest; -1: only there; 0: no reply at all"
-    )
-    max_completion_tokens: Whole | None = field_doc("integer >= -1", "the same as `max_tokens`")
     min_tokens: Whole | None = field_doc("integer >= 0", "the reply does not end before this many tokens")
     temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
     top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off; 1 is greedy at any temperature")
     top_p: float | None = field_doc("number, over 0 … 1", "nucleus sampling among the tokens that top_k kept; 1: off")
     min_p: float | None = field_doc("number, 0 … 1", "relative to the likeliest token; 0: off")
     repetition_penalty: float | None = field_doc("number over 0", "over prompt and reply; 1: off")
+    repeat_penalty: float | None = field_doc("number over 0", "the same as `repetition_penalty`")
     frequency_penalty: float | None = field_doc("number, -100 … 100", "over the reply; 0: off")
     presence_penalty: float | None = field_doc("number, -100 … 100", "over the reply; 0: off")
     dry_multiplier: float | None = field_doc("number >= 0", "strength of the DRY penalty on continuing a repetition; 0: off")
@@ -304,7 +309,6 @@ class SamplingFields(StrictModel):
         "object: token id → -100 … 100", "added to the logits of these tokens"
     )
     seed: int | None = seed_field("every choice")
-    n: int = field_doc(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
     stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
         "string or list", "ends the reply and is not part of its text; searched in the answer, not in reasoning or calls", ()
     )
@@ -313,6 +317,27 @@ class SamplingFields(StrictModel):
     bad_words: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
         "list of strings", "words that the reply never contains", ()
     )
+    speculation: bool = field_doc("boolean", "false: no speculative decoding for this request; it never changes a reply", True)
+
+    @model_validator(mode="after")
+    def _one_penalty(self) -> TokenFields:
+        both = (self.repetition_penalty, self.repeat_penalty)
+        if None not in both and both[0] != both[1]:
+            raise PydanticCustomError("agree", "is the same as repetition_penalty; send one of them", {"at": "repeat_penalty"})
+        return self
+
+
+class SamplingFields(TokenFields):
+    """The fields that chat and completions have in common."""
+
+    model: str | None = field_doc("string", ANY_MODEL)
+    stream: bool = field_doc("boolean", "answer in server-sent events", False)
+    stream_options: StreamOptions | None = field_doc("object", "see below; only with `stream`")
+    max_tokens: Whole | None = field_doc(
+        "integer >= -1", "the most tokens of a reply, which ends at the context at the latest; -1: only there; 0: no reply at all"
+    )
+    max_completion_tokens: Whole | None = field_doc("integer >= -1", "the same as `max_tokens`")
+    n: int = field_doc(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
     logprobs_mode: Literal["raw", "processed"] = field_doc(
         '"raw" or "processed"', "of the model's own distribution, or of the one that was sampled from", "raw"
     )
@@ -320,7 +345,6 @@ class SamplingFields(StrictModel):
     prediction: Prediction | None = field_doc(
         "object", "see below; the expected reply, used as drafts: faster where it is right, never a different reply"
     )
-    speculation: bool = field_doc("boolean", "false: no speculative decoding for this request; it never changes a reply", True)
     response_format: ResponseFormat | None = field_doc("object", "see below; the reply is JSON, of a schema if one is given")
     guided_json: dict[str, Any] | str | None = field_doc("object or string", "a JSON schema, or its text, that the reply follows")
     guided_regex: str | None = field_doc("string", "a regular expression that the whole reply matches; no look-around")
@@ -349,6 +373,8 @@ class SamplingFields(StrictModel):
         """Return the response formats that are given, as a map from the caller's field name to the option's name and value."""
         found: dict[str, tuple[str, Any]] = {}
         match self.response_format:
+            case ResponseFormat(type="json_object", schema_=dict() as schema):
+                found["response_format.schema"] = ("guided_json", schema)
             case ResponseFormat(type="json_object"):
                 found["response_format"] = ("guided_json", ANY_OBJECT)
             case ResponseFormat(json_schema=JsonSchema() as wanted):
@@ -373,6 +399,7 @@ class SamplingFields(StrictModel):
         named = {f.name: getattr(self, f.name) for f in fields(RequestOptions) if f.name in type(self).model_fields}
         spelled = {
             "max_tokens": self.token_limit,
+            "repetition_penalty": self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
             "checksums": self.return_checksums,
             "prediction": None if self.prediction is None else self.prediction.content,
         }
@@ -407,6 +434,7 @@ class Message(StrictModel):
     )
     name: str | None = field_doc("string", "passed to the chat template")
     reasoning_content: str | None = field_doc("string", "passed to the chat template")
+    reasoning: str | None = field_doc("string", "the same as `reasoning_content`")
     tool_calls: list[ToolCall] | None = field_doc("list of objects", "the assistant's calls: `id`, `type`, `function`")
     tool_call_id: str | None = field_doc("string", 'with role "tool": the call that this is the result of')
 
@@ -436,6 +464,7 @@ class ChatRequest(SamplingFields):
     )
     add_generation_prompt: bool = field_doc("boolean", "end the prompt with the beginning of an assistant message", True)
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
+    enable_thinking: bool | None = field_doc("boolean", "the same as in `chat_template_kwargs`, which overrides it")
     reasoning_effort: Effort | None = field_doc(
         ", ".join(f'"{effort}"' for effort in EFFORTS),
         "passed to the chat template if it has such a variable; else `none` turns reasoning off, and the budget is "

@@ -96,10 +96,10 @@ class ReplyParser:
     def push(self, text: str) -> list[ReplyPart]:
         return self._parse(self._reasoning.push(text))
 
-    def finish(self) -> list[ReplyPart]:
+    def finish(self, *, cut: bool = False) -> list[ReplyPart]:
         """Return the text that was held back, at the end of the reply."""
         parts = self._parse(self._reasoning.finish())
-        return parts if self._calls is None else [*parts, *self._convert(self._calls.finish())]
+        return parts if self._calls is None else [*parts, *self._convert(self._calls.finish(cut=cut))]
 
     def _parse(self, texts: ChannelTexts) -> list[ReplyPart]:
         parts: list[ReplyPart] = []

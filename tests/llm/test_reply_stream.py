@@ -102,7 +102,7 @@ def test_held_back_text_comes_before_a_call_that_is_cut_off() -> None:
     tokens = ids('well st<tool_call>\n{"na')
     for stop in ((), ("stop",)):
         found = pieces(tokens, [3], syntax=SYNTAX, stop=stop, finish="length")
-        assert told(found)[1] == {"content": 'well st<tool_call>\n{"na'}
+        assert told(found)[1] == {"content": "well st"}
 
 
 @pytest.mark.parametrize(

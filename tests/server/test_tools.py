@@ -149,7 +149,6 @@ def test_content_may_have_a_response_format_beside_tools(fake: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
-        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex"),
         ({"tools": [WEATHER], "ignore_eos": True}, "ignore_eos"),
         ({"tools": [{"type": "websearch"}]}, "tools[0].type"),

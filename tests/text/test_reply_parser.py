@@ -45,10 +45,25 @@ def test_every_call_has_its_index_and_its_own_id() -> None:
     assert len({call.id for call in calls}) == 2
 
 
-def test_a_call_without_a_name_at_the_end_is_content() -> None:
+@pytest.mark.parametrize("cut", ["<tool_c", "<tool_call>", '<tool_call>{"na'])
+def test_a_call_that_is_cut_off_before_its_name_is_dropped(cut: str) -> None:
+    parser = ReplyParser(ReplySyntax(calls=CallableTools("hermes")))
+    assert parser.push("ah " + cut) == [ReplyPart("content", "ah")]
+    assert parser.finish(cut=True) == []
+
+
+def test_a_call_without_a_name_that_the_model_ended_is_content() -> None:
     parser = ReplyParser(ReplySyntax(calls=CallableTools("hermes")))
     assert parser.push('<tool_call>{"na') == []
     assert parser.finish() == [ReplyPart("content", '<tool_call>{"na', truncated_call=True)]
+
+
+def test_a_reply_that_could_become_a_call_without_markers_is_content() -> None:
+    parser = ReplyParser(ReplySyntax(calls=CallableTools("llama")))
+    assert parser.push('{"na') == []
+    assert parser.finish(cut=True) == [ReplyPart("content", '{"na', truncated_call=True)]
+    plain = ReplyParser(ReplySyntax(calls=CallableTools("hermes")))
+    assert [*plain.push("1 <to"), *plain.finish(cut=True)] == [ReplyPart("content", "1"), ReplyPart("content", " <to")]
 
 
 @pytest.mark.parametrize(("thinking", "count"), [("may", 14), ("open", 14), ("over", 0)])

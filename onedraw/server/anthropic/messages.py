@@ -160,7 +160,6 @@ class MessageTool(StrictModel):
     description: str | None = field_doc("string", "shown to the model")
     input_schema: dict[str, Any] | None = field_doc("object", "a JSON schema of the input; required")
     strict: bool = field_doc("boolean", "arguments of this tool always follow its schema", False)
-    cache_control: Any = field_doc("any", "accepted: prefix caching is automatic")
     input_examples: Any = field_doc("any", "accepted: not shown to the model")
     eager_input_streaming: Any = field_doc("any", "accepted: input is always streamed")
 

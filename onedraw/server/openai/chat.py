@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from onedraw.errors import OnedrawError
 from onedraw.llm.reply import Reply
 from onedraw.server.errors import error_object
 from onedraw.server.prompts import PreparedRequest
+from onedraw.server.protocol import StreamOptions
 from onedraw.text.detokenizer import Detokenizer
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Finish, Logprobs, ModelCard, Piece, ReplyToken, Usage
@@ -25,10 +27,14 @@ Json = dict[str, Any]
 class OpenAIWriter:
     """Writes all choices of the reply to one request."""
 
-    def __init__(self, prepared: PreparedRequest, *, card: ModelCard, tokenizer: Tokenizer, include_usage: bool = False) -> None:
+    def __init__(
+        self, prepared: PreparedRequest, *, card: ModelCard, tokenizer: Tokenizer, stream_options: StreamOptions | None = None
+    ) -> None:
         self._prepared = prepared
         self._tokenizer = tokenizer
-        self._include_usage = include_usage
+        self._include_usage = stream_options is not None and stream_options.include_usage
+        self._counts_usage = stream_options is not None and stream_options.continuous_usage_stats
+        self._sampled = 0  # tokens of all choices so far
         self._begun: set[int] = set()  # indices of the choices that already had a chunk
         self._named: set[tuple[int, int]] = set()  # (choice, call) of the tool calls whose id and name were already sent
         self._head = {
@@ -53,11 +59,14 @@ class OpenAIWriter:
         tokens = piece.tokens if prepared.shows_tokens else ()
         if prepared.kind == "chat":
             delta = self._delta(piece)
+            if delta and piece.finish is not None:  # clients expect the finish in a chunk of its own
+                return [*written, *self.chunks(replace(piece, finish=None)), *self.chunks(closing(piece))]
             body: Json = {"delta": delta}
             shown = bool(delta)
         else:
             text = (prepared.echo_of(index) or "") + piece.text if first else piece.text
             body, shown = {"text": text}, bool(text)
+        self._sampled += len(piece.tokens)
         if shown or piece.finish is not None or (first and prepared.token_ids) or tokens:
             choice = self._choice(
                 index,
@@ -103,8 +112,12 @@ class OpenAIWriter:
     def _chunk(self, choice: Json, prompt_ids: tuple[int, ...] | None) -> Json:
         chunk = self._head | {"object": self._chunk_object, "choices": [choice]}
         if self._include_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self._usage_so_far() if self._counts_usage else None
         return chunk | self._prompt_ids(prompt_ids)
+
+    def _usage_so_far(self) -> Json:
+        prompt = sum(len(generation.prompt) for generation in self._prepared.generations)
+        return {"prompt_tokens": prompt, "completion_tokens": self._sampled, "total_tokens": prompt + self._sampled}
 
     @property
     def _chunk_object(self) -> str:
@@ -218,6 +231,11 @@ class OpenAIWriter:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def closing(piece: Piece) -> Piece:
+    """Return what is left of a reply's last piece after its text and tokens."""
+    return Piece(piece.index, "content", "", (), finish=piece.finish, stop_reason=piece.stop_reason, usage=piece.usage)
 
 
 def finite(logprob: float) -> float:

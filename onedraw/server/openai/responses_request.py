@@ -25,10 +25,9 @@ from onedraw.server.fields import (
     neutral,
     read,
     refused,
-    seed_field,
     sift,
 )
-from onedraw.server.protocol import ANY_MODEL, FunctionType, ToolChoice, response_choice
+from onedraw.server.protocol import ANY_MODEL, FunctionType, TokenFields, ToolChoice, response_choice
 from onedraw.types import MAX_TOP_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -173,7 +172,7 @@ class ResponseReasoning(StrictModel):
     generate_summary: Literal["auto", "concise", "detailed"] | None = field_doc("string", "the older name of `summary`")
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(TokenFields):
     model: str | None = field_doc("string", ANY_MODEL)
     input: Annotated[Any, PlainValidator(_items)] = field_doc(
         "string or list of items",
@@ -187,8 +186,6 @@ class ResponsesRequest(StrictModel):
     max_output_tokens: Whole | None = field_doc(
         "integer >= -1", "the most tokens of the reply, which ends at the context at the latest"
     )
-    temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")
-    top_p: float | None = field_doc("number, over 0 … 1", "1: off")
     top_logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}", f"alternatives of each token; with `include: [{LOGPROBS}]`", ge=0, le=MAX_TOP_LOGPROBS
     )
@@ -204,12 +201,8 @@ class ResponsesRequest(StrictModel):
     text: ResponseText | None = field_doc("object", "`format`: the response format")
     reasoning: ResponseReasoning | None = field_doc("object", "`effort`")
     metadata: dict[str, str] | None = field_doc("object", "the caller's own notes, returned with the response")
-    top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off")
-    min_p: float | None = field_doc("number, 0 … 1", "0: off")
-    seed: int | None = seed_field("the reply")
     thinking_budget: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
-    speculation: bool = field_doc("boolean", "false: no speculative decoding; it never changes a reply", True)
 
     @property
     def functions(self) -> list[tuple[int, ResponseTool]]:
@@ -235,7 +228,7 @@ class ResponsesRequest(StrictModel):
     def chat(self, before: Sequence[dict[str, Any]], messages: Sequence[NumberedMessage]) -> dict[str, Any]:
         """Return the fields of the equivalent chat request. `before` is the earlier conversation, `messages` the input."""
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        same = ("temperature", "top_p", "top_k", "min_p", "seed", "thinking_budget", "speculation", "tool_choice")
+        same = self.model_fields_set & {*TokenFields.model_fields, "thinking_budget", "tool_choice"}
         given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         if self.max_output_tokens is not None:
             given["max_tokens"] = self.max_output_tokens

@@ -59,11 +59,18 @@ class ToolCallParser:
                 self._find_marker(character, self._opens, out)
         return _merged(out)
 
-    def finish(self) -> list[CallEvent | Content]:
-        """Return the text that was held back, at the end of the reply."""
+    def finish(self, *, cut: bool = False) -> list[CallEvent | Content]:
+        """Return the text that was held back, at the end of the reply. `cut` says that a length ended it: what began with a
+        marker, or with more than half of one, would have become a call, so it is dropped."""
         out: list[CallEvent | Content] = []
-        if self._call is not None:
+        if self._call is not None and cut and self._opens is not None and not self._call.started:
+            self._call = None
+        elif self._call is not None:
             self._abort_call(out, truncated=True)
+        if cut and self._opens is not None:
+            half = len(self._opens) // 2
+            partial = max((n for n in range(half + 1, len(self._opens)) if self._held.endswith(self._opens[:n])), default=0)
+            self._held = self._held[: len(self._held) - partial].rstrip(SPACE) if partial else self._held
         self._add_content(self._held, out)
         self._held = ""
         return _merged(out)
