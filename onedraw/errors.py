@@ -15,7 +15,7 @@ OnedrawError                 base class of all errors raised on purpose
 │   ├── ModelNotFound        no such model; the message says how to get it
 │   ├── CorruptFile          a file is damaged or incomplete; the message names file and tensor
 │   └── UnsupportedModel     names the architecture or config key, and lists what is supported
-├── OutOfMemory              not enough memory for even one sequence, or a full disk; the message says how much is needed
+├── OutOfMemory              not enough memory for one sequence or one step, or a full disk; the message says what to do
 └── BadSetting               a flag or an environment variable is wrong
 """
 

@@ -24,7 +24,7 @@ from onedraw.engine.isolated_constraint import IsolatedConstraint
 from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import DraftStats, Stats
-from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, StepFailed
+from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, OutOfMemory, StepFailed
 from onedraw.speculation.draft_tree import chain_length, tree_depth
 from onedraw.types import Constraint, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, SampledToken, Usage
 
@@ -57,6 +57,7 @@ COUNTERS = (  # the fields of Stats that the engine itself counts; the others co
     "middle_chunks",
     "mixed_steps",
     "failed_steps",
+    "out_of_memory_steps",
     "steps",
     "overlapped_steps",
     "steps_ahead",
@@ -121,9 +122,10 @@ class Engine:
             outcome = self.backend.collect(handle)
         except BaseException as error:  # A panic in native code is not an Exception.
             ended = self._release_ended(members)
-            self._fail([member for member in members if member.sequence not in ended], error)
+            self._step_raised([member for member in members if member.sequence not in ended], error)
             return
         ended = self._release_ended(members)
+        self.scheduler.count_step()
         self._count(members, outcome)
         for member, result in zip(members, outcome.rows, strict=True):
             if member.sequence not in ended:
@@ -160,7 +162,7 @@ class Engine:
         try:
             handle = self.backend.submit(Plan(tuple(m.row for m in members)))
         except BaseException as error:
-            self._fail(members, error)
+            self._step_raised(members, error)
             return False
         self._totals[counter] += counts
         self._in_flight.append((handle, members))
@@ -174,14 +176,16 @@ class Engine:
         return all(self.backend.capacity.submits_async([member.row for member in plan]) for plan in plans)
 
     def _release_ended(self, members: list[ScheduledRow]) -> set[Sequence]:
-        """Note that the plan of these members was collected. Return the sequences among them that had ended before, and release
-        the pages of those without another row in flight."""
+        """Note that the plan of these members was collected. Return the sequences among them that had ended before or whose state
+        was lost, and release the pages of those without another row in flight."""
         self.scheduler.mark_collected(members)
-        ended = {member.sequence for member in members if member.sequence.ended}
-        for sequence in ended:
-            if sequence not in self.scheduler.in_flight:
+        dropped = [member.sequence for member in reversed(members) if member.sequence.ended or member.sequence.lost]
+        for sequence in dropped:
+            if not sequence.ended:
+                self._preempt_lost(sequence)
+            elif sequence not in self.scheduler.in_flight:
                 self.scheduler.finish(sequence)
-        return ended
+        return set(dropped)
 
     def close(self) -> None:
         if self._offload is not None:
@@ -283,15 +287,37 @@ class Engine:
         del self._live[request_id]  # Last, so that the request still gets its error event if something above raises.
         return sequence, sink
 
-    def _fail(self, members: list[ScheduledRow], error: BaseException) -> None:
-        """End the requests of these rows with an error, because their step raised. The error id is also in the log."""
-        error_id = secrets.token_hex(6)
-        log.error("step failed, error id %s", error_id, exc_info=error)
+    def _step_raised(self, members: list[ScheduledRow], error: BaseException) -> None:
+        """The step of these rows raised. If the device had no memory for it, the rows are computed again in smaller steps, from
+        the beginning, since the states of their lanes are undefined. Otherwise their requests end with an error."""
+        if not isinstance(error, OutOfMemory):
+            error_id = secrets.token_hex(6)
+            log.error("step failed, error id %s", error_id, exc_info=error)
+            self._fail(members, StepFailed(f"the step failed; see error id {error_id} in the server's log"))
+            return
+        if not members:
+            return
+        rows, tokens = len(members), sum(len(member.row.tokens) + len(member.row.drafts) for member in members)
+        log.warning("the device has no memory left for a step of %d rows and %d tokens: %s", rows, tokens, error)
+        self._totals["out_of_memory_steps"] += 1
+        if not self.scheduler.shrink_steps(rows=rows, tokens=tokens):
+            self._fail(members, OutOfMemory(_NO_MEMORY))
+            return
+        for member in reversed(members):  # The oldest is put back last, so it is the first to be admitted again.
+            member.sequence.lost = True
+            self._preempt_lost(member.sequence)
+
+    def _preempt_lost(self, sequence: Sequence) -> None:
+        if sequence.lost and sequence not in self.scheduler.in_flight:
+            sequence.lost = False
+            self.scheduler.preempt(sequence, last=False)
+
+    def _fail(self, members: list[ScheduledRow], error: OnedrawError) -> None:
+        """End the requests of these rows with an error."""
         self._totals["failed_steps"] += 1
         for member in members:
             _, sink = self._remove(member.row.request_id)
-            failure = StepFailed(f"the step failed; see error id {error_id} in the server's log")
-            self._undelivered.append((sink, Event(member.row.request_id, error=failure)))
+            self._undelivered.append((sink, Event(member.row.request_id, error=error)))
         self._deliver()
 
     def _count(self, members: list[ScheduledRow], outcome: Outcome) -> None:
@@ -335,6 +361,10 @@ def _no_token_error(sequence: Sequence, result: RowOutcome) -> OnedrawError:
 
 _NOT_FINITE = (
     "the logits of the model are not finite, so no token can be sampled; its weights may be damaged, or need a wider --dtype"
+)
+_NO_MEMORY = (
+    "the device has no memory left to compute even one request; free memory on it, or serve with a smaller --kv-memory, "
+    "--max-batch or --turn-tokens"
 )
 _NO_TOKEN_LEFT = (
     "the sampling parameters leave no token to sample at this position (bans, bias of -inf, a constraint and filters "

@@ -42,6 +42,8 @@ from onedraw.memory.pages import longest_row
 from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import History, Row
 
+MIN_STEP_TOKENS = 16  # steps are not made smaller than this after the device ran out of memory
+GROW_STEPS = 64  # computed steps after which they may be twice as large again
 SHARED_TURN = TurnKey("", "")  # key of every sequence under strict order of arrival
 
 Fetch = Callable[[History], None]  # loads a snapshot of the prompt into the prefix cache, if there is one on disk
@@ -87,6 +89,9 @@ class Scheduler:
         self._fetch = fetch
         self.fair, self._turn_tokens = fair, turn_tokens
         self._prompt_turns = PromptTurns()
+        self._most_rows = capacity.lanes  # running sequences; fewer after a step for which the device had no memory
+        self._most_tokens = self.step_tokens  # tokens of one step; fewer likewise
+        self._steps_since_shrunk = 0
         self._full_with: int | None = None  # all lanes are taken and rightly so, with so many rows past their turn
         self._awaits_victim = False  # a sequence that is to be preempted has a row in flight
 
@@ -100,11 +105,12 @@ class Scheduler:
         self._admit()
         members: list[ScheduledRow] = []
         planned: set[Sequence] = set()
+        step_tokens = self._most_tokens
         share = max(-(-len(self.running) // self.capacity.max_in_flight), self.capacity.min_step_rows)
         free = [s for s in self.running if s not in self.in_flight]
         generating = [s for s in free if s.remaining <= 1][:share]
         prompts = self._by_turn([s for s in free if s.remaining > 1])[: share - len(generating)]
-        drafts_left = self.step_tokens - len(generating)
+        drafts_left = step_tokens - len(generating)
         if self.capacity.draft_positions is not None:
             drafts_left = min(drafts_left, self.capacity.draft_positions)
         for sequence in generating:
@@ -112,13 +118,31 @@ class Scheduler:
             proposal = self._propose(sequence, drafts_left, len(generating)) if drafts else NO_PROPOSAL
             if self._add_row(sequence, sequence.remaining, proposal, members, planned):
                 drafts_left -= len(members[-1].row.drafts)
-        budget = max(self.step_tokens - sum(1 + len(m.row.drafts) for m in members), self.capacity.chunk)
+        budget = max(step_tokens - sum(1 + len(m.row.drafts) for m in members), self.capacity.chunk)
         for sequence in prompts:
             length = self._chunk_length(sequence, budget)
             if length and self._add_row(sequence, length, NO_PROPOSAL, members, planned):
                 budget -= length
                 self._prompt_turns.record(sequence.key, length)
         return members
+
+    def shrink_steps(self, *, rows: int, tokens: int) -> bool:
+        """The device had no memory for a step of this size. Plan at most half of it from now on; return whether that is
+        possible."""
+        least = max(self.capacity.chunk, MIN_STEP_TOKENS)
+        self._most_rows = max(min(rows, self._most_rows) // 2, 1)
+        self._most_tokens = max(min(tokens, self._most_tokens) // 2, least)
+        self._steps_since_shrunk = 0
+        return rows > 1 or tokens > least
+
+    def count_step(self) -> None:
+        """A step was computed. Steps that were made smaller grow again after a while."""
+        if self._most_rows < self.capacity.lanes or self._most_tokens < self.step_tokens:
+            self._steps_since_shrunk += 1
+            if self._steps_since_shrunk % GROW_STEPS == 0:
+                self._most_rows = min(2 * self._most_rows, self.capacity.lanes)
+                self._most_tokens = min(2 * self._most_tokens, self.step_tokens)
+                self._full_with = None
 
     def _by_turn(self, prompts: list[Sequence]) -> list[Sequence]:
         return [prompts[index] for index in self._prompt_turns.order([s.key for s in prompts])] if prompts else prompts
@@ -127,7 +151,7 @@ class Scheduler:
         """Return the plan after the one in flight: one row per sequence, for the token that is being sampled. It is empty if the
         next plan must wait for the collection, because a sequence is not in flight, has drafts, gets no page or is to be
         preempted."""
-        if not self.capacity.async_scheduling or any(member.row.drafts for member in members):
+        if not self.capacity.async_scheduling or any(member.row.drafts or member.sequence.lost for member in members):
             return []
         self._admit()
         planned = {member.sequence for member in members}
@@ -180,7 +204,7 @@ class Scheduler:
                 if self._awaits_victim or sequence.passed >= PATIENCE:
                     return
             else:
-                if not self.allocator.lanes.available:
+                if not self._has_lane():
                     self._full_with = self._past_turn()
                 return
             for sequence in blocked:
@@ -188,14 +212,17 @@ class Scheduler:
 
     def _rightly_full(self) -> bool:
         """Whether all lanes are taken, and nothing has changed since no waiting sequence could take one of them."""
-        return self._full_with is not None and not self.allocator.lanes.available and self._full_with == self._past_turn()
+        return self._full_with is not None and not self._has_lane() and self._full_with == self._past_turn()
+
+    def _has_lane(self) -> bool:
+        return self.allocator.lanes.available > 0 and len(self.running) < self._most_rows
 
     def _past_turn(self) -> int:
         return sum(sequence.overtime >= 0 for sequence in self.running)
 
     def _admit_one(self, sequence: Sequence) -> bool:
         """Admit a sequence if lanes and pages suffice, or do after the preemption of rows that hold more than their share."""
-        lease = self._allocate(sequence) if self.allocator.lanes.available else None
+        lease = self._allocate(sequence) if self._has_lane() else None
         if lease is None:
             victims = self._victims(sequence)
             self._awaits_victim = any(victim in self.in_flight for victim in victims)
@@ -229,7 +256,10 @@ class Scheduler:
             return []
         reuse, more = not sequence.bypasses_cache, min(sequence.room, 1)
         count = self.allocator.releases_needed(leases, sequence.history, reuse=reuse, more=more, step=self.longest_row)
-        return [] if count is None else order[:count]
+        if count is None:
+            return []
+        count = max(count, len(self.running) - self._most_rows + 1)
+        return order[:count] if count <= len(order) else []
 
     def _propose(self, sequence: Sequence, left: int, running: int, *, tentative: bool = False) -> Proposal:
         room = min(left, sequence.room - 1, self.capacity.max_drafts, self.capacity.max_context - sequence.known - 1)

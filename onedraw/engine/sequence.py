@@ -44,6 +44,7 @@ class Sequence:
     next_drafts: tuple[Draft, ...] = ()  # drafts for the next row, made by a drafter on the device
     looked_up: bool = False  # the disk was searched for a snapshot of the prompt, which happens once
     ended: bool = False  # the sink gets no more events, although a row may still be in flight
+    lost: bool = False  # its state on the device is undefined, so it is preempted as soon as it has no row in flight
     logprobs_sent: bool = False  # the prompt's logprobs were sent, so a preempted sequence need not compute them again
     key: TurnKey = field(init=False)  # the caller and request that it belongs to
     turn_stop: int = 0  # its turn ends when its output has this many tokens

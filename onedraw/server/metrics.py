@@ -35,6 +35,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("generation_tokens", "Tokens sampled.", lambda s: s.completion_tokens),
     ("num_preemptions", "Preemptions: sequences whose pages were released, to be computed again.", lambda s: s.preemptions),
     ("num_turn_preemptions", "Preemptions that gave another caller or request its turn.", lambda s: s.turn_preemptions),
+    (
+        "steps_out_of_memory",
+        "Steps that the device had no memory for; their rows were preempted.",
+        lambda s: s.out_of_memory_steps,
+    ),
     ("prompt_checkpoints_saved", "Prompt checkpoints saved.", lambda s: s.checkpoints_saved),
     ("prompt_checkpoints_evicted", "Prompt checkpoints evicted.", lambda s: s.checkpoints_evicted),
     ("prompt_checkpoints_restored", "Rows that started from a checkpoint.", lambda s: s.restores),

@@ -11,6 +11,7 @@ NAMES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
     "prefix_cache_queries_total", "prefix_cache_hits_total",
     "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "num_turn_preemptions_total",
+    "steps_out_of_memory_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "time_to_first_token_seconds_count",
     "prompt_checkpoints", "prompt_checkpoints_saved_total", "prompt_checkpoints_evicted_total", "sliding_pages_let_go_total",

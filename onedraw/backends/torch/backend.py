@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from onedraw.backends.base import Capacity, PageGroup, StepHandle
 from onedraw.backends.devices import kv_precision
 from onedraw.backends.placement import MIN_STAGING_ROWS, max_step_tokens
-from onedraw.backends.torch.device import DTYPES, hardware_name
+from onedraw.backends.torch.device import DTYPES, hardware_name, is_out_of_memory
 from onedraw.backends.torch.drafters.base import Drafter
 from onedraw.backends.torch.model.transformer import LayerProbe, Transformer
 from onedraw.backends.torch.model.weight_loader import LANE, padded
@@ -42,6 +43,7 @@ from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES
 from onedraw.backends.torch.state.model_state import CheckpointLogits, ModelState, Snapshots, StateSizes
 from onedraw.backends.torch.state.recurrent_state import CHUNK
+from onedraw.errors import OutOfMemory
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import NO_TOKEN
@@ -289,6 +291,10 @@ class TorchBackend:
         graphs.warm_up(capacity.lanes, min(limit for limit in limits if limit is not None), start, notify)
 
     def submit(self, plan: Plan) -> StepHandle:
+        with self._memory_errors():
+            return self._submit(plan)
+
+    def _submit(self, plan: Plan) -> StepHandle:
         for step in self._in_flight.steps.values():
             step.ensure_sampled()
         awaits = any(row.awaits_token for row in plan.rows)
@@ -327,6 +333,25 @@ class TorchBackend:
         return Step(plan, self._probe(), (slot or 0) * (self._capacity.draft_positions or 0))
 
     def collect(self, handle: StepHandle) -> Outcome:
+        with self._memory_errors():
+            return self._collect(handle)
+
+    @contextmanager
+    def _memory_errors(self) -> Iterator[None]:
+        """Raise OutOfMemory if there was no memory for a step, after the step's tensors have been freed."""
+        try:
+            yield
+            return
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            traceback.clear_frames(error.__traceback__)  # The frames hold tensors, also while the error is still referred to.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise OutOfMemory(reason)
+
+    def _collect(self, handle: StepHandle) -> Outcome:
         step = self._in_flight.remove(handle)
         step.ensure_sampled()
         try:

@@ -28,6 +28,14 @@ DTYPES = {
 DEFAULT_THREADS = torch.get_num_threads()  # of torch, or OMP_NUM_THREADS
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory for a tensor. Some libraries report it in words only."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("out of memory", "can't allocate memory", "alloc_failed")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
 def find_devices(names: Sequence[str]) -> list[Device]:
     """Devices of this machine, with architecture and free memory. auto is the first CUDA device, or else the CPU."""
     automatic = "cuda:0" if torch.cuda.is_available() else "cpu"
