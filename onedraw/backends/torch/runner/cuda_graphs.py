@@ -1,7 +1,7 @@
-"""CUDA graphs of work that repeats: captured once per signature, then replayed in one launch.
+"""CUDA graphs of repeated work: captured once per signature, then replayed in one launch.
 
-In: a signature, and work that reads device memory at fixed addresses alone. Out: the work's result. The work computes the same
-whether it is captured or not, so `NoCapture` runs it where there are no CUDA graphs.
+In: a signature, and work that reads nothing but device memory at fixed addresses. Out: the result of the work, which is the same
+whether the work is captured or not. `NoCapture` runs the work itself where there are no CUDA graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onedraw.backends.torch.runner.pipeline import StageDevice
 
 log = logging.getLogger("onedraw")
 Result = TypeVar("Result")
-MOST = 128  # graphs kept per stage; the least recently used one is dropped
+MOST = 128  # graphs kept per stage; beyond that the least recently used one is dropped
 
 
 class GraphCache(Protocol):
@@ -35,14 +35,14 @@ class NoCapture:
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     graph: Any  # torch.cuda.CUDAGraph
-    result: Any  # tensors in the pool, valid until the next replay of any graph
+    result: Any  # tensors in the memory pool of all graphs; valid until any graph is replayed
 
 
 class CudaGraphs:
-    """Graphs of one device in one memory pool, since no two of them run at once. Owner: the backend.
+    """The graphs of one device. They share a memory pool, since no two of them run at once. Owner: the backend.
 
     The first work of a signature runs uncaptured, which also compiles its kernels; then it is captured, which computes nothing.
-    Work that cannot be captured runs uncaptured from then on, with one warning.
+    Work whose capture fails causes one warning and is never captured again.
     """
 
     def __init__(self, device: torch.device, most: int = MOST) -> None:
@@ -91,7 +91,7 @@ class CudaGraphs:
 
 
 def graph_caches(stage_devices: Sequence[StageDevice], given: GraphCache | None = None) -> list[GraphCache | None]:
-    """Per stage, the graphs of its device; None where the stage cannot be captured."""
+    """For each stage, the graphs of its device, or None if the stage cannot be captured. `given`: used for all stages instead."""
     made: dict[torch.device, GraphCache] = {}
     for device, stages in Counter(
         stage_device.device for stage_device in stage_devices if stage_device.ops.capture is not None

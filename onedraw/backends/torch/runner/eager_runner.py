@@ -1,7 +1,7 @@
-"""Steps kernel by kernel: prompts, rows with logprobs or constraints, and devices that cannot be captured.
+"""Steps launched kernel by kernel: prompts, checkpoints, and devices whose operations cannot be captured.
 
-In: a step. Out: its result, on the host. A stage that can be captured beside one that cannot replays a graph of its own layers
-where the step is a plain decode (`GraphStage.advance`); sampling and commit then are the eager ones.
+In: a step. Out: its result, on the host. If only some stages can be captured, they replay graphs of their layers in decode steps
+(`GraphStage.advance`), and sampling and commit are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onedraw.types import Plan, RowOutcome
 class EagerInputs:
     step: Step
     inputs: Inputs
-    bucket: Bucket | None  # the shape that captured stages pad the step to; None: no stage replays it
+    bucket: Bucket | None  # the shape to which captured stages pad the step; None if no stage replays it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class EagerResult:
         return False
 
     def wait(self) -> None:
-        """Samples are read on the host already."""
+        """No-op: the samples are on the host already."""
 
     def last_tokens(self) -> dict[int, int]:
         rows = zip(self.plan.rows, self.outcomes, strict=True)
@@ -58,7 +58,8 @@ class EagerResult:
 
 
 class EagerRunner:
-    """Owner: the backend. `graph_stages`: per stage, its captured layers, where it is captured beside others that are not."""
+    """Owner: the backend. `graph_stages`: the captured layers of each stage; None for a stage without, and for all stages if all
+    can be captured, since a GraphRunner then runs decode steps."""
 
     def __init__(
         self,

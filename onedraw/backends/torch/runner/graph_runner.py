@@ -1,8 +1,8 @@
-"""Plain decode steps as captured CUDA graphs: every row takes one known token and perhaps drafts.
+"""Decode steps as captured CUDA graphs: every row takes one known token and perhaps drafts.
 
 In: a step, and stages whose operations can be captured. Out: a result that is still pending on the device, with kept drafts
 committed on every stage. Steps are padded to a few shapes (`Bucket`). All host arrays are copied to the device before a graph
-runs, so a graph reads device memory alone and serves every step with its signature. The layers of each stage are one graph;
+runs, so a graph reads only device memory and serves every step with the same signature. The layers of each stage are one graph;
 sampling is another, laid out while the layers run, so graphs of the layers serve every kind of sampling, and the host computes
 token masks in the time of the layers. The host waits for none of them, so consecutive steps overlap on the devices of several
 stages. The token that each lane sampled stays on the device, where the next step may start from it before the host has read it.
@@ -35,10 +35,11 @@ from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.sampling.verify import draft_prefixes
 from onedraw.types import PENDING_TOKEN, Constraint, Draft, History, Plan, Row, RowOutcome, SamplingParams, TokenMask
 
-STAGE_BYTES = 16 * 2**20  # of a stage's staging buffer
-SAMPLING_BYTES = 16 * 2**20  # of sampling's staging buffer: token masks take a bit per token and position
-NEAR_SECONDS, FAR_SECONDS, DRAFTS_SECONDS = 40, 15, 25  # of a start: short contexts, and as much else as there is time for
-MOST_WARM_UP = 96  # shapes, each with a graph of the layers: fewer than the cache keeps
+STAGE_BYTES = 16 * 2**20  # size of the staging buffer of a stage
+SAMPLING_BYTES = 16 * 2**20  # size of the staging buffer of sampling; token masks take a bit per token and position
+# Seconds after the start of warm-up until which shapes of a kind are captured: short contexts, long contexts, and drafts.
+NEAR_SECONDS, FAR_SECONDS, DRAFTS_SECONDS = 40, 15, 25
+MOST_WARM_UP = 96  # shapes that are warmed up; each has a graph of the layers, and the cache keeps more graphs than that
 WARM_UP_PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -55,22 +56,22 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class GraphStageInputs:
-    """What the graphs of a stage read beside weights and state."""
+    """The inputs of a step that the graphs of a stage read, besides weights and state."""
 
     bucket: Bucket
     inputs: Inputs
     ready: StageInputs
-    rows: Tensor  # [R, 5]
-    parents: Tensor  # [T]
+    rows: Tensor  # [R, 5], see `_row_words`; empty if no row has drafts
+    parents: Tensor  # [T]: the draft that each draft follows; empty if no row has drafts
 
 
 class GraphStage:
     """The captured layers and commit of one stage. Owner: the backend.
 
-    One thread starts all stages of a step, and the next step's behind them, so the order on each device is the order of steps:
-    a stage may still read its staging buffer and the rows at its boundary while the next step is being laid out. `tokens`: of a
-    step at most. `lock`: held while kernels are launched, where other threads launch some there. `sides`: host copies of the
-    staging buffer, one more than steps may be in flight.
+    One thread launches all stages of a step, then those of the next step, so every device computes steps in this order. While the
+    next step is being laid out, a stage may still read its staging buffer and the rows at its boundary. `tokens`: the most
+    tokens of a step. `lock`: held while kernels are launched, if other threads launch kernels on this device too. `sides`: the
+    number of host copies of the staging buffer, which is one more than the number of steps that may be in flight.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class GraphStage:
         self._lock = lock
         self.staging = StagingBuffer(stage.device, STAGE_BYTES, sides=sides)
         self._samples = torch.zeros(tokens, dtype=torch.int64, device=stage.device)
-        # Eager steps, perhaps on threads of their own, cross the stage's own boundary.
+        # Eager steps, which may run on threads of their own, use the boundary of the stage itself.
         self._boundary = None if number == 0 else model.boundary(number, rows=tokens)
 
     def lay_out(self, inputs: Inputs, bucket: Bucket, rows: Array, parents: Array) -> GraphStageInputs:
@@ -111,12 +112,12 @@ class GraphStage:
             return self.staging.send()
 
     def replay(self, signature: Hashable | None, work: Callable[[], Result]) -> Result:
-        """The work, or its graph. Without a signature it is not captured."""
+        """Do the work, or replay its graph. Without a signature the work is not captured."""
         with self._lock, current_device(self.device):
             return work() if signature is None else self.graphs.run(signature, work)
 
     def cross(self, before: ResidualStream | None, bucket: Bucket) -> ResidualStream | None:
-        """The stream of the stage before it, copied to a fixed buffer of this one."""
+        """Copy the residual stream of the stage before into a fixed buffer of this stage."""
         if before is None or self._boundary is None:
             return None
         with current_device(self.device):
@@ -126,15 +127,16 @@ class GraphStage:
     def run_layers(
         self, laid: GraphStageInputs, entered: ResidualStream | None, last: Tensor | None, probe: LayerProbe
     ) -> ResidualStream:
-        """`last`: the token each lane sampled last, where tokens may await it."""
+        """Run the layers of this stage. `last`: the token that each lane sampled last, if the step has tokens that only the
+        device knows."""
         ready = laid.ready if last is None else replace(laid.ready, tokens=self._capture.resolve_tokens(laid.ready.tokens, last))
         return self._model.pass_stage(self._number, ready, entered, self._state, probe=probe)
 
     def advance(
         self, before: ResidualStream | None, plan: Plan, bucket: Bucket, layout: InputLayout, probe: LayerProbe
     ) -> ResidualStream:
-        """`Transformer.advance` as a graph, for a stage beside others that are not captured; the stream has memory of its own.
-        May raise StagingBufferFull, before anything has been computed."""
+        """`Transformer.advance` as a graph, for a stage beside others that are not captured. The stream that is returned has
+        memory of its own. May raise StagingBufferFull, before anything has been computed."""
         inputs = staged_inputs(plan, layout=layout, staging=self.staging, bucket=bucket)
         laid = self.lay_out(inputs, bucket, NOTHING, NOTHING)
         signature, entered = self.send(probe.layers), self.cross(before, bucket)
@@ -149,14 +151,14 @@ class GraphStage:
             return ResidualStream(stream.x.clone(), None if stream.own is None else stream.own.clone(), stream.left)
 
     def commit(self, laid: GraphStageInputs, samples: Tensor) -> None:
-        """samples [T] on this device."""
+        """Commit the drafts that equal the samples [T], which are on this device."""
         prepared = laid.ready.prepared
         tables = {spec: prepared.attention(spec).page_table for spec in self._state.addresses}
         drafts = DeviceCommit(samples, laid.ready.tokens, laid.parents, laid.rows, laid.bucket, tables)
         self._ops.commit(self._state, drafts)
 
     def commit_late(self, signature: Hashable, laid: GraphStageInputs, answers: Tensor) -> None:
-        """The same as a graph of its own, from the answers [T, columns] of the last stage: they are copied to a fixed buffer."""
+        """Commit in a graph of its own, with the answers [T, columns] of the last stage copied to a fixed buffer."""
         if not self._state.commits(laid.bucket):
             return
         with self._lock, current_device(self.device):
@@ -170,7 +172,7 @@ class GraphStage:
 
 @dataclass(frozen=True, slots=True)
 class GraphInputs:
-    """A step laid out on all stages and copied to them. `seen`: what the probe found on the stages so far."""
+    """A step that is laid out and copied to all stages. `seen`: what the probe has found on the stages so far."""
 
     step: Step
     bucket: Bucket
@@ -181,10 +183,10 @@ class GraphInputs:
 
 @dataclass(frozen=True, slots=True)
 class GraphSampling:
-    """Sampling laid out. `signature`: None where it did not fit into the staging buffer, so that it is not captured."""
+    """The inputs of sampling. `signature`: None if they did not fit into the staging buffer, so that sampling is not captured."""
 
     positions: list[SamplingPosition]
-    lanes: Tensor  # [T], of single tokens
+    lanes: Tensor  # [T]: the lane of each token, if no row has drafts; else empty
     inputs: SamplingInputs
     signature: Hashable | None
 
@@ -198,7 +200,7 @@ class GraphSamples:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A step in flight. `answers` is being copied to the host until the event `arrived`; None: it has arrived."""
+    """A step in flight. `answers` is complete on the host after the event `arrived`, or already if there is none."""
 
     plan: Plan
     inputs: Inputs
@@ -233,8 +235,8 @@ class CapturedStep:
 
 
 class GraphRunner:
-    """Owner: the backend. What a step of several stages leaves is copied out of the memory that graphs share, since graphs of
-    other steps run before it is read."""
+    """Owner: the backend. With several stages, the results of a step are copied out of the memory that graphs share, since graphs
+    of other steps run before the results are read."""
 
     def __init__(
         self,
@@ -252,12 +254,13 @@ class GraphRunner:
         self._model, self._layout, self._capture, self._sampler = model, layout, capture, capturable
         self._stages = list(stages)
         self._lanes = lanes
-        # The token each lane sampled last (padding has one more lane): where it is sampled, and where the next step begins.
+        # The token that each lane sampled last, on the device that samples and on the one where the next step begins. Padding has
+        # a lane of its own.
         self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=model.device)
         first = self._stages[0].device
         self._next = self._last if first == model.device else torch.zeros_like(self._last, device=first)
         self._results = ResultBuffers(max_in_flight + 2)
-        # Outside the memory that graphs share: the layers' hidden states, for sampling.
+        # The hidden states of the layers, which sampling reads, are outside the memory that graphs share.
         self._hidden = torch.zeros(PADDED[-1], model.spec.hidden, dtype=model.dtype, device=model.device)
         self._staging, self._max_in_flight = StagingBuffer(model.device, SAMPLING_BYTES, sides=max_in_flight + 1), max_in_flight
         self.started_ahead = 0  # steps that began before the host knew their tokens
@@ -268,7 +271,7 @@ class GraphRunner:
 
     @property
     def graphs(self) -> GraphCache:
-        """Of the last stage, with those of sampling."""
+        """The graphs of the last stage, which include those of sampling."""
         return self._stages[-1].graphs
 
     def bucket(self, plan: Plan) -> Bucket | None:
@@ -314,7 +317,7 @@ class GraphRunner:
         return stream, probe
 
     def _gather(self, seen: LayerProbe, probed: LayerProbe) -> None:
-        """What a stage's probe found, copied out of the memory that graphs share."""
+        """Copy what the probe of a stage found out of the memory that graphs share."""
         seen.features.extend(feature.to(self._model.device, copy=True) for feature in probed.features)
         if seen.finite is not None and probed.finite:
             seen.finite.extend(torch.stack(probed.finite).to(self._model.device))
@@ -332,7 +335,8 @@ class GraphRunner:
         return GraphSamples(sampling.positions, hidden, answers)
 
     def _lay_out_sampling(self, laid: GraphInputs) -> GraphSampling:
-        """The layers run by now, so what does not fit into the staging buffer is copied by itself, and is not captured."""
+        """The layers already run by now. If the inputs do not fit into the staging buffer, each is copied by itself, and sampling
+        is not captured."""
         positions, staging = sampling_positions(laid.step.plan.rows), self._staging
         with current_device(self._stages[-1].device):
             try:
@@ -363,7 +367,7 @@ class GraphRunner:
         return answers
 
     def _taken(self, hidden: Tensor, answers: Tensor, seen: LayerProbe) -> tuple[Tensor, Tensor]:
-        """Out of the memory that graphs share, where graphs of other stages run next."""
+        """Hidden states and answers, copied out of the memory that graphs share if graphs of other stages run next."""
         several = len(self._stages) > 1
         if seen.finite is not None:
             answers = torch.cat([answers, first_fault(seen.finite)], 1)
@@ -372,13 +376,14 @@ class GraphRunner:
         return hidden.clone() if several else hidden, answers
 
     def commit(self, laid: GraphInputs, sampled: GraphSamples) -> None:
-        """All stages but the last: that one committed as it sampled."""
+        """Commit on all stages but the last, which committed in the graph that samples."""
         for stage, own, signature in zip(self._stages[:-1], laid.stages, laid.signatures, strict=False):
             stage.commit_late(signature, own, sampled.answers)
 
     def result(self, laid: GraphInputs, sampled: GraphSamples) -> CapturedStep:
         with current_device(self._stages[-1].device):
-            if self._next is not self._last and self._max_in_flight == 1:  # else no step awaits a token, and devices would wait
+            # With more steps in flight no step awaits a token, and this copy would make devices wait for each other.
+            if self._next is not self._last and self._max_in_flight == 1:
                 self._next.copy_(self._last)
             answers, arrived = self._results.send(sampled.answers)
         plan, inputs = laid.step.plan, laid.stages[-1].inputs
@@ -411,14 +416,14 @@ class GraphRunner:
 
 
 class ResultBuffers:
-    """Pinned host buffers for samples, used in turn; `count`: more than steps may be in flight. Owner: GraphRunner."""
+    """Pinned host buffers for samples, used in turn. `count`: more than the number of steps in flight. Owner: GraphRunner."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._buffers: dict[tuple[int, ...], deque[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, answers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The copy, and the event after which it is complete; None where it is complete already."""
+        """Copy answers to the host. Returns the copy and the event after which it is complete; no event if it already is."""
         if answers.device.type != "cuda":
             return answers.clone(), None
         buffers = self._buffers.get(answers.shape)
@@ -450,7 +455,7 @@ class AnyToken:
 
 
 class WarmUpShape(NamedTuple):
-    """So many rows at this position, each with so many drafts."""
+    """A step of `rows` rows at position `start`, each with `drafts` drafts."""
 
     rows: int
     start: int
@@ -458,8 +463,8 @@ class WarmUpShape(NamedTuple):
 
 
 def warm_up_shapes(lanes: int, max_context: int, drafts: int = 0) -> list[tuple[float, list[WarmUpShape]]]:
-    """In order, with the seconds after the beginning until which they are captured: every number of rows in the first two
-    reaches; one row as far as the context goes; one row with drafts, up to so many; and more rows from near to far."""
+    """Groups of shapes in the order of warm-up, each with the seconds until which its shapes are captured: every number of rows
+    in the two shortest reaches; one row in longer contexts; one row with up to `drafts` drafts; more rows in longer contexts."""
     counts = [count for count in PADDED if count <= lanes] or [1]
     lengths = sorted({min(count - 1, drafts) for count in PADDED} - {0})  # the longest of each bucket
     starts = (LEAST_REACH // 2, LEAST_REACH)
@@ -480,7 +485,7 @@ def _within(starts: Sequence[int], stop: int) -> list[int]:
 
 
 def sampling_positions(rows: Sequence[Row]) -> list[SamplingPosition]:
-    """After every token."""
+    """The positions after every token of the rows."""
     return [
         SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
         for row in rows
@@ -494,14 +499,14 @@ def _awaits(row: Row) -> bool:
 
 
 def _lane_words(plan: Plan, bucket: Bucket, lanes: int) -> Array:
-    """[T]: the lane of each token; padding has the one behind the last."""
+    """[T]: the lane of each token. Padding has the lane after the last."""
     words = np.full(bucket.tokens, lanes, dtype=np.int32)
     words[: len(plan.rows)] = [row.lane for row in plan.rows]
     return words
 
 
 def _row_words(plan: Plan, bucket: Bucket, rollback_start: int) -> Array:
-    """[R, 5]: first token, tokens, lane, first slot of the rollback buffer, slot of the first draft."""
+    """[R, 5]: index of the first token, number of tokens, lane, first slot of the rollback buffer, slot of the first draft."""
     words = np.zeros((bucket.rows, 5), dtype=np.int32)
     first = 0
     for line, row in zip(words, plan.rows):
@@ -511,6 +516,7 @@ def _row_words(plan: Plan, bucket: Bucket, rollback_start: int) -> Array:
 
 
 def _parents(plan: Plan, bucket: Bucket) -> Array:
+    """[T]: for a draft, the index of the draft that it follows, or -1 for the row's known token; -2 for all other tokens."""
     parents = np.full(bucket.tokens, -2, dtype=np.int32)
     first = 0
     for row in plan.rows:

@@ -1,13 +1,13 @@
 """The padded index tensors of one step, laid out from a ragged plan. Padding is private to this file.
 
-In: rows of a plan, page size, the row rule. Out: Inputs: what every layer reads besides its weights. Built with numpy on the
-host and copied once per tensor.
+In: rows of a plan, page size, the row rule. Out: Inputs, which every layer reads besides its weights. They are built with numpy
+on the host, and each tensor is copied once.
 
-A token has a position (for rope and visibility) and a slot (of its key and value in its row's pages). They differ in a draft
-tree only, whose nodes have slots of their own: there a token reads, from its row's last known position on, the slots of its own
-path in order of position, so its arithmetic is that of a chain.
+A token has a position (for rope and visibility) and a slot (for its key and value in the pages of its row). They differ only in
+a draft tree, where every node has a slot of its own. After the row's last known position, a node reads the slots of its own path
+in order of position, so its arithmetic is that of a chain.
 
-A token that only the device knows (`Row.awaits_token`) is written as -1 - lane.
+A token that only the device knows (`Row.awaits_token`) is represented as -1 - lane.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class InputLayout:
-    """Sizes of a backend that its inputs depend on."""
+    """The sizes of a backend that determine how inputs are laid out."""
 
     page_size: int
-    scratch: tuple[int, ...]  # per page group, a page that is never read: padding tokens write there
+    scratch: tuple[int, ...]  # for each page group, a page to which padding tokens write and which is never read
     rule: RowRule
     windows: tuple[int | None, ...] = (None,)  # of the page groups
-    held: int = 0  # the step's first slot of the rollback buffer
+    held: int = 0  # the first slot of the rollback buffer that this step uses
 
     @property
     def alone(self) -> InputLayout:
-        """For a draft model beside the target: all its layers use pages numbered like those of the first group."""
+        """The layout of a draft model beside the target: all its layers use pages numbered like those of the first group."""
         return replace(self, scratch=self.scratch[:1], windows=(None,))
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sizes that a step is padded to, so that many steps share one graph."""
+    """The sizes to which a step is padded, so that many steps share one graph."""
 
     rows: int
     tokens: int
-    longest: int  # tokens of one row at most
-    reach: int  # positions that a token may see, and slots that it may have
-    depth: int | None = None  # of a draft's path; None where every row is a chain
+    longest: int  # the most tokens of one row
+    reach: int  # the number of positions that a token may see, and of slots that it may have
+    depth: int | None = None  # the length of a draft's path; None if every row is a chain
 
 
-PADDED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows, tokens, and tokens of one row, that steps are padded to
+# The numbers of rows, of tokens, and of tokens of one row to which steps are padded.
+PADDED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_REACH = 512  # positions
 LEAST_DEPTH = 8
 
 
 def bucket_of(plan: Plan, *, recurrent: bool) -> Bucket | None:
-    """The shape that a step is padded to; None where some row is no plain decode, or there are too many tokens."""
+    """The shape to which a step is padded; None if some row is no plain decode row, or if there are too many tokens."""
     rows = plan.rows
     if not rows or not all(is_plain_decode(row, recurrent=recurrent) for row in rows):
         return None
@@ -92,12 +93,12 @@ def _padded(count: int) -> int:
 
 @dataclass(slots=True)  # not frozen: made for every row of every step, and four times as fast like this
 class Span:
-    """Neighbouring tokens of one row: [first, first + count) of the step, at positions and in slots from `start` on.
+    """Neighbouring tokens of one row: the tokens [first, first + count) of the step, at positions and in slots from `start` on.
 
-    `drafts` are its last tokens. `whole`: every token sees all of the span, not only the tokens before it.
-    `anchored`: a window is counted back from the span's start, the same for all of its tokens.
-    `lane`: of its recurrent state, None for padding; `prompt_stop`, `saves` as in a row; `held`: the first slot of its drafts
-    in the rollback buffer.
+    `drafts` are its last tokens. `whole`: every token sees all tokens of the span, not only those before it. `anchored`: an
+    attention window is counted back from the start of the span, so it is the same for all tokens of the span. `lane`: the lane of
+    its recurrent state, None for padding. `prompt_stop` and `saves` are those of the row. `held`: the first slot of its drafts in
+    the rollback buffer.
     """
 
     first: int
@@ -113,7 +114,7 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """Where the known tokens end."""
+        """The position after the last known token."""
         return self.start + self.count - len(self.drafts)
 
     @property
@@ -123,21 +124,21 @@ class Span:
 
 @dataclass
 class Inputs:
-    """Host arrays and, made from them at first use, tensors on the device."""
+    """Host arrays, and the tensors on the device that are made from them at first use."""
 
-    spans: tuple[Span, ...]  # of the plan's rows, then of padding tokens, each a row of its own
+    spans: tuple[Span, ...]  # the spans of the plan's rows, then those of padding tokens, each of which is a row of its own
     host_tokens: Ints  # [T]
     host_positions: Ints  # [T]
     host_slots: Ints  # [T]
     host_ends: Ints  # [T] the last position each token sees
     host_rows: Ints  # [T] row of each token
-    host_tables: tuple[Ints, ...]  # per page group [R, W] pages of each row, the scratch page past its end
-    host_tails: Ints | None  # [T] position from which a token reads its path; None where no row branches
-    host_paths: Ints | None  # [T, depth] slots of the path, counted from the tail
+    host_tables: tuple[Ints, ...]  # for each page group [R, W]: the pages of each row, then the scratch page
+    host_tails: Ints | None  # [T] the position from which a token reads its path; None if no row branches
+    host_paths: Ints | None  # [T, depth] the slots of the path, counted from the tail
     page_size: int
     windows: tuple[int | None, ...]  # of the page groups
     staging: Staging
-    bucket: Bucket | None = None  # None: padded by the row rule alone
+    bucket: Bucket | None = None  # None: the step is padded by the row rule alone
 
     @property
     def device(self) -> torch.device:
@@ -295,8 +296,8 @@ def _table(pages: list[Sequence[int]], scratch: int, page_size: int, bucket: Buc
 
 
 def _paths(spans: list[Span], slots: Ints, depth: int) -> tuple[Ints, Ints, Ints]:
-    """Positions, tails and paths where some rows branch, with room for `depth`. A token without drafts before it has an
-    empty path."""
+    """Positions, tails and paths of a step in which some rows branch. Paths have room for `depth` slots. A token without drafts
+    before it has an empty path."""
     positions = slots.copy()
     tails = np.full(len(slots), np.iinfo(np.int64).max, dtype=np.int64)
     found: dict[int, tuple[int, ...]] = {}

@@ -101,7 +101,7 @@ def stage_boundary(
     return StageBoundary(source, target, rows=rows, hidden=spec.hidden, inputs=layer_inputs_after(spec, start), dtype=dtype)
 
 
-# ------------------ The pipeline between stages
+# ------------------------------------------------------------------ the pipeline
 
 
 StageCall = Callable[[], Any]
@@ -164,8 +164,8 @@ def _work(
 ) -> None:
     failed: BaseException | None = None
     try:
-        first.pop()()  # and not kept: it may refer to operations with threads of their own
-    except BaseException as error:  # raised by every job that comes
+        first.pop()()  # The function is not kept, because it may refer to operations with threads of their own.
+    except BaseException as error:  # every job then raises it
         failed = error
     while (job := own.get()) is not None:
         try:

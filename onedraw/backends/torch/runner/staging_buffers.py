@@ -1,8 +1,8 @@
-"""Host-to-device inputs of a step: small arrays, and the facts that decide which kernels it launches.
+"""Host-to-device inputs of a step: small arrays, and the facts that decide which kernels the step launches.
 
 In: numpy arrays, one after the other. Out: tensors on the device. `DirectStaging` copies each array by itself. `StagingBuffer`
-writes all arrays into one buffer that is copied at once and has the same addresses in every step: steps with equal signatures
-read the same addresses, so the captured kernels of one serve the others.
+writes all arrays into one buffer, which is copied at once and has the same address in every step. Steps with equal signatures
+read the same addresses, so the kernels captured for one of them serve the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Staging(Protocol):
         ...
 
     def note(self, fact: Hashable) -> None:
-        """A decision of the host, beside the arrays' shapes, that changes which kernels this step launches."""
+        """Record a decision of the host that changes which kernels this step launches. Shapes of arrays are recorded by `put`."""
         ...
 
     def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
@@ -47,7 +47,7 @@ class Staging(Protocol):
 
 
 class DirectStaging:
-    """Every array by itself, into memory of its own."""
+    """Copies every array by itself, into memory of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,21 +66,21 @@ class DirectStaging:
 
 
 class StagingBufferFull(Exception):
-    """The step's arrays do not fit; it is copied by `DirectStaging` instead."""
+    """The arrays of a step do not fit into the buffer. The step uses `DirectStaging` instead."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """One object per set of facts of a buffer, so that graphs are looked up by identity, without comparing the facts."""
+    """The facts of a step. There is one object for each set of facts, so that graphs are found by identity alone."""
 
     facts: Hashable
 
 
 class StagingBuffer:
-    """Owner: the backend. `begin`, then `put` and `note` in any number, then `send`; after that the step may run.
+    """Owner: the backend. A step calls `begin`, then `put` and `note` any number of times, then `send`; after that it may run.
 
-    An array that is put after `send` would not reach a captured step, so it is an error. The host has several copies (`sides`):
-    the next step may be laid out while earlier ones are being sent.
+    An array that is put after `send` would not reach a captured step, so that is an error. The host has several copies of the
+    buffer (`sides`), so that a step can be laid out while earlier ones are still being sent.
     """
 
     def __init__(self, device: torch.device, size: int, *, sides: int = 2) -> None:
@@ -94,7 +94,7 @@ class StagingBuffer:
         self._used, self._open, self._full = 0, False, False  # full: `put_rows` was the last array
         self._made: dict[tuple[int, Hashable], Any] = {}
         self._signatures: dict[Hashable, Signature] = {}
-        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # arrays have the same places in every step
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # by place; most steps have arrays in the same places
 
     def begin(self) -> None:
         self._side = (self._side + 1) % len(self._hosts)
@@ -137,7 +137,7 @@ class StagingBuffer:
         return view
 
     def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
-        key = (id(tensor), layout)  # views are kept as long as the results made of them
+        key = (id(tensor), layout)  # an id is not reused: a view is kept as long as the results that were made from it
         made: Made | None = self._made.get(key)
         if made is None:
             made = self._made[key] = make()
@@ -147,7 +147,7 @@ class StagingBuffer:
         self._facts.append(fact)
 
     def send(self) -> Signature:
-        """Everything in one copy. Steps with equal signatures may share graphs."""
+        """Start the copy of all arrays. Steps with equal signatures may share graphs."""
         self._open = False
         used = min(self._used, len(self._bytes))
         self._there[:used].copy_(self._hosts[self._side][:used], non_blocking=True)

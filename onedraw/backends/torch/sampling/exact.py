@@ -2,8 +2,8 @@
 
 In: tensors on a CPU or a CUDA device. Out: the same numbers for a row, whatever is computed beside it.
 
-Three habits do it: functions that a CPU computes differently in its vector loop and in the tail run on whole
-vectors only; sums over the vocabulary are sums of integers; the first of equals is asked for explicitly.
+Three rules ensure it: functions that a CPU computes differently in its vector loop and in the tail run on whole vectors only;
+sums over the vocabulary are sums of integers; among equal values, the lowest index is selected explicitly.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def apply_elementwise(function: Callable[..., Tensor], x: Tensor, out: Tensor | 
 class Scratch:
     """Buffers by name, kept between calls. Owner: the sampler.
 
-    What `take` gives is good until the same name is taken again. On a CPU fresh large buffers cost more, in page faults,
-    than the arithmetic in them; a CUDA device has an allocator that remembers.
+    A buffer is valid until the same name is taken again. On a CPU, page faults in new large buffers cost more than the arithmetic
+    in them. On a CUDA device the allocator reuses memory, so buffers are not kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Scratch:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Contents undefined."""
+        """A buffer with undefined contents."""
         if self._device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self._device)
         count = math.prod(shape)
@@ -73,9 +73,9 @@ class Scratch:
 
 
 def ordered_sum(x: Tensor) -> Tensor:
-    """Sum over the last axis in one fixed order: neighbours, then neighbours of those. [..., W] -> [...]
+    """Sum over the last axis in one fixed order: pairs of neighbours, then pairs of these sums. [..., W] -> [...]
 
-    Additions of single numbers are exact everywhere; a library's own sum follows the shape of the whole tensor.
+    One addition rounds the same everywhere, while the order of a library's own sum depends on the shape of the whole tensor.
     """
     while x.shape[-1] > 1:
         if x.shape[-1] % 2:
@@ -85,7 +85,7 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def masses(deficit: Tensor, scratch: Scratch, limit: Tensor | None = None) -> Tensor:
-    """floor(exp(-deficit) * 2^40), integers that add up exactly in any order; 0 beyond `limit` ([C, 1]), where given.
+    """floor(exp(-deficit) * 2^40), as integers, whose sums are exact in any order; 0 beyond `limit` ([C, 1]), if given.
 
     [C, V] float32 -> int64
     """
@@ -97,11 +97,11 @@ def masses(deficit: Tensor, scratch: Scratch, limit: Tensor | None = None) -> Te
 
 
 def reach(deficit: Tensor, weights: Tensor, target: Tensor, scratch: Scratch) -> Tensor:
-    """Per row the smallest value t with sum(weights where deficit <= t) >= target.
+    """For each row the smallest value t for which sum(weights where deficit <= t) >= target.
 
     deficit [C, V] float32, zero or more; weights [C, V] int64; target [C] int64, from 1 to the row's sum -> [C] float32.
-    Floats that are not negative have the order of their bits. So: a histogram of the weights over the upper bits, the
-    bin where the running sum reaches the target, a histogram of the next bits inside that bin, and again.
+    Floats that are not negative are ordered like their bits. So a histogram of the weights over the upper bits gives the bin in
+    which the running sum reaches the target, a histogram over the next bits a finer bin inside it, and the last bits the value.
     """
     bits = deficit.view(torch.int32)
     place = scratch.take("place", bits.shape, torch.int32)
@@ -109,7 +109,7 @@ def reach(deficit: Tensor, weights: Tensor, target: Tensor, scratch: Scratch) ->
     found = torch.zeros(len(bits), 1, dtype=torch.int32, device=bits.device)
     for shift, width in ((20, 2048), (10, 1024), (0, 1024)):
         found *= width
-        # Bin 0 takes what lies below the bin found so far, the last one what lies above.
+        # Bin 0 counts values below the bin that was found so far, the last bin values above it.
         torch.bitwise_right_shift(bits, shift, out=place)
         bins.copy_(place.sub_(found - 1).clamp_(0, width + 1))
         histogram = torch.zeros(len(bits), width + 2, dtype=torch.int64, device=bits.device)
@@ -119,16 +119,16 @@ def reach(deficit: Tensor, weights: Tensor, target: Tensor, scratch: Scratch) ->
 
 
 def drop_beyond(values: Tensor, deficit: Tensor, limit: Tensor, scratch: Scratch) -> None:
-    """Put `values` out of reach, in place, where the deficit is over the row's limit.   [C, V], [C, V], [C, 1]"""
-    # Comparing in place gives 1.0 and 0.0, which is several times faster than a mask of booleans.
+    """Make `values` too small to be sampled, in place, where the deficit exceeds the row's limit.   [C, V], [C, V], [C, 1]"""
+    # A comparison in place gives 1.0 and 0.0, which is several times faster than a mask of booleans.
     beyond = scratch.take("within", deficit.shape, torch.float32).copy_(deficit).gt_(limit)
     values.sub_(beyond, alpha=LARGEST)
 
 
 def first_best(values: Tensor) -> Tensor:
-    """Per row the lowest index among the largest values; `values` is spent.   [C, V] float32 -> [C] int64
+    """For each row the lowest index among the largest values; `values` is overwritten.   [C, V] float32 -> [C] int64
 
-    A row with NaN, where nothing equals the largest, gives some index in range.
+    For a row with NaN, where no value equals the largest, the index is arbitrary but in range.
     """
     width = values.shape[1]
     best = values.amax(1, keepdim=True)
@@ -143,7 +143,7 @@ def _countdown(width: int, device: torch.device) -> Tensor:
 
 
 def likeliest(deficit: Tensor, count: int) -> Tensor:
-    """Per row the `count` smallest deficits, the lowest id first among equals, as int64 (bits of the deficit, id)."""
+    """For each row the `count` smallest deficits, among equals those of the lowest ids, as int64 (bits of the deficit, id)."""
     ids = torch.arange(deficit.shape[1], dtype=torch.int64, device=deficit.device)
     keys = deficit.view(torch.int32).to(torch.int64) << 32 | ids
     return keys.topk(count, dim=1, largest=False, sorted=True).values

@@ -1,7 +1,7 @@
 """The positions of a step that sample or are scored, their logits, and their samples.
 
 In: a plan, its inputs and the hidden states of its tokens. Out: samples and logprobs by row. Logits are computed for a slice of
-positions at a time, or read from a checkpoint that has those of its prompt's last position.
+positions at a time, or read from a checkpoint that contains the logits of its prompt's last position.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ SCORED = 64  # positions at a time
 
 @dataclass(frozen=True, slots=True)
 class RowPosition:
-    """A position to sample at: after a token of the step, or after the prompt of a checkpoint."""
+    """A position at which a token is sampled: after a token of the step, or after the prompt of a checkpoint."""
 
     row: int
-    token: int | None  # of the step; None: the logits are in the checkpoint `restore`
+    token: int | None  # index in the step; None: the logits are in the checkpoint `restore`
     position: SamplingPosition
     restore: int | None
-    keep: int | None  # the checkpoint that these logits are saved to
+    keep: int | None  # the checkpoint to which these logits are saved
 
 
 class PositionSampler:
-    """Owner: the backend. `rule`: of the rows that the head is given."""
+    """Owner: the backend. `rule`: how the rows that the head receives are padded."""
 
     def __init__(self, model: Transformer, sampler: Sampler, kept: CheckpointLogits, rule: RowRule) -> None:
         self._model, self._sampler, self._kept, self._rule = model, sampler, kept, rule
         self._slice = max(LOGITS_BYTES // (4 * model.spec.vocab), 1)
 
     def logits(self, hidden: Tensor, tokens: list[int]) -> Tensor:
-        """Logits of these tokens of the step: [C', V'], the first C rows wanted."""
+        """Logits [C, V'] of these tokens of the step."""
         padding = self._rule.padded(len(tokens)) - len(tokens)
         index = torch.tensor([*tokens, *tokens[-1:] * padding], dtype=torch.long, device=self._model.device)
         return self._model.logits(hidden.index_select(0, index))[: len(tokens)]
 
     def sample(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, list[SampledToken | None]]:
-        """Per row that samples, a token after its last known token and after each draft."""
+        """For each row that samples, a token after its last known token and after each draft."""
         wanted = [
             one
             for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding has spans of its own
@@ -65,7 +65,7 @@ class PositionSampler:
         return sampled
 
     def _logits_at(self, wanted: Sequence[RowPosition], hidden: Tensor) -> Tensor:
-        """Logits of these positions [C, V']: computed, or from checkpoints; those of a checkpoint being saved are kept."""
+        """Logits [C, V'] of these positions, computed or from checkpoints. Those of a checkpoint that is being saved are kept."""
         computed = [one.token for one in wanted if one.token is not None]
         logits = self.logits(hidden, computed) if computed else self._kept.rows[:0]
         if len(computed) < len(wanted):
@@ -79,7 +79,7 @@ class PositionSampler:
         return logits
 
     def score(self, plan: Plan, inputs: Inputs, hidden: Tensor) -> dict[int, tuple[Logprobs, ...]]:
-        """Per row that scores its prompt, the logprobs of the prompt tokens that its positions predict."""
+        """For each row that scores its prompt, the logprobs of the prompt tokens that its positions predict."""
         scored: dict[int, tuple[Logprobs, ...]] = {}
         for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False)):
             if not row.scores_prompt:
@@ -96,7 +96,7 @@ class PositionSampler:
 
 
 def _row_positions(index: int, row: Row, first: int) -> Iterator[RowPosition]:
-    """Of one row whose tokens begin at `first`: after its last known token, and after each draft."""
+    """The positions of one row, whose tokens begin at `first`: after its last known token, and after each draft."""
     if not row.samples:
         return
     kept = next((save.slot for save in row.saves if save.position == row.stop), None)

@@ -3,8 +3,8 @@
 In: logits [C, V'] and for each row its parameters, history and drafts. Out: a SampledToken per row, or None where the rule left
 no token. A row's token, logprobs and checksum have the same bits whatever the other rows are (see `exact.py`).
 
-Work that no row needs is skipped; work that some rows need is done on those rows alone. Nothing is copied to the host before
-the end, where one small integer tensor holds all results.
+Work that no row needs is skipped, and work that some rows need is done on those rows alone. Nothing is copied to the host before
+the end, when one small integer tensor holds all results.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ from onedraw.types import Logprobs, SampledToken, TokenMask
 
 
 class LaneCounts:
-    """Owner: the sampler. The buffers exist from the first position that has penalties."""
+    """How often tokens occur in the output of each lane, and whether they occur in its prompt. It is made when the first position
+    with penalties is sampled. Owner: the sampler."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
-        # One lane more than there are: padding of a step is counted there, and never read.
+        # There is one lane more than needed: padding of a step is counted there and never read.
         self.output = torch.zeros(lanes + 1, vocab, dtype=torch.int32, device=device)
         self.prompt = torch.zeros(lanes + 1, vocab, dtype=torch.bool, device=device)
         self._marks: list[CountedHistory | None] = [None] * lanes
@@ -65,8 +66,8 @@ class LaneCounts:
         return counts, (counts > 0).logical_or_(self.prompt[lanes])
 
     def grown(self, places: Sequence[SamplingPosition]) -> list[tuple[int, int]]:
-        """The tokens that these lanes' histories grew by since the last call, as (lane, token): the caller adds them to `output`.
-        Lanes of other requests are cleared first."""
+        """The tokens by which the histories of these lanes have grown since the last call, as (lane, token). The caller adds them
+        to `output`. A lane that belonged to another request is cleared first."""
         grown: list[tuple[int, int]] = []
         before: SamplingPosition | None = None
         for place in places:
@@ -85,7 +86,7 @@ class LaneCounts:
         return grown
 
     def forget(self, places: Sequence[SamplingPosition]) -> None:
-        """Clear these lanes at their next use, since the tokens that `grown` returned for them were not added."""
+        """Clear these lanes at their next use: the tokens that `grown` returned for them were not added to `output`."""
         for place in places:
             self._marks[place.lane] = None
 
@@ -96,14 +97,11 @@ class LaneCounts:
 
 
 def _add(counts: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """One more for each (row, token); a pair that occurs twice counts twice."""
+    """Add one for each (row, token). A pair that occurs twice is counted twice."""
     if pairs:
         rows, tokens = torch.tensor(pairs, device=counts.device).unbind(1)
         one = torch.ones((), dtype=counts.dtype, device=counts.device)
         counts.index_put_((rows, tokens), one, accumulate=True)
-
-
-# ------------------ Samples tokens for many positions at once, by the sampling rule of `sampling/law.py`
 
 
 # ------------------------------------------------------------------ noise, with the integers of `sampling/noise.py`
@@ -130,8 +128,8 @@ def gumbel(first: Tensor, second: Tensor, vocab: int, scratch: Scratch) -> Tenso
     odd = uniform_bits(first, second, vocab, scratch).mul_(2).add_(1)  # u * 2^25
     rest, upper = (scratch.take(name, odd.shape, torch.int32) for name in ("rest", "spare"))
     above, below = (scratch.take(name, odd.shape, torch.float32) for name in ("above", "below"))
-    # Without a branch: `below` is u in the lower half and 1 in the upper, `above` is u - 1 in the upper half and 0 in
-    # the lower, both exact. So one of the two logarithms is 0.
+    # There is no branch: `below` is u in the lower half and 1 in the upper half, `above` is u - 1 in the upper half and 0 in the
+    # lower half. Both are exact, so one of the two logarithms is 0.
     torch.sub(odd, _word(2 ** (BITS + 1), odd.device), out=rest)
     torch.sub(_word(2**BITS, odd.device), odd, out=upper).bitwise_right_shift_(_word(31, odd.device))
     rest &= upper
@@ -157,33 +155,33 @@ def _mix32(words: Tensor, spare: Tensor) -> None:
 
 
 def _shift(words: Tensor, count: int, out: Tensor) -> Tensor:
-    """A shift that brings in zeros; torch's own copies the sign."""
+    """Shift right and fill with zeros; torch's own shift copies the sign."""
     torch.bitwise_right_shift(words, _word(count, words.device), out=out)
     return out.bitwise_and_(_word(2 ** (32 - count) - 1, words.device))
 
 
 @lru_cache(maxsize=64)
 def _word(value: int, device: torch.device) -> Tensor:
-    """A 32-bit constant. Kept as a tensor, since torch converts a Python number at every use."""
+    """A 32-bit constant as a tensor, which is kept because torch would convert a Python number at every use."""
     return torch.tensor(value - 2**32 if value >= 2**31 else value, dtype=torch.int32, device=device)
 
 
 # ------------------------------------------------------------------ sampler
 
 
-SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits worked on at a time: bounds the temporaries, fits caches
+SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits processed at a time: bounds temporary memory, and fits into caches
 
 
 @dataclass(frozen=True, slots=True)
 class FilteredScores:
-    """The filtered distribution of each row: deficits, the largest one that the row keeps, and whether a token is left."""
+    """The filtered distribution of each row. A deficit is (best score - score) / temperature."""
 
     deficit: Tensor  # [C, V] float32
-    limit: Tensor | None  # [C, 1] float32; None: everything is kept
-    sound: Tensor  # [C] bool
+    limit: Tensor | None  # [C, 1] float32: the largest deficit that is kept; None: every token is kept
+    sound: Tensor  # [C] bool: whether a token is left
 
     def kept(self, rows: Tensor | None = None) -> Tensor:
-        """Deficits with the dropped tokens at infinity.   [C, V]"""
+        """Deficits in which dropped tokens are infinite.   [C, V]"""
         deficit = self.deficit if rows is None else self.deficit[rows]
         if self.limit is None:
             return deficit
@@ -192,24 +190,24 @@ class FilteredScores:
 
 
 class SamplingInputs(Protocol):
-    """Positions to sample at, on the device."""
+    """The inputs of sampling on the device, for some positions."""
 
     def sample(self, logits: Callable[[slice], Tensor], last: Tensor | None) -> Tensor:
-        """[rows, columns] int64 for `read_samples`; `logits` is called slab by slab. `last`: the token each lane sampled
-        last, where rows may await it."""
+        """[rows, columns] int64 for `read_samples`. `logits` is called for one slab of rows at a time. `last`: the token that
+        each lane sampled last, for rows whose last token only the device knows."""
         ...
 
 
 class CapturableSampler(Protocol):
-    """A sampler that reads device memory alone once its inputs are prepared, so that CUDA graphs can capture it."""
+    """A sampler that reads only device memory once its inputs are prepared, so that CUDA graphs can capture it."""
 
     def prepare(self, positions: Sequence[SamplingPosition], *, staging: Staging, rows: int) -> SamplingInputs:
-        """`rows`: as many as the step is padded to; rows after the last position sample greedily and are not read."""
+        """`rows`: the number of rows after padding. Padding rows sample greedily, and their samples are not used."""
         ...
 
 
 class Sampler:
-    """Owner: the backend. It keeps no state that could change an answer, only counts that save time."""
+    """Owner: the backend. It keeps no state that could change an answer, only caches that save time."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -231,7 +229,7 @@ class Sampler:
         return read_samples(self.answers(logits, positions).cpu().numpy(), positions) if positions else []
 
     def answers(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
-        """The same on the device, not waited for: [C, columns] int64, for `read_samples`."""
+        """The samples on the device, without waiting for them: [C, columns] int64, for `read_samples`."""
         columns = self._columns(positions)
         with torch.inference_mode(), self._lock:
             return torch.cat([self._slab(logits[span], positions[span], columns) for span in self._spans(len(positions))])
@@ -244,7 +242,7 @@ class Sampler:
         return TOP + min(max(counts, default=0), self._vocab)
 
     def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
-        """The model's own logprobs of given tokens, and of the `top` likeliest beside them."""
+        """The model's own logprobs of given tokens, and of the `top` most likely tokens at their positions."""
         if not tokens:
             return []
         with torch.inference_mode(), self._lock:
@@ -263,7 +261,7 @@ class Sampler:
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     def _padded(self, logits: Tensor) -> Tensor:
-        """Exactly the vocabulary, then -inf up to a whole number of vectors."""
+        """The logits of the vocabulary, followed by -inf up to a whole number of vectors."""
         if logits.shape[1] == self._width == self._vocab:
             return logits
         raw = torch.full((len(logits), self._width), -torch.inf, dtype=torch.float32, device=self._device)
@@ -293,7 +291,7 @@ class Sampler:
         return answers
 
     def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[FilteredScores, Tensor]:
-        """From scores, adjusted or `raw` itself, to the filtered scores and the tokens; any token where none is left."""
+        """The filtered scores and the tokens; if none is left, an arbitrary one. `scores` are adjusted, or `raw` itself."""
         law = self._law(raw, scores, positions)
         return law, first_best(self._values(law, positions))
 
@@ -309,7 +307,7 @@ class Sampler:
         return FilteredScores(deficit, self._limit(deficit, positions), sound)
 
     def _values(self, law: FilteredScores, positions: Sequence[SamplingPosition]) -> Tensor:
-        """What argmax compares: noise less deficit, or the deficit alone where the row is greedy.   [C, V]"""
+        """The values whose largest is sampled: noise minus deficit, without noise for greedy rows.   [C, V]"""
         noisy = [row for row, p in enumerate(positions) if not p.params.greedy]
         if noisy:
             noise = gumbel(*key_words(self._keys([positions[row] for row in noisy]), self._device), self._width, self._scratch)
@@ -329,7 +327,7 @@ class Sampler:
     # ── steps 1 to 3: bias, penalties, bans ───────────────────────────────────────────────────────────────────────
 
     def _adjusted(self, raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
-        """`raw` itself where no row has adjustments."""
+        """Scores after bias, penalties and bans; `raw` itself if no row has any."""
         host = [adjustment(p.params, p.history, p.drafts, self._recall(p)) for p in positions]
         biased = [(row, *pair) for row, p in enumerate(positions) for pair in p.params.logit_bias if 0 <= pair[0] < self._vocab]
         counting = [row for row, p in enumerate(positions) if p.params.counts_history]
@@ -410,7 +408,8 @@ class Sampler:
         return limit
 
     def _lower(self, limit: Tensor, deficit: Tensor, wanted: Sequence[tuple[int, float]], *, by_mass: bool) -> None:
-        """top-k (`by_mass` false: values are counts) or top-p (values are shares of the mass within the limit so far)."""
+        """Lower the limit to that of top-k (values are counts) or, `by_mass`, of top-p (values are shares of the mass within the
+        limit so far)."""
         rows = self._rows([row for row, _ in wanted], len(deficit))
         part = deficit if rows is None else deficit[rows]
         value = torch.tensor([one for _, one in wanted], dtype=torch.float64).to(self._device)
@@ -431,7 +430,7 @@ class Sampler:
     # ── what is reported beside the token ─────────────────────────────────────────────────────────────────────────
 
     def _describe(self, answers: Tensor, rows: Tensor | None, deficit: Tensor, tokens: Tensor) -> None:
-        """Total mass, deficit of the token and the likeliest tokens, for these rows of `answers`."""
+        """Write total mass, deficit of the token and the most likely tokens to these rows of `answers`."""
         chosen = deficit.gather(1, (tokens if rows is None else tokens[rows])[:, None])
         parts = [masses(deficit, self._scratch).sum(1, keepdim=True), chosen.view(torch.int32).to(torch.int64)]
         top = answers.shape[1] - TOP
@@ -457,7 +456,7 @@ class Sampler:
     # ── small tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _rows(self, rows: Sequence[int], count: int) -> Tensor | None:
-        """Row numbers as an index; None for all rows, which then need no copy."""
+        """Row numbers as an index; None for all rows, so that they need not be copied."""
         return None if len(rows) == count else self._index(rows)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
