@@ -14,15 +14,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from onedraw.build.llm import build_llm
+from onedraw.cli.terminal import table
 from onedraw.llm.request_options import RequestOptions, make_chat_generation
 from onedraw.settings import Settings
-from onedraw.speculation.proposers import NgramProposer
+from onedraw.speculation.draft_length import RowCost
+from onedraw.speculation.proposers import NgramProposer, chain
 from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
-from onedraw.types import Draft, History, Request
+from onedraw.types import Draft, History, Request, SamplingParams
 
 PROMPTS = Path(__file__).parent / "prompts"
 TRACES = Path(__file__).parent / "acceptance_traces.json"
@@ -76,7 +78,10 @@ def record(model: str, temperatures: Sequence[float], new_tokens: int) -> list[T
                 options = RequestOptions(temperature=temperature, max_tokens=new_tokens, seed=7, ignore_eos=True)
                 [reply] = llm.run(make_chat_generation(options, llm=llm, messages=messages))
                 ids = tuple(token.token for token in reply.tokens)
-                kept = {source: [_kept(drafts.get(at), ids[at:]) for at in range(len(ids))] for source, drafts in recorder.seen.items()}
+                kept = {
+                    source: [_kept(drafts.get(at), ids[at:]) for at in range(len(ids))]
+                    for source, drafts in recorder.seen.items()
+                }
                 traces.append(Trace(kind, name, temperature, kept))
                 means = {source: sum(max(k, 0) for k in found) / len(found) for source, found in kept.items()}
                 print(kind, name, temperature, {s: round(m, 2) for s, m in means.items()}, file=sys.stderr, flush=True)
@@ -87,3 +92,175 @@ def _kept(drafts: tuple[int, ...] | None, tokens: tuple[int, ...]) -> int:
     if not drafts:
         return -1
     return next((i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), min(len(drafts), len(tokens)))
+
+
+# ---------------------------------------------------------------------- simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Seconds of a step by rows and tokens, and of the drafter by rows and drafted positions."""
+
+    name: str
+    step: RowCost
+    drafter: RowCost
+    tokens: tuple[int, ...] = ()  # beside the line: extra microseconds at 1, 2, … tokens per row
+
+    def step_seconds(self, *, tokens: int, rows: int) -> float:
+        return self.step.base_seconds + self.step.row_seconds * rows + self.step.token_seconds * tokens
+
+    def drafter_seconds(self, *, drafted: int, rows: int) -> float:
+        return self.drafter.base_seconds + self.drafter.row_seconds * rows + self.drafter.token_seconds * drafted
+
+
+MACHINES = (
+    Machine("2 CPU cores, packed", RowCost(4.6e-3, 0.42e-3, 0.25e-3), RowCost(0.9e-3, 0.22e-3, 0.2e-3)),
+    Machine("laptop CPU, float32", RowCost(16e-3, 0.9e-3, 0.4e-3), RowCost(3.5e-3, 0.9e-3, 0.3e-3)),
+    Machine("H200, 8B bf16", RowCost(4.2e-3, 0.013e-3, 0.01e-3), RowCost(0.9e-3, 0.02e-3, 0.02e-3)),
+)
+
+
+class TracedProposer:
+    """N-gram drafts as they were recorded: as many as the trace says exist, the first `kept` of them right."""
+
+    name = "ngram"
+
+    def __init__(self, traces: dict[str, Trace]) -> None:
+        self._traces = traces
+
+    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
+        kept = self._traces[request.id].kept["ngram"]
+        at = len(history.output)
+        return chain((0,) * min(room, LENGTH)) if at < len(kept) and kept[at] >= 0 else ()
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def simulate(
+    machine: Machine, traces: Sequence[Trace], *, batch: int, draft_tokens: int | None = None, sources: Sequence[str] = ()
+) -> tuple[float, int]:
+    """Return seconds and tokens of these replies, `batch` at a time, under the real policy or a fixed number of drafts."""
+    by_id = {str(number): trace for number, trace in enumerate(traces)}
+    speculator = Speculator([TracedProposer(by_id)] if "ngram" in sources else [], draft_tokens=draft_tokens)
+    waiting, running = list(by_id), []
+    seconds, tokens = 0.0, 0
+    histories: dict[str, History] = {}
+    own: dict[str, tuple[Draft, ...]] = {}
+    requests = {
+        name: Request(name, (1,), SamplingParams(temperature=t.temperature, max_tokens=10**6)) for name, t in by_id.items()
+    }
+    while waiting or running:
+        while waiting and len(running) < batch:
+            running.append(waiting.pop(0))
+            histories[running[-1]], own[running[-1]] = History((1,)), ()
+        count = 0
+        proposals = {}
+        for name in running:
+            room = LENGTH + 1
+            proposals[name] = speculator.propose(requests[name], histories[name], own[name], room=room, running=len(running))
+            count += 1 + len(proposals[name].drafts)
+        limits = [0] * len(running)
+        if "device" in sources:
+            limits = speculator.plan_drafter([requests[name] for name in running], limit=LENGTH)
+        spent = machine.step_seconds(tokens=count, rows=len(running))
+        drafting = machine.drafter_seconds(drafted=sum(limits), rows=sum(map(bool, limits))) if any(limits) else 0.0
+        for name, limit in zip(list(running), limits, strict=True):
+            trace, history, proposal = by_id[name], histories[name], proposals[name]
+            at = len(history.output)
+            kept = 0
+            if proposal.drafts:
+                kept = max(min(trace.kept[proposal.source][at], len(proposal.drafts)), 0)
+                speculator.record_outcome(name, proposal.source, drafted=len(proposal.drafts), kept=kept)
+            history.output.extend([0] * (kept + 1))
+            tokens += kept + 1
+            own[name] = chain((0,) * limit)
+            if len(history.output) >= len(trace.kept["device"]):
+                running.remove(name)
+                speculator.forget(name)
+        speculator.record_step(
+            tokens=count,
+            rows=len(limits),
+            seconds=spent,
+            drafting_rows=sum(map(bool, limits)),
+            drafted=sum(limits),
+            drafter_seconds=drafting,
+        )
+        seconds += spent + drafting
+    return seconds, tokens
+
+
+def read_traces() -> list[Trace]:
+    rows = json.loads(TRACES.read_text(encoding="utf-8"))
+    return [
+        Trace(kind, name, temperature, {s: [-1 if c == "-" else int(c) for c in text] for s, text in kept.items()})
+        for kind, name, temperature, kept in rows
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    machine: str
+    kind: str
+    temperature: float
+    batch: int
+    to_none: float  # speed of the policy relative to no drafts
+    best: str  # the fastest fixed choice
+    regret: float  # time beyond it, as a share
+
+
+def cells(batches: Sequence[int] = (1, 4, 8)) -> list[Cell]:
+    """Every machine, kind of text, temperature and batch: each with a server that has seen nothing before."""
+    found = []
+    traces = read_traces()
+    for machine in MACHINES:
+        for kind in sorted({trace.kind for trace in traces}):
+            for temperature in sorted({trace.temperature for trace in traces}):
+                picked = [t for t in traces if (t.kind, t.temperature) == (kind, temperature)]
+                for batch in batches:
+                    replies = picked * max(1, 2 * batch // len(picked))
+                    fixed = {"none": _speed(machine, replies, batch, 0, ())}
+                    fixed |= {f"device {k}": _speed(machine, replies, batch, k, ("device",)) for k in (1, 2, 3, 5, 7)}
+                    fixed |= {f"ngram {k}": _speed(machine, replies, batch, k, ("ngram",)) for k in (2, 4, 7)}
+                    policy = _speed(machine, replies, batch, None, ("device", "ngram"))
+                    best = max(fixed, key=fixed.__getitem__)
+                    found.append(
+                        Cell(machine.name, kind, temperature, batch, policy / fixed["none"], best, fixed[best] / policy - 1)
+                    )
+    return found
+
+
+def _speed(machine: Machine, traces: Sequence[Trace], batch: int, draft_tokens: int | None, sources: Sequence[str]) -> float:
+    seconds, tokens = simulate(machine, traces, batch=batch, draft_tokens=draft_tokens, sources=sources)
+    return tokens / seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", nargs="?", const="smollm2", metavar="MODEL")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.record:
+        traces = record(options.record, (0.0, 0.7, 1.0), 200)
+        rows = [
+            [t.kind, t.name, t.temperature, {s: "".join("-" if k < 0 else str(k) for k in v) for s, v in t.kept.items()}]
+            for t in traces
+        ]
+        TRACES.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
+        return 0
+    found = cells()
+    if options.json:
+        print(json.dumps([asdict(cell) for cell in found], indent=2))
+        return 0
+    heads = ("machine", "text", "T", "batch", "x none", "best fixed", "regret %")
+    rows = [
+        [c.machine, c.kind, f"{c.temperature:g}", str(c.batch), f"{c.to_none:.2f}", c.best, f"{100 * c.regret:.1f}"]
+        for c in found
+    ]
+    table("", heads, rows)
+    print(f"worst to none {min(c.to_none for c in found):.3f}, worst regret {100 * max(c.regret for c in found):.1f} %")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -225,6 +225,9 @@ class CheckpointSave:
     slot: int
 
 
+MAX_DRAFTS = 64  # drafts of one row in one step
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """The work of one sequence in one step: known tokens at positions [start, stop), then drafts.
@@ -249,6 +252,7 @@ class Row:
     saves: tuple[CheckpointSave, ...] = ()  # in order of position, each within (start, stop]
     # The row's only token is being sampled by the sequence's row in flight. It is PENDING_TOKEN and not in the history yet.
     awaits_token: bool = False
+    draft_limit: int = MAX_DRAFTS  # the backend's own drafter makes at most this many drafts for the sequence's next row; 0: none
 
     @property
     def stop(self) -> int:
@@ -299,7 +303,8 @@ class RowOutcome:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     rows: tuple[RowOutcome, ...]
-    seconds: float = 0.0  # duration of the step
+    seconds: float = 0.0  # duration of the step, without the backend's own drafter
+    drafter_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,11 @@ PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionPropo
 
 def make_speculator(settings: Settings) -> Speculator:
     """The proposers on the host. Drafts of the backend's own drafter reach the Speculator with every step's outcome."""
-    return Speculator([PROPOSERS[name]() for name in proposer_names(settings)], draft_tokens=settings.draft_tokens)
+    return Speculator(
+        [PROPOSERS[name]() for name in proposer_names(settings)],
+        draft_tokens=settings.draft_tokens,
+        tree_nodes=settings.tree_budget,
+    )
 
 
 def proposer_names(settings: Settings) -> tuple[str, ...]:
@@ -140,6 +144,7 @@ class DrafterBuilder:
 
     def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
         """A function that makes the drafter once the target is loaded; UnsupportedModel if the drafter does not fit."""
+        from onedraw.backends.torch.drafters.base import CANDIDATES
         from onedraw.backends.torch.drafters.dflash import DflashDrafter
         from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, MtpHead, SmallModel
         from onedraw.backends.torch.model.transformer import Transformer
@@ -160,8 +165,9 @@ class DrafterBuilder:
                     drafter = read_drafter_info(checkpoint)
                     check_drafter_fits(drafter.spec, target.spec)
                     arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
+                    width = CANDIDATES if settings.tree_budget else 1
                     return DflashDrafter(
-                        drafter.spec, drafter.weights, target=transformer, layout=layout, arrange=arrange, **sizes
+                        drafter.spec, drafter.weights, target=transformer, layout=layout, arrange=arrange, width=width, **sizes
                     )
                 model = read_model_info(checkpoint)
                 self._check_model(self.source, checkpoint, model, target)

@@ -326,10 +326,18 @@ class Engine:
         totals["mixed_steps"] += len(members) > 1
         totals["mixed_logprobs"] += _in_some([member.row.params.logprobs is not None for member in members])
         totals["mixed_constraints"] += _in_some([member.row.history.constraint is not None for member in members])
-        self._seconds += outcome.seconds
+        self._seconds += outcome.seconds + outcome.drafter_seconds
         if all(len(member.row.tokens) == 1 for member in members):
             tokens = sum(1 + len(member.row.drafts) for member in members)
-            self.scheduler.speculator.record_step(tokens=tokens, rows=len(members), seconds=outcome.seconds)
+            drafted = [tree_depth(row.next_drafts) for row in outcome.rows if row.next_drafts]
+            self.scheduler.speculator.record_step(
+                tokens=tokens,
+                rows=len(members),
+                seconds=outcome.seconds,
+                drafting_rows=len(drafted),
+                drafted=sum(drafted),
+                drafter_seconds=outcome.drafter_seconds,
+            )
         for member, result in zip(members, outcome.rows, strict=True):
             row = member.row
             totals["prompt_tokens"] += max(min(row.stop, row.prompt_stop) - row.start, 0)

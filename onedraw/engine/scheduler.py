@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onedraw.backends.base import Capacity
 from onedraw.engine.fairness import (
@@ -124,7 +124,7 @@ class Scheduler:
             if length and self._add_row(sequence, length, NO_PROPOSAL, members, planned):
                 budget -= length
                 self._prompt_turns.record(sequence.key, length)
-        return members
+        return self._with_draft_limits(members)
 
     def shrink_steps(self, *, rows: int, tokens: int) -> bool:
         """The device had no memory for a step of this size. Plan at most half of it from now on; return whether that is
@@ -274,6 +274,16 @@ class Scheduler:
                 break
             legal += 1
         return Proposal(drafts[:legal], proposal.source) if legal else NO_PROPOSAL
+
+    def _with_draft_limits(self, members: list[ScheduledRow]) -> list[ScheduledRow]:
+        """Tell the backend's own drafter how many drafts to make for the row after each row that samples."""
+        if not self.capacity.drafter:
+            return members
+        limits = dict.fromkeys(range(len(members)), 0)
+        sampling = [index for index, member in enumerate(members) if member.row.samples]
+        requests = [members[index].sequence.request for index in sampling]
+        limits.update(zip(sampling, self.speculator.plan_drafter(requests, limit=self.capacity.lookahead - 1), strict=True))
+        return [replace(member, row=replace(member.row, draft_limit=limits[i])) for i, member in enumerate(members)]
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         """Return how many known tokens a prompt row computes: all that remain, or as many as end at a multiple of the chunk."""

@@ -9,18 +9,27 @@ gives the most tokens per second, under this model:
 
 The speed has one maximum, because each further draft costs the same and adds less than the one before. The maximum is at 0 drafts
 if many rows share the base cost, or if drafts are rarely kept. Then drafts are only tried occasionally, which is called a probe.
+
+Drafts of the backend's own drafter cost its time too: a call, which the rows that draft in a step share, and each position
+that it drafts. Drafting has to beat a step in which the drafter does not run. All probes together take at most
+PROBE_SHARE of the time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PRIOR_ACCEPTANCE = 0.6  # the probability that a draft is kept, assumed for a source that has not been tried
+PRIOR_ACCEPTANCE = 0.5  # the probability that a draft is kept, assumed for a source that has not been tried
 PRIOR_WEIGHT = 3.0  # this assumption counts as much as this many observed drafts
 PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, assumed until it is measured
 CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
-PROBE_TOKENS = 2  # drafts that a probe carries
-FIRST_PROBE_GAP, LAST_PROBE_GAP = 4, 64  # steps from one probe to the next, at first and at most
+PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
+REFINEMENTS = 3  # times that the speed of a step is estimated anew from the drafts chosen
+PROBE_TOKENS = 2  # drafts that a probe of a proposer carries
+FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
+PROBE_SHARE = 0.01  # all probes together take at most this share of the time
+PROBE_SAVINGS = 8.0  # time for probes that may be saved up, in base costs of a step
 
 
 # ---------------------------------------------------------------------- decision
@@ -78,6 +87,59 @@ def best_tree_size(acceptance: float, *, chain: int, depth: int, nodes: int, cos
     return count, expected_kept(chain_acceptance, count)
 
 
+def best_draft_counts(
+    rates: Sequence[float],
+    *,
+    cost: RowCost,
+    drafting: RowCost,
+    running: int,
+    limit: int,
+    nodes: int = 0,
+    host_drafts: int = 0,
+    host_kept: float = 0.0,
+) -> list[int]:
+    """Return how many positions the backend's drafter should draft for each row, given the rows' rates of acceptance.
+
+    `running` rows share the step, and all that draft share a call of the drafter, whose cost is `drafting` in terms of drafted
+    positions. With `nodes` the drafts of `limit` positions are a tree of that many nodes, and a rate is that of the tree.
+    Other rows of the step carry `host_drafts` drafts of proposers, of which `host_kept` are kept on average.
+
+    A draft pays off if it is kept more often than the step, at its present speed, samples tokens in the time that the draft
+    costs. The call pays off if the drafts together bring more than that for its time.
+    """
+    seconds = cost.base_seconds + running * (cost.row_seconds + cost.token_seconds) + host_drafts * cost.token_seconds
+    tokens = running + host_kept
+    fastest = tokens / seconds
+    best = [0] * len(rates)
+    for _ in range(REFINEMENTS):
+        found = [_drafts_at(fastest, rate, cost=cost, drafting=drafting, limit=limit, nodes=nodes) for rate in rates]
+        kept = sum(expected for _, expected, _ in found)
+        took = sum(price for _, _, price in found)
+        speed_then = (tokens + kept) / (seconds + drafting.base_seconds + took)
+        if not kept or speed_then <= fastest:
+            break
+        fastest, best = speed_then, [count for count, _, _ in found]
+    return best
+
+
+def _drafts_at(
+    tokens_per_second: float, rate: float, *, cost: RowCost, drafting: RowCost, limit: int, nodes: int
+) -> tuple[int, float, float]:
+    """Return how many positions to draft for a row, how many drafts it will keep on average, and how many seconds they cost."""
+    price = drafting.token_seconds + cost.token_seconds
+    chain_rate = rate * CHAIN_SHARE if nodes else rate
+    count, gain = 0, chain_rate
+    while count < limit and gain > tokens_per_second * price:
+        count, gain = count + 1, gain * chain_rate
+    kept = expected_kept(chain_rate, count)
+    options = [(count, kept, drafting.row_seconds + count * price if count else 0.0)]
+    if nodes and limit:
+        tree = drafting.row_seconds + limit * drafting.token_seconds + nodes * cost.token_seconds
+        options.append((limit, expected_kept(rate, limit), tree))
+    chosen = max(options, key=lambda option: option[1] - tokens_per_second * option[2])
+    return chosen if chosen[1] > tokens_per_second * chosen[2] else (0, 0.0, 0.0)
+
+
 # ---------------------------------------------------------------------- estimate of acceptance
 
 
@@ -91,8 +153,8 @@ class Acceptance:
 
     kept: float = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
     lost: float = (1.0 - PRIOR_ACCEPTANCE) * PRIOR_WEIGHT
-    decay: float = 0.85
-    weight: float = 16.0
+    decay: float = 0.9
+    weight: float = 24.0
 
     @property
     def rate(self) -> float:
@@ -108,9 +170,8 @@ class Acceptance:
             self.kept, self.lost = self.kept / excess, self.lost / excess
 
     def prior_for_new_request(self) -> Acceptance:
-        """Return the first estimate for a new request: halfway between the prior and this rate, because requests differ."""
-        rate = (self.rate + PRIOR_ACCEPTANCE) / 2.0
-        return Acceptance(rate * PRIOR_WEIGHT, (1.0 - rate) * PRIOR_WEIGHT)
+        """Return the first estimate of a new request: this rate, with little weight, because requests differ."""
+        return Acceptance(self.rate * PRIOR_WEIGHT, (1.0 - self.rate) * PRIOR_WEIGHT)
 
 
 @dataclass(slots=True)

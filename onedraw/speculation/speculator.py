@@ -12,11 +12,16 @@ from itertools import accumulate
 from time import perf_counter
 
 from onedraw.speculation.draft_length import (
+    PRIOR_CALL_SHARE,
+    PROBE_SAVINGS,
+    PROBE_SHARE,
     PROBE_TOKENS,
     Acceptance,
     CostMeter,
     Probe,
+    RowCost,
     best_chain_length,
+    best_draft_counts,
     best_tree_size,
     expected_kept,
 )
@@ -50,7 +55,13 @@ class SpeculationStats:
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = (0,) * POSITIONS  # entry i: rows that kept more than i drafts
     by_source: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)  # source → (rows, drafted, kept)
-    propose_seconds: float = 0.0  # time spent in `propose`, proposers included
+    propose_seconds: float = 0.0  # time spent in `propose` and `plan_drafter`, proposers included
+    steps_with_drafter: int = 0  # generating steps in which the backend's drafter drafted for a row
+    drafter_seconds: float = 0.0  # time that the backend's drafter took in generating steps
+    probe_seconds: float = 0.0  # estimated time that probes took
+    step_cost: RowCost = field(default_factory=RowCost)  # of a step without its drafter
+    drafter_cost: RowCost = field(default_factory=RowCost)  # of the backend's drafter, where a token is a drafted position
+    acceptance: Mapping[str, float] = field(default_factory=dict)  # "source at T temperature" → probability that a draft is kept
 
 
 @dataclass(slots=True)
@@ -58,22 +69,36 @@ class SourceEstimates:
     """What is known about one source of drafts for one request: how often drafts are kept, and when to try it again."""
 
     acceptance: Acceptance
+    overall: Acceptance  # the same over all requests with about this temperature
     probe: Probe = field(default_factory=Probe)
 
 
-class Speculator:
-    """Chooses the drafts of each row. `draft_tokens` forces their number; with None it is as many as pay off, and a few
-    occasionally if none do."""
+@dataclass(slots=True)
+class RequestEstimates:
+    sources: dict[str, SourceEstimates] = field(default_factory=dict)
+    host_drafts: int = 0  # drafts of a proposer that pay off and that the row of this step carries
+    host_expected: float = 0.0  # how many of them it keeps on average
 
-    def __init__(self, proposers: Sequence[Proposer] = (), *, draft_tokens: int | None = None) -> None:
+
+class Speculator:
+    """Chooses the drafts of each row, and how many the backend's drafter makes for the row after it. `draft_tokens` forces their
+    number; with None it is as many as pay off, and a few occasionally if none do. `tree_nodes` is the size of the trees that the
+    backend's drafter makes, 0 for chains."""
+
+    def __init__(self, proposers: Sequence[Proposer] = (), *, draft_tokens: int | None = None, tree_nodes: int = 0) -> None:
         self._proposers = tuple(proposers)
         self._forced = draft_tokens
-        self._meter = CostMeter()
-        self._estimates: dict[str, dict[str, SourceEstimates]] = {}  # request id → source → estimates
-        self._overall: dict[str, Acceptance] = {}  # source → its acceptance over all requests
+        self._tree_nodes = tree_nodes
+        self._steps, self._calls = CostMeter(), CostMeter()  # of steps without their drafter, and of the backend's drafter
+        self._calls_measured = False
+        self._requests: dict[str, RequestEstimates] = {}
+        self._overall: dict[tuple[str, float], Acceptance] = {}  # by source and rounded temperature, over all requests
         self._by_source: dict[str, tuple[int, int, int]] = {}
         self._kept_depths = [0] * (POSITIONS + 1)  # entry k: rows that kept k drafts; the last entry: that many or more
         self._seconds = 0.0
+        self._savings = 0.0  # seconds that probes may take
+        self._probe_seconds = self._drafter_seconds = 0.0
+        self._drafter_steps = 0
 
     def propose(
         self,
@@ -94,39 +119,81 @@ class Speculator:
         self._seconds += perf_counter() - begin
         return proposal
 
+    def plan_drafter(self, requests: Sequence[Request], *, limit: int) -> list[int]:
+        """Return how many positions, at most `limit`, the backend's drafter drafts after this step for each of its rows. Call it
+        after `propose` was called for these rows."""
+        if self._forced is not None:
+            return [min(self._forced, limit) if request.speculate else 0 for request in requests]
+        begin = perf_counter()
+        counts = self._drafter_counts(requests, limit)
+        for index, request in enumerate(requests):
+            if not request.speculate or counts[index]:
+                continue
+            known = self._of(request, DEVICE)
+            if known.probe.due() and self._pay_for_probe(self._drafter_cost(), 1):
+                known.probe.back_off()
+                counts[index] = 1
+        self._seconds += perf_counter() - begin
+        return counts
+
     def record_outcome(self, request_id: str, source: str, *, drafted: int, kept: int, depth: int | None = None) -> None:
         """Learn from a verified row: `kept` of its `drafted` drafts were kept, and at most `depth` could be kept together."""
         rows, drafts, accepted = self._by_source.get(source, (0, 0, 0))
         self._by_source[source] = (rows + 1, drafts + drafted, accepted + kept)
         self._kept_depths[min(kept, POSITIONS)] += 1
         reach = drafted if depth is None else depth
-        self._overall.setdefault(source, Acceptance(decay=0.98, weight=64.0)).update(depth=reach, kept=kept)
-        known = self._estimates.get(request_id, {}).get(source)
-        if known is not None:  # It is None if the request has ended.
+        request = self._requests.get(request_id)
+        if request is not None and source in request.sources:  # else the request has ended
+            known = request.sources[source]
             known.acceptance.update(depth=reach, kept=kept)
+            known.overall.update(depth=reach, kept=kept)
 
-    def record_step(self, *, tokens: int, rows: int, seconds: float) -> None:
-        """Learn from the duration of a step without prompt rows, which computed `tokens` positions for `rows` sequences."""
-        self._meter.observe(tokens=tokens, rows=rows, seconds=seconds)
+    def record_step(
+        self, *, tokens: int, rows: int, seconds: float, drafting_rows: int = 0, drafted: int = 0, drafter_seconds: float = 0.0
+    ) -> None:
+        """Learn from a step without prompt rows. It computed `tokens` positions for `rows` sequences in `seconds`; after that the
+        backend's drafter made `drafted` drafts for `drafting_rows` of them in `drafter_seconds`."""
+        self._steps.observe(tokens=tokens, rows=rows, seconds=seconds)
+        self._drafter_seconds += drafter_seconds
+        if drafted:
+            self._calls.observe(tokens=drafted, rows=drafting_rows, seconds=drafter_seconds)
+            self._calls_measured = True
+            self._drafter_steps += 1
+        most = PROBE_SAVINGS * self._steps.cost.base_seconds
+        self._savings = min(self._savings + PROBE_SHARE * (seconds + drafter_seconds), most)
 
     def forget(self, request_id: str) -> None:
-        self._estimates.pop(request_id, None)
+        self._requests.pop(request_id, None)
         for proposer in self._proposers:
             proposer.forget(request_id)
 
     def stats(self) -> SpeculationStats:
         kept_at_least = list(accumulate(reversed(self._kept_depths)))[::-1]
         rows, drafted, kept = (sum(column) for column in zip((0, 0, 0), *self._by_source.values(), strict=True))
-        return SpeculationStats(rows, drafted, kept, tuple(kept_at_least[1:]), dict(self._by_source), self._seconds)
+        return SpeculationStats(
+            rows,
+            drafted,
+            kept,
+            tuple(kept_at_least[1:]),
+            dict(self._by_source),
+            self._seconds,
+            self._drafter_steps,
+            self._drafter_seconds,
+            self._probe_seconds,
+            self._steps.cost,
+            self._drafter_cost(),
+            {f"{source} at T {temperature:g}": known.rate for (source, temperature), known in self._overall.items()},
+        )
 
     def _decide(
         self, request: Request, history: History, own: tuple[Draft, ...], room: int, running: int, tentative: bool
     ) -> Proposal:
-        estimates = self._estimates.setdefault(request.id, {})
-        own_count, own_expected = self._own(estimates, own, running) if own else (0, 0.0)
+        state = self._requests.setdefault(request.id, RequestEstimates())
+        state.host_drafts, state.host_expected = 0, 0.0
+        own_count, own_expected = self._own(request, own, running) if own else (0, 0.0)
         least = PREFERENCE * own_expected
         for proposer in self._proposers:
-            known = self._estimates_of(estimates, proposer.name)
+            known = self._of(request, proposer.name)
             rate = known.acceptance.rate
             count = self._length(rate, room, running)
             pays = count > 0 and expected_kept(rate, count) >= least
@@ -138,41 +205,78 @@ class Speculator:
                 continue
             if pays:
                 known.probe.reset()
+                state.host_drafts, state.host_expected = len(drafts), expected_kept(rate, len(drafts))
             elif not tentative:  # After a tentative call the probe is still due, since no row carries its drafts.
+                if not self._pay_for_probe(RowCost(0.0, 0.0), len(drafts)):
+                    continue
                 known.probe.back_off()
             return Proposal(drafts, proposer.name)
-        if not own:
-            return NO_PROPOSAL
-        probe = self._estimates_of(estimates, DEVICE).probe
-        if own_count:
-            probe.reset()
-        elif probe.due():
-            if not tentative:
-                probe.back_off()
-            own_count = PROBE_TOKENS
         return Proposal(own[:own_count], DEVICE) if own_count else NO_PROPOSAL
 
-    def _own(self, estimates: dict[str, SourceEstimates], own: tuple[Draft, ...], running: int) -> tuple[int, float]:
-        """Return how many of the backend's drafts to use, from the first on, and how many of them are kept on average."""
-        rate = self._estimates_of(estimates, DEVICE).acceptance.rate
+    def _own(self, request: Request, own: tuple[Draft, ...], running: int) -> tuple[int, float]:
+        """Return how many of the backend's drafts to use, from the first on, and how many of them are kept on average. They are
+        made already, so only their verification costs time, and at least one is used."""
+        rate = self._of(request, DEVICE).acceptance.rate
         chain = chain_length(own)
         if chain == len(own):
-            count = self._length(rate, chain, running)
+            count = max(self._length(rate, chain, running), 1)
             return count, expected_kept(rate, count)
         deepest = tree_depth(own)
         if self._forced is None:
-            return best_tree_size(rate, chain=chain, depth=deepest, nodes=len(own), cost=self._meter.cost, running=running)
+            cost = self._steps.cost
+            count, kept = best_tree_size(rate, chain=chain, depth=deepest, nodes=len(own), cost=cost, running=running)
+            return (count, kept) if count else (1, rate)
         reach = min(self._forced, deepest)
         return (len(own) if reach == deepest else reach), expected_kept(rate, reach)
+
+    def _drafter_counts(self, requests: Sequence[Request], limit: int) -> list[int]:
+        """Return how many positions to draft for each row, so that all rows together get the most tokens per second."""
+        rates, host_drafts, host_kept = [], 0, 0.0
+        for request in requests:
+            state, rate = self._requests.setdefault(request.id, RequestEstimates()), 0.0
+            if request.speculate:
+                rate = self._of(request, DEVICE).acceptance.rate
+            if state.host_expected > 0.0 and state.host_expected >= PREFERENCE * expected_kept(rate, limit):
+                # A proposer whose drafts pay off now is likely to have some for the next row too, at no cost.
+                rate, host_drafts, host_kept = 0.0, host_drafts + state.host_drafts, host_kept + state.host_expected
+            rates.append(rate)
+        return best_draft_counts(
+            rates,
+            cost=self._steps.cost,
+            drafting=self._drafter_cost(),
+            running=len(requests),
+            limit=limit,
+            nodes=self._tree_nodes,
+            host_drafts=host_drafts,
+            host_kept=host_kept,
+        )
+
+    def _drafter_cost(self) -> RowCost:
+        """Return the cost of the backend's drafter, where a token is a drafted position."""
+        if self._calls_measured:
+            return self._calls.cost
+        cost = self._steps.cost
+        return RowCost(PRIOR_CALL_SHARE * cost.base_seconds, cost.token_seconds)
+
+    def _pay_for_probe(self, drafting: RowCost, count: int) -> bool:
+        """Whether the savings cover a probe of `count` drafts; it is then paid for."""
+        price = drafting.base_seconds + drafting.row_seconds + count * (drafting.token_seconds + self._steps.cost.token_seconds)
+        if price > self._savings:
+            return False
+        self._savings -= price
+        self._probe_seconds += price
+        return True
 
     def _length(self, rate: float, limit: int, running: int) -> int:
         if self._forced is not None:
             return min(self._forced, limit)
-        return best_chain_length(rate, cost=self._meter.cost, running=running, limit=min(limit, MAX_CHAIN))
+        return best_chain_length(rate, cost=self._steps.cost, running=running, limit=min(limit, MAX_CHAIN))
 
-    def _estimates_of(self, estimates: dict[str, SourceEstimates], source: str) -> SourceEstimates:
-        known = estimates.get(source)
+    def _of(self, request: Request, source: str) -> SourceEstimates:
+        sources = self._requests.setdefault(request.id, RequestEstimates()).sources
+        known = sources.get(source)
         if known is None:
-            overall = self._overall.get(source)
-            known = estimates[source] = SourceEstimates(overall.prior_for_new_request() if overall else Acceptance())
+            kind = (source, min(round(request.params.temperature * 4) / 4, 2.0))
+            overall = self._overall.setdefault(kind, Acceptance(decay=0.98, weight=64.0))
+            known = sources[source] = SourceEstimates(overall.prior_for_new_request(), overall)
         return known

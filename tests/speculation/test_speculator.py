@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from onedraw.speculation.draft_length import PROBE_SHARE, RowCost
 from onedraw.speculation.proposers import chain
 from onedraw.speculation.speculator import DEVICE, NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 
 REQUEST = Request(id="r", prompt=(1, 2, 3), params=SamplingParams(max_tokens=1000))
 HISTORY = History(REQUEST.prompt)
+STEP = RowCost(0.01, 0.0005)  # what a step costs in these tests
 OWN = chain((50, 51, 52, 53, 54, 55, 56))
 TREE = (*OWN, Draft(60, -1), Draft(61, -1), Draft(62, 0), Draft(63, 1), Draft(64, 7))
 
@@ -51,6 +53,8 @@ def run_steps(
         if proposal.drafts:
             drafted = len(proposal.drafts)
             speculator.record_outcome("r", proposal.source, drafted=drafted, kept=min(kept[proposal.source], drafted))
+        carried = 1 + len(proposal.drafts)
+        speculator.record_step(tokens=carried, rows=1, seconds=STEP.base_seconds + STEP.token_seconds * carried)
     return proposals
 
 
@@ -120,6 +124,7 @@ def test_a_full_batch_carries_almost_no_drafts() -> None:
         kept = next((i for i in range(len(proposal.drafts)) if rng.random() > 0.6), len(proposal.drafts))
         if proposal.drafts:
             speculator.record_outcome("r", proposal.source, drafted=len(proposal.drafts), kept=kept)
+        speculator.record_step(tokens=256 + len(proposal.drafts), rows=256, seconds=0.01 + 0.0005 * (256 + len(proposal.drafts)))
     assert 0 < drafted < 32
     assert len(propose(speculator).drafts) > 1
 
@@ -187,7 +192,6 @@ def test_an_ended_request_leaves_no_state() -> None:
     speculator.forget("r")
     speculator.record_outcome("r", "constant", drafted=3, kept=1)
     speculator.forget("r")
-    assert speculator._estimates == {}
     assert proposer.forgotten == ["r", "r"]
 
 

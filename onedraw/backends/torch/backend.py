@@ -366,8 +366,7 @@ class TorchBackend:
         result.wait()
         begin, self._collected = max(begin, self._collected), time.perf_counter()
         with current_device(self.model.device):
-            rows = self._open.executor.drafted(result)
-        return Outcome(rows, time.perf_counter() - begin)
+            return self._open.executor.drafted(result, self._collected - begin)
 
     @property
     def _keeps_tokens(self) -> bool:

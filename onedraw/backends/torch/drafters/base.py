@@ -8,17 +8,21 @@ the value with the best measured acceptance, and every few calls another one, to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from onedraw.backends.sampled_rows import SamplingPosition
+from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.sampling.draft_ranking import HistoryCounts, rank_candidates
-from onedraw.types import Draft, Plan, Row, RowOutcome
+from onedraw.types import Draft, History, Plan, Row, RowOutcome, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +80,76 @@ def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max
     """
     if not outcome.sampled or outcome.no_token_left or outcome.sampled[-1].token in row.params.stop_ids:
         return 0
+    limit = min(limit, row.draft_limit)
     left = row.params.max_tokens - len(row.history.output) - len(outcome.sampled)
     held = min(len(row.pages[0]) * page_size, max_context) - row.stop - len(outcome.kept)
     return max(min(limit, left - 1, held - 1), 0)
 
 
-class Ranker:
-    """Ranks candidates for drafts and learns the best sharpness. It keeps, per lane, counts of the history's tokens and the
-    latest drafts. Owner: a drafter."""
+class DraftedPosition(NamedTuple):
+    """A position to draft a token for: `depth` positions after the last of the tokens that the row `sampled`."""
 
-    def __init__(self, lanes: int) -> None:
+    row: Row
+    sampled: tuple[int, ...]
+    depth: int
+
+
+def drafting_sampler(target: Transformer, lanes: int) -> tuple[Sampler, int]:
+    """Return a sampler for drafted positions, and the size of the vocabulary."""
+    vocab = target.spec.vocab
+    return target.ops.sampler(vocab=vocab, lanes=lanes, device=target.device), vocab
+
+
+class Ranker:
+    """Ranks tokens for drafted positions, as the request's sampling rule and noise would. Owner: a drafter.
+
+    It keeps the drafts that each lane was given last, to learn which sharpness keeps most.
+    """
+
+    def __init__(self, lanes: int, sampler: Sampler, vocab: int) -> None:
+        self._sampler, self._vocab = sampler, vocab
         self._tallies = [HistoryCounts() for _ in range(lanes)]
+        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}  # by lane: of the request, sharpness, for drafts
         self._given: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
         self._kept = [0.0] * len(SHARPNESS)
         self._weight = [1e-9] * len(SHARPNESS)
         self._count = 0
 
-    def best(self, logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Ids and logits of the likeliest tokens of each row, on the host: [C, CANDIDATES] each."""
+    def best(self, logits: Tensor, positions: Sequence[DraftedPosition], *, arm: int, ids: Tensor | None = None) -> list[int]:
+        """Return the token that the target's sampling rule takes from these logits, for each position.   [C, V']
+
+        `ids` are the tokens of the columns, if these are not the target's vocabulary in order.
+        """
+        if ids is not None or logits.shape[1] < self._vocab:
+            full = logits.new_full((len(logits), self._vocab), -torch.inf)
+            full[:, slice(logits.shape[1]) if ids is None else ids] = logits
+            logits = full
+        places = [
+            SamplingPosition(
+                row.lane,
+                self._params_for_drafts(row, arm),
+                History(row.history.prompt, row.history.output),
+                (*sampled, *[sampled[-1]] * (depth - 1)),  # only their number counts: drafts of one call do not see each other
+                row.request_id,
+            )
+            for row, sampled, depth in positions
+        ]
+        found = self._sampler.sample(logits, places)
+        return [-1 if choice is None else choice.token for choice in found]
+
+    def _params_for_drafts(self, row: Row, arm: int) -> SamplingParams:
+        """Return the request's parameters, sharper, without what only the host could adjust or what is only reported."""
+        known = self._params.get(row.lane)
+        if known is None or known[0] is not row.params or known[1] != arm:
+            temperature = row.params.temperature / SHARPNESS[arm]
+            made = replace(
+                row.params, temperature=temperature, dry=None, bad_words=(), min_tokens=0, logprobs=None, checksums=False
+            )
+            known = self._params[row.lane] = row.params, arm, made
+        return known[2]
+
+    def candidates(self, logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return ids and logits of the likeliest tokens of each row, on the host: [C, CANDIDATES] each."""
         found = logits.topk(min(CANDIDATES, logits.shape[1]), dim=1)
         return found.indices.cpu().numpy(), found.values.cpu().numpy()
 

@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.drafters.base import CompletedStep, Ranker, room_ahead
+from onedraw.backends.torch.drafters.base import CompletedStep, DraftedPosition, Ranker, drafting_sampler, room_ahead
 from onedraw.backends.torch.model.layer import AttentionMixer, Layer, load_layer, rope_tables, run_layer
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.model.weight_loader import WeightLoader
 from onedraw.backends.torch.ops.base import PreparedInputs
 from onedraw.backends.torch.ops.plain.linear import Linear
-from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
+from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.dflash import DrafterWeights
 from onedraw.models.spec import DrafterSpec
-from onedraw.sampling.draft_ranking import Floats, Ids
-from onedraw.types import Draft, Plan, Row, RowOutcome
+from onedraw.types import Draft, Row, RowOutcome
 
+LONGEST_WAIT = 64  # positions of a row whose context is written together, at most, while no drafts are wanted
 # Candidates per depth, best first → a tree of drafts.
 Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
 
@@ -39,9 +39,19 @@ class DraftBlock:
 
     index: int  # of the row in the plan
     row: Row
-    token: int
+    sampled: tuple[int, ...]  # the tokens that the row sampled; the last of them begins the block
     start: int
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Features of `count` committed positions of a sequence, from `start` on, whose keys and values are not written yet."""
+
+    row: Row  # the sequence's latest row, whose pages they are written to
+    start: int
+    count: int
+    features: list[Tensor]  # together [count, n * Et]
 
 
 class DflashDrafter:
@@ -57,7 +67,9 @@ class DflashDrafter:
         lanes: int,
         max_context: int,
         arrange: Arrange,
+        width: int = 1,
     ) -> None:
+        """`arrange` gets `width` candidates per position, or more: one for a chain, CANDIDATES for a tree."""
         self._spec, self._target, self._layout, self._arrange = spec, target, layout.alone, arrange
         self._max_context = max_context
         self._ops, self._device = target.ops, target.device
@@ -66,7 +78,9 @@ class DflashDrafter:
         self._hidden_norm, self._norm = loader.kept(None, "hidden_norm"), loader.kept(None, "norm")
         self._embedding = loader.kept(None, "embed") if spec.own_embedding else None
         self._head = loader.linear(None, "head") if spec.own_head else target.head
-        self._target_ids = weights.target_ids()
+        ids = weights.target_ids()
+        self._target_ids = None if ids is None else torch.from_numpy(ids).to(self._device)
+        self._width = width
         self._layers: list[Layer] = []
         self._contexts: list[Linear] = []  # keys and values of a committed position, from its feature
         for index, layer in enumerate(spec.layers):
@@ -75,7 +89,8 @@ class DflashDrafter:
         sizes = StateSizes(pages=self._layout.scratch, page_size=layout.page_size)
         self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=self._device)
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
-        self._ranker = Ranker(lanes)
+        self._ranker = Ranker(lanes, *drafting_sampler(target, lanes))
+        self._waiting: dict[int, Context] = {}  # by lane
 
     @property
     def name(self) -> str:
@@ -96,8 +111,8 @@ class DflashDrafter:
     def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
         plan, rows = step.plan, step.rows
         self._ranker.learn(plan, rows)
-        self._remember(plan, step.inputs, step.features, rows)
         blocks = [block for i, row in enumerate(plan.rows) if (block := self._block(i, row, rows[i])) is not None]
+        self._write_context(self._committed(step, {block.index for block in blocks}))
         found: list[tuple[Draft, ...]] = [()] * len(plan.rows)
         if blocks:
             for block, drafts in zip(blocks, self._draft(blocks), strict=True):
@@ -106,22 +121,41 @@ class DflashDrafter:
 
     # ------------------------------------------------------------------ context
 
-    def _remember(self, plan: Plan, inputs: Inputs, features: list[Tensor], rows: tuple[RowOutcome, ...]) -> None:
-        """Write keys and values of every committed position: known tokens, and kept drafts."""
-        taken: list[int] = []
-        spans: list[Span] = []
-        for row, span, outcome in zip(plan.rows, inputs.spans, rows, strict=False):  # padding has spans of its own
+    def _committed(self, step: CompletedStep, drafting: set[int]) -> list[Context]:
+        """Return the features to write context from: of the known tokens and kept drafts of each row, and of those that waited.
+
+        The features of generated tokens wait, up to LONGEST_WAIT of them, while no drafts are wanted for their row.
+        """
+        ready: list[Context] = []
+        by_layer = dict(zip(self.feature_layers, step.features, strict=True))
+        joined = torch.cat([by_layer[layer] for layer in self._spec.target_layers], dim=1)  # [T, n * Et]
+        for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
             known = len(row.tokens)
-            spans.append(Span(len(taken), known + len(outcome.kept), row.start))
-            taken.extend(range(span.first, span.first + known))
-            taken.extend(span.first + known + index for index in outcome.kept)
-        if not taken:  # every row was restored from a checkpoint as a whole
+            features = [joined[span.first : span.first + known]]
+            if outcome.kept:
+                features.append(joined[[span.first + known + draft for draft in outcome.kept]])
+            context = Context(row, row.start, known + len(outcome.kept), features)
+            waited = self._waiting.pop(row.lane, None)
+            if waited is not None and waited.row.request_id == row.request_id and waited.start + waited.count == row.start:
+                context = Context(row, waited.start, waited.count + context.count, [*waited.features, *features])
+            waits = known == 1 and row.samples and index not in drafting and not _ends(row, outcome)
+            if waits and context.count < LONGEST_WAIT:
+                self._waiting[row.lane] = context
+            elif context.count:  # else the row was restored from a checkpoint as a whole
+                ready.append(context)
+        return ready
+
+    def _write_context(self, contexts: Sequence[Context]) -> None:
+        """Write the drafter's keys and values of committed positions."""
+        if not contexts:
             return
-        placed = lay_out([0] * len(taken), spans, [row.pages[:1] for row in plan.rows], layout=self._layout, device=self._device)
-        padding = len(placed.host_tokens) - len(taken)
-        index = torch.tensor([*taken, *taken[-1:] * padding], dtype=torch.long, device=self._device)
-        found = dict(zip(self.feature_layers, (feature.index_select(0, index) for feature in features), strict=True))
-        joined = torch.cat([found[layer] for layer in self._spec.target_layers], dim=1).to(self._target.dtype)  # [M, n * Et]
+        firsts = np.cumsum([0, *(context.count for context in contexts)]).tolist()
+        spans = [Span(first, context.count, context.start) for first, context in zip(firsts, contexts, strict=False)]
+        pages = [context.row.pages[:1] for context in contexts]
+        placed = lay_out([0] * firsts[-1], spans, pages, layout=self._layout, device=self._device)
+        padding = len(placed.host_tokens) - firsts[-1]
+        parts = [part for context in contexts for part in context.features]
+        joined = torch.cat([*parts, parts[-1][-1:].expand(padding, -1)]).to(self._target.dtype)  # [M, n * Et]
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         prepared = PreparedInputs(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self.state.stores, strict=True):
@@ -138,11 +172,11 @@ class DflashDrafter:
         drafts = room_ahead(row, outcome, limit=self._spec.block - 1, **limits)
         if not drafts:
             return None
-        return DraftBlock(index, row, outcome.sampled[-1].token, row.stop + len(outcome.kept), drafts + 1)
+        return DraftBlock(index, row, tuple(s.token for s in outcome.sampled), row.stop + len(outcome.kept), drafts + 1)
 
     def _draft(self, blocks: list[DraftBlock]) -> list[tuple[Draft, ...]]:
         mask = self._spec.mask_token
-        tokens = [token for block in blocks for token in (block.token, *[mask] * (block.count - 1))]
+        tokens = [token for block in blocks for token in (block.sampled[-1], *[mask] * (block.count - 1))]
         firsts = np.cumsum([0, *(block.count for block in blocks)]).tolist()
         spans = [Span(first, block.count, block.start, anchored=True) for first, block in zip(firsts, blocks, strict=False)]
         pages = [block.row.pages[:1] for block in blocks]
@@ -161,22 +195,37 @@ class DflashDrafter:
         padding = self._layout.rule.padded(len(slots)) - len(slots)
         index = torch.tensor([*slots, *slots[-1:] * padding], dtype=torch.long, device=self._device)
         logits = self._head(x.index_select(0, index))[: len(slots), : self._spec.draft_vocab].float()
-        ids, values = self._ranker.best(logits)
-        return self._arranged(blocks, ids if self._target_ids is None else self._target_ids[ids], values)
+        return self._arranged(blocks, logits)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self._target.embed(tokens) if self._embedding is None else self._embedding.index_select(0, tokens)
 
-    def _arranged(self, blocks: list[DraftBlock], ids: Ids, logits: Floats) -> list[tuple[Draft, ...]]:
+    def _arranged(self, blocks: list[DraftBlock], logits: Tensor) -> list[tuple[Draft, ...]]:
+        """From the logits of all drafted positions to the drafts of each block."""
+        arm = self._ranker.choose_arm()
+        positions = [DraftedPosition(b.row, b.sampled, depth) for b in blocks for depth in range(1, b.count)]
+        ranked: list[list[tuple[int, float]]]
+        if self._width == 1:
+            ranked = [[(token, 0.0)] for token in self._ranker.best(logits, positions, arm=arm, ids=self._target_ids)]
+        else:
+            ids, values = self._ranker.candidates(logits)
+            ids = ids if self._target_ids is None else self._target_ids.cpu().numpy()[ids]
+            starts = [block.start for block in blocks for _ in range(1, block.count)]
+            ranked = [
+                self._ranker.rank(p.row, ids[slot], values[slot], position=start + p.depth, arm=arm)
+                for slot, (p, start) in enumerate(zip(positions, starts, strict=True))
+            ]
         found: list[tuple[Draft, ...]] = []
-        arm, slot = self._ranker.choose_arm(), 0
         for block in blocks:
-            ranked = []
-            for depth in range(1, block.count):
-                position = block.start + depth
-                ranked.append(self._ranker.rank(block.row, ids[slot], logits[slot], position=position, arm=arm))
-                slot += 1
-            drafts = self._arrange(ranked)
+            own, ranked = ranked[: block.count - 1], ranked[block.count - 1 :]
+            drafts = self._arrange(own)
             self._ranker.remember(block.row, drafts, arm)
             found.append(drafts)
         return found
+
+
+def _ends(row: Row, outcome: RowOutcome) -> bool:
+    """Whether this is the last row of its reply, as far as the backend can tell."""
+    sampled = outcome.sampled
+    full = len(row.history.output) + len(sampled) >= row.params.max_tokens
+    return outcome.no_token_left or full or (bool(sampled) and sampled[-1].token in row.params.stop_ids)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.drafters.base import CompletedStep, Ranker, room_ahead
+from onedraw.backends.torch.drafters.base import CompletedStep, DraftedPosition, Ranker, drafting_sampler, room_ahead
 from onedraw.backends.torch.model.layer import load_layer, rope_tables, run_layer
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.model.weight_loader import WeightLoader
@@ -104,6 +104,7 @@ class DraftingRow:
 
     index: int
     row: Row
+    sampled: tuple[int, ...]  # the tokens that the row sampled
     start: int  # position of the last sampled token
     room: int  # drafts it may have
     drafts: list[Draft]
@@ -117,7 +118,7 @@ class DraftModel:
     def __init__(self, model: DraftingModel, *, layout: InputLayout, lanes: int, max_context: int, length: int) -> None:
         self._model, self._layout, self._length, self._max_context = model, layout.alone, length, max_context
         self._device, self._vocab = model.transformer.device, model.transformer.spec.vocab
-        self._ranker = Ranker(lanes)
+        self._ranker = Ranker(lanes, *drafting_sampler(model.transformer, lanes))
 
     @property
     def name(self) -> str:
@@ -142,10 +143,9 @@ class DraftModel:
         running = runners
         while running:
             hidden = hidden.index_select(0, torch.tensor(self._padded(ends), dtype=torch.long, device=self._device))
-            ids, logits = self._ranker.best(self._model.logits(hidden)[: len(running), : self._vocab])
-            for runner, token_ids, values in zip(running, ids, logits, strict=True):
-                position = runner.start + len(runner.drafts) + 1
-                token, _ = self._ranker.rank(runner.row, token_ids, values, position=position, arm=arm)[0]
+            logits = self._model.logits(hidden)[: len(running), : self._vocab].float()
+            positions = [DraftedPosition(r.row, r.sampled, len(r.drafts) + 1) for r in running]
+            for runner, token in zip(running, self._ranker.best(logits, positions, arm=arm), strict=True):
                 runner.drafts.append(Draft(token, len(runner.drafts) - 1))
             going = [i for i, runner in enumerate(running) if len(runner.drafts) < runner.room]
             running = [running[i] for i in going]
@@ -193,7 +193,8 @@ class DraftModel:
     def _runner(self, index: int, row: Row, outcome: RowOutcome) -> DraftingRow | None:
         limits = {"page_size": self._layout.page_size, "max_context": self._max_context}
         room = room_ahead(row, outcome, limit=self._length, **limits)
-        return DraftingRow(index, row, row.stop + len(outcome.kept), room, []) if room else None
+        sampled = tuple(choice.token for choice in outcome.sampled)
+        return DraftingRow(index, row, sampled, row.stop + len(outcome.kept), room, []) if room else None
 
     def _step(self, running: list[DraftingRow], hidden: Tensor, going: list[int]) -> tuple[Tensor, list[int]]:
         tokens = [runner.drafts[-1].token for runner in running]

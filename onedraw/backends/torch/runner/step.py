@@ -116,16 +116,17 @@ class StepExecutor:
 
         def run_stage(number: int) -> Outcome | StepResult | None:
             nonlocal stream, seconds
-            begin, rows = time.perf_counter(), None
+            begin = time.perf_counter()
             with torch.inference_mode(), runner.on_stage(number):
                 stream = runner.run_layers(laid, number, stream)
                 if number == runner.stages - 1:
                     result = _sample_and_commit(runner, laid, stream)
                     if result.pending:
                         return result
-                    rows = self.drafted(result)
+                    seconds += time.perf_counter() - begin
+                    return self.drafted(result, seconds)
             seconds += time.perf_counter() - begin
-            return None if rows is None else Outcome(rows, seconds)
+            return None
 
         return threads.start([partial(run_stage, number) for number in range(runner.stages)])
 
@@ -146,15 +147,17 @@ class StepExecutor:
         with runner.on_stage(runner.stages - 1):
             return _sample_and_commit(runner, laid, stream)
 
-    def drafted(self, result: StepResult) -> tuple[RowOutcome, ...]:
-        """The rows with the drafter's drafts for the next step. After `wait`."""
+    def drafted(self, result: StepResult, seconds: float) -> Outcome:
+        """Return the outcome of a step that took `seconds`, with the drafter's drafts for the next step. Call it after `wait`."""
         rows = result.rows()
         if self._drafter is None:
-            return rows
+            return Outcome(rows, seconds)
+        begin = time.perf_counter()
         with self._lock:
             self._drafter.open(result.plan.rows)
             drafts = self._drafter.draft(CompletedStep(result.plan, result.inputs, result.hidden, result.features, rows))
-        return tuple(replace(row, next_drafts=own) for row, own in zip(rows, drafts, strict=True))
+        rows = tuple(replace(row, next_drafts=own) for row, own in zip(rows, drafts, strict=True))
+        return Outcome(rows, seconds, time.perf_counter() - begin)
 
 
 def _sample_and_commit(runner: StepRunner[Laid, Sampled], laid: Laid, stream: ResidualStream) -> StepResult:
