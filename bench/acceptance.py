@@ -20,6 +20,7 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.drafters import base as ranking
+from onedraw.backends.torch.drafters.base import CANDIDATES
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
@@ -75,7 +76,8 @@ class Bench:
         def make(target: Any, sampler: Any, layout: Any) -> Any:
             arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
             spec, weights = self.drafter.spec, self.drafter.weights
-            return DflashDrafter(spec, weights, target=target, layout=layout, lanes=1, max_context=CONTEXT, arrange=arrange)
+            sizes = {"lanes": 1, "max_context": CONTEXT, "width": CANDIDATES if budget else 1}
+            return DflashDrafter(spec, weights, target=target, layout=layout, arrange=arrange, **sizes)
 
         return make
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,8 @@ import torch
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.drafters.base import Drafter
-from onedraw.backends.torch.drafters.dflash import DflashDrafter
+from onedraw.backends.torch.drafters.base import CANDIDATES, CompletedStep, Drafter
+from onedraw.backends.torch.drafters.dflash import Context, DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.ops.base import Ops
@@ -28,7 +30,8 @@ from onedraw.models.dflash import read_drafter_info
 from onedraw.models.registry import read_model_info
 from onedraw.settings import default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
-from onedraw.types import Draft, Request, SamplingParams
+from onedraw.speculation.speculator import DEVICE, NO_PROPOSAL, Proposal, Speculator
+from onedraw.types import Draft, History, Request, SamplingParams
 from tests.laws.harness import Schedule, plain, random_requests, run, same
 
 TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
@@ -53,6 +56,7 @@ def dflash(budget: int, kind: type[DflashDrafter] = DflashDrafter) -> Make:
             lanes=4,
             max_context=CONTEXT,
             arrange=lambda candidates: build_tree(candidates, budget),
+            width=CANDIDATES if budget else 1,
         )
 
     return make
@@ -181,7 +185,7 @@ def greedy_tokens_per_step(make: Make) -> float:
 class DrafterWithoutContext(DflashDrafter):
     """Does not store the features of committed positions: the text stays right, the drafter has no context."""
 
-    def _remember(self, plan, inputs, features, rows) -> None: ...  # type: ignore[no-untyped-def]
+    def _write_context(self, contexts) -> None: ...  # type: ignore[no-untyped-def]
 
 
 def test_the_trained_pair_keeps_as_many_drafts_as_it_was_trained_for() -> None:
@@ -189,6 +193,75 @@ def test_the_trained_pair_keeps_as_many_drafts_as_it_was_trained_for() -> None:
     right = greedy_tokens_per_step(dflash(0))
     assert right > 1.4
     assert greedy_tokens_per_step(dflash(0, DrafterWithoutContext)) < right - 0.1
+
+
+class LyingPolicy(Speculator):
+    """Ignores every estimate: it carries any part of the backend's drafts, and lets the drafter draft any number, at random."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__([])
+        self.dice, self.limits = random.Random(seed), Counter[int]()
+
+    def propose(self, request: Request, history: History, own: tuple[Draft, ...], **how: Any) -> Proposal:
+        return Proposal(own[: self.dice.randrange(how["room"] + 1)], DEVICE) if own else NO_PROPOSAL
+
+    def plan_drafter(self, requests: Sequence[Request], *, limit: int) -> list[int]:
+        found = [self.dice.choice((0, 0, 0, 1, 2, limit)) for _ in requests]
+        self.limits.update(found)
+        return found
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_policy_can_change_a_token(name: str) -> None:
+    requests = requests_of(14)
+    expected = plain(lambda: backend_of(None, lanes=1), requests)
+    policy = LyingPolicy(3)
+    got, stats = run(backend_of(MAKERS[name](), pages=60), requests, Schedule(speculator=policy, arrivals=(0, 3, 6, 9, 12, 15)))
+    assert same(got, expected)
+    assert stats.accepted_tokens > 0
+    assert len(policy.limits) >= 4, "the drafter was stopped, limited and let run"
+
+
+class Listener(Speculator):
+    """Lets the drafter draft every `every` steps, notes its drafts by position, and carries none."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__([])
+        self.every, self.steps = every, 0
+        self.drafts: dict[int, tuple[Draft, ...]] = {}
+
+    def propose(self, request: Request, history: History, own: tuple[Draft, ...], **how: Any) -> Proposal:
+        if own:
+            self.drafts[len(history)] = own
+        return NO_PROPOSAL
+
+    def plan_drafter(self, requests: Sequence[Request], *, limit: int) -> list[int]:
+        self.steps += 1
+        return [limit if self.steps % self.every == 0 else 0 for _ in requests]
+
+
+def listen(every: int, kind: type[DflashDrafter] = DflashDrafter) -> dict[int, tuple[Draft, ...]]:
+    prompt = tuple(np.random.default_rng(6).integers(8, VOCAB, 20).tolist())
+    request = Request("w", prompt, SamplingParams(temperature=0.0, max_tokens=200))
+    listener = Listener(every)
+    run(backend_of(dflash(0, kind)), [request], Schedule(speculator=listener))
+    return listener.drafts
+
+
+class DrafterThatForgetsWaitingContext(DflashDrafter):
+    def _committed(self, step: CompletedStep, drafting: set[int]) -> list[Context]:
+        ready = super()._committed(step, drafting)
+        self._waiting.clear()
+        return ready
+
+
+def test_context_that_waited_gives_the_drafts_of_context_written_at_once() -> None:
+    """While no drafts are wanted, features wait and are written together: up to 90 steps here, more than may wait."""
+    always, now_and_then = listen(1), listen(90)
+    assert len(always) > 150
+    assert len(now_and_then) >= 2
+    assert all(always[at] == drafts for at, drafts in now_and_then.items())
+    assert any(always[at] != drafts for at, drafts in listen(90, DrafterThatForgetsWaitingContext).items())
 
 
 # ---------------------------------------------------------------------- planted faults

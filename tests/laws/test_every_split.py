@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from onedraw.backends.torch.drafters.base import CANDIDATES
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, MtpHead, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
@@ -95,7 +96,7 @@ def block_drafter(root: Path, target: ModelInfo, budget: int) -> Callable[..., A
     check_drafter_fits(found.spec, target.spec)
     arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
     return lambda target, sampler, layout: DflashDrafter(
-        found.spec, found.weights, target=target, layout=layout, arrange=arrange, **SHAPE
+        found.spec, found.weights, target=target, layout=layout, arrange=arrange, width=CANDIDATES if budget else 1, **SHAPE
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from onedraw.backends.torch.drafters.base import CANDIDATES
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, MtpHead, SmallModel
 from onedraw.backends.torch.model.transformer import Transformer
@@ -34,7 +35,7 @@ def dflash(target: Path, budget: int) -> Callable[..., Any]:
     info = read_drafter_info(open_checkpoint(TRAINED / "trained_dflash_qwen3_5"))
     arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
     return lambda target, sampler, layout: DflashDrafter(
-        info.spec, info.weights, target=target, layout=layout, arrange=arrange, **SIZES
+        info.spec, info.weights, target=target, layout=layout, arrange=arrange, width=CANDIDATES if budget else 1, **SIZES
     )
 
 

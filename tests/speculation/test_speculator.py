@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from onedraw.speculation.draft_length import PROBE_SHARE, RowCost
+from onedraw.speculation.draft_length import RowCost
 from onedraw.speculation.proposers import chain
 from onedraw.speculation.speculator import DEVICE, NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import Draft, History, Request, SamplingParams

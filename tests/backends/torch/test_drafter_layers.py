@@ -19,7 +19,7 @@ WIDTH = 64  # of the target's residual stream
 def features(folder: Path, ids: tuple[int, ...], dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Tensor]:
     """The tokens of a reply, and what the drafter made of the prompt: [T, features]."""
     seen: list[Tensor] = []
-    remember = DflashDrafter._remember
+    remember = DflashDrafter._write_context
 
     def watched(self: Any, *given: Any) -> None:
         real = self._fc
@@ -29,7 +29,7 @@ def features(folder: Path, ids: tuple[int, ...], dtype: str, monkeypatch: pytest
 
     drafter = tiny_drafters.write(folder / str(ids), tiny_drafters.zlab_config(2, ids=ids), tiny_drafters.tensors(2))
     with monkeypatch.context() as patch:
-        patch.setattr(DflashDrafter, "_remember", watched)
+        patch.setattr(DflashDrafter, "_write_context", watched)
         with onedraw.load(str(folder / "target"), draft=str(drafter), draft_tokens=4, dtype=dtype, self_check=False) as model:
             reply = model.generate([5, 6, 7, 8], seed=3, max_tokens=8, ignore_eos=True)
     assert not isinstance(reply, list)
