@@ -51,6 +51,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     web.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for the model; may be repeated")
     web.add_argument(
+        "--root-path", default="", metavar="PREFIX", help="also serve below this path, like /llm, for a proxy that keeps it"
+    )
+    web.add_argument(
         "--strict-model-names",
         action="store_true",
         help="refuse requests for a model of another name; without it every name means the served model",
@@ -110,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         lenient=arguments.lenient,
         drain_seconds=arguments.drain_seconds,
         aliases=tuple(arguments.alias),
+        root_path=arguments.root_path,
         strict_model_names=arguments.strict_model_names,
         request_seconds=arguments.request_seconds,
         log_level=arguments.log_level,

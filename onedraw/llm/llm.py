@@ -24,7 +24,7 @@ from onedraw.llm.mailbox import LoopWakeup, Mailbox
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.reply_stream import Generation, ReplyStream
 from onedraw.llm.request_options import Prompt, generation_from_keywords
-from onedraw.text.chat_template import ChatTemplate
+from onedraw.text.chat_template import ChatTemplate, final_content, render_to_end
 from onedraw.text.constraints.factory import ConstraintFactory, reply_constraint
 from onedraw.text.reasoning import ReasoningSyntax, detect_reasoning, initial_thinking
 from onedraw.text.reply_parser import ReplySyntax, chat_reply_syntax
@@ -59,11 +59,12 @@ class ActiveChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt of a chat, and how the reply to it is parsed. `origin` is a hash of the rendered prompt text."""
+    """The prompt of a chat, and how the reply to it is parsed. `origin` is a hash of the rendered `text`."""
 
     ids: tuple[int, ...]
     syntax: ReplySyntax
     origin: str
+    text: str
 
 
 class LLM:
@@ -159,9 +160,11 @@ class LLM:
         *,
         use: ToolUse | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> ChatPrompt:
-        """Render chat messages with the checkpoint's chat template and tokenize the text.
+        """Render chat messages with the checkpoint's chat template and tokenize the text. With `continue_final_message` the text
+        ends where the last message ends.
 
         If the messages contain a cached reply with tool calls, the prompt begins with the tokens that were generated for it:
         tokenizing its text again could give other tokens.
@@ -178,14 +181,17 @@ class LLM:
             inputs, variables = template_inputs(messages, tools, self.tool_syntax)
             return template.render(inputs, add_generation_prompt=reply_follows, **variables, **template_kwargs)
 
-        text = render(messages, add_generation_prompt)
+        begun = final_content(messages) if continue_final_message else None
+        text = render(messages, add_generation_prompt) if begun is None else render_to_end(messages, begun, render)
         eos_texts = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
         special = self.tokenizer.special_texts
         cached = cached_prompt(messages, text, cache=self._call_cache, render=render, eos_texts=eos_texts, special_texts=special)
         prefix, rest = ((), text) if cached is None else cached
         ids = (*prefix, *self.encode_within_context(rest, param="messages"))
         calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel)
-        return ChatPrompt(ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer), prompt_hash(text))
+        return ChatPrompt(
+            ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer, begun=begun), prompt_hash(text), text
+        )
 
     # ------------------------------------------------------------------ generations in, pieces out
 

@@ -43,6 +43,7 @@ DEFAULT_MAX_TOKENS = 256  # Python API and `onedraw generate` use this, or less 
 NO_LIMIT = -1  # the value of max_tokens that means: as many as the context has room for
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # texts across which DRY matches no repetition
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that are no fields of RequestOptions
+CONTINUE = "continue_final_message"  # an option of a chat too: the reply continues the last message
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # effort → thinking budget in tokens, for models whose chat template has no variable for the effort. None means unlimited.
@@ -107,18 +108,34 @@ class RequestOptions:
 
 def generation_from_keywords(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Generation:
     """Build a Generation from a prompt and the keyword options of the Python API."""
-    named = {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
+    named = {name: value for name, value in options.items() if name not in (*TOOL_OPTIONS, CONTINUE)}
     tools = {name: options[name] for name in TOOL_OPTIONS if options.get(name) is not None}
-    return generation_for(llm, prompt, RequestOptions.of(**named), use=_tool_use(**tools))
+    continues = bool(options.get(CONTINUE))
+    return generation_for(llm, prompt, RequestOptions.of(**named), use=_tool_use(**tools), continue_final_message=continues)
 
 
 def generation_for(
-    llm: LLM, prompt: Prompt, options: RequestOptions, *, use: ToolUse | None = None, default_max_tokens: int = DEFAULT_MAX_TOKENS
+    llm: LLM,
+    prompt: Prompt,
+    options: RequestOptions,
+    *,
+    use: ToolUse | None = None,
+    continue_final_message: bool = False,
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> Generation:
     """Build a Generation from a text, chat messages or token ids."""
     if is_chat(prompt):
         messages = [dict(item) for item in prompt]  # type: ignore[arg-type]
-        return make_chat_generation(options, llm=llm, messages=messages, use=use, default_max_tokens=default_max_tokens)
+        return make_chat_generation(
+            options,
+            llm=llm,
+            messages=messages,
+            use=use,
+            continue_final_message=continue_final_message,
+            default_max_tokens=default_max_tokens,
+        )
+    if continue_final_message:
+        raise BadParameter(CONTINUE, "only chat messages can be continued")
     if use is not None:
         raise BadParameter("tools", "only chat messages can have tools")
     return make_generation(options, llm=llm, prompt=_ids(llm, prompt), default_max_tokens=default_max_tokens)
@@ -164,13 +181,20 @@ def make_chat_generation(
     messages: Sequence[dict[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     use: ToolUse | None = None,
     default_max_tokens: int | None = None,
     label: str = "",
 ) -> Generation:
     """Build a Generation from chat messages. `template_kwargs` take precedence over what `reasoning_effort` implies."""
     switches = {**thinking_switches(options, llm.reasoning), **(template_kwargs or {})}
-    chat = llm.chat_prompt(messages, use=use, add_generation_prompt=add_generation_prompt, **switches)
+    chat = llm.chat_prompt(
+        messages,
+        use=use,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **switches,
+    )
     generation = make_generation(
         options,
         llm=llm,

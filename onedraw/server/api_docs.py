@@ -44,6 +44,9 @@ This page is generated: `python -m onedraw.server.api_docs > docs/api.md`. A tes
 | `POST /v1/messages`, `POST /v1/messages/count_tokens` | answers messages, in Anthropic's shape; counts the tokens of a prompt |
 | `POST /tokenize` | `{prompt, add_special_tokens}` or `{messages}` → `{tokens, count, max_model_len}` |
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
+| `POST /apply-template` | the body of a chat → `{prompt}`, the text that the model would read |
+| `GET /tokenizer_info` | special tokens, sizes, the chat template |
+| `GET /version` | the version of the server |
 | `GET /health` | 200 when the server accepts requests, else 503; needs no key |
 | `GET /metrics` | Prometheus text |
 | `GET /openapi.json` | the accepted requests, as an OpenAPI 3.1 document |

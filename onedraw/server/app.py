@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from onedraw import __version__
 from onedraw.errors import ModelNotFound, OnedrawError, ShuttingDown
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply, new_replies
@@ -35,6 +36,7 @@ from onedraw.server.middleware import (
     CrossOriginMiddleware,
     ErrorMiddleware,
     LocalAccessMiddleware,
+    RootPathMiddleware,
     or_disconnect,
 )
 from onedraw.server.openai.chat import Json, OpenAIWriter
@@ -42,7 +44,7 @@ from onedraw.server.openai.responses import ResponseStore, ResponsesWriter, chec
 from onedraw.server.openai.responses_request import ResponsesRequest, numbered
 from onedraw.server.openapi import document
 from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
-from onedraw.server.prompts import PreparedRequest, bursts, chat_prompt, count_prompt, prepare, total_usage
+from onedraw.server.prompts import PreparedRequest, bursts, chat_prompt, chat_text, count_prompt, prepare, total_usage
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from onedraw.server.sse import NAMED, OPENAI, EventStream, Framing
 from onedraw.server.work import Workers
@@ -200,6 +202,25 @@ class Endpoints:
         body = {"tokens": list(ids), "count": len(ids), "max_model_len": self.llm.card.max_context}
         return JSONResponse(body, headers=_headers(parsed.ignored))
 
+    async def apply_template(self, request: Request) -> Response:
+        parsed = await self._read(request, ChatRequest)
+        text = await asyncio.to_thread(chat_text, parsed.request, self.llm)
+        return JSONResponse({"prompt": text}, headers=_headers(parsed.ignored))
+
+    async def tokenizer_info(self) -> Response:
+        tokenizer, template, card = self.llm.tokenizer, self.llm.template, self.llm.card
+        special = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+        info: Json = {
+            "vocab_size": card.vocab,
+            "model_max_length": card.max_context,
+            "eos_token_ids": list(card.eos_ids),
+            "chat_template": None if template is None else template.source,
+        }
+        for name, id in special.items():
+            info[f"{name}_token_id"] = id
+            info[f"{name}_token"] = None if id is None else tokenizer.decode([id], skip_special=False)
+        return JSONResponse(info)
+
     async def detokenize(self, request: Request) -> Response:
         parsed = await self._read(request, DetokenizeRequest)
         return await self._work(request, lambda: self._detokenized(parsed))
@@ -225,8 +246,13 @@ class Endpoints:
         self._refuse_when_closed()
         return JSONResponse({"status": "ok"})
 
+    async def version(self) -> Response:
+        return JSONResponse({"version": __version__})
+
     async def openapi(self) -> Response:
-        return JSONResponse(document(self.llm.card, lenient=self.options.lenient, locked=bool(self.options.keys)))
+        found = document(self.llm.card, lenient=self.options.lenient, locked=bool(self.options.keys))
+        servers = {"servers": [{"url": self.options.root_path}]} if self.options.root_path else {}
+        return JSONResponse(found | servers)
 
     async def metrics(self) -> Response:
         return Response(self.meters.text(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -390,6 +416,8 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.state.endpoints = endpoints = Endpoints(llm, options)
     for path, get in (("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
+    for path, get in (("/tokenizer_info", endpoints.tokenizer_info), ("/version", endpoints.version)):
+        app.add_api_route(path, get, methods=["GET"], response_model=None)
     for path, get in (("/health", endpoints.health), ("/metrics", endpoints.metrics), ("/openapi.json", endpoints.openapi)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
     posts = {
@@ -401,6 +429,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         "/v1/messages/count_tokens": endpoints.count,
         "/tokenize": endpoints.tokenize,
         "/detokenize": endpoints.detokenize,
+        "/apply-template": endpoints.apply_template,
     }
     for path, post in posts.items():
         app.add_api_route(path, post, methods=["POST"], response_model=None)
@@ -425,4 +454,6 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
             expose_headers=["x-onedraw-ignored", "x-request-id", "request-id", "retry-after"],
         )
     app.add_middleware(RequestLog)
+    if options.root_path:
+        app.add_middleware(RootPathMiddleware, root=options.root_path)
     return app

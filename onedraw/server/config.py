@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from onedraw.errors import BadSetting
@@ -23,6 +24,7 @@ class ServerOptions:
     lenient: bool = False  # Ignore unknown request fields and list them in the header x-onedraw-ignored.
     drain_seconds: float = 30.0  # Running requests may take this long to finish after SIGTERM.
     aliases: tuple[str, ...] = ()  # Further names under which requests may ask for the served model.
+    root_path: str = ""  # A prefix below which a proxy serves this server, such as /llm.
     strict_model_names: bool = False  # Refuse requests that name another model.
     request_seconds: float | None = None  # The longest time from a request's arrival to its last token; None means no limit.
     log_level: str = "info"
@@ -40,6 +42,8 @@ class ServerOptions:
             raise BadSetting("--api-key: must not be empty, nor begin or end with a space")
         if self.request_seconds is not None and not 0 < self.request_seconds < float("inf"):
             raise BadSetting(f"--request-seconds: must be over 0, not {self.request_seconds}")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            raise BadSetting(f"--root-path: {self.root_path!r} must begin with / and not end with it, like /llm")
         for host in self.allow_hosts:
             if not host.strip() or "/" in host:
                 raise BadSetting(f"--allow-host: {host!r} is not a host name, like chat.example")

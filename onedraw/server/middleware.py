@@ -113,6 +113,20 @@ class CrossOriginMiddleware(CORSMiddleware):
         return refusal
 
 
+class RootPathMiddleware:
+    """Serves the same paths below a prefix too, for a proxy that does not strip the prefix."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == self._root or path.startswith(f"{self._root}/"):
+            rest = path[len(self._root) :] or "/"
+            scope = {**scope, "path": rest, "raw_path": rest.encode()}
+        await self._app(scope, receive, send)
+
+
 class ErrorMiddleware:
     """Turns an unexpected exception into a 500 with an error id. A client that has disconnected gets no response."""
 

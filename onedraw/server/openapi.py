@@ -43,12 +43,15 @@ POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
     "/v1/messages/count_tokens": (CountRequest, "Count the tokens of messages", "TokenCount"),
     "/tokenize": (TokenizeRequest, "A text or a chat as token ids", "Tokens"),
     "/detokenize": (DetokenizeRequest, "Token ids as text", "Text"),
+    "/apply-template": (ChatRequest, "The prompt of a chat, as text", "Text"),
 }
 GETS: Mapping[str, tuple[str, str]] = {
     "/v1/models": ("The served model, in a list", "ModelList"),
     "/v1/models/{name}": ("The served model", "Model"),
     "/v1/responses/{response_id}": ("A stored response", "Response"),
     "/v1/responses/{response_id}/input_items": ("Its input items", "ItemList"),
+    "/tokenizer_info": ("Tokenizer and chat template", "TokenizerInfo"),
+    "/version": ("The version of the server", "Version"),
     "/health": ("Whether the server accepts requests", "Health"),
 }
 PLAIN: Mapping[str, tuple[str, str]] = {
@@ -141,6 +144,12 @@ OBJECTS = {
             "error": {"type": "object", "required": ["message", "type"]},
         },
         "required": ["type", "error"],
+    },
+    "Version": {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]},
+    "TokenizerInfo": {
+        "type": "object",
+        "properties": {"vocab_size": {"type": "integer"}, "chat_template": {"type": ["string", "null"]}},
+        "required": ["vocab_size", "model_max_length", "eos_token_ids", "chat_template"],
     },
     "Health": {"type": "object", "properties": {"status": {"const": "ok"}}, "required": ["status"]},
     "Tokens": {

@@ -16,7 +16,7 @@ from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDo
 from onedraw.limits import MAX_PROMPT_TOKENS
 from onedraw.llm.llm import LLM, PreparedChoice
 from onedraw.llm.reply_stream import Generation
-from onedraw.llm.request_options import make_chat_generation, make_generation, settle_seed
+from onedraw.llm.request_options import make_chat_generation, make_generation, settle_seed, thinking_switches
 from onedraw.sampling.noise import prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
@@ -29,7 +29,9 @@ from onedraw.server.protocol import (
 )
 from onedraw.types import Piece, Usage
 
-TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "tools", "self", "use"})  # refused as chat_template_kwargs
+TEMPLATE_NAMES = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "tools", "self", "use"}
+)  # refused as chat_template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +176,15 @@ def _prepared(
 def chat_prompt(request: TokenizeRequest, llm: LLM) -> tuple[int, ...]:
     """Render a chat with the checkpoint's template and return its token ids."""
     given = _template_inputs(request)
-    prompt = llm.chat_prompt(given["messages"], add_generation_prompt=given["add_generation_prompt"], **given["template_kwargs"])
-    return prompt.ids
+    return llm.chat_prompt(**given.pop("template_kwargs"), **given).ids
+
+
+def chat_text(request: ChatRequest, llm: LLM) -> str:
+    """Render a chat with the checkpoint's template, as text."""
+    given = _template_inputs(request)
+    options = request.options(logprobs=None)
+    switches = {**thinking_switches(options, llm.reasoning), **given.pop("template_kwargs")}
+    return llm.chat_prompt(use=request.tool_use(), **switches, **given).text
 
 
 def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -189,6 +198,7 @@ def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return {
         "messages": [message.plain() for message in messages],
         "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
         "template_kwargs": {**switch, **request.chat_template_kwargs},
     }
 

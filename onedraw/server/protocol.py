@@ -463,6 +463,9 @@ class ChatRequest(SamplingFields):
         f"integer, 0 … {MAX_TOP_LOGPROBS}", "and of that many alternatives; only with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
     )
     add_generation_prompt: bool = field_doc("boolean", "end the prompt with the beginning of an assistant message", True)
+    continue_final_message: bool = field_doc(
+        "boolean", "the prompt ends where the last message ends, an assistant's, and the reply continues it", False
+    )
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
     enable_thinking: bool | None = field_doc("boolean", "the same as in `chat_template_kwargs`, which overrides it")
     reasoning_effort: Effort | None = field_doc(
@@ -535,6 +538,9 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool = field_doc("boolean", "add the tokenizer's special tokens", True)
     messages: list[Message] | None = field_doc("list of objects", "a chat, through the chat template", min_length=1)
     add_generation_prompt: bool = field_doc("boolean", "end the prompt with the beginning of an assistant message", True)
+    continue_final_message: bool = field_doc(
+        "boolean", "the prompt ends where the last message ends, an assistant's, and the reply continues it", False
+    )
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from onedraw.errors import BadRequest, CorruptFile
+from onedraw.errors import BadParameter, BadRequest, CorruptFile
 from onedraw.text.gguf_tokenizer import require_types
 from onedraw.text.tokenizer import read_text, special_text, tokenizer_config
 
@@ -160,6 +160,32 @@ class ChatTemplate:
                 raise jinja2.TemplateError(f"its output exceeds {MAX_OUTPUT} characters")
             pieces.append(piece)
         return "".join(pieces)
+
+
+_END = "7f3e9a51c0d24b86"  # stands for the end of a message that is to be continued; no template changes it
+
+
+def final_content(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the last message, which a reply is to continue."""
+    last, at = messages[-1], f"messages[{len(messages) - 1}]"
+    content = last.get("content")
+    if last.get("role") != "assistant":
+        raise BadParameter(f"{at}.role", 'must be "assistant" for a message that is continued')
+    if last.get("tool_calls") or not isinstance(content, str):
+        raise BadParameter(f"{at}.tool_calls", "a message with tool calls cannot be continued")
+    return content
+
+
+def render_to_end(
+    messages: Sequence[Mapping[str, Any]], content: str, render: Callable[[Sequence[Mapping[str, Any]], bool], str]
+) -> str:
+    """Render messages up to the end of the last one's content, without what the template writes after it."""
+    text, _, rest = render([*messages[:-1], {**messages[-1], "content": content + _END}], False).partition(_END)
+    if _END in rest or not text.endswith(content.lstrip()):  # templates may strip the space before a content
+        raise BadParameter(
+            f"messages[{len(messages) - 1}].content", "cannot be continued: the chat template writes it differently"
+        )
+    return text
 
 
 def _are_texts(*messages: Mapping[str, Any]) -> bool:

@@ -55,6 +55,11 @@ def initial_thinking(prompt: str, reasoning: ReasoningSyntax | None) -> InitialT
     return "over" if reasoning.prompted else "may"
 
 
+def continued_thinking(begun: str, reasoning: ReasoningSyntax | None) -> InitialThinking:
+    """Return where the rest of a message begins of which `begun` was given: inside its reasoning, or after it."""
+    return "open" if reasoning is not None and begun.rfind(reasoning.opens) > begun.rfind(reasoning.closes) else "over"
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningState:
     """The state of `split` after some text."""

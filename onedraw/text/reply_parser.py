@@ -16,6 +16,7 @@ from onedraw.text.reasoning import (
     ReasoningParser,
     ReasoningSyntax,
     ReasoningTokenCounter,
+    continued_thinking,
     initial_thinking,
 )
 from onedraw.text.tokenizer import Tokenizer
@@ -40,17 +41,22 @@ PLAIN_TEXT = ReplySyntax()  # the syntax of a completion, whose text is not pars
 
 
 def chat_reply_syntax(
-    prompt: str, reasoning: ReasoningSyntax | None, calls: CallableTools | None, tokenizer: Tokenizer
+    prompt: str,
+    reasoning: ReasoningSyntax | None,
+    calls: CallableTools | None,
+    tokenizer: Tokenizer,
+    *,
+    begun: str | None = None,
 ) -> ReplySyntax:
-    """Return the syntax of the reply to a rendered chat."""
+    """Return the syntax of the reply to a rendered chat. `begun` is the text of a message that the reply continues."""
     markers: list[str] = [] if reasoning is None else [reasoning.opens, reasoning.closes]
     if calls is not None:
         markers += [*MARKERS.get(calls.dialect, ()), *([GEMMA_QUOTE] if calls.dialect == "gemma" else [])]
     tokens = (token for marker in markers for token in tokenizer.encode(marker, add_special=False))
     return ReplySyntax(
-        opening=True,
+        opening=begun is None,
         reasoning=reasoning,
-        thinking=initial_thinking(prompt, reasoning),
+        thinking=initial_thinking(prompt, reasoning) if begun is None else continued_thinking(begun, reasoning),
         spelled=frozenset(token for token in tokens if tokenizer.is_special(token)),
         calls=calls,
     )

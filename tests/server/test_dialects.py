@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from onedraw.errors import BadSetting
 from onedraw.server.config import ServerOptions
 from tests.server.running import Served, serving
 
@@ -191,3 +192,93 @@ def test_a_refused_preflight_is_json_too(fake: Served) -> None:
     assert bad.headers["content-type"] == "application/json"
     assert (bad.status_code, bad.json()["error"]["code"]) == (403, "foreign_page")
     assert "http://bad.example" in bad.json()["error"]["message"]
+
+
+BEGUN = "Once upon  "
+
+
+def test_a_continued_message_is_the_end_of_the_prompt(fake: Served) -> None:
+    """Nothing comes after its last character, spaces included, and the reply has the rest alone."""
+    said = [*HELLO, {"role": "assistant", "content": BEGUN}]
+    asked = {"messages": said, "continue_final_message": True}
+    prompt = fake.post("/apply-template", **asked).json()["prompt"]
+    assert prompt.endswith(BEGUN)
+    assert prompt.startswith(fake.post("/apply-template", messages=HELLO, add_generation_prompt=False).json()["prompt"])
+    choice = ask(fake, **asked, return_token_ids=True)["choices"][0]
+    assert choice["prompt_token_ids"] == list(fake.llm.encode(prompt, add_special=False))
+    assert fake.post("/tokenize", **asked, add_generation_prompt=False).json()["tokens"] == choice["prompt_token_ids"]
+    same = ask(fake, COMPLETIONS, prompt=choice["prompt_token_ids"])["choices"][0]
+    assert content({"choices": [choice]}) == same["text"]
+    library = fake.llm.generate(said, continue_final_message=True, seed=5, max_tokens=12)
+    assert (library.text, library.prompt_ids) == (same["text"], tuple(choice["prompt_token_ids"]))  # type: ignore[union-attr]
+
+
+def test_a_last_message_of_the_assistant_is_continued_on_messages(fake: Served) -> None:
+    said = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": BEGUN}]}]
+    chat = ask(
+        fake, messages=[HELLO[0], {"role": "assistant", "content": BEGUN}], continue_final_message=True, reasoning_effort="none"
+    )
+    message = fake.post("/v1/messages", messages=said, max_tokens=12, seed=5).json()
+    assert message["content"] == [{"type": "text", "text": content(chat)}]
+    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    counted = fake.post("/v1/messages/count_tokens", messages=said).json()["input_tokens"]
+    assert counted == chat["usage"]["prompt_tokens"]
+
+
+def test_reasoning_that_is_open_in_a_continued_message_goes_on(fake: Served) -> None:
+    for begun, channel in (("<think>\nhm", "reasoning_content"), ("<think>\nhm\n</think>\n\nSo", "content")):
+        said = [*HELLO, {"role": "assistant", "content": begun}]
+        message = ask(fake, messages=said, continue_final_message=True)["choices"][0]["message"]
+        assert message[channel]
+        assert not (message.get("reasoning_content") if channel == "content" else message["content"])
+
+
+def test_what_cannot_be_continued_is_refused_by_name(fake: Served) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for last, param in (
+        (HELLO[0], "messages[1].role"),
+        ({"role": "assistant", "content": "x", "tool_calls": [call]}, "messages[1].tool_calls"),
+    ):
+        answer = fake.post(CHAT, messages=[*HELLO, last], continue_final_message=True)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_template_can_be_applied_without_a_reply(fake: Served) -> None:
+    text = fake.post("/apply-template", messages=HELLO, tools=[WEATHER]).json()["prompt"]
+    assert "weather" in text
+    reply = ask(fake, tools=[WEATHER], return_token_ids=True)
+    assert list(fake.llm.encode(text, add_special=False)) == reply["prompt_token_ids"]
+
+
+def test_the_server_tells_its_version_and_its_tokenizer(fake: Served) -> None:
+    from onedraw import __version__
+
+    assert fake.get("/version").json() == {"version": __version__}
+    info = fake.get("/tokenizer_info").json()
+    assert fake.llm.template is not None
+    assert (info["chat_template"], info["vocab_size"]) == (fake.llm.template.source, fake.llm.card.vocab)
+    assert info["eos_token_ids"] == list(fake.llm.card.eos_ids)
+
+
+def test_everything_is_also_served_below_a_root_path(fake: Served) -> None:
+    with serving(fake.llm, ServerOptions(root_path="/llm/one", api_key="sesame")) as served:
+        key = {"authorization": "Bearer sesame"}
+        body = {"messages": HELLO, "max_tokens": 2, "seed": 1}
+        for prefix in ("", "/llm/one"):
+            assert served.http.get(f"{prefix}/health").status_code == 200
+            assert served.http.get(f"{prefix}/page/main.js").status_code == 200
+            assert served.http.get(f"{prefix}/").headers["content-type"].startswith("text/html")
+            assert served.http.get(f"{prefix}/v1/models").status_code == 401
+            assert served.http.post(f"{prefix}/v1/messages", json=body, headers=key).json()["type"] == "message"
+        assert served.http.get("/llm/other/health", headers=key).status_code == 404
+        assert served.http.get("/openapi.json", headers=key).json()["servers"] == [{"url": "/llm/one"}]
+    page = fake.get("/").text + fake.get("/page/api.js").text
+    assert 'href="/' not in page
+    assert 'src="/' not in page
+    assert 'fetch("/' not in page
+
+
+@pytest.mark.parametrize("root", ["llm", "/", "/llm/", "/a b"])
+def test_a_root_path_that_is_none_is_refused(root: str) -> None:
+    with pytest.raises(BadSetting, match="--root-path"):
+        ServerOptions(root_path=root)

@@ -89,7 +89,7 @@ def test_an_error_in_a_request_is_logged_with_its_id(monkeypatch: pytest.MonkeyP
     caplog.handler.setFormatter(JsonFormatter())
     with fake_llm() as llm, serving(llm) as served:
         caplog.set_level(logging.ERROR, logger="onedraw.server")
-        monkeypatch.setattr(llm, "prepare", lambda *generations: 1 / 0)
+        monkeypatch.setattr(llm, "prepare", lambda *generations, **named: 1 / 0)
         answer = served.post(CHAT, messages=SECRET)
     told = [json.loads(line) for line in caplog.text.splitlines() if "unexpected error" in line]
     assert answer.status_code == 500

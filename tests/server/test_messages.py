@@ -208,7 +208,6 @@ def test_the_client_finds_the_model_and_the_requests_id(fake: Any, client: anthr
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": [*HELLO, {"role": "assistant", "content": "The answer is"}]}, "messages[1].role"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "messages[0].content[0].y"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),

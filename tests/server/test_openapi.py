@@ -30,6 +30,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": HELLO},
+    "/apply-template": {"messages": HELLO},
 }
 SHORT = {"max_tokens": 2, "seed": 1}
 

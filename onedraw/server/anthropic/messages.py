@@ -210,20 +210,15 @@ class CountRequest(StrictModel):
     """The fields of a Messages request that decide its prompt."""
 
     model: str | None = field_doc("string", ANY_MODEL)
-    messages: list[MessageParam] = field_doc("list of objects", "see below; required", ..., min_length=1)
+    messages: list[MessageParam] = field_doc(
+        "list of objects", "see below; the reply continues a last message of the assistant; required", ..., min_length=1
+    )
     system: Annotated[str, PlainValidator(_text_of)] | None = field_doc("string or list of text blocks", "the system message")
     tools: list[MessageTool] = field_doc("list of objects", "see below", [])
     tool_choice: MessageToolChoice | None = field_doc("object", "`type`, `name`, `disable_parallel_tool_use`")
     thinking: Thinking | None = field_doc("object", "`type`, `budget_tokens`; without it thinking is off where possible")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
     output_config: OutputConfig | None = field_doc("object", "`effort`, `format`")
-
-    @model_validator(mode="after")
-    def _ends_with_the_user(self) -> CountRequest:
-        if self.messages[-1].role == "assistant":
-            at = {"at": f"messages[{len(self.messages) - 1}].role"}
-            raise PydanticCustomError("agree", "the last message must be the user's: prefilled replies are not supported", at)
-        return self
 
     @property
     def functions(self) -> list[tuple[int, MessageTool]]:
@@ -246,6 +241,7 @@ class CountRequest(StrictModel):
             "messages": [*system, *(message for _, message in self.chat_messages)],
             "tools": [_tool(tool) for _, tool in self.functions],
             "chat_template_kwargs": self.chat_template_kwargs,
+            "continue_final_message": self.messages[-1].role == "assistant",
         }
         return fields | self._choice() | self._thinking() | self._format()
 

@@ -27,14 +27,14 @@ async function refusal(answer) {
 }
 
 export async function models(key) {
-  const answer = await fetch("/v1/models", { headers: headers(key) });
+  const answer = await fetch("v1/models", { headers: headers(key) });
   if (!answer.ok) throw await refusal(answer);
   return (await answer.json()).data;
 }
 
 // The chunks of a streamed chat as they come. Aborting the signal disconnects, and the server cancels the request.
 export async function* chat(body, { key, signal } = {}) {
-  const answer = await fetch("/v1/chat/completions", {
+  const answer = await fetch("v1/chat/completions", {
     method: "POST",
     headers: headers(key),
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
