@@ -100,6 +100,7 @@ def _safetensors_names(info: ModelInfo, target: ModelSpec) -> WeightNames:
         outer={"fc": "mtp.fc.weight"} | norms,
         transforms={**names.transforms} | {weight: add_one(name) for weight, name in norms.items()},
         aliases=(*own, *names.aliases),
+        stored=((rf"^model\.layers\.{len(target.layers)}\.", "mtp.layers.0."),),
         ignored=rf"(?!(model\.)?mtp\.).*|{names.ignored}",
     )
 

@@ -37,6 +37,7 @@ class WeightNames:
     ignored: str = r"(?!)"  # pattern of tensors that are not needed
     transforms: Mapping[str, WeightTransform] = field(default_factory=dict)  # for weights that are not one tensor as stored
     aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) that map alternative tensor names to ours
+    stored: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) that map our names back to those of the file, for errors
     unused: tuple[tuple[str, str], ...] = ()  # (pattern, note) of tensors outside the text model; the note is shown to the user
     mtp_marker: str = ""  # if this tensor exists in the block after the last layer, that block is an MTP head
 
@@ -74,6 +75,7 @@ class WeightLookup:
     layer: LayerSpec | None
     shape: TensorShape  # of the weight
     used: set[str]  # names of the tensors found so far
+    stored: tuple[tuple[str, str], ...] = ()  # as in WeightNames
 
     def stored_name(self, name: str) -> str:
         return name.format(layer=self.index)
@@ -83,7 +85,10 @@ class WeightLookup:
 
     def find(self, name: str, shape: TensorShape | None = None) -> LazyTensor:
         """The stored tensor of this name; it must have the given shape, by default that of the weight."""
-        tensor = _find(self.origin, self.tensors, self.stored_name(name), self.shape if shape is None else shape)
+        ours = stored = self.stored_name(name)
+        for pattern, replacement in self.stored:
+            stored = re.sub(pattern, replacement, stored)
+        tensor = _find(self.origin, self.tensors, ours, self.shape if shape is None else shape, stored=stored)
         self.used.add(tensor.name)
         return tensor
 
@@ -208,7 +213,7 @@ def find_weights(
     for key, shape in shapes.items():
         index = key[0]
         layer = None if index is None else stack.layers[index]
-        lookup = WeightLookup(str(source.path), tensors, index=index, layer=layer, shape=shape, used=used)
+        lookup = WeightLookup(str(source.path), tensors, index=index, layer=layer, shape=shape, used=used, stored=names.stored)
         found[key] = names.transform(key)(lookup)
         if found[key].shape != shape:
             raise ValueError(f"the transform of {key} gives shape {found[key].shape}, the model needs {shape}")
@@ -262,13 +267,13 @@ MTP_NOTE = "an MTP head (multi-token prediction): it drafts with --draft mtp and
 
 
 def find_tensor(source: ModelSource, name: str, shape: TensorShape) -> LazyTensor:
-    return _find(str(source.path), source.tensors, name, shape)
+    return _find(str(source.path), source.tensors, name, shape, stored=name)
 
 
-def _find(origin: str, tensors: Mapping[str, LazyTensor], name: str, shape: TensorShape) -> LazyTensor:
+def _find(origin: str, tensors: Mapping[str, LazyTensor], name: str, shape: TensorShape, *, stored: str) -> LazyTensor:
     tensor = tensors.get(name)
     if tensor is None:
-        raise CorruptFile(f"{origin}: tensor {name} is missing")
+        raise CorruptFile(f"{origin}: tensor {stored} is missing")
     if tensor.shape != shape:
         raise CorruptFile(f"{origin}: tensor {tensor.name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
     return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -90,9 +91,10 @@ def test_heads_with_missing_or_extra_tensors_are_refused_by_name(tmp_path: Path)
     save_file({**stored, "mtp.embed_tokens.weight": np.zeros((2, 2), np.float32)}, file)
     with pytest.raises(UnsupportedModel, match=r"mtp\.embed_tokens\.weight is unexpected: .* MTP head"):
         read(folder)
-    save_file({name: value for name, value in stored.items() if name != "mtp.fc.weight"}, file)
-    with pytest.raises(CorruptFile, match=r"tensor mtp\.fc\.weight is missing"):
-        read(folder)
+    for missing in ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.0.post_attention_layernorm.weight"):
+        save_file({name: value for name, value in stored.items() if name != missing}, file)
+        with pytest.raises(CorruptFile, match=rf"tensor {re.escape(missing)} is missing"):
+            read(folder)
 
 
 def test_a_head_under_the_model_prefix_is_the_same_head(tmp_path: Path) -> None:
