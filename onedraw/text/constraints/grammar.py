@@ -19,6 +19,7 @@ import numpy as np
 
 from onedraw.errors import BadParameter, Unsupported
 from onedraw.text.constraints.base import BoundedNumbers, common_prefix, token_mask
+from onedraw.text.constraints.numbers import exact_numbers
 from onedraw.text.constraints.response_format import (
     JSON_WHITESPACE,
     ChoiceFormat,
@@ -112,8 +113,9 @@ class GrammarCompiler:
 
     def check_schema(self, schema: Any, param: str) -> Any:
         """Return the schema if it can be compiled; else raise BadParameter with the path of the keyword that cannot be used."""
-        if self._schema_error(schema):
-            found = find_schema_error(schema, self._schema_error)
+        exact = exact_numbers(schema, param)
+        if self._schema_error(exact):
+            found = find_schema_error(exact, self._schema_error)
             assert found is not None
             raise BadParameter(f"{param}{found.path}", found.reason)
         return schema
@@ -166,7 +168,7 @@ class GrammarCompiler:
     def _body(self, format: ReplyFormat) -> dict[str, Any]:
         match format:
             case JsonFormat(schema):
-                return {"json_schema": bound_whitespace(json.loads(schema))}
+                return {"json_schema": bound_whitespace(exact_numbers(json.loads(schema), format.param))}
             case RegexFormat(pattern):
                 return {"lark_grammar": f"start: /{self._library.regex_to_lark(pattern, '')}/"}
             case ChoiceFormat(texts):

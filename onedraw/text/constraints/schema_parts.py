@@ -1,0 +1,28 @@
+"""The schemas inside a JSON schema, as opposed to the data inside it, such as the values of `const`.
+
+The functions take a schema and its path in the caller's request, such as `response_format.json_schema.schema`, for errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# Keywords that contain schemas: in an object by name, in a list, and directly.
+SCHEMA_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SCHEMAS = ("items", "additionalItems", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
+
+
+def map_parts(schema: dict[str, Any], path: str, change: Callable[[Any, str], Any]) -> dict[str, Any]:
+    """Return a schema in which each schema directly inside it is replaced by `change(part, its path)`."""
+    changed: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in SCHEMA_MAPS and isinstance(value, dict):
+            value = {name: change(part, f"{path}.{keyword}.{name}") for name, part in value.items()}
+        elif keyword in (*SCHEMA_LISTS, *SCHEMAS) and isinstance(value, list):
+            value = [change(part, f"{path}.{keyword}[{number}]") for number, part in enumerate(value)]
+        elif keyword in SCHEMAS:
+            value = change(value, f"{path}.{keyword}")
+        changed[keyword] = value
+    return changed
