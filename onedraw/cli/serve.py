@@ -21,6 +21,12 @@ EXAMPLES = """examples:
 """
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
+KEY_LIMITS = {
+    "requests": "requests that an API key, or a client address without keys, may have running and waiting at once",
+    "tokens": "tokens (prompt and max_tokens of every choice) that it may have running and waiting at once",
+    "requests-per-minute": "requests that it may send in a minute",
+    "tokens-per-minute": "tokens of prompts and replies that it may use in a minute; then its next requests wait",
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +89,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="longest time from a request's arrival to its last token in seconds (default: no limit)",
     )
+    for name, what in KEY_LIMITS.items():
+        web.add_argument(f"--key-{name}", type=int, metavar="N", help=f"{what} (default: any)")
     web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
     web.add_argument(
         "--log-format", choices=LOG_FORMATS, default="text", help="text, or one JSON object per line (default: text)"
@@ -116,6 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
         root_path=arguments.root_path,
         strict_model_names=arguments.strict_model_names,
         request_seconds=arguments.request_seconds,
+        key_requests=arguments.key_requests,
+        key_tokens=arguments.key_tokens,
+        key_requests_per_minute=arguments.key_requests_per_minute,
+        key_tokens_per_minute=arguments.key_tokens_per_minute,
         log_level=arguments.log_level,
         log_format=arguments.log_format,
         log_prompts=arguments.log_prompts,

@@ -140,7 +140,7 @@ LIMIT_ROWS
 | 405 | the path does not accept this method |
 | 408 | the body did not arrive within a minute |
 | 413 | the body is over `--max-body` |
-| 429 | the queue is full; `Retry-After` says when to try again |
+| 429 | the queue is full, or a limit per key is reached (`--key-requests` and others); `Retry-After` says when to try again |
 | 500 | an error of the server, with an id that is also in the server's log |
 | 503 | the server is shutting down |
 | 504 | the request took longer than `--request-seconds` |

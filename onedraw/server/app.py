@@ -30,6 +30,7 @@ from onedraw.server.auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller, t
 from onedraw.server.body import read_body, read_json
 from onedraw.server.config import ServerOptions
 from onedraw.server.errors import TimedOut, error_response
+from onedraw.server.limits import PERMIT, Accounts, Permit, PermitMiddleware
 from onedraw.server.logs import RequestLog, note
 from onedraw.server.metrics import Meters, RequestTimer
 from onedraw.server.middleware import (
@@ -62,6 +63,8 @@ class Endpoints:
         self.llm = llm
         self.options = options
         self.meters = Meters(llm.service.stats, llm.card.name)
+        self._accounts = Accounts(options.limits, refused=self.meters.limited)
+        self.meters.show_keys([key.name for key in options.keys], self._accounts)
         self.draining = False
         self._store = ResponseStore()
         self._workers = Workers()
@@ -157,6 +160,8 @@ class Endpoints:
     ) -> Response:
         """Run a request of any endpoint. `write` makes the writer for the shape of that endpoint's replies."""
         self._refuse_when_closed()
+        who = turn_caller(request.scope)
+        permit = request.scope[PERMIT] = self._accounts.begin(who)
         gone = threading.Event()  # tells the thread to stop: nobody waits for it
         try:
             prepared = await self._work(
@@ -166,12 +171,14 @@ class Endpoints:
                     self.llm,
                     prefix=prefix,
                     names=names or {},
-                    caller=turn_caller(request.scope),
+                    caller=who,
                     cancelled=gone.is_set,
                 ),
             )
         finally:
             gone.set()
+        asked = [choice.request for choice in prepared.choices]
+        permit.reserve(prompt=sum(len(one.prompt) for one in asked), reply=sum(one.params.max_tokens for one in asked))
         note(id=prepared.id, seed=prepared.seed_of(0))
         if self.options.log_prompts:
             note(
@@ -179,7 +186,7 @@ class Endpoints:
             )
         headers = _headers(ignored) | {"x-request-id": prepared.id}
         writer = write(prepared)
-        run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, seconds=self.options.request_seconds)
+        run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, permit=permit, seconds=self.options.request_seconds)
         if not wanted.stream:
             return JSONResponse(await or_disconnect(request.receive, run.whole()), headers=headers)
         chunks = run.chunks()
@@ -339,7 +346,14 @@ class ReplyRun:
     """Runs one prepared request and writes its reply, as chunks or whole."""
 
     def __init__(
-        self, prepared: PreparedRequest, writer: Writer, *, llm: LLM, timer: RequestTimer, seconds: float | None = None
+        self,
+        prepared: PreparedRequest,
+        writer: Writer,
+        *,
+        llm: LLM,
+        timer: RequestTimer,
+        permit: Permit,
+        seconds: float | None = None,
     ) -> None:
         self._seconds = seconds
         self._deadline = None if seconds is None else timer.arrival + seconds  # asyncio's clock is time.monotonic, as the timer's
@@ -347,6 +361,7 @@ class ReplyRun:
         self._writer = writer
         self._llm = llm
         self._timer = timer
+        self._permit = permit
         self._usages: dict[int, Usage] = {}  # choice index → its token counts, once the choice has ended
 
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
@@ -371,6 +386,7 @@ class ReplyRun:
             while (burst := await self._next(stream)) is not None:
                 for piece in burst:
                     self._timer.see(piece)
+                    self._permit.use(len(piece.tokens))
                     if piece.usage is not None:
                         self._usages[piece.index] = piece.usage
                 yield burst
@@ -444,6 +460,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(options.keys), open_paths=OPEN_PATHS | page.keys())
     else:
         app.add_middleware(LocalAccessMiddleware, hosts=(options.host, *options.allow_hosts), origins=options.cors_origins)
+    app.add_middleware(PermitMiddleware)
     app.add_middleware(ErrorMiddleware)
     if options.cors_origins:
         app.add_middleware(

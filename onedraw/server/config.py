@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from onedraw.errors import BadSetting
 from onedraw.server.auth import ApiKey
+from onedraw.server.limits import CallerLimits
 from onedraw.server.logs import FORMATS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -27,6 +28,10 @@ class ServerOptions:
     root_path: str = ""  # A prefix below which a proxy serves this server, such as /llm.
     strict_model_names: bool = False  # Refuse requests that name another model.
     request_seconds: float | None = None  # The longest time from a request's arrival to its last token; None means no limit.
+    key_requests: int | None = None  # limits per API key, or per client address without keys; None: unlimited
+    key_tokens: int | None = None
+    key_requests_per_minute: int | None = None
+    key_tokens_per_minute: int | None = None
     log_level: str = "info"
     log_format: str = "text"
     log_prompts: bool = False  # Write the text of every prompt into the log.
@@ -44,6 +49,10 @@ class ServerOptions:
             raise BadSetting(f"--request-seconds: must be over 0, not {self.request_seconds}")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
             raise BadSetting(f"--root-path: {self.root_path!r} must begin with / and not end with it, like /llm")
+        for name in ("key_requests", "key_tokens", "key_requests_per_minute", "key_tokens_per_minute"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadSetting(f"--{name.replace('_', '-')}: must be at least 1, not {value}; omit it for no limit")
         for host in self.allow_hosts:
             if not host.strip() or "/" in host:
                 raise BadSetting(f"--allow-host: {host!r} is not a host name, like chat.example")
@@ -51,6 +60,15 @@ class ServerOptions:
             raise BadSetting(f"--log-format: {self.log_format!r} is not one of {', '.join(FORMATS)}")
         if self.log_level not in LOG_LEVELS:
             raise BadSetting(f"--log-level: {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
+
+    @property
+    def limits(self) -> CallerLimits:
+        return CallerLimits(
+            requests=self.key_requests,
+            tokens=self.key_tokens,
+            requests_per_minute=self.key_requests_per_minute,
+            tokens_per_minute=self.key_tokens_per_minute,
+        )
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from onedraw.errors import BadRequest, OnedrawError
 from onedraw.limits import MAX_ERROR_CHARACTERS
+from onedraw.server.limits import RateLimited
 
 log = logging.getLogger("onedraw.server")
 
@@ -138,6 +139,6 @@ def error_response(error: Exception, *, path: str = "") -> JSONResponse:
     if found.status == 401:
         headers["www-authenticate"] = "Bearer"
     if found.status in (429, 503):
-        headers["retry-after"] = str(RETRY_SECONDS)
+        headers["retry-after"] = str(found.retry_seconds if isinstance(found, RateLimited) else RETRY_SECONDS)
     shape = message_error if path.startswith("/v1/messages") else error_object
     return JSONResponse(shape(found), status_code=found.status, headers=headers)

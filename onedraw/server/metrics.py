@@ -6,13 +6,14 @@ The engine's Stats are read at every scrape; latencies are measured from the pie
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from onedraw.engine.stats import Stats
+from onedraw.server.limits import Accounts
 from onedraw.types import Piece
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -82,6 +83,23 @@ class EngineCollector(Collector):
         return family
 
 
+class KeyCollector(Collector):
+    """Reads what each API key has in flight at every scrape."""
+
+    def __init__(self, keys: frozenset[str], accounts: Accounts, model: str) -> None:
+        self._keys, self._accounts, self._model = keys, accounts, model
+
+    def collect(self) -> Iterator[Family]:
+        labels = ["model_name", "key"]
+        requests = GaugeMetricFamily("key_requests_in_flight", "Requests of an API key, running and waiting.", labels=labels)
+        tokens = GaugeMetricFamily("key_tokens_in_flight", "Their prompt tokens and max_tokens.", labels=labels)
+        for caller, count, size in self._accounts.in_flight():
+            if caller in self._keys:
+                requests.add_metric([self._model, caller], count)
+                tokens.add_metric([self._model, caller], size)
+        yield from (requests, tokens)
+
+
 class Meters:
     """The metrics of one app, in a registry of their own, so that several apps can run in one process."""
 
@@ -95,10 +113,26 @@ class Meters:
         self._ended = Counter(
             "request_success", "Choices that ended, by reason.", ["model_name", "finished_reason"], registry=self._registry
         )
+        self._keys: frozenset[str] = frozenset()
+        self._limited = Counter(
+            "requests_limited",
+            "Requests refused because of a limit per caller.",
+            ["model_name", "key", "limit"],
+            registry=self._registry,
+        )
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, help_text, ["model_name"], buckets=buckets, registry=self._registry)
         return family.labels(self._model)
+
+    def limited(self, caller: str, limit: str) -> None:
+        """A request was refused because of a limit per caller. Addresses are no labels: there may be any number of them."""
+        self._limited.labels(self._model, caller if caller in self._keys else "", limit).inc()
+
+    def show_keys(self, keys: Sequence[str], accounts: Accounts) -> None:
+        """Show what each API key has in flight."""
+        self._keys = frozenset(keys)
+        self._registry.register(KeyCollector(self._keys, accounts, self._model))
 
     def ended(self, reason: str) -> None:
         self._ended.labels(self._model, reason).inc()
