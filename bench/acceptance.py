@@ -1,9 +1,10 @@
-"""How many drafts are kept: greedy proposals against shared noise, chain against tree, block drafter against draft model.
+"""Measure how many drafts are kept: greedy against shared-noise proposals, chains against trees, DFlash against a draft model.
 
     python -m bench.acceptance [MODEL] [--temperatures 0.7,1] [--new-tokens 96] [--budget 24] [--layers 10] [--json]
 
-Tokens per turn on chat and on code prompts, one request at a time, every draft length forced to the drafter's own. The
-answers are compared with plain decoding: same tokens, or exit status 1. The draft model is the target's own first layers.
+Prints tokens per step for chat and code prompts, one request at a time. The draft length is fixed to the drafter's full length.
+The draft model consists of the first --layers layers of the target. Every reply is compared with plain decoding; the exit status
+is 1 if any token differs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import torch
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
-from onedraw.backends.torch.drafters import base as ranking
 from onedraw.backends.torch.drafters.base import CANDIDATES
 from onedraw.backends.torch.drafters.dflash import DflashDrafter
 from onedraw.backends.torch.drafters.draft_model import DraftModel, SmallModel
@@ -31,6 +31,7 @@ from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import read_drafter_info
 from onedraw.models.registry import read_model_info
+from onedraw.sampling.draft_ranking import rank_candidates
 from onedraw.settings import default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.types import Request, SamplingParams
@@ -57,22 +58,26 @@ PROMPTS = {
         "Write a C function that computes the factorial of a number.",
     ),
 }
-Make = Callable[[Any, Any, Any], Any]
+MakeDrafter = Callable[[Any, Any, Any], Any]  # (target, sampler, layout) -> drafter
 
 
 class Bench:
+    """A target model with its tokenizer and built-in drafter, and the drafters to compare."""
+
     def __init__(self, model: str, *, new_tokens: int, layers: int) -> None:
         path = resolve_model(model, default_cache_dir())
         self.target = read_model_info(open_checkpoint(path))
         source = open_checkpoint(path)
         self.tokenizer, self.template = read_text(source)
         drafter = find_built_in_drafter(self.target.spec, source)
-        assert drafter is not None, "this program needs a model with a shipped drafter"
+        assert drafter is not None, "this benchmark needs a model that has a built-in drafter"
         self.drafter = read_drafter_info(open_checkpoint(drafter))
         self.ops = pick_ops("cpu", "f32", cache=default_cache_dir())
         self.new_tokens, self.layers = new_tokens, layers
 
-    def block(self, budget: int) -> Make:
+    def dflash_drafter(self, budget: int) -> MakeDrafter:
+        """The built-in DFlash drafter; `budget` is the largest size of a draft tree, and 0 means chains."""
+
         def make(target: Any, sampler: Any, layout: Any) -> Any:
             arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
             spec, weights = self.drafter.spec, self.drafter.weights
@@ -81,7 +86,9 @@ class Bench:
 
         return make
 
-    def model(self) -> Make:
+    def draft_model(self) -> MakeDrafter:
+        """The first layers of the target, which draft one token at a time."""
+
         def make(target: Any, sampler: Any, layout: Any) -> Any:
             spec = dataclasses.replace(self.target.spec, layers=self.target.spec.layers[: self.layers])
             small = Transformer(
@@ -95,7 +102,7 @@ class Bench:
 
         return make
 
-    def backend(self, make: Make | None) -> TorchBackend:
+    def backend(self, make: MakeDrafter | None) -> TorchBackend:
         sizes: dict[str, Any] = {"lanes": 1, "pages": 40, "page_size": 16, "max_context": CONTEXT}
         return TorchBackend(
             self.target.spec,
@@ -124,21 +131,19 @@ class Bench:
         return found
 
     def measure(self, backend: TorchBackend, requests: list[Request], expected: list[Answer]) -> dict[str, Any]:
-        turns = tokens = kept = 0
+        """Decode every request with drafts and compare the tokens and score checksums with plain decoding."""
+        steps = tokens = kept = 0
         same = True
         for request, answer in zip(requests, expected, strict=True):
             [got], stats = run(backend, [request], Schedule())
             same = same and (got.tokens, got.checksums) == (answer.tokens, answer.checksums)
-            turns, tokens, kept = turns + stats.steps - 1, tokens + len(got.tokens) - 1, kept + stats.accepted_tokens
-        return {"tokens_per_turn": tokens / turns, "kept_per_turn": kept / turns, "same": same, "tokens": tokens}
+            steps, tokens, kept = steps + stats.steps - 1, tokens + len(got.tokens) - 1, kept + stats.accepted_tokens
+        return {"tokens_per_step": tokens / steps, "kept_per_step": kept / steps, "same": same, "tokens": tokens}
 
 
 def greedy_rank(ids: Any, logits: Any, params: SamplingParams, **rest: Any) -> Any:
-    """What a drafter without the noise proposes: its likeliest tokens."""
-    return REAL_RANK(ids, logits, dataclasses.replace(params, temperature=0.0), **rest)
-
-
-REAL_RANK = ranking.rank_candidates
+    """Rank candidates by their logits alone, as a drafter without shared noise does."""
+    return rank_candidates(ids, logits, dataclasses.replace(params, temperature=0.0), **rest)
 
 
 def main() -> None:
@@ -151,13 +156,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     bench = Bench(options.model, new_tokens=options.new_tokens, layers=options.layers)
-    sides: dict[str, tuple[Make, bool]] = {
-        "dflash, greedy proposals, chain": (bench.block(0), False),
-        "dflash, shared noise, chain": (bench.block(0), True),
-        f"dflash, greedy proposals, tree of {options.budget}": (bench.block(options.budget), False),
-        f"dflash, shared noise, tree of {options.budget}": (bench.block(options.budget), True),
-        f"draft model of {options.layers} layers, greedy proposals": (bench.model(), False),
-        f"draft model of {options.layers} layers, shared noise": (bench.model(), True),
+    variants: dict[str, tuple[MakeDrafter, bool]] = {
+        "dflash, greedy proposals, chain": (bench.dflash_drafter(0), False),
+        "dflash, shared noise, chain": (bench.dflash_drafter(0), True),
+        f"dflash, greedy proposals, tree of {options.budget}": (bench.dflash_drafter(options.budget), False),
+        f"dflash, shared noise, tree of {options.budget}": (bench.dflash_drafter(options.budget), True),
+        f"draft model of {options.layers} layers, greedy proposals": (bench.draft_model(), False),
+        f"draft model of {options.layers} layers, shared noise": (bench.draft_model(), True),
     }
     rows = []
     for temperature in (float(t) for t in options.temperatures.split(",")):
@@ -165,14 +170,16 @@ def main() -> None:
             requests = bench.requests(kind, temperature)
             plain = bench.backend(None)
             expected = [run(plain, [request], Schedule())[0][0] for request in requests]
-            for name, (make, noisy) in sides.items():
-                with mock.patch.object(ranking, "rank_candidates", REAL_RANK if noisy else greedy_rank):
+            for name, (make, shared_noise) in variants.items():
+                with mock.patch(
+                    "onedraw.backends.torch.drafters.base.rank_candidates", rank_candidates if shared_noise else greedy_rank
+                ):
                     found = bench.measure(bench.backend(make), requests, expected)
                 rows.append({"temperature": temperature, "prompts": kind, "drafter": name, **found})
                 if not options.json:
-                    kept = f"{found['kept_per_turn']:.2f} kept, {'same' if found['same'] else 'DIFFERENT'}"
+                    kept = f"{found['kept_per_step']:.2f} kept, {'same' if found['same'] else 'DIFFERENT'}"
                     print(
-                        f"T={temperature:<4} {kind:5s} {name:48s} {found['tokens_per_turn']:.2f} tokens per turn, {kept}",
+                        f"T={temperature:<4} {kind:5s} {name:48s} {found['tokens_per_step']:.2f} tokens per step, {kept}",
                         flush=True,
                     )
     if options.json:

@@ -1,12 +1,13 @@
-"""The CPU against llama.cpp, and against `transformers` in float32: one file, one machine, as many threads on every side.
+"""Compare decode and prefill speed on a CPU with llama.cpp and with `transformers` in float32: one file, the same thread count.
 
     python -m bench.cpu_against_llamacpp [MODEL] [--threads 2] [--repeats 3] [--llama-python PYTHON]
                                            [--path avx2] [--json]
 
-llama.cpp comes as `llama-cpp-python` (extra `peers`), in this environment or in the one whose interpreter `--llama-python`
-names. The sides take turns, each in a process of its own; the best of the repeats counts, on both sides, since whatever else
-a machine does only ever adds time. Asked for: decode at 1 >= 1.0 x llama.cpp; a prompt of 512 >= 2 x llama.cpp and >= 0.8 x
-transformers; 8 requests at once >= 2.5 x one; a row of 8 drafts <= 2.5 x a row of one token; opened within 0.5 s.
+llama.cpp is used through `llama-cpp-python` (extra `peers`), in this environment or in that of the interpreter --llama-python.
+The systems are measured alternately, each in its own process. The best of the repeats counts for all of them, because other load
+on the machine can only add time. Targets: decode of one request at least 1.0 x llama.cpp; a prompt of 512 tokens at least
+2 x llama.cpp and 0.8 x transformers; 8 concurrent requests at least 2.5 x one; a step with a row of 8 tokens at most 2.5 x a step
+with a row of one token; the model opened within 0.5 s.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 PROMPT = tuple((7 * i) % 4000 + 100 for i in range(512))
-BEFORE = 64  # tokens of the prompt before decoding
+CONTEXT_TOKENS = 64  # prompt tokens before decoding starts
 HIGHER_IS_BETTER = {"decode", "decode 8", "prefill"}
 
 
 def best(work: Any, times: int) -> float:
-    """Seconds of the fastest of several."""
+    """Return the shortest of several runs in seconds."""
     found = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -35,9 +36,9 @@ def best(work: Any, times: int) -> float:
     return min(found)
 
 
-def measure_ours(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
-    from bench.cpu_decode import ours
-    from onedraw.backends.torch import backend as imported  # noqa: F401  imports are not part of opening a model
+def measure_onedraw(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
+    from bench.cpu_decode import onedraw_decode
+    from onedraw.backends.torch import backend as imported  # noqa: F401  so that importing it is not timed
     from onedraw.build.llm import build_llm
     from onedraw.llm.request_options import RequestOptions, make_generation
     from onedraw.settings import Settings
@@ -46,14 +47,14 @@ def measure_ours(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
     settings = Settings(model=path, device="cpu", threads=threads, max_context=1024, draft=("none",), prefix_cache=False)
     llm = build_llm(settings)
     opened = time.perf_counter() - begin
-    ours(llm, count=1, new_tokens=4)
+    onedraw_decode(llm, count=1, new_tokens=4)
     request_options = RequestOptions(temperature=0.0, max_tokens=1, ignore_eos=True, seed=1)
     prefill = best(lambda: llm.run(make_generation(request_options, llm=llm, prompt=PROMPT)), 3)
     found: dict[str, Any] = {
         "open": opened,
         "prefill": len(PROMPT) / prefill,
-        "decode": max(ours(llm, count=1, new_tokens=new_tokens) for _ in range(2)),
-        "decode 8": max(ours(llm, count=8, new_tokens=new_tokens) for _ in range(2)),
+        "decode": max(onedraw_decode(llm, count=1, new_tokens=new_tokens) for _ in range(2)),
+        "decode 8": max(onedraw_decode(llm, count=8, new_tokens=new_tokens) for _ in range(2)),
         "fingerprint": llm.card.fingerprint,
     }
     llm.close()
@@ -61,7 +62,7 @@ def measure_ours(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
 
 
 def measure_rows(path: str, *, threads: int) -> dict[str, float]:
-    """Seconds of one turn with a row of one token, and with one of a token and seven drafts."""
+    """Time a step with a row of one token, and a step with a row of one token and seven drafts, in seconds."""
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import pick_ops, set_threads
     from onedraw.checkpoints.open import open_checkpoint
@@ -72,19 +73,30 @@ def measure_rows(path: str, *, threads: int) -> dict[str, float]:
     info = read_model_info(open_checkpoint(path))
     ops = pick_ops("cpu", "packed", cache=default_cache_dir(), threads=threads)
     set_threads(threads, [ops])
-    sizes = {"lanes": 1, "pages": 16, "page_size": 16, "max_context": 256, "check": False}
+    sizes: dict[str, Any] = {"lanes": 1, "pages": 16, "page_size": 16, "max_context": 256, "check": False}
     backend = TorchBackend(info.spec, info.weights, dtype="packed", device="cpu", ops=ops, **sizes)
-    history, params = History(PROMPT[: BEFORE + 1]), SamplingParams(temperature=0.0)
+    history, params = History(PROMPT[: CONTEXT_TOKENS + 1]), SamplingParams(temperature=0.0)
 
-    def turn(drafts: int) -> None:
-        guessed = tuple(Draft(PROMPT[BEFORE + 1 + i], i - 1) for i in range(drafts))
-        row = Row("one", 0, (tuple(range(16)),), BEFORE, PROMPT[BEFORE : BEFORE + 1], guessed, BEFORE + 1, True, params, history)
+    def step(drafts: int) -> None:
+        draft_tokens = tuple(Draft(PROMPT[CONTEXT_TOKENS + 1 + i], i - 1) for i in range(drafts))
+        row = Row(
+            "one",
+            0,
+            (tuple(range(16)),),
+            CONTEXT_TOKENS,
+            PROMPT[CONTEXT_TOKENS : CONTEXT_TOKENS + 1],
+            draft_tokens,
+            CONTEXT_TOKENS + 1,
+            True,
+            params,
+            history,
+        )
         backend.collect(backend.submit(Plan((row,))))
 
-    return {"row of 1": best(lambda: turn(0), 40), "row of 8": best(lambda: turn(7), 40)}
+    return {"row of 1": best(lambda: step(0), 40), "row of 8": best(lambda: step(7), 40)}
 
 
-def measure_llama(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
+def measure_llamacpp(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
     import llama_cpp
 
     begin = time.perf_counter()
@@ -96,7 +108,7 @@ def measure_llama(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]
         model.eval(list(PROMPT[:tokens]))
 
     def decode() -> float:
-        prompt(BEFORE)
+        prompt(CONTEXT_TOKENS)
         token = int(model.sample(temp=0.0))
         begin = time.perf_counter()
         for _ in range(new_tokens):
@@ -117,34 +129,34 @@ def measure_transformers(path: str, *, threads: int, new_tokens: int) -> dict[st
     import torch
     import transformers
 
-    from bench.cpu_decode import theirs
+    from bench.cpu_decode import transformers_decode
     from bench.peer import llama_in_transformers
 
     torch.set_num_threads(threads)
     begin = time.perf_counter()
     model = llama_in_transformers(Path(path))
     opened = time.perf_counter() - begin
-    theirs(model, new_tokens=4)
+    transformers_decode(model, new_tokens=4)
     with torch.inference_mode():
         prefill = best(lambda: model(torch.tensor([PROMPT]), use_cache=True, logits_to_keep=1), 3)
     return {
         "open": opened,
         "prefill": len(PROMPT) / prefill,
-        "decode": theirs(model, new_tokens=new_tokens),
+        "decode": transformers_decode(model, new_tokens=new_tokens),
         "fingerprint": f"transformers {transformers.__version__} f32",
     }
 
 
-SIDES = {"ours": measure_ours, "llama": measure_llama, "transformers": measure_transformers}
+SYSTEMS = {"onedraw": measure_onedraw, "llama.cpp": measure_llamacpp, "transformers": measure_transformers}
 
 
-def in_a_process(side: str, path: str, options: argparse.Namespace) -> dict[str, Any]:
-    python = options.llama_python if side == "llama" else sys.executable
-    own = ["--side", side, "--threads", str(options.threads), "--new-tokens", str(options.new_tokens)]
-    own += ["--path", options.path] if options.path and side == "ours" else []
-    done = subprocess.run([python, __file__, path, *own], capture_output=True, text=True, env=_environment())
+def measure_in_subprocess(system: str, path: str, options: argparse.Namespace) -> dict[str, Any]:
+    python = options.llama_python if system == "llama.cpp" else sys.executable
+    arguments = ["--system", system, "--threads", str(options.threads), "--new-tokens", str(options.new_tokens)]
+    arguments += ["--path", options.path] if options.path and system == "onedraw" else []
+    done = subprocess.run([python, __file__, path, *arguments], capture_output=True, text=True, env=_environment())
     if done.returncode:
-        raise SystemExit(f"{side}: {done.stderr.strip().splitlines()[-1:]}")
+        raise SystemExit(f"{system}: {done.stderr.strip().splitlines()[-1:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -153,8 +165,8 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
-def combined(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The best of several runs, figure by figure."""
+def best_figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the best value of every figure over several runs."""
     return {name: _better(name, [run[name] for run in runs]) for name in runs[0]}
 
 
@@ -170,50 +182,53 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
-    parser.add_argument("--path", choices=("avx512", "avx2", "portable"), help="our kernels for a lesser processor than this one")
+    parser.add_argument("--llama-python", default=sys.executable, help="a Python interpreter that can import llama-cpp-python")
+    parser.add_argument(
+        "--path", choices=("avx512", "avx2", "portable"), help="use the onedraw kernels of an older instruction set"
+    )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.path:
         from onedraw.backends.torch.ops.cpu import library
 
         setattr(library, "instruction_sets", lambda: {options.path: ()})  # noqa: B010
-    if options.side:
-        print(json.dumps(SIDES[options.side](options.model, threads=options.threads, new_tokens=options.new_tokens)))
+    if options.system:
+        print(json.dumps(SYSTEMS[options.system](options.model, threads=options.threads, new_tokens=options.new_tokens)))
         return
     from onedraw.checkpoints.download import resolve_model
     from onedraw.settings import default_cache_dir
 
     path = str(resolve_model(options.model, default_cache_dir()))
-    load = os.getloadavg()[0]
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    load = os.getloadavg()[0]  # a busy machine explains a bad figure
+    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
     for _ in range(options.repeats):
-        for side in SIDES:
-            runs[side].append(in_a_process(side, path, options))
-    ours, llama, peer = (combined(runs[side]) for side in SIDES)
+        for system in SYSTEMS:
+            runs[system].append(measure_in_subprocess(system, path, options))
+    ours, llama, peer = (best_figures(runs[system]) for system in SYSTEMS)
     ratios = {
-        "prefill to transformers": ours["prefill"] / peer["prefill"],
-        "decode": ours["decode"] / llama["decode"],
-        "prefill": ours["prefill"] / llama["prefill"],
-        "8 at once to one": ours["decode 8"] / ours["decode"],
-        "row of 8 to row of 1": ours["row of 8"] / ours["row of 1"],
+        "prefill / transformers": ours["prefill"] / peer["prefill"],
+        "decode / llama.cpp": ours["decode"] / llama["decode"],
+        "prefill / llama.cpp": ours["prefill"] / llama["prefill"],
+        "8 requests / 1 request": ours["decode 8"] / ours["decode"],
+        "row of 8 / row of 1": ours["row of 8"] / ours["row of 1"],
     }
     if options.json:
         print(
             json.dumps(
-                {"load": load, "ours": ours, "llama": llama, "transformers": peer, "ratios": ratios, "runs": runs}, indent=2
+                {"load": load, "onedraw": ours, "llama.cpp": llama, "transformers": peer, "ratios": ratios, "runs": runs},
+                indent=2,
             )
         )
         return
     print(f"load {load:.1f}, {options.threads} threads, best of {options.repeats}")
-    print(*(side["fingerprint"] for side in (ours, llama, peer)), sep="\n")
+    print(*(found["fingerprint"] for found in (ours, llama, peer)), sep="\n")
     for name in ("decode", "prefill"):
-        others = f"llama.cpp {llama[name]:7.1f}: {ratios[name]:.2f} x, transformers {peer[name]:7.1f}"
+        others = f"llama.cpp {llama[name]:7.1f}: {ratios[name + ' / llama.cpp']:.2f} x, transformers {peer[name]:7.1f}"
         print(f"{name:8s} {ours[name]:7.1f} tok/s, {others}")
-    print(f"8 at once {ours['decode 8']:.1f} tok/s: {ratios['8 at once to one']:.2f} x one")
-    rows = ratios["row of 8 to row of 1"]
-    print(f"a row of 8 {ours['row of 8'] * 1e3:.2f} ms, of 1 {ours['row of 1'] * 1e3:.2f} ms: {rows:.2f} x")
+    print(f"8 requests {ours['decode 8']:.1f} tok/s: {ratios['8 requests / 1 request']:.2f} x one")
+    rows = ratios["row of 8 / row of 1"]
+    print(f"step with a row of 8 {ours['row of 8'] * 1e3:.2f} ms, with a row of 1 {ours['row of 1'] * 1e3:.2f} ms: {rows:.2f} x")
     print(f"opened in {ours['open']:.2f} s, llama.cpp {llama['open']:.2f} s")
 
 

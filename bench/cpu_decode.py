@@ -1,9 +1,9 @@
-"""Decode speed on a CPU against `transformers`: same weights, same dtype, one run.
+"""Compare decode speed on a CPU with `transformers`: same weights, same dtype, one run.
 
     python -m bench.cpu_decode [MODEL] [--new-tokens 64] [--repeats 3] [--json]
 
-Prints batch-1 decode of both, eight requests at once of ours, and the ratios. The two take turns, each in a process of its
-own, so that a noisy machine is noisy for both; the median of the repeats counts.
+Prints the decode speed of one request in both systems, of eight concurrent requests in onedraw, and the ratios. The two are
+measured alternately, each in its own process, so that other load on the machine affects both. The median of the repeats counts.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from onedraw.settings import Settings, default_cache_dir
 PROMPT = tuple((7 * i) % 4000 + 100 for i in range(64))
 
 
-def ours(llm: LLM, *, count: int, new_tokens: int) -> float:
-    """Tokens per second after the first token of all, over `count` requests at once."""
+def onedraw_decode(llm: LLM, *, count: int, new_tokens: int) -> float:
+    """Return the tokens per second of `count` concurrent requests, from the moment all have their first token."""
     stamps: list[list[float]] = [[] for _ in range(count)]
 
-    def one(index: int) -> None:
+    def run_one(index: int) -> None:
         request_options = RequestOptions(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
         prompt = (PROMPT[index], *PROMPT[1:])
         for piece in llm.pieces(llm.prepare(make_generation(request_options, llm=llm, prompt=prompt))):
             stamps[index].extend([time.perf_counter()] * len(piece.tokens))
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]
+    threads = [threading.Thread(target=run_one, args=(i,)) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -51,8 +51,8 @@ def ours(llm: LLM, *, count: int, new_tokens: int) -> float:
 
 
 @torch.inference_mode()
-def theirs(model: Any, *, new_tokens: int) -> float:
-    """transformers, one request, greedy, with its cache, after its first token."""
+def transformers_decode(model: Any, *, new_tokens: int) -> float:
+    """Return the tokens per second of one greedy request with the KV cache, after its first token."""
     ids = torch.tensor([PROMPT])
     out = model(ids, use_cache=True)
     cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
@@ -63,29 +63,29 @@ def theirs(model: Any, *, new_tokens: int) -> float:
     return (new_tokens - 1) / (time.perf_counter() - begin)
 
 
-def measure_ours(path: str, *, new_tokens: int) -> dict[str, float]:
+def measure_onedraw(path: str, *, new_tokens: int) -> dict[str, float]:
     begin = time.perf_counter()
     llm = build_llm(Settings(model=path, dtype="f32", max_context=1024, draft=("none",)))
     opened = time.perf_counter() - begin
-    ours(llm, count=1, new_tokens=4)
-    found = {f"onedraw {count}": ours(llm, count=count, new_tokens=new_tokens) for count in (1, 8)}
+    onedraw_decode(llm, count=1, new_tokens=4)
+    found = {f"onedraw {count}": onedraw_decode(llm, count=count, new_tokens=new_tokens) for count in (1, 8)}
     llm.close()
     return {**found, "open_seconds": opened}
 
 
-def measure_theirs(path: str, *, new_tokens: int) -> dict[str, float]:
+def measure_transformers(path: str, *, new_tokens: int) -> dict[str, float]:
     model = llama_in_transformers(Path(path))
-    theirs(model, new_tokens=4)
+    transformers_decode(model, new_tokens=4)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"transformers 1": theirs(model, new_tokens=new_tokens), "weight_bytes": size}
+    return {"transformers 1": transformers_decode(model, new_tokens=new_tokens), "weight_bytes": size}
 
 
-SIDES = {"ours": measure_ours, "theirs": measure_theirs}
+SYSTEMS = {"onedraw": measure_onedraw, "transformers": measure_transformers}
 
 
-def in_a_process(side: str, path: str, new_tokens: int) -> dict[str, float]:
-    """Each side alone in a process of its own: two thread pools in one process slow each other down."""
-    command = [sys.executable, "-m", "bench.cpu_decode", path, "--side", side, "--new-tokens", str(new_tokens)]
+def measure_in_subprocess(system: str, path: str, new_tokens: int) -> dict[str, float]:
+    """Measure one system in its own process, since two thread pools in one process slow each other down."""
+    command = [sys.executable, "-m", "bench.cpu_decode", path, "--system", system, "--new-tokens", str(new_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -97,16 +97,16 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     path = str(resolve_model(options.model, default_cache_dir()))
-    if options.side:
-        print(json.dumps(SIDES[options.side](path, new_tokens=options.new_tokens)))
+    if options.system:
+        print(json.dumps(SYSTEMS[options.system](path, new_tokens=options.new_tokens)))
         return
     runs: dict[str, list[float]] = {}
     for _ in range(options.repeats):
-        for side in SIDES:
-            for name, value in in_a_process(side, path, options.new_tokens).items():
+        for system in SYSTEMS:
+            for name, value in measure_in_subprocess(system, path, options.new_tokens).items():
                 runs.setdefault(name, []).append(value)
     median = {name: statistics.median(values) for name, values in runs.items()}
     base = median["transformers 1"]
@@ -122,9 +122,9 @@ def main() -> None:
         print(json.dumps(result, indent=2))
         return
     for name in ("transformers 1", "onedraw 1", "onedraw 8"):
-        print(f"{name:16s} {median[name]:7.1f} tok/s   {median[name] / base:5.2f} x transformers at 1")
+        print(f"{name:16s} {median[name]:7.1f} tok/s   {median[name] / base:5.2f} x transformers")
     rate = result["weight_gigabytes_per_second_at_1"]
-    print(f"batch 1 reads weights at {rate:.1f} GB/s; opened in {median['open_seconds']:.1f} s")
+    print(f"one request reads weights at {rate:.1f} GB/s; model opened in {median['open_seconds']:.1f} s")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What the engine itself costs per turn: everything in `Engine.turn` that is not the backend's own work.
+"""Measure the engine overhead per step: the time in `Engine.step` outside the backend.
 
-    python -m bench.engine_cost [--rows 1,64] [--turns 300] [--context 200] [--json]
+    python -m bench.engine_cost [--rows 1,64] [--steps 300] [--context 200] [--json]
 
-Steady decode on the fake backend: every row holds about `--context` tokens and takes one token per turn; nobody arrives
-or leaves. A turn's cost is its wall time less `Outcome.seconds`, the time the backend says it took. Prompts are computed
-and pages warmed before the first measured turn.
+Decodes a constant batch on the fake backend: every row holds about --context tokens and gets one token per step, and no request
+starts or finishes. The overhead of a step is its wall time minus `Outcome.seconds`, the duration that the backend reports.
+All prompts are computed before the first measured step.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from onedraw.types import Request, SamplingParams
 
 PAGE_SIZE = 16
 VOCAB = 61
-WARM = 20  # turns before the first measured one
-TARGETS = {1: 0.2, 64: 2.0}  # milliseconds per turn
+WARM_UP = 20  # steps before the first measured one
+TARGETS = {1: 0.2, 64: 2.0}  # largest median, in milliseconds per step, by rows
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds per turn, the backend's own time taken off."""
+    """Milliseconds per step outside the backend."""
 
     rows: int
-    turns: int
-    context: int  # tokens of a row halfway through
+    steps: int
+    context: int  # tokens per row, halfway through the measurement
     median: float
     p99: float
     worst: float
@@ -46,9 +46,9 @@ class Cost:
         return "" if target is None else f"{'within' if self.median <= target else 'OVER'} {target:g} ms"
 
 
-def running_engine(*, rows: int, length: int, room: int) -> Engine:
-    """An engine whose rows have computed their prompts and are decoding. Prompts differ from their first token on."""
-    longest = length + room
+def decoding_engine(*, rows: int, length: int, new_tokens: int) -> Engine:
+    """Return an engine whose rows are all decoding. Their prompts differ in the first token, so no pages are shared."""
+    longest = length + new_tokens
     pages = rows * -(-longest // PAGE_SIZE)
     backend = FakeBackend(vocab=VOCAB, pages=pages, lanes=rows, page_size=PAGE_SIZE, max_context=longest)
     allocator = Allocator(backend.capacity, reuse=True)
@@ -56,38 +56,40 @@ def running_engine(*, rows: int, length: int, room: int) -> Engine:
     engine = Engine(backend=backend, scheduler=scheduler)
     for row in range(rows):
         prompt = tuple((row + 7 * i + i * i) % VOCAB for i in range(length))
-        params = SamplingParams(temperature=0.0, max_tokens=room, seed=row)
-        engine.add(Request(id=f"r{row}", prompt=prompt, params=params), _nobody)
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, seed=row)
+        engine.add(Request(id=f"r{row}", prompt=prompt, params=params), ignore_event)
     while any(sequence.remaining > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     return engine
 
 
-def _nobody(event: Event) -> None:
-    """A sink that keeps nothing: the cost of hearing belongs to the hearer."""
+def ignore_event(event: Event) -> None:
+    """Discard the event, since the cost of a sink is not part of the engine."""
 
 
-def measure(*, rows: int, turns: int, context: int) -> Cost:
-    filling = -(-rows * context // 512) + 2  # turns in which early rows decode while late prompts are computed
-    length = max(context - WARM - turns // 2, PAGE_SIZE)
-    engine = running_engine(rows=rows, length=length, room=turns + WARM + filling)
-    for _ in range(WARM):
+def measure(*, rows: int, steps: int, context: int) -> Cost:
+    filling = -(-rows * context // 512) + 2  # steps in which the first rows decode while later prompts are computed
+    length = max(context - WARM_UP - steps // 2, PAGE_SIZE)
+    engine = decoding_engine(rows=rows, length=length, new_tokens=steps + WARM_UP + filling)
+    for _ in range(WARM_UP):
         engine.step()
     costs: list[float] = []
     gc.collect()
-    for _ in range(turns):
+    for _ in range(steps):
         before = engine.stats().step_seconds
         begin = time.perf_counter()
         engine.step()
         spent = time.perf_counter() - begin
         costs.append(1e3 * (spent - (engine.stats().step_seconds - before)))
     if len(engine.scheduler.running) != rows:
-        raise AssertionError(f"{len(engine.scheduler.running)} of {rows} rows were left at the end: not a steady decode")
+        raise AssertionError(
+            f"{len(engine.scheduler.running)} of {rows} rows were still running at the end: the batch was not constant"
+        )
     costs.sort()
-    halfway = statistics.fmean(sequence.known for sequence in engine.scheduler.running) - turns / 2
+    halfway = statistics.fmean(sequence.known for sequence in engine.scheduler.running) - steps / 2
     return Cost(
         rows=rows,
-        turns=turns,
+        steps=steps,
         context=round(halfway),
         median=statistics.median(costs),
         p99=costs[int(0.99 * len(costs))],
@@ -97,18 +99,18 @@ def measure(*, rows: int, turns: int, context: int) -> Cost:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1,64", help="rows per turn, comma-separated")
-    parser.add_argument("--turns", type=int, default=300, help="measured turns")
-    parser.add_argument("--context", type=int, default=200, help="tokens of a row halfway through")
+    parser.add_argument("--rows", default="1,64", help="rows per step, comma-separated")
+    parser.add_argument("--steps", "--turns", type=int, default=300, help="number of measured steps")
+    parser.add_argument("--context", type=int, default=200, help="tokens per row, halfway through the measurement")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    costs = [measure(rows=int(rows), turns=options.turns, context=options.context) for rows in options.rows.split(",")]
+    costs = [measure(rows=int(rows), steps=options.steps, context=options.context) for rows in options.rows.split(",")]
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs], indent=2))
         return
     for cost in costs:
         print(
-            f"{cost.rows:3d} row{'s' * (cost.rows > 1)}, {cost.turns} turns, contexts around {cost.context}: "
+            f"{cost.rows:3d} row{'s' * (cost.rows > 1)}, {cost.steps} steps, about {cost.context} tokens per row: "
             f"median {cost.median:.3f} ms, p99 {cost.p99:.3f} ms, worst {cost.worst:.3f} ms   {cost.verdict}"
         )
 

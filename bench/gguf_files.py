@@ -1,7 +1,7 @@
-"""GGUF files for benchmarks: of a known shape with random blocks, or a real one with fewer layers.
+"""Write GGUF files for benchmarks: a known shape with random weights, or the first layers of a real file.
 
-In: a shape and a mixture of kinds, or an open file. Out: a file that any reader of GGUF opens. Only the standard library and
-numpy are needed. Seventeen gigabytes take seconds: a tensor repeats a few megabytes of random blocks, written by several threads.
+In: a shape with a quantization mixture, or a file. Out: a file that every GGUF reader opens. Only the standard library and numpy
+are needed. A file of 17 GB takes seconds, since each tensor repeats a few megabytes of random blocks and several threads write.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from onedraw.models.spec import DeltaSpec, ModelSpec
 from onedraw.models.weight_names import PLAIN_NAMES, WeightKey, weight_shapes
 
 ALIGNMENT = 32
-PIECE = 8 << 20  # bytes of random blocks that a tensor repeats
+REPEATED_BYTES = 8 << 20  # size of the random blocks that a tensor repeats
 WRITERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One tensor to write: `content` is repeated until it is full."""
+class TensorToWrite:
+    """A tensor of a file to write. The bytes of `content` are repeated until the tensor is full."""
 
     name: str
     shape: tuple[int, ...]  # row-major
@@ -47,36 +47,38 @@ class Part:
         return size
 
 
-# ------------------------------------------------------------------ any file
+# ------------------------------------------------------------------ writing a file
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], parts: Sequence[Part]) -> int:
-    """Gives the file's size."""
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> int:
+    """Write the file and return its size."""
     offsets, end = [], 0
-    for part in parts:
+    for tensor in tensors:
         offsets.append(end)
-        end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(parts), len(metadata))
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(_text(key) + _value(value) for key, value in metadata.items())
-    for part, offset in zip(parts, offsets, strict=True):
-        head += _text(part.name) + struct.pack("<I", len(part.shape))
-        head += struct.pack(f"<{len(part.shape)}Q", *reversed(part.shape)) + struct.pack(
-            "<IQ", QUANT_TYPES[part.kind].ggml_type, offset
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        head += _text(tensor.name) + struct.pack("<I", len(tensor.shape))
+        head += struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape)) + struct.pack(
+            "<IQ", QUANT_TYPES[tensor.kind].ggml_type, offset
         )
     start = -(-len(head) // ALIGNMENT) * ALIGNMENT
     with path.open("wb") as file, ThreadPoolExecutor(WRITERS) as pool:
         file.truncate(start + end)
         os.pwrite(file.fileno(), head, 0)
-        jobs = [pool.submit(_fill, file.fileno(), part, start + offset) for part, offset in zip(parts, offsets, strict=True)]
-        for job in jobs:
-            job.result()
+        writes = [
+            pool.submit(_fill, file.fileno(), tensor, start + offset) for tensor, offset in zip(tensors, offsets, strict=True)
+        ]
+        for write in writes:
+            write.result()
     return start + end
 
 
-def _fill(file: int, part: Part, place: int) -> None:
-    content, end = memoryview(part.content()), place + part.nbytes  # type: ignore[arg-type]
-    while place < end:
-        place += os.pwrite(file, content[: end - place], place)
+def _fill(file: int, tensor: TensorToWrite, position: int) -> None:
+    content, end = memoryview(tensor.content()), position + tensor.nbytes  # type: ignore[arg-type]
+    while position < end:
+        position += os.pwrite(file, content[: end - position], position)
 
 
 def _text(text: str) -> bytes:
@@ -85,7 +87,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A value behind the number of its type."""
+    """Encode a metadata value: the number of its type, then the value."""
     if isinstance(value, list):
         code, _ = _scalar(value[0])
         return struct.pack("<IIQ", 9, code, len(value)) + b"".join(_scalar(one)[1] for one in value)
@@ -106,11 +108,11 @@ def _scalar(value: Any) -> tuple[int, bytes]:
     raise TypeError(f"no GGUF value for {value!r}")
 
 
-# ------------------------------------------------------------------ fewer layers of a real one
+# ------------------------------------------------------------------ the first layers of a real file
 
 
 def cut_gguf(source: Path, path: Path, *, layers: int) -> int:
-    """The first layers of a model, with its own embedding, last norm, head and vocabulary. Gives the file's size."""
+    """Write the first layers of a model with its embedding, final norm, head and tokenizer. Return the size of the file."""
     file = read_file(source)
     metadata = dict(file.metadata)
     metadata[f"{metadata['general.architecture']}.block_count"] = layers
@@ -119,15 +121,15 @@ def cut_gguf(source: Path, path: Path, *, layers: int) -> int:
         found = re.match(r"blk\.(\d+)\.", name)
         return found is None or int(found[1]) < layers
 
-    parts = [
-        Part(name, tensor.shape, tensor.kind, lambda tensor=tensor: tensor.data)  # type: ignore[misc]
+    tensors = [
+        TensorToWrite(name, tensor.shape, tensor.kind, lambda tensor=tensor: tensor.data)  # type: ignore[misc]
         for name, tensor in file.tensors.items()
         if kept(name)
     ]
-    return write_gguf(path, metadata, parts)
+    return write_gguf(path, metadata, tensors)
 
 
-# ------------------------------------------------------------------ a model of Qwen3.6's family, or a Llama
+# ------------------------------------------------------------------ a random model of the Qwen3.5 or the Llama family
 
 QWEN35_LAYER = {
     **{"attn_norm": "attn_norm.weight", "mlp_norm": "post_attention_norm.weight"},
@@ -142,13 +144,13 @@ OUTER = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "ou
 
 
 def write_random(path: Path, model: str) -> int:
-    """A file of `random:SHAPE-MIXTURE`; the families of Llama 3 and of Qwen3.5 without experts. Gives its size."""
+    """Write the model `random:SHAPE-MIXTURE` of the Llama 3 or Qwen3.5 family without experts. Return the size of the file."""
     checkpoint = open_random(model)
     spec, config = read_model_info(checkpoint).spec, shape_config(model)
     hybrid = spec.recurrent
     metadata = {"general.architecture": "qwen35" if hybrid else "llama", "general.name": model}
     metadata |= _metadata(spec, config, "qwen35" if hybrid else "llama")
-    return write_gguf(path, metadata, list(_parts(spec, checkpoint, QWEN35_LAYER if hybrid else LLAMA_LAYER)))
+    return write_gguf(path, metadata, list(_tensors(spec, checkpoint, QWEN35_LAYER if hybrid else LLAMA_LAYER)))
 
 
 def _metadata(spec: ModelSpec, config: Mapping[str, Any], arch: str) -> dict[str, Any]:
@@ -172,18 +174,18 @@ def _metadata(spec: ModelSpec, config: Mapping[str, Any], arch: str) -> dict[str
     return {f"{arch}.{key}": value for key, value in found.items()}
 
 
-def _parts(spec: ModelSpec, checkpoint: RandomCheckpoint, names: Mapping[str, str]) -> Iterator[Part]:
+def _tensors(spec: ModelSpec, checkpoint: RandomCheckpoint, names: Mapping[str, str]) -> Iterator[TensorToWrite]:
     for (layer, weight), shape in weight_shapes(spec).items():
         tensor = checkpoint.tensors[PLAIN_NAMES.stored_name((layer, weight))]
-        if weight == "attn_gate":  # lies beside q, head by head
+        if weight == "attn_gate":  # stored in the q tensor, interleaved by head
             continue
         if weight == "q" and spec.layers[layer or 0].attention.gate:
             shape = (2 * shape[0], shape[1])
-        yield Part(_name(spec, (layer, weight), names), shape, tensor.kind, _content(tensor, shape))
+        yield TensorToWrite(_name(spec, (layer, weight), names), shape, tensor.kind, _content(tensor, shape))
 
 
-def _name(spec: ModelSpec, where: WeightKey, names: Mapping[str, str]) -> str:
-    layer, weight = where
+def _name(spec: ModelSpec, key: WeightKey, names: Mapping[str, str]) -> str:
+    layer, weight = key
     if layer is None:
         return OUTER[weight]
     if weight == "o" and isinstance(spec.layers[layer].mixer, DeltaSpec):
@@ -192,14 +194,14 @@ def _name(spec: ModelSpec, where: WeightKey, names: Mapping[str, str]) -> str:
 
 
 def _content(tensor: Any, shape: tuple[int, ...]) -> Callable[[], Bytes]:
-    """Random rows of a kind, as many as fit a piece; a small tensor of numbers whole."""
+    """Random blocks for up to REPEATED_BYTES of rows; unquantized tensors are small and written in full."""
 
     def content() -> Bytes:
         if not isinstance(tensor, RandomQuantTensor):
             return np.ascontiguousarray(tensor.float32()).reshape(-1).view(np.uint8)
         row = packed_bytes(shape[-1:], tensor.kind)
         assert row is not None
-        rows = max(1, min(math.prod(shape[:-1]), PIECE // row))
+        rows = max(1, min(math.prod(shape[:-1]), REPEATED_BYTES // row))
         return random_blocks(tensor.kind, rows, shape[-1], np.random.default_rng(7), tensor.std).reshape(-1)
 
     return content

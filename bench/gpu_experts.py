@@ -1,11 +1,12 @@
-"""Packed experts on a GPU: their bits, and how fast they are next to what the memory allows. Blocks are random.
+"""Check and time the packed products of expert layers on a GPU. Weights are random.
 
     python -m bench.gpu_experts check | time | heights [--kinds GATE UP DOWN] [--rows …] [--limit SECONDS]
 
-The shape is that of Qwen3.6-35B-A3B: 256 experts of 512 between 2,048, eight for each row, which are drawn at random. check:
-products of experts against the same matrices alone, bit by bit. time: medians of graph replays over several layers, so that
-weights are cold: both products, the whole bank, and what share of a copy's speed the bytes of the chosen experts come at.
-heights: the products with tiles of rows of every height, so that `EXPERT_PAIRS` in work_split.py can be chosen.
+The shape is that of Qwen3.6-35B-A3B: 256 experts of width 512, hidden size 2,048, eight random experts for each row.
+    check    expert products give the same bits as ordinary products with the same matrices
+    time     median times of graph replays over several layers, so that no weight is cached: each product, the whole expert
+             layer, and the bandwidth for the bytes of the selected experts, relative to a copy
+    heights  the products with every tile height, as a basis for EXPERT_PAIRS in work_split.py
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu_decode import captured, timed_ms
+from bench.measuring import capture, device_ms
 from onedraw.backends.packing import SPAN_BYTES, gpu_packed_bytes
 from onedraw.backends.torch.ops.cuda.experts import Routes, route
 from onedraw.backends.torch.ops.cuda.linear import shared_memory
@@ -35,9 +36,9 @@ from onedraw.backends.torch.ops.cuda.packed.work_split import EXPERT_BLOCKS, TIL
 from onedraw.checkpoints.random_weights import random_blocks
 
 DEVICE = torch.device("cuda:0")
-COPY_BYTES = 4.21e12  # per second: a copy on an H200, bytes read and written
+COPY_BYTES = 4.21e12  # bytes per second that a copy on an H200 reads and writes
 HIDDEN, WIDTH, COUNT, USED = 2048, 512, 256, 8
-LAYERS = 4  # that one replay goes through: more bytes than any cache holds
+LAYERS = 4  # layers per graph replay, whose weights exceed the GPU cache
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 
 
@@ -51,7 +52,7 @@ class Layer:
 
 
 def stack(kind: str, rows: int, width: int, seed: int) -> PackedWeight:
-    """Matrices of which every eighth is the same: their bytes are apart, so that changes nothing."""
+    """Return the matrices of all experts. Every eighth is equal, but stored separately, so memory traffic is realistic."""
     found = empty_packed_weight(kind, rows=rows, width=width, device=DEVICE, count=COUNT)
     raw = torch.from_numpy(random_blocks(kind, 8 * rows, width, np.random.default_rng(seed), width**-0.5)).to(DEVICE)
     for number in range(0, COUNT, 8):
@@ -63,7 +64,7 @@ def stack(kind: str, rows: int, width: int, seed: int) -> PackedWeight:
 def layer(kinds: tuple[str, str, str], seed: int = 0) -> Layer:
     gate, up, down = kinds
     if gate == up:
-        first = (stack(gate, 2 * WIDTH, HIDDEN, seed),)
+        first: tuple[PackedWeight, ...] = (stack(gate, 2 * WIDTH, HIDDEN, seed),)
     else:
         first = (stack(gate, WIDTH, HIDDEN, seed), stack(up, WIDTH, HIDDEN, seed + 1))
     return Layer(first, stack(down, HIDDEN, WIDTH, seed + 2))
@@ -74,7 +75,8 @@ def normal(rows: int, width: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, width, generator=generator, device=DEVICE).bfloat16()
 
 
-def chosen(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def random_routing(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the expert ids and the routing weights of each row."""
     generator = torch.Generator(device=DEVICE).manual_seed(seed)
     ids = torch.rand(rows, COUNT, generator=generator, device=DEVICE).argsort(1)[:, :USED].contiguous()
     return ids, torch.rand(rows, USED, generator=generator, device=DEVICE)
@@ -89,24 +91,24 @@ def fitting_heights() -> list[int]:
     return [TILE_ROWS * tiles for tiles in EXPERT_BLOCKS if expert_tiles_fit(tiles, shared_memory(DEVICE))]
 
 
-# ------------------------------------------------------------------ is it right?
+# ------------------------------------------------------------------ exactness
 
 
 def check(kinds: tuple[str, str, str]) -> None:
-    made, workspace = layer(kinds), Workspace(DEVICE)
-    for part, divide in ((made.gate_up[0], USED), (made.down, 1)):
+    checked, workspace = layer(kinds), Workspace(DEVICE)
+    for part, divide in ((checked.gate_up[0], USED), (checked.down, 1)):
         compile_kernels(part.kind, DEVICE)
         for rows in (1, 5, 64, 700):
-            ids, weights = chosen(rows, seed=rows)
+            ids, weights = random_routing(rows, seed=rows)
             x = normal(rows * USED // divide, part.width, seed=1)
-            lowest = ids.sort(1).values.reshape(-1)  # of each pair
-            asked = torch.arange(rows * USED, device=DEVICE)
+            experts = ids.sort(1).values.reshape(-1)  # expert of each (row, expert) pair; a row's experts are sorted
+            pairs = torch.arange(rows * USED, device=DEVICE)
             expected = torch.empty(rows * USED, part.rows, dtype=x.dtype, device=DEVICE)
-            for number in lowest.unique().tolist():
-                mine = asked[lowest == number]
-                alone = pack_activations(x[mine // divide])
-                room = torch.empty(len(mine), part.rows, dtype=x.dtype, device=DEVICE)
-                expected[mine] = packed_product(alone, part.matrix(number), out=room, workspace=workspace)
+            for number in torch.unique(experts).tolist():
+                selected = pairs[experts == number]
+                alone = pack_activations(x[selected // divide])
+                out = torch.empty(len(selected), part.rows, dtype=x.dtype, device=DEVICE)
+                expected[selected] = packed_product(alone, part.matrix(number), out=out, workspace=workspace)
             for height in fitting_heights():
                 found = product(x, part, route(ids, weights, count=COUNT, height=height), divide=divide)
                 same = torch.equal(found, expected)
@@ -116,20 +118,20 @@ def check(kinds: tuple[str, str, str]) -> None:
                 )
 
 
-# ------------------------------------------------------------------ how fast is it?
+# ------------------------------------------------------------------ speed
 
 
-def chosen_bytes(parts: Iterable[PackedWeight], ids: Tensor) -> int:
-    """Of the experts that somebody chose."""
-    return sum(gpu_packed_bytes((part.rows, part.width), part.kind) for part in parts) * len(ids.unique())
+def used_bytes(parts: Iterable[PackedWeight], ids: Tensor) -> int:
+    """Return the bytes of the weights of all experts that at least one row uses."""
+    return sum(gpu_packed_bytes((part.rows, part.width), part.kind) for part in parts) * len(torch.unique(ids))
 
 
-def said(name: str, us: float, size: int, flops: float) -> str:
-    return f"{name} {us:7.1f} us, {size / COPY_BYTES * 1e6 / us:4.0%} of a copy, {flops / us * 1e-6:6.1f} TFLOP/s"
+def describe(name: str, us: float, size: int, flops: float) -> str:
+    return f"{name} {us:7.1f} us, {size / COPY_BYTES * 1e6 / us:4.0%} of copy speed, {flops / us * 1e-6:6.1f} TFLOP/s"
 
 
 def products_us(x: Tensor, layers: Sequence[Sequence[PackedWeight]], routes: Routes, *, divide: int, pdl: bool) -> float:
-    """One layer's, of rows that are ready."""
+    """Return the microseconds of the products of one layer; packing the activations is not timed."""
     ready = pack_activations(x)
     outs = [torch.empty(len(routes.order), part.rows, dtype=x.dtype, device=DEVICE) for part in layers[0]]
 
@@ -138,28 +140,28 @@ def products_us(x: Tensor, layers: Sequence[Sequence[PackedWeight]], routes: Rou
             for part, out in zip(parts, outs, strict=True):
                 experts_product(ready, part, routes, divide=divide, out=out, pdl=pdl)
 
-    return timed_ms(captured(work).replay, 7) / len(layers) * 1e3
+    return device_ms(capture(work).replay, repeats=7) / len(layers) * 1e3
 
 
 def timed(kinds: tuple[str, str, str], rows: Iterable[int], limit: float) -> None:
-    began, layers = time.monotonic(), [layer(kinds, seed) for seed in range(LAYERS)]
+    start, layers = time.monotonic(), [layer(kinds, seed) for seed in range(LAYERS)]
     pdl = torch.cuda.get_device_capability() >= (9, 0)
-    banks = [made.bank(pdl=pdl) for made in layers]
+    banks = [one.bank(pdl=pdl) for one in layers]
     for count in rows:
-        if time.monotonic() - began > limit:
+        if time.monotonic() - start > limit:
             break
-        ids, weights = chosen(count)
-        x, between = normal(count, HIDDEN, seed=1), normal(count * USED, WIDTH, seed=2)
+        ids, weights = random_routing(count)
+        x, inner = normal(count, HIDDEN, seed=1), normal(count * USED, WIDTH, seed=2)
         routes = route(ids, weights, count=COUNT, height=tile_height(count * USED, COUNT, DEVICE))
         figures = []
-        for name, given, divide in (("gate and up", x, USED), ("down", between, 1)):
-            parts = [made.gate_up if divide == USED else (made.down,) for made in layers]
-            us = products_us(given, parts, routes, divide=divide, pdl=pdl)
+        for name, activations, divide in (("gate and up", x, USED), ("down", inner, 1)):
+            parts = [one.gate_up if divide == USED else (one.down,) for one in layers]
+            us = products_us(activations, parts, routes, divide=divide, pdl=pdl)
             flops = 2.0 * count * USED * sum(part.rows * part.width for part in parts[0])
-            figures.append(said(name, us, chosen_bytes(parts[0], ids), flops))
-        whole = timed_ms(captured(partial(run_all, banks, x, ids, weights)).replay, 7) / LAYERS * 1e3
-        size = chosen_bytes((*layers[0].gate_up, layers[0].down), ids)
-        figures.append(said("all of it", whole, size, 6.0 * count * USED * HIDDEN * WIDTH))
+            figures.append(describe(name, us, used_bytes(parts[0], ids), flops))
+        whole = device_ms(capture(partial(run_all, banks, x, ids, weights)).replay, repeats=7) / LAYERS * 1e3
+        size = used_bytes((*layers[0].gate_up, layers[0].down), ids)
+        figures.append(describe("whole layer", whole, size, 6.0 * count * USED * HIDDEN * WIDTH))
         print(f"{'/'.join(kinds)} {count:5d} rows, tiles of {routes.height:2d} | " + " | ".join(figures), flush=True)
 
 
@@ -169,12 +171,12 @@ def run_all(banks: list[PackedExpertBank], x: Tensor, ids: Tensor, weights: Tens
 
 
 def heights(kinds: tuple[str, str, str], rows: Iterable[int], limit: float) -> None:
-    began, layers = time.monotonic(), [layer(kinds, seed) for seed in range(LAYERS)]
+    start, layers = time.monotonic(), [layer(kinds, seed) for seed in range(LAYERS)]
     for count in rows:
-        if time.monotonic() - began > limit:
+        if time.monotonic() - start > limit:
             break
-        ids, weights = chosen(count)
-        x, parts = normal(count, HIDDEN, seed=1), [made.gate_up for made in layers]
+        ids, weights = random_routing(count)
+        x, parts = normal(count, HIDDEN, seed=1), [one.gate_up for one in layers]
         found = {
             height: products_us(x, parts, route(ids, weights, count=COUNT, height=height), divide=USED, pdl=False)
             for height in fitting_heights()
@@ -183,23 +185,23 @@ def heights(kinds: tuple[str, str, str], rows: Iterable[int], limit: float) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=("check", "time", "heights"))
     parser.add_argument(
         "--kinds", nargs=3, default=["Q4_K", "Q4_K", "Q6_K"], choices=list(SPAN_BYTES), metavar=("GATE", "UP", "DOWN")
     )
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
-    parser.add_argument("--limit", type=float, default=60)
-    parser.add_argument("--cache", type=Path, default=Path("build"))
-    given = parser.parse_args()
-    cache_in(given.cache)
+    parser.add_argument("--limit", type=float, default=60, help="start no new measurement after this many seconds")
+    parser.add_argument("--cache", type=Path, default=Path("build"), help="folder of compiled kernels")
+    options = parser.parse_args()
+    cache_in(options.cache)
     with torch.inference_mode():
-        if given.section == "check":
-            check(tuple(given.kinds))
-        elif given.section == "time":
-            timed(tuple(given.kinds), given.rows, given.limit)
+        if options.section == "check":
+            check(tuple(options.kinds))
+        elif options.section == "time":
+            timed(tuple(options.kinds), options.rows, options.limit)
         else:
-            heights(tuple(given.kinds), given.rows, given.limit)
+            heights(tuple(options.kinds), options.rows, options.limit)
 
 
 if __name__ == "__main__":

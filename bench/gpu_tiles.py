@@ -1,10 +1,14 @@
-"""Which tiles are fastest on a GPU: products of a few rows, and one layer's attention. Weights and keys are random and cold.
+"""Find the fastest kernel tiles on a GPU for products of few rows and for attention. Weights and keys are random and uncached.
 
     python -m bench.gpu_tiles SECTION ... [--check] [--part 0/4]
 
-Sections: products (the matrices of the shapes, by rows), attention (one layer by keys per block and split, height, warps and
-stages), profile (kernels of a tree's turn through the backend). With --check every tile is compiled and its bits compared, and
-nothing is timed; --part takes one share of the work, so that several processes fill the compiler's cache.
+Sections:
+    products   the matrices of the two model shapes, by number of rows
+    attention  one layer, by keys per block, split size, tile height, warps and stages
+    profile    times of the kernels in steps through the backend
+
+With --check every tile is compiled and its bits compared, and nothing is timed. --part runs one share of the work, so that
+several processes can fill the compile cache.
 """
 
 from __future__ import annotations
@@ -13,14 +17,17 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from bench.gpu_decode import DEVICE, PAGE, TREE, TUNED, normal, replay_ms, say
+from bench.gpu_decode import DEVICE, MATRICES, PAGE, TREE, normal
+from bench.measuring import replay_ms, report
 from onedraw.backends.torch.ops.cuda import attention as attention_kernels
 from onedraw.backends.torch.ops.cuda import attention_inputs
 from onedraw.backends.torch.ops.cuda.attention import FIRST_SPLIT, attend
@@ -39,7 +46,7 @@ GATED = {(28672, 4096), (34816, 5120)}
 
 
 def candidates(rows: int, n: int) -> Iterator[Tile]:
-    """Those that were among the fastest for some shape."""
+    """Yield the tiles that were among the fastest for some shape."""
     if rows <= 16:
         for columns, depth, stages in ((64, 128, 5), (64, 128, 8), (64, 256, 5), (128, 128, 4)):
             yield Tile(16, columns, depth, 4, stages, swapped=True)
@@ -63,41 +70,41 @@ def _fits(tile: Tile) -> bool:
 
 
 def products() -> None:
-    """Time with cold weights by rows: one row as it is chosen, then the fastest tiles."""
-    shared, firsts = shared_memory(DEVICE), set()
-    for n, k in TUNED[PART::PARTS]:
+    """Report the time of the tile that is in use and of the five fastest tiles, by matrix and number of rows."""
+    shared, checked = shared_memory(DEVICE), set()
+    for n, k in MATRICES[PART::PARTS]:
         copies = 1 if CHECK else max(2, int(400e6 // (2 * n * k)) + 1)
         weights = [normal(n, k, spread=k**-0.5) for _ in range(copies)]
         x, gate = normal(64, k), int((n, k) in GATED)
         expected = linear(x, weights[0], tile=Tile(16, 64, 64, 4, 3), gate=gate, pdl=True)
         for rows in ROWS:
             results = []
-            chosen = choose_tile(rows, n, k, x.dtype, shared)
-            for tile in dict.fromkeys([chosen, *candidates(rows, n)] if rows > 1 else [chosen]):
+            in_use = choose_tile(rows, n, k, x.dtype, shared)
+            for tile in dict.fromkeys([in_use, *candidates(rows, n)] if rows > 1 else [in_use]):
                 if not _fits(tile):
                     continue
                 if CHECK:
-                    if (k, tile, gate) not in firsts or rows in (24,):
-                        firsts.add((k, tile, gate))
+                    if (k, tile, gate) not in checked or rows in (24,):
+                        checked.add((k, tile, gate))
                         same = torch.equal(linear(x[:rows], weights[0], tile=tile, gate=gate, pdl=True), expected[:rows])
-                        say(f"{n} x {k}, {rows} rows, {tile}: equal", same) if not same else None
+                        report(f"{n} x {k}, {rows} rows, {tile}: equal", same) if not same else None
                     continue
-                ms = replay_ms(partial(_products, x[:rows], weights, tile, gate), repeats=4)
+                ms = replay_ms(partial(_multiply_all, x[:rows], weights, tile, gate), repeats=4)
                 results.append((1000 * ms / copies, tile))
             if results:
-                floor, now = 2 * n * k / 4.2e6, results[0][0]
+                floor, current = 2 * n * k / 4.2e6, results[0][0]
                 results.sort(key=lambda r: r[0])
-                best = [(round(t, 1), _named(c)) for t, c in results[:5]]
-                say(f"{n} x {k}, {rows} rows (floor {floor:.1f}), now, best", (round(now, 1), best))
+                best = [(round(t, 1), tile_name(c)) for t, c in results[:5]]
+                report(f"{n} x {k}, {rows} rows (floor {floor:.1f}), current, best, us", (round(current, 1), best))
         if CHECK:
             print(f"{n} x {k}: checked", flush=True)
 
 
-def _named(tile: Tile) -> str:
+def tile_name(tile: Tile) -> str:
     return f"{'T' if tile.swapped else ''}{tile.rows},{tile.columns},{tile.depth},{tile.warps},{tile.stages}"
 
 
-def _products(x: Tensor, weights: list[Tensor], tile: Tile, gate: int) -> None:
+def _multiply_all(x: Tensor, weights: list[Tensor], tile: Tile, gate: int) -> None:
     for weight in weights:
         linear(x, weight, tile=tile, gate=gate, pdl=True)
 
@@ -108,7 +115,7 @@ def _products(x: Tensor, weights: list[Tensor], tile: Tile, gate: int) -> None:
 @dataclass(frozen=True)
 class Variant:
     keys: int
-    split: int  # keys of the first splits
+    split: int  # keys per split
     height: int
     warps: int
     stages: int
@@ -140,45 +147,45 @@ def variants(dim: int, case: str) -> Iterator[Variant]:
 
 
 def attention() -> None:
-    """One layer: the tiles alone, with their merge; all heights of one (keys, split) have one and the same bits."""
+    """Time the attention of one layer with and without the merge of splits. Keys and split decide the bits, the tile does not."""
     for heads, kv, dim in ((32, 8, 128), (24, 4, 256)):
         found: dict[tuple[str, int, int], Tensor] = {}
         stores = [[normal(1600 * kv, PAGE * dim) for _ in range(2)] for _ in range(1 if CHECK else 3)]
         for case, (start, count, drafts) in CASES.items():
             q = normal(count, heads * dim)
-            listed = list(variants(dim, case))
             lines = []
-            for variant in listed[PART::PARTS]:
+            for variant in list(variants(dim, case))[PART::PARTS]:
                 try:
-                    launch, partly = _launch(heads, kv, dim, start, count, drafts, variant, q)
+                    launch, launch_unmerged = _launch(heads, kv, dim, start, count, drafts, variant, q)
                     out = launch(*stores[0])
                     same = torch.equal(found.setdefault((case, variant.keys, variant.split), out), out)
                     if not same or not bool(out.isfinite().all()):
-                        say(f"{heads}/{kv} x {dim}, {case}, {variant}: equal", same)
+                        report(f"{heads}/{kv} x {dim}, {case}, {variant}: equal", same)
                     if CHECK:
                         continue
                     us = [
-                        round(1000 * replay_ms(partial(_through, f, stores), repeats=5) / len(stores), 1)
-                        for f in (launch, partly)
+                        round(1000 * replay_ms(partial(_run_on_all, f, stores), repeats=5) / len(stores), 1)
+                        for f in (launch, launch_unmerged)
                     ]
                     lines.append((us[0], us[1], variant))
-                except Exception as problem:  # a tile that does not fit
-                    say(f"{heads}/{kv} x {dim}, {case}, {variant}", repr(problem)[:80])
-            for us_all, part, v in sorted(lines, key=lambda line: line[0])[:14]:
-                told = f"keys {v.keys} split {v.split} height {v.height} warps {v.warps} stages {v.stages}"
-                print(f"{heads}/{kv}x{dim} {case}: {us_all} us, unmerged {part}: {told}", flush=True)
+                except Exception as problem:  # the tile needs more shared memory or registers than the GPU has
+                    report(f"{heads}/{kv} x {dim}, {case}, {variant}", repr(problem)[:80])
+            for merged, unmerged, v in sorted(lines, key=lambda line: line[0])[:14]:
+                settings = f"keys {v.keys} split {v.split} height {v.height} warps {v.warps} stages {v.stages}"
+                print(f"{heads}/{kv}x{dim} {case}: {merged} us, unmerged {unmerged}: {settings}", flush=True)
 
 
 def _launch(
     heads: int, kv: int, dim: int, start: int, count: int, drafts: tuple[Draft, ...], v: Variant, q: Tensor
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return calls of one layer's attention with the kernel settings of a variant: with and without the merge of splits."""
     for module in (attention_kernels, attention_inputs):
         module.FIRST_SPLIT, module.block_keys = v.split, lambda _: v.keys  # type: ignore[attr-defined]
     AttentionShape.tile_heights = property(lambda self: (16, 32, 64, 128))  # type: ignore[method-assign, assignment]
     real, attention_inputs._tile_height = (
         attention_inputs._tile_height,
-        lambda h, c, kind, splits: v.height if kind != attention_kernels.TREE_PATH else 16,
-    )  # type: ignore[assignment]
+        lambda shape, count, kind, splits: v.height if kind != attention_kernels.TREE_PATH else 16,
+    )
     table = torch.randperm(1600, generator=torch.Generator().manual_seed(1)).tolist()
     layout = InputLayout(PAGE, (1600,), RowRule(floor=1))
     inputs = lay_out([0] * count, [Span(0, count, start, drafts)], [(table,)], layout=layout, device=DEVICE)
@@ -186,16 +193,18 @@ def _launch(
     attention_inputs._tile_height = real
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv, "dim": dim, "scale": dim**-0.5, "pdl": True}
     plan = {16: (4, 3 if dim == 128 else 2)} | {v.height: (v.warps, v.stages)}
-    work = partial(_attended, q, device.metadata, list(device.tile_sets), v, plan, sizes)
+    work = partial(_attend, q, device.metadata, list(device.tile_sets), v, plan, sizes)
     return work, partial(work, merges=False)
 
 
-class _Nothing:
+class _NoLaunch:
+    """Takes the place of a Triton kernel and launches nothing."""
+
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *given, **named: None
+        return lambda *args, **kwargs: None
 
 
-def _attended(
+def _attend(
     q: Tensor,
     metadata: Any,
     tile_sets: Any,
@@ -205,43 +214,40 @@ def _attended(
     *stores: Tensor,
     merges: bool = True,
 ) -> Tensor:
-    attention_kernels._warps = lambda height, *_: plan.get(height, (4, 4))[0]  # type: ignore[assignment]
-    attention_kernels._stages = lambda height, *_: plan.get(height, (4, 4))[1]  # type: ignore[assignment]
+    attention_kernels._warps = lambda height, *_: plan.get(height, (4, 4))[0]
+    attention_kernels._stages = lambda height, *_: plan.get(height, (4, 4))[1]
     attention_kernels.FIRST_SPLIT, attention_kernels.block_keys = v.split, lambda _: v.keys  # type: ignore[assignment]
-    real = attention_kernels.merge_splits
-    attention_kernels.merge_splits = real if merges else _Nothing()
-    out = attend(q, *stores, metadata=metadata, tile_sets=tile_sets, **sizes)
-    attention_kernels.merge_splits = real
-    return out
+    with nullcontext() if merges else mock.patch.object(attention_kernels, "merge_splits", _NoLaunch()):
+        return attend(q, *stores, metadata=metadata, tile_sets=tile_sets, **sizes)
 
 
-def _through(launch: Callable[[Tensor, Tensor], Any], stores: list[list[Tensor]]) -> None:
+def _run_on_all(launch: Callable[[Tensor, Tensor], Any], stores: list[list[Tensor]]) -> None:
     for keys, values in stores:
         launch(keys, values)
 
 
-# ------------------------------------------------------------------ a whole turn
+# ------------------------------------------------------------------ a whole step
 
 
 def profile() -> None:
-    """Kernels of turns through the backend, by name: microseconds per turn."""
+    """Profile steps through the backend: microseconds per step of each kernel."""
     from torch.profiler import ProfilerActivity
 
     from bench.gpu_backend import CHAIN, SAMPLED, Bench
-    from bench.gpu_backend import TREE as DRAFTED
+    from bench.gpu_backend import TREE as TREE_DRAFTS
 
     for model in ("random:llama3-8b",):
         bench = Bench(model, "cuda:0", context=26_000, lanes=32, pages=4600)
         for name, rows in {
-            "1 at 1K": [(1000, ())], "16 at 1K": [(1000, CHAIN)], "tree at 1K": [(1000, DRAFTED)],
-            "32 at 1K": [(1000 + 3 * i, ()) for i in range(32)], "tree at 24K": [(24_000, DRAFTED)],
+            "1 at 1K": [(1000, ())], "16 at 1K": [(1000, CHAIN)], "tree at 1K": [(1000, TREE_DRAFTS)],
+            "32 at 1K": [(1000 + 3 * i, ()) for i in range(32)], "tree at 24K": [(24_000, TREE_DRAFTS)],
         }.items():  # fmt: skip
             plan = bench.plan(rows, SAMPLED)  # type: ignore[arg-type]
-            bench.turn_ms(plan, repeats=8)
-            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
-                bench.turn_ms(plan, repeats=10)
+            bench.step_ms(plan, repeats=8)
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                bench.step_ms(plan, repeats=10)
             spent: dict[str, list[float]] = defaultdict(list)
-            for event in seen.events():
+            for event in profiled.events():
                 if "CUDA" in str(event.device_type):
                     spent[event.name[:28]].append(event.device_time)
             for kernel, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:16]:
@@ -252,16 +258,16 @@ SECTIONS: dict[str, Callable[[], None]] = {"products": products, "attention": at
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=list(SECTIONS))
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--part", default="0/1")
-    wishes = parser.parse_args()
-    part, parts = (int(x) for x in wishes.part.split("/"))
-    globals().update(CHECK=wishes.check, PART=part, PARTS=parts)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), choices=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--check", action="store_true", help="compile every tile and compare its bits, but time nothing")
+    parser.add_argument("--part", default="0/1", help="share of the work, as INDEX/COUNT")
+    options = parser.parse_args()
+    part, parts = (int(x) for x in options.part.split("/"))
+    globals().update(CHECK=options.check, PART=part, PARTS=parts)
     torch.manual_seed(0)
     with torch.inference_mode():
-        for section in wishes.sections:
+        for section in options.sections:
             begin = time.perf_counter()
             SECTIONS[section]()
             print(f"-- {section}: {time.perf_counter() - begin:.1f} s", flush=True)

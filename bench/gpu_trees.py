@@ -1,34 +1,35 @@
-"""Drafted turns on a GPU next to turns of one row: milliseconds on the device, by kernels, and with other tiles of products.
+"""Compare verify and tree steps with decode steps on a GPU: device time, time by kernel, and other tiles of products.
 
     python -m bench.gpu_trees SECTION ... [--model random:llama3-8b] [--small] [--part 0/3] [--json out.json]
 
-Sections: turns (recorded turns of one model through the backend, and what they are to a turn of one row), parts (where the time
-of such a turn goes), tiles (turns with one product's tile exchanged, for products of 17 to 32 rows). With --small a few layers,
-few repeats, and with --part a share of the tiles: so several processes fill the compiler's cache.
+Sections:
+    steps    captured steps of a model through the backend, and their ratio to a decode step with one row
+    kernels  time of the kernels in these steps
+    tiles    tree steps with other tiles for products of 17 to 32 rows
+
+--small uses few layers and repeats, and --part runs a share of the tiles, so that several processes can fill the compile cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu_backend import CHAIN, SAMPLED, Bench
 from bench.gpu_backend import TREE as TREE_DRAFTS
+from bench.gpu_tiles import tile_name
+from bench.measuring import report, write_figures
 from onedraw.backends.torch.ops.cuda import linear
 from onedraw.backends.torch.ops.cuda.linear import Tile
 from onedraw.types import Draft
 
 SMALL = False
 PART, PARTS = 0, 1
-FOUND: dict[str, Any] = {}
-REPLAYS = 8  # of a turn whose kernels are told
+REPLAYS = 8  # profiled replays of a step
 CASES: dict[str, tuple[int, tuple[Draft, ...]]] = {
     "1 at 1K": (1000, ()),
     "16 at 1K": (1000, CHAIN),
@@ -37,8 +38,8 @@ CASES: dict[str, tuple[int, tuple[Draft, ...]]] = {
     "16 at 24K": (24_000, CHAIN),
     "tree at 24K": (24_000, TREE_DRAFTS),
 }
-ASKED = {"16": 1.10, "tree": 1.15}  # times a turn of one row
-# By model, outputs and inputs: tiles of products of 17 to 32 rows.
+TARGETS = {"16": 1.10, "tree": 1.15}  # largest ratio to a decode step with one row
+# Tiles to try for products of 17 to 32 rows, by model and (outputs, inputs) of the matrix.
 TILES: dict[str, dict[tuple[int, int], list[Tile]]] = {
     "random:llama3-8b": {
         (4096, 14336): [
@@ -66,88 +67,81 @@ TILES: dict[str, dict[tuple[int, int], list[Tile]]] = {
 }  # fmt: skip
 
 
-def say(name: str, value: Any) -> None:
-    FOUND[name] = value
-    print(f"{name:74s} {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
-
-
-def _bench(model: str) -> tuple[Bench, Any]:
+def _open(model: str) -> tuple[Bench, Any]:
     bench = Bench(model, "cuda:0", context=26_000, lanes=2, pages=3400, layers=4 if SMALL else None)
     assert bench.backend.graph_runner is not None
     return bench, bench.backend.graph_runner.graphs
 
 
-def _again(recorder: Any) -> None:
-    """Turns are recorded anew from here on. Those of before look the same, and are kept: they share their memory."""
-    for signature in list(recorder._graphs):
-        recorder._graphs["before", signature] = recorder._graphs.pop(signature)
+def _forget_graphs(graphs: Any) -> None:
+    """Capture every step again from now on. The earlier graphs are kept, since the new ones share their memory."""
+    for signature in list(graphs._graphs):
+        graphs._graphs["earlier", signature] = graphs._graphs.pop(signature)
 
 
-def turns(model: str) -> None:
-    _turns(_bench(model)[0])
+def steps(model: str) -> None:
+    _time_steps(_open(model)[0])
 
 
-def _turns(bench: Bench) -> None:
+def _time_steps(bench: Bench) -> None:
     times = {}
     for case, row in CASES.items():
-        bench.turn_ms(bench.plan([row], SAMPLED), repeats=6)
+        bench.step_ms(bench.plan([row], SAMPLED), repeats=6)
         ms = times[case] = bench.replay_ms(repeats=5 if SMALL else 30)
-        drafts, _, place = case.partition(" at ")
+        drafts, _, position = case.partition(" at ")
         if drafts == "1":
-            say(f"{bench.name}: {case}, ms", ms)
+            report(f"{bench.name}: {case}, ms", ms)
             continue
-        ratio, asked = ms / times[f"1 at {place}"], ASKED[drafts]
-        verdict = "met" if ratio <= asked else "missed"
-        say(f"{bench.name}: {case}, ms, x one row, {asked} asked", [round(ms, 3), round(ratio, 3), verdict])
+        ratio, target = ms / times[f"1 at {position}"], TARGETS[drafts]
+        verdict = "within target" if ratio <= target else "over target"
+        report(f"{bench.name}: {case}, ms, ratio to one row (target {target})", [round(ms, 3), round(ratio, 3), verdict])
 
 
 def tiles(model: str) -> None:
-    """A tree's turn with one product's tile exchanged; today's before and behind them says how much to believe. Then all turns
-    with the fastest of all of them."""
+    """Time tree steps with another tile for one matrix at a time. The current tile is measured first and last, to show the
+    noise. At the end all steps are timed with the fastest tiles."""
     if model not in TILES:
-        raise SystemExit(f"tiles are known for {', '.join(TILES)}")
-    bench, recorder = _bench(model)
+        raise SystemExit(f"no tiles to try for {model}; choose one of {', '.join(TILES)}")
+    bench, graphs = _open(model)
     for shape, candidates in TILES[model].items():
-        found, kept = [], linear.SKINNY_TILES[shape]
-        for tile in [kept[1], *candidates[PART::PARTS], kept[1]]:
-            linear.SKINNY_TILES[shape] = (kept[0], tile, kept[2])
+        found, current = [], linear.SKINNY_TILES[shape]
+        for tile in [current[1], *candidates[PART::PARTS], current[1]]:
+            linear.SKINNY_TILES[shape] = (current[0], tile, current[2])
             linear.choose_tile.cache_clear()
-            _again(recorder)
-            bench.turn_ms(bench.plan([CASES["tree at 1K"]], SAMPLED), repeats=6)
+            _forget_graphs(graphs)
+            bench.step_ms(bench.plan([CASES["tree at 1K"]], SAMPLED), repeats=6)
             found.append((bench.replay_ms(repeats=5 if SMALL else 20), tile))
-        told = [(round(ms, 3), _named(tile)) for ms, tile in found]
-        say(f"{bench.name}: {shape}, tree at 1K, ms, now and others", told)
-        now = max(found[0][0], found[-1][0])
+        times = [(round(ms, 3), tile_name(tile)) for ms, tile in found]
+        report(f"{bench.name}: {shape}, tree at 1K, ms, current and other tiles", times)
+        current_ms = max(found[0][0], found[-1][0])
         ms, best = min(found[1:-1], key=lambda one: one[0])
-        linear.SKINNY_TILES[shape] = (kept[0], best if ms < 0.999 * now else kept[1], kept[2])
+        linear.SKINNY_TILES[shape] = (current[0], best if ms < 0.999 * current_ms else current[1], current[2])
     linear.choose_tile.cache_clear()
-    _again(recorder)
-    _turns(bench)
+    _forget_graphs(graphs)
+    _time_steps(bench)
 
 
-def _named(tile: Tile) -> str:
-    return f"{'T' if tile.swapped else ''}{tile.rows},{tile.columns},{tile.depth},{tile.warps},{tile.stages}"
-
-
-def parts(model: str) -> None:
-    """Microseconds of a turn by kernels: where a drafted turn's time goes that a turn of one row does not take. Kernels start
-    before those in front of them end, so what a kernel took is by how much it moved the end of the turn."""
+def kernels(model: str) -> None:
+    """Report the microseconds of a step by kernel. A kernel may start before the previous one ends (programmatic dependent
+    launch), so a kernel counts for the time by which it delays the end of the step."""
     from torch.profiler import ProfilerActivity, profile
 
-    bench, _ = _bench(model)
+    bench, _ = _open(model)
     for case, row in CASES.items():
-        bench.turn_ms(bench.plan([row], SAMPLED), repeats=7)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        bench.step_ms(bench.plan([row], SAMPLED), repeats=7)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             bench.replay_ms(repeats=REPLAYS)
-        kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in seen.events() if "CUDA" in str(e.device_type))
-        say(f"{bench.name}: {case}", "kernel behind a kernel, us a turn, launches, us each")
-        for key, took in sorted(_moved(kernels).items(), key=lambda item: -sum(item[1]))[:26]:
+        launches = sorted(
+            (e.time_range.start, e.time_range.end, e.name) for e in profiled.events() if "CUDA" in str(e.device_type)
+        )
+        report(f"{bench.name}: {case}", "kernel < previous kernels, us per step, launches per step, us per launch")
+        for key, took in sorted(_added_time(launches).items(), key=lambda item: -sum(item[1]))[:26]:
             share = sum(took) / REPLAYS
             print(f"    {key:64s} {share:9.1f} {len(took) / REPLAYS:6.1f} {sum(took) / len(took):8.2f}", flush=True)
 
 
-def _moved(kernels: list[tuple[float, float, str]]) -> dict[str, list[float]]:
-    """By how much each moved the end, by its name and the two before it."""
+def _added_time(kernels: list[tuple[float, float, str]]) -> dict[str, list[float]]:
+    """Return by how much each launch delays the end, by its name and the names of the two previous kernels."""
     found: dict[str, list[float]] = {}
     names, reached = ["", ""], kernels[0][0]
     for _, end, name in kernels:
@@ -156,28 +150,27 @@ def _moved(kernels: list[tuple[float, float, str]]) -> dict[str, list[float]]:
     return found
 
 
+SECTIONS: dict[str, Callable[[str], None]] = {"steps": steps, "kernels": kernels, "tiles": tiles}
+ALIASES = {"turns": "steps", "parts": "kernels"}  # earlier names of sections
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="+", choices=("turns", "parts", "tiles"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="+", choices=[*SECTIONS, *ALIASES], metavar="SECTION")
     parser.add_argument("--model", default="random:llama3-8b")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--part", default="0/1", help="of the tiles")
+    parser.add_argument("--small", action="store_true", help="use few layers and repeats, to fill the compile cache")
+    parser.add_argument("--part", default="0/1", help="share of the tiles to try, as INDEX/COUNT")
     parser.add_argument("--json")
-    wishes = parser.parse_args()
-    part, parts_ = (int(x) for x in wishes.part.split("/"))
-    globals().update(SMALL=wishes.small, PART=part, PARTS=parts_)
+    options = parser.parse_args()
+    part, parts_ = (int(x) for x in options.part.split("/"))
+    globals().update(SMALL=options.small, PART=part, PARTS=parts_)
     torch.manual_seed(0)
-    sections: dict[str, Callable[[], None]] = {
-        "turns": partial(turns, wishes.model),
-        "parts": partial(parts, wishes.model),
-        "tiles": partial(tiles, wishes.model),
-    }
-    for section in wishes.sections:
+    for section in options.sections:
         begin = time.perf_counter()
-        sections[section]()
+        SECTIONS[ALIASES.get(section, section)](options.model)
         print(f"-- {section}: {time.perf_counter() - begin:.1f} s", flush=True)
-    if wishes.json:
-        Path(wishes.json).write_text(json.dumps(FOUND, indent=1, default=str))
+    if options.json:
+        write_figures(options.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What holding a reply to a form costs per token: making the set of allowed tokens, and walking drafts back and forth.
+"""Measure what structured output costs per token: computing the allowed tokens, and verifying and rolling back drafts.
 
     python -m bench.grammar [--tokenizer FILE_OR_FOLDER] [--peer] [--json]
 
-Without a tokenizer the default model's is used. Each form is followed along a reply that fits it, token by token, as in
-plain decoding; then in turns of eight drafts of which half are right, as in verification, where every position needs a set
-and the wrong half is rolled back. Times are of `Constraint.allowed`, which is all that the engine asks for. With --peer the
-same replies go through xgrammar, if it is installed, with its own masks and rollback.
+The default is the tokenizer of the default model. Each response format is followed along a valid reply: first token by token as
+in plain decoding, then in steps of eight drafts of which half are correct, as in verification, where every position needs the set
+of allowed tokens and the incorrect half is rolled back. Times are those of `Constraint.allowed`, the only call of the engine.
+With --peer the same replies are run through xgrammar, which must be installed.
 """
 
 from __future__ import annotations
@@ -68,37 +68,39 @@ LOG = "".join(f"2026-11-{day:02d} wind {day * 3 % 40} knots, sea {'calm' if day 
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Example:
+    """A response format and a reply that fits it."""
+
     name: str
-    guide: ReplyFormat
+    reply_format: ReplyFormat
     reply: str
 
 
-FORMS = (
-    Form("JSON schema, nested", JsonFormat.of(ORDER, "schema"), json.dumps(VALUE)),
-    Form("any JSON object", JsonFormat.of(ANY_OBJECT, "schema"), json.dumps(VALUE, indent=2)),
-    Form("regular expression", RegexFormat(r"(\d{4}-\d{2}-\d{2} wind \d+ knots, sea (calm|rough)\n)+", "regex"), LOG),
+EXAMPLES = (
+    Example("JSON schema, nested", JsonFormat.of(ORDER, "schema"), json.dumps(VALUE)),
+    Example("any JSON object", JsonFormat.of(ANY_OBJECT, "schema"), json.dumps(VALUE, indent=2)),
+    Example("regular expression", RegexFormat(r"(\d{4}-\d{2}-\d{2} wind \d+ knots, sea (calm|rough)\n)+", "regex"), LOG),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds; `compile` in milliseconds."""
+    """Times of one library on one example, in microseconds; `compile` in milliseconds."""
 
-    form: str
-    who: str
+    format: str
+    library: str
     tokens: int
     compile: float
     median: float
     p99: float
     worst: float
-    drafted: float  # per position, in turns of drafts with rollback
+    drafted: float  # per position, in steps of drafts with rollback
 
 
-Mask = Callable[[list[int], list[int]], object]  # (output, drafts) → the allowed set
+Mask = Callable[[list[int], list[int]], object]  # (output, drafts) -> allowed tokens
 
 
-def measure(name: str, who: str, make: Callable[[], Mask], tokens: list[int]) -> Cost:
+def measure(name: str, library: str, make: Callable[[], Mask], tokens: list[int]) -> Cost:
     begin = time.perf_counter()
     mask = make()
     compiled = time.perf_counter() - begin
@@ -108,20 +110,20 @@ def measure(name: str, who: str, make: Callable[[], Mask], tokens: list[int]) ->
         mask(tokens[:length], [])
         times.append(1e6 * (time.perf_counter() - begin))
     drafted, positions = 0.0, 0
-    walking = make()
-    for output, drafts in turns(tokens):
+    allowed_tokens = make()
+    for output, drafts in draft_steps(tokens):
         begin = time.perf_counter()
         for length in range(len(drafts) + 1):
-            walking(output, drafts[:length])
+            allowed_tokens(output, drafts[:length])
         drafted += time.perf_counter() - begin
         positions += len(drafts) + 1
     times.sort()
     worst, p99 = times[-1], times[int(0.99 * len(times))]
-    return Cost(name, who, len(tokens), 1e3 * compiled, statistics.median(times), p99, worst, 1e6 * drafted / positions)
+    return Cost(name, library, len(tokens), 1e3 * compiled, statistics.median(times), p99, worst, 1e6 * drafted / positions)
 
 
-def turns(tokens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Drafts of which the first half is right: the second half is the reply's own, from another place."""
+def draft_steps(tokens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield (output, drafts) of every step. The first half of the drafts is correct, the second is the start of the reply."""
     known = 0
     while known + DRAFTS < len(tokens):
         half = DRAFTS // 2
@@ -129,34 +131,33 @@ def turns(tokens: list[int]) -> Iterator[tuple[list[int], list[int]]]:
         known += half + 1
 
 
-def ours(tokenizer: Tokenizer, guide: ReplyFormat) -> Callable[[], Mask]:
+def llguidance_masks(tokenizer: Tokenizer, reply_format: ReplyFormat) -> Callable[[], Mask]:
     eos = (tokenizer.eos_id if tokenizer.eos_id is not None else 0,)
-    grammars = GrammarCompiler(tokenizer, eos)
+    compiler = GrammarCompiler(tokenizer, eos)
 
-    def make() -> Mask:
-        grammars._compiled.clear()
-        return grammars.constraint(guide, PLAIN_TEXT).allowed
+    def make() -> Mask:  # compiles in the first call, which `measure` times; the compiler keeps the grammar for the second
+        return compiler.constraint(reply_format, PLAIN_TEXT).allowed
 
     return make
 
 
-def peer(tokenizer: Tokenizer, guide: ReplyFormat) -> Callable[[], Mask]:
-    """xgrammar with the same vocabulary, following by the same rule."""
+def xgrammar_masks(tokenizer: Tokenizer, reply_format: ReplyFormat) -> Callable[[], Mask]:
+    """Compute the masks with xgrammar and the same vocabulary; roll back to the prefix shared with the previous call."""
     import xgrammar
 
     from onedraw.text.constraints.base import common_prefix
 
-    words = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-    info = xgrammar.TokenizerInfo(words, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[tokenizer.eos_id])
+    token_bytes = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    info = xgrammar.TokenizerInfo(token_bytes, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[tokenizer.eos_id])
 
     def make() -> Mask:
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         compiled: Any
-        if isinstance(guide, JsonFormat):
-            compiled = compiler.compile_json_schema(guide.schema)
+        if isinstance(reply_format, JsonFormat):
+            compiled = compiler.compile_json_schema(reply_format.schema)
         else:
-            assert isinstance(guide, RegexFormat)
-            compiled = compiler.compile_regex(guide.pattern)
+            assert isinstance(reply_format, RegexFormat)
+            compiled = compiler.compile_regex(reply_format.pattern)
         matcher = xgrammar.GrammarMatcher(compiled, max_rollback_tokens=1024)
         bits = xgrammar.allocate_token_bitmask(1, tokenizer.vocab_size)
         known: list[int] = []
@@ -180,36 +181,38 @@ def peer(tokenizer: Tokenizer, guide: ReplyFormat) -> Callable[[], Mask]:
 
 
 def read_tokenizer(path: str | None) -> tuple[str, Tokenizer]:
-    place = Path(path) if path is not None else Path(resolve_model("smollm2", default_cache_dir()))
-    if place.is_dir():
-        return place.name, Tokenizer.from_folder(place)
-    checkpoint = open_checkpoint(place)
+    source = Path(path) if path is not None else Path(resolve_model("smollm2", default_cache_dir()))
+    if source.is_dir():
+        return source.name, Tokenizer.from_folder(source)
+    checkpoint = open_checkpoint(source)
     try:
-        return place.name, Tokenizer.from_gguf(checkpoint.config)
+        return source.name, Tokenizer.from_gguf(checkpoint.config)
     finally:
         checkpoint.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", help="a GGUF file or a folder with tokenizer.json")
+    parser.add_argument("--tokenizer", help="a GGUF file, or a folder with tokenizer.json")
     parser.add_argument("--peer", action="store_true", help="also measure xgrammar")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     name, tokenizer = read_tokenizer(options.tokenizer)
-    makers = {"llguidance": ours} | ({"xgrammar": peer} if options.peer else {})
+    libraries = {"llguidance": llguidance_masks} | ({"xgrammar": xgrammar_masks} if options.peer else {})
     costs = []
-    for form in FORMS:
-        tokens = tokenizer.encode(form.reply, add_special=False)
-        costs += [measure(form.name, who, maker(tokenizer, form.guide), tokens) for who, maker in makers.items()]
+    for example in EXAMPLES:
+        tokens = tokenizer.encode(example.reply, add_special=False)
+        costs += [
+            measure(example.name, library, masks(tokenizer, example.reply_format), tokens) for library, masks in libraries.items()
+        ]
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs], indent=2))
         return
     print(f"{name}, {tokenizer.vocab_size} tokens")
     for cost in costs:
         times = f"mask median {cost.median:6.1f} µs, p99 {cost.p99:7.1f}, worst {cost.worst:8.1f}"
-        drafted = f"drafted {cost.drafted:6.1f} µs a position"
-        print(f"{cost.form:20s} {cost.who:10s} {cost.tokens:4d} tokens: compile {cost.compile:7.2f} ms, {times}; {drafted}")
+        drafted = f"drafted {cost.drafted:6.1f} µs per position"
+        print(f"{cost.format:20s} {cost.library:10s} {cost.tokens:4d} tokens: compile {cost.compile:7.2f} ms, {times}; {drafted}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The time a GPU waits for its host between two turns: from the arrival of a turn's answers to the start of the next turn.
+"""Measure how long a GPU waits for the host between two steps: from the arrival of the sampled tokens to the next graph launch.
 
-    python -m bench.host_step [--turns 400] [--profile] [--json out.json]
+    python -m bench.host_step [--steps 400] [--profile] [--json out.json]
 
-In: nothing. Out: microseconds per turn, median and best, of the engine with the backend for GPUs whose recorded work is left out:
-what was chosen comes from a script (4 drafts of 15 kept). No GPU is needed, and none of its calls are in the figure: a small
-copy each way, an event and the launch of a graph. Turns are not sent off ahead, so all of it is waited for; what is done
-beside the device (sinks hear of the turn before) is not in it.
+Prints the median and the shortest time in microseconds. The engine and the torch backend run as on a GPU, but graph replays are
+replaced by a fixed script of sampled tokens (4 of 15 drafts kept). So no GPU is needed, and the GPU calls of a step (copies, an
+event, graph launches) are not measured. Async scheduling is off, so the GPU would wait for all of this time. Work that overlaps
+the device, such as delivering the events of the previous step, is not included.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ ATTENTION = AttentionSpec(heads=4, kv_heads=2, head_dim=16, rope=RopeSpec(1e4, 1
 DELTA = DeltaSpec(key_heads=1, value_heads=2, key_dim=16, value_dim=16, conv=4)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4096)
 PENALIZED = SamplingParams(temperature=1.0, repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1, max_tokens=4096)
-ANSWER = tuple(i % VOCAB for i in range(4096))
+SCRIPT = tuple(i % VOCAB for i in range(4096))
 
 
-class Scripted:
-    """Records nothing and computes nothing: every position chooses what stands in the answer there. Notes how long ago the
-    answers before were there."""
+class ScriptedGraphs:
+    """A graph cache that captures and computes nothing: every position samples the token of SCRIPT at that position. It records
+    the time from the arrival of the previous step's tokens to the launch of the layers."""
 
     def __init__(self) -> None:
         self.arrived, self.waited = 0.0, list[float]()
 
     def run(self, signature: Hashable, work: Callable[[], Any]) -> Any:
-        given = work.args  # type: ignore[attr-defined]
-        if isinstance(given[0], GraphStage):
+        arguments = work.args  # type: ignore[attr-defined]
+        if isinstance(arguments[0], GraphStage):
             self.waited.append(time.perf_counter() - self.arrived)
-            return ResidualStream(torch.zeros(given[1].bucket.tokens, HIDDEN), None, 0), LayerProbe()
-        laid, asked, _ = given
-        answers = torch.zeros(laid.bucket.tokens, 1, dtype=torch.int64)
-        places = torch.tensor([len(p.history.output) + len(p.drafts) for p in asked.positions])
-        answers[: len(places), 0] = places % VOCAB
-        return answers
+            return ResidualStream(torch.zeros(arguments[1].bucket.tokens, HIDDEN), None, 0), LayerProbe()
+        layout, request, _ = arguments
+        sampled = torch.zeros(layout.bucket.tokens, 1, dtype=torch.int64)
+        positions = torch.tensor([len(p.history.output) + len(p.drafts) for p in request.positions])
+        sampled[: len(positions), 0] = positions % VOCAB
+        return sampled
 
 
-def backend_of(recorder: Scripted, *, recurrent: bool, lanes: int) -> TorchBackend:
+def make_backend(graphs: ScriptedGraphs, *, recurrent: bool, lanes: int) -> TorchBackend:
     mixers = (DELTA, ATTENTION) if recurrent else (ATTENTION, ATTENTION)
     layers = tuple(LayerSpec(mixer, MlpSpec(64)) for mixer in mixers)
     spec = ModelSpec(family="llama", layers=layers, hidden=HIDDEN, vocab=VOCAB, eps=1e-5, tied=False, max_context=8192)
@@ -79,20 +79,20 @@ def backend_of(recorder: Scripted, *, recurrent: bool, lanes: int) -> TorchBacke
         drafts=15 * lanes,
         ops=TritonOps(torch.device("cpu")),
         check=False,
-        graph_cache=recorder,
+        graph_cache=graphs,
     )
     backend._capacity = replace(backend.capacity, async_scheduling=False, async_tokens=256)
     return backend
 
 
-def turns(
-    backend: TorchBackend, script: Scripted, params: SamplingParams, *, rows: int, kept: int | None, count: int
+def host_seconds(
+    backend: TorchBackend, graphs: ScriptedGraphs, params: SamplingParams, *, rows: int, kept: int | None, count: int
 ) -> list[float]:
-    """Seconds that turns of so many rows waited for the host; their prompts count as computed."""
+    """Return the seconds that each step waits for the host. The prompts are marked as computed, without computing them."""
     proposers = []
     if kept is not None:
         proposer = RecordedProposer(kept=kept, length=15, vocab=VOCAB)
-        proposer.answers = {prompt_of(row): ANSWER for row in range(rows)}
+        proposer.answers = {prompt_of(row): SCRIPT for row in range(rows)}
         proposers = [proposer]
     speculator = Speculator(proposers, draft_tokens=15 if proposers else None)
     capacity = backend.capacity
@@ -103,13 +103,13 @@ def turns(
     scheduler._admit()
     for sequence in scheduler.running:
         sequence.lease.reserve(PROMPT)  # type: ignore[union-attr]
-        sequence.history.output.append(ANSWER[0])
+        sequence.history.output.append(SCRIPT[0])
         sequence.computed = PROMPT
-    script.waited.clear()
+    graphs.waited.clear()
     for _ in range(count):
         engine.step()
     engine.fail_all(StepFailed("over"))
-    return script.waited[10:]
+    return graphs.waited[10:]
 
 
 def prompt_of(row: int) -> tuple[int, ...]:
@@ -118,31 +118,35 @@ def prompt_of(row: int) -> tuple[int, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=400)
-    parser.add_argument("--profile", action="store_true", help="where the time of the first case goes")
+    parser.add_argument("--steps", "--turns", type=int, default=400)
+    parser.add_argument("--profile", action="store_true", help="profile the first case instead of timing all")
     parser.add_argument("--json", type=Path, default=None)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
-    script = Scripted()
-    CapturedStep.wait = lambda steady: setattr(script, "arrived", time.perf_counter())  # type: ignore[method-assign]
+    graphs = ScriptedGraphs()
+
+    def wait(self: CapturedStep) -> None:
+        graphs.arrived = time.perf_counter()
+
+    CapturedStep.wait = wait  # type: ignore[method-assign]
     for recurrent in (False, True):
-        backend = backend_of(script, recurrent=recurrent, lanes=8)
+        backend = make_backend(graphs, recurrent=recurrent, lanes=8)
         for label, params in (("T 1.0 with penalties", PENALIZED), ("T 0.8, top-p .95", SAMPLED)):
             for rows, kept in ((1, 4), (1, None), (8, 4)):
-                count = min(given.turns, 600)
+                count = min(options.steps, 600)
                 name = f"{'hybrid' if recurrent else 'attention'}, {rows} rows, {label}, {'drafted' if kept else 'plain'}"
-                if given.profile:
+                if options.profile:
                     with cProfile.Profile() as profile:
-                        turns(backend, script, params, rows=rows, kept=kept, count=count)
+                        host_seconds(backend, graphs, params, rows=rows, kept=kept, count=count)
                     print(name)
                     pstats.Stats(profile).sort_stats("cumtime").print_stats(70)
                     return
-                times = turns(backend, script, params, rows=rows, kept=kept, count=count)
+                times = host_seconds(backend, graphs, params, rows=rows, kept=kept, count=count)
                 found[name] = [round(1e6 * t) for t in (statistics.median(times), min(times))]
                 print(f"{name:60s} median {found[name][0]:6.0f} us, best {found[name][1]:6.0f} us", flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Many streaming clients at once on the fake backend: nothing lost, nothing mixed, memory flat, and what the server adds.
+"""Load test with many streaming clients on the fake backend: lost or mixed streams, memory growth, server overhead per token.
 
-    python -m bench.load [--clients 200] [--seconds 60] [--vanish 0.1] [--json]
+    python -m bench.load [--clients 200] [--seconds 60] [--disconnect 0.1] [--json]
 
-The server runs in a process of its own. Every client streams one request after the other over a connection of its own; each
-request is one of a few dozen whose tokens were computed alone beforehand, and every stream is held to them token by token.
-Some clients hang up in the middle of a reply. A token's overhead is the time from the engine's telling of it (on the engine's
-thread) to its bytes being handed to the socket: text, protocol, JSON, and waiting for the loop, which the clients keep busy.
+The server runs in its own process. Every client streams one request after the other, each over a new connection. The requests are
+drawn from a few dozen cases whose tokens were computed one at a time beforehand, and every stream is compared with these tokens.
+Some clients disconnect in the middle of a reply. The overhead of a token is the time from the engine event (on the engine thread)
+until its bytes are passed to the socket: detokenization, protocol, JSON, and waiting for the event loop.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 
 CASES = 48
-LONGEST = 48  # tokens of a reply
-SETTLE_SECONDS = 10.0
-FLAT = 1.15  # memory at the end over memory after the first quarter
+LONGEST = 48  # tokens of the longest reply
+SETTLE_SECONDS = 10.0  # time for the server to free everything after the last client has left
+MEMORY_GROWTH = 1.15  # largest ratio of memory at the end to memory after the first quarter
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request and the tokens it has when it runs alone."""
+    """A request and its tokens when it runs alone."""
 
     body: bytes
     tokens: tuple[int, ...]
@@ -47,12 +47,12 @@ class Case:
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients saw. One owner: the loop they run on."""
+    """What the clients observed. Only the event loop of the clients writes to it."""
 
     finished: int = 0
-    vanished: int = 0
-    lost: int = 0  # ended without their end, or refused
-    mixed: int = 0  # other tokens than alone
+    disconnected: int = 0
+    lost: int = 0  # refused, or ended before [DONE]
+    mixed: int = 0  # tokens that differ from the request run alone
     tokens: int = 0
     first: list[float] = field(default_factory=list)  # seconds to the first token
     notes: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Result:
     clients: int
     seconds: float
     finished: int
-    vanished: int
+    disconnected: int
     lost: int
     mixed: int
     tokens_per_second: float
@@ -79,41 +79,41 @@ class Result:
     notes: tuple[str, ...] = ()
 
     @property
-    def holds(self) -> bool:
+    def passed(self) -> bool:
         clean = not (self.lost or self.mixed or self.left_running or self.left_waiting or self.left_pages)
-        return clean and self.finished > 0 and self.memory_last_mib <= FLAT * self.memory_first_mib
+        return clean and self.finished > 0 and self.memory_last_mib <= MEMORY_GROWTH * self.memory_first_mib
 
 
 def settings(clients: int) -> Settings:
-    """Room for all clients at once, but few pages, so that some are driven out and come back."""
+    """Settings with room for all clients, but few pages, so that some requests are preempted and resumed."""
     return Settings(backend="fake", model="fake", max_batch=clients, queue_limit=4 * clients, max_context=256)
 
 
 def cases() -> list[Case]:
-    """Requests of differing length and law, and what they say alone, one after the other, cold, without drafts."""
-    made = []
+    """Return requests with different lengths and sampling parameters, and their tokens when run one at a time without drafts."""
+    found: list[Case] = []
     with build_llm(Settings(backend="fake", model="fake", max_batch=1, draft=("none",), prefix_cache=False)) as llm:
         for number in range(CASES):
-            dice = random.Random(number)
-            prompt = [dice.randrange(97, 122) for _ in range(dice.randrange(4, 40))]
-            asked: dict[str, Any] = {
-                "temperature": dice.choice((0.0, 0.7, 1.0)),
-                "frequency_penalty": dice.choice((0.0, -1.0, 0.5)),
+            rng = random.Random(number)
+            prompt = [rng.randrange(97, 122) for _ in range(rng.randrange(4, 40))]
+            options: dict[str, Any] = {
+                "temperature": rng.choice((0.0, 0.7, 1.0)),
+                "frequency_penalty": rng.choice((0.0, -1.0, 0.5)),
                 "seed": number,
-                "max_tokens": dice.randrange(8, LONGEST),
+                "max_tokens": rng.randrange(8, LONGEST),
                 "ignore_eos": True,
             }
-            (reply,) = llm.run(make_generation(RequestOptions.of(**asked), llm=llm, prompt=tuple(prompt)))
-            body = {"prompt": prompt, "stream": True, "return_token_ids": True, **asked}
-            made.append(Case(json.dumps(body).encode(), tuple(reply.token_ids)))
-    return made
+            (reply,) = llm.run(make_generation(RequestOptions.of(**options), llm=llm, prompt=tuple(prompt)))
+            body = {"prompt": prompt, "stream": True, "return_token_ids": True, **options}
+            found.append(Case(json.dumps(body).encode(), tuple(reply.token_ids)))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- clients
 
 
 async def events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The events of an answer in chunked encoding."""
+    """Yield the data of the server-sent events of a response in chunked encoding."""
     pending = b""
     while size := int(await reader.readline() or b"0", 16):
         pending += await reader.readexactly(size)
@@ -123,10 +123,10 @@ async def events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
             yield event.removeprefix(b"data: ")
 
 
-async def stream(case: Case, *, port: int, leave_after: int | None, tally: Tally) -> None:
+async def stream(case: Case, *, port: int, disconnect_after: int | None, tally: Tally) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(case.body)}\r\n\r\n"
         writer.write(head.encode() + case.body)
         status = await reader.readline()
@@ -136,35 +136,35 @@ async def stream(case: Case, *, port: int, leave_after: int | None, tally: Tally
             tally.lost += 1
             tally.notes.append(status.decode().strip())
             return
-        said: list[int] = []
+        tokens: list[int] = []
         async for event in events(reader):
             if event == b"[DONE]":
                 tally.finished += 1
-                tally.mixed += tuple(said) != case.tokens
+                tally.mixed += tuple(tokens) != case.tokens
                 return
-            fresh = json.loads(event)["choices"][0]["token_ids"]
-            if fresh and not said:
-                tally.first.append(time.perf_counter() - begun)
-            said += fresh
-            tally.tokens += len(fresh)
-            if leave_after is not None and len(said) >= leave_after:
-                tally.vanished += 1
-                tally.mixed += tuple(said) != case.tokens[: len(said)]
+            new_tokens = json.loads(event)["choices"][0]["token_ids"]
+            if new_tokens and not tokens:
+                tally.first.append(time.perf_counter() - start)
+            tokens += new_tokens
+            tally.tokens += len(new_tokens)
+            if disconnect_after is not None and len(tokens) >= disconnect_after:
+                tally.disconnected += 1
+                tally.mixed += tuple(tokens) != case.tokens[: len(tokens)]
                 return
         tally.lost += 1
-        tally.notes.append(f"a stream ended after {len(said)} tokens without its end")
+        tally.notes.append(f"a stream ended after {len(tokens)} tokens without [DONE]")
     finally:
         writer.close()
 
 
-async def client(number: int, *, port: int, until: float, vanish: float, given: Sequence[Case], tally: Tally) -> None:
-    """One stream at least, then more until the time is over."""
-    dice = random.Random(f"client {number}")
+async def client(number: int, *, port: int, until: float, disconnect: float, cases: Sequence[Case], tally: Tally) -> None:
+    """Run at least one stream, then more until the time is over."""
+    rng = random.Random(f"client {number}")
     while True:
-        case = dice.choice(given)
-        leave = dice.randrange(1, len(case.tokens)) if dice.random() < vanish else None
+        case = rng.choice(cases)
+        disconnect_after = rng.randrange(1, len(case.tokens)) if rng.random() < disconnect else None
         try:
-            await stream(case, port=port, leave_after=leave, tally=tally)
+            await stream(case, port=port, disconnect_after=disconnect_after, tally=tally)
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             tally.lost += 1
             tally.notes.append(repr(error))
@@ -185,7 +185,8 @@ async def watch_memory(pid: int, until: float, samples: list[float]) -> None:
 
 
 async def leftovers(port: int) -> dict[str, float]:
-    """What still runs, waits or is held once everybody is gone; asked until it is nothing, or patience ends."""
+    """Return the running and waiting requests and the used share of the KV cache after all clients have left. Polls the metrics
+    until all are zero or SETTLE_SECONDS have passed."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -199,8 +200,8 @@ async def leftovers(port: int) -> dict[str, float]:
         await asyncio.sleep(0.1)
 
 
-async def load(*, clients: int, seconds: float, vanish: float) -> Result:
-    given, tally, samples = cases(), Tally(), list[float]()
+async def load(*, clients: int, seconds: float, disconnect: float) -> Result:
+    expected, tally, samples = cases(), Tally(), list[float]()
     command = [sys.executable, "-m", "bench.load", "--serve", "--clients", str(clients)]
     server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert server.stdout is not None
@@ -209,8 +210,8 @@ async def load(*, clients: int, seconds: float, vanish: float) -> Result:
         found = re.search(r"127\.0\.0\.1:(\d+)", greeting)
         assert found is not None, greeting
         port, until = int(found[1]), time.monotonic() + seconds
-        people = (client(n, port=port, until=until, vanish=vanish, given=given, tally=tally) for n in range(clients))
-        await asyncio.gather(*people, watch_memory(server.pid, until, samples))
+        streams = (client(n, port=port, until=until, disconnect=disconnect, cases=expected, tally=tally) for n in range(clients))
+        await asyncio.gather(*streams, watch_memory(server.pid, until, samples))
         left = await leftovers(port)
     finally:
         server.send_signal(signal.SIGTERM)
@@ -221,7 +222,7 @@ async def load(*, clients: int, seconds: float, vanish: float) -> Result:
         clients=clients,
         seconds=seconds,
         finished=tally.finished,
-        vanished=tally.vanished,
+        disconnected=tally.disconnected,
         lost=tally.lost,
         mixed=tally.mixed,
         tokens_per_second=tally.tokens / seconds,
@@ -245,8 +246,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 # ---------------------------------------------------------------------------------------------- the server
 
 
-class Spread:
-    """How often a time was taken, by tenths of a millisecond up to twenty seconds: its own memory does not grow."""
+class Histogram:
+    """Counts durations in steps of 0.1 ms up to 20 seconds, in constant memory."""
 
     def __init__(self) -> None:
         self._counts = array("L", [0]) * 200_000
@@ -256,8 +257,8 @@ class Spread:
         self._counts[min(int(seconds * 10_000), len(self._counts) - 1)] += 1
         self._total += 1
 
-    def at(self, share: float) -> float:
-        """Milliseconds that this share of the times stays below."""
+    def quantile(self, share: float) -> float:
+        """Return the milliseconds below which this share of the durations lies."""
         seen = 0
         for tenths, count in enumerate(self._counts):
             seen += count
@@ -267,12 +268,12 @@ class Spread:
 
 
 class Overhead:
-    """Times every event of the engine until its bytes have been handed to the socket. Between an app and its LLM."""
+    """ASGI middleware that times every engine event until its bytes have been passed to the socket."""
 
     def __init__(self, app: Any, llm: LLM) -> None:
         self._app = app
-        self._told: dict[str, deque[float]] = defaultdict(deque)
-        self.spread = Spread()
+        self._event_times: dict[str, deque[float]] = defaultdict(deque)
+        self.histogram = Histogram()
         submit = llm.service.submit
 
         def stamped(requests: Any) -> None:
@@ -281,14 +282,14 @@ class Overhead:
         llm.service.submit = stamped  # type: ignore[method-assign]
 
     def _stamp(self, key: str, sink: Any) -> Any:
-        stamps = self._told[key]
+        stamps = self._event_times[key]
 
-        def told(event: Any) -> None:
+        def stamped_sink(event: Any) -> None:
             if event.sampled:
                 stamps.append(time.perf_counter())
             sink(event)
 
-        return told
+        return stamped_sink
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         key = ""
@@ -298,19 +299,19 @@ class Overhead:
             if message["type"] == "http.response.start":
                 key = dict(message["headers"]).get(b"x-request-id", b"").decode()
             await send(message)
-            stamps = self._told.get(key)
             now, events = time.perf_counter(), message.get("body", b"").count(b"data: {")
-            for _ in range(min(events, len(stamps or ()))):  # events that came at once leave at once
-                self.spread.add(now - stamps.popleft())
+            stamps = self._event_times.get(key) or deque()
+            for _ in range(min(events, len(stamps))):  # one message may carry several events
+                self.histogram.add(now - stamps.popleft())
 
         try:
             await self._app(scope, receive, timed)
         finally:
-            self._told.pop(key, None)
+            self._event_times.pop(key, None)
 
 
 def serve(clients: int) -> None:
-    """Serve until told to stop, then say what was measured."""
+    """Serve until SIGTERM, then print the measured overhead."""
     from onedraw.server.config import ServerOptions
     from onedraw.server.serve import Server
 
@@ -319,29 +320,31 @@ def serve(clients: int) -> None:
     overhead = Overhead(server.config.app, llm)
     server.config.app = overhead
     server.run()
-    print(json.dumps({"median_ms": overhead.spread.at(0.5), "p99_ms": overhead.spread.at(0.99)}))
+    print(json.dumps({"median_ms": overhead.histogram.quantile(0.5), "p99_ms": overhead.histogram.quantile(0.99)}))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Many streaming clients at once on the fake backend.")
+    parser = argparse.ArgumentParser(description="Load test with many streaming clients on the fake backend.")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--vanish", type=float, default=0.1, help="share of requests whose client hangs up in the middle")
+    parser.add_argument(
+        "--disconnect", "--vanish", type=float, default=0.1, help="share of requests whose client disconnects in the middle"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        serve(given.clients)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.clients)
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    result = asyncio.run(load(clients=given.clients, seconds=given.seconds, vanish=given.vanish))
-    if given.json:
-        print(json.dumps({**asdict(result), "holds": result.holds}))
+    result = asyncio.run(load(clients=options.clients, seconds=options.seconds, disconnect=options.disconnect))
+    if options.json:
+        print(json.dumps({**asdict(result), "passed": result.passed}))
     else:
         for name, value in asdict(result).items():
             print(f"{name:24}{value:.2f}" if isinstance(value, float) else f"{name:24}{value}")
-        print(f"{'holds':24}{result.holds}")
-    return 0 if result.holds else 1
+        print(f"{'passed':24}{result.passed}")
+    return 0 if result.passed else 1
 
 
 if __name__ == "__main__":

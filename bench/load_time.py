@@ -1,15 +1,15 @@
-"""How long a model takes to open, and how much memory loading its weights takes at its peak.
+"""Measure how long a model takes to open, and the peak memory of loading its weights.
 
     python -m bench.load_time [MODEL] [--dtype auto] [--repeats 3] [--json]
 
-Three things, each in a process of its own, each compared with what it should be:
-- time from a started interpreter to a loaded LLM (imports apart), in a process that does nothing else;
-- memory of the weights alone: the stack is built as the backend builds it, without pages. Counted is anonymous memory
-  (RssAnon), so the pages of the mapped checkpoint and of shared libraries, which the system may take back, stay out;
-  the process is watched from outside, since a peak cannot be read afterwards;
-- the high-water mark of everything resident (VmHWM) of a loaded LLM, pages and mapped files included.
+Measures three things, each in its own process:
+- the time to open an LLM, without imports;
+- the memory of the weights: the transformer is built as the backend builds it, without KV pages. Anonymous memory (RssAnon) is
+  counted, without the mapped checkpoint and shared libraries, whose pages the system can reclaim. The parent process samples it,
+  since the peak of RssAnon cannot be read afterwards;
+- the peak resident memory (VmHWM) of an open LLM, with KV pages and mapped files.
 
-The rule: the peak of the weights is at most their final size plus one layer.
+Target: the peak of the weights is at most their final size plus one layer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from onedraw.settings import Settings, default_cache_dir
 
 MEBIBYTE = 2**20
 MEANINGS = {
-    "parameters": "what the plan says of the weights",
-    "tied_copy": "the embedding a second time, packed as the head",
-    "tables": "rope",
+    "parameters": "planned size of the weights",
+    "tied_copy": "second copy of a tied embedding, as the head",
+    "tables": "rotary tables",
     "final": "measured after loading",
     "peak": "measured while loading",
-    "largest_layer": "of the checkpoint, in float32",
+    "largest_layer": "largest layer of the checkpoint, in float32",
 }
 
 
@@ -62,7 +62,7 @@ def build_an_llm(path: str, dtype: str) -> dict[str, float]:
 
 
 def load_weights(path: str, dtype: str) -> dict[str, float]:
-    """Builds a stack under the eyes of the parent: speaks before and after, and waits for a line each time."""
+    """Build the transformer. Before and after, print a line and wait for one, so that the parent can read the memory."""
     import torch
 
     from onedraw.backends.packing import PACKED_DTYPES, plan_weight_storage
@@ -73,33 +73,35 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     from onedraw.models.registry import read_model_info
     from onedraw.models.spec import DTYPE_BYTES
 
-    device, chosen = "cpu", "packed" if dtype == "auto" else dtype
+    device, compute_dtype = "cpu", "packed" if dtype == "auto" else dtype
     info = read_model_info(open_checkpoint(path))
     spec = info.spec
-    ops = pick_ops(device, chosen, cache=default_cache_dir())
+    ops = pick_ops(device, compute_dtype, cache=default_cache_dir())
 
     def build() -> Transformer:
-        ops.linear(torch.zeros(64, 64))  # the thread pool and its stacks are there
-        _meet("ready")
+        ops.linear(torch.zeros(64, 64))  # starts the thread pool, whose stacks do not belong to the weights
+        _wait_for_parent("ready")
         return Transformer(
             spec,
             info.weights,
-            dtype=DTYPES[chosen],
+            dtype=DTYPES[compute_dtype],
             stage_devices=[StageDevice(torch.device(device), ops)],
             max_context=spec.max_context,
         )
 
-    with ThreadPoolExecutor(1) as thread:  # as in the service, where a thread of its own loads and then computes
+    with ThreadPoolExecutor(1) as thread:  # the engine service also loads and computes in a thread of its own
         stack = thread.submit(build).result()
-        _meet("loaded")
-    packed = chosen in PACKED_DTYPES
-    plan = plan_weight_storage(info.weights, chosen).weights.total if packed else spec.parameters * DTYPE_BYTES[chosen]
+        _wait_for_parent("loaded")
+    packed = compute_dtype in PACKED_DTYPES
+    plan = (
+        plan_weight_storage(info.weights, compute_dtype).weights.total if packed else spec.parameters * DTYPE_BYTES[compute_dtype]
+    )
     ropes = sum(table.numel() * table.element_size() for table in stack.stages[0].ropes.values())
     return {
         "parameters": float(plan),
         "tied_copy": 0.0
         if ops.reads_weight_rows
-        else float(spec.vocab * spec.hidden * DTYPE_BYTES[chosen])
+        else float(spec.vocab * spec.hidden * DTYPE_BYTES[compute_dtype])
         if spec.tied
         else 0.0,
         "tables": float(ropes),
@@ -107,18 +109,18 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     }
 
 
-def _meet(word: str) -> None:
+def _wait_for_parent(word: str) -> None:
     print(word, flush=True)
     sys.stdin.readline()
 
 
-SIDES = {"llm": build_an_llm, "weights": load_weights}
+MEASUREMENTS = {"llm": build_an_llm, "weights": load_weights}
 
-# ---------------------------------------------------------------------- in the measuring one
+# ---------------------------------------------------------------------- in the measuring process
 
 
-def _command(side: str, path: str, dtype: str) -> list[str]:
-    return [sys.executable, "-m", "bench.load_time", path, "--dtype", dtype, "--side", side]
+def _command(measurement: str, path: str, dtype: str) -> list[str]:
+    return [sys.executable, "-m", "bench.load_time", path, "--dtype", dtype, "--measurement", measurement]
 
 
 def time_an_llm(path: str, dtype: str) -> dict[str, float]:
@@ -128,7 +130,7 @@ def time_an_llm(path: str, dtype: str) -> dict[str, float]:
 
 
 def watch_weights(path: str, dtype: str) -> dict[str, float]:
-    """Anonymous memory before, at its peak and after, read as fast as the system gives it."""
+    """Return the anonymous memory after loading and at its peak, relative to before; sampled as often as possible."""
     with subprocess.Popen(_command("weights", path, dtype), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -136,20 +138,20 @@ def watch_weights(path: str, dtype: str) -> dict[str, float]:
         before = peak = status(child.pid, "RssAnon")
         child.stdin.write("\n")
         child.stdin.flush()
-        said = _Line(child.stdout)
-        looks = 0
-        while not said.there:
+        finished = _LineReady(child.stdout)
+        samples = 0
+        while not finished():
             peak = max(peak, status(child.pid, "RssAnon"))
-            looks += 1
+            samples += 1
         after = status(child.pid, "RssAnon")
         child.stdin.write("\n")
         child.stdin.flush()
         found: dict[str, float] = json.loads(child.stdout.read().splitlines()[-1])
-    return {**found, "final": float(after - before), "peak": float(max(peak, after) - before), "looks": float(looks)}
+    return {**found, "final": float(after - before), "peak": float(max(peak, after) - before), "samples": float(samples)}
 
 
-class _Line:
-    """Whether a line has come, without waiting for it."""
+class _LineReady:
+    """Tells whether a line can be read without waiting."""
 
     def __init__(self, stream: Any) -> None:
         import selectors
@@ -157,8 +159,7 @@ class _Line:
         self._selector = selectors.DefaultSelector()
         self._selector.register(stream, selectors.EVENT_READ)
 
-    @property
-    def there(self) -> bool:
+    def __call__(self) -> bool:
         return bool(self._selector.select(timeout=0))
 
 
@@ -168,15 +169,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--measurement", choices=MEASUREMENTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     path = str(resolve_model(options.model, default_cache_dir()))
-    if options.side:
-        print(json.dumps(SIDES[options.side](path, options.dtype)))
+    if options.measurement:
+        print(json.dumps(MEASUREMENTS[options.measurement](path, options.dtype)))
         return
     llms = [time_an_llm(path, options.dtype) for _ in range(options.repeats)]
     weights = watch_weights(path, options.dtype)
-    result = {
+    result: dict[str, Any] = {
         "open_seconds": statistics.median(llm["open_seconds"] for llm in llms),
         "resident_peak": max(llm["resident_peak"] for llm in llms),
         "weights": weights,
@@ -188,7 +189,7 @@ def main() -> None:
         return
     for name, meaning in MEANINGS.items():
         print(f"{name:14s} {weights[name] / MEBIBYTE:7.1f} MiB   {meaning}")
-    verdict = f"{'within' if result['within'] else 'OVER'} one layer ({int(weights['looks'])} looks)"
+    verdict = f"{'within' if result['within'] else 'OVER'} one layer ({int(weights['samples'])} samples)"
     print(f"peak is {result['over_final'] / MEBIBYTE:.1f} MiB over the final size, {verdict}")
     print(f"opened in {result['open_seconds']:.2f} s, resident at most {result['resident_peak'] / MEBIBYTE:.0f} MiB with pages")
 

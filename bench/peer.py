@@ -1,6 +1,6 @@
-"""The same weights in `transformers`, as the peer of every comparison.
+"""Build a `transformers` model with the weights of a checkpoint, for comparisons.
 
-In: a Llama-family checkpoint that onedraw can read. Out: a transformers model with exactly those (dequantized) weights.
+In: a Llama-family checkpoint that onedraw can read. Out: a transformers model with exactly these (dequantized) weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {
 
 
 def llama_in_transformers(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """A LlamaForCausalLM with the checkpoint's weights. Built by hand: no loader of theirs touches the file."""
+    """Return a LlamaForCausalLM with the weights of the checkpoint. The loaders of transformers do not read the file."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(path)
@@ -49,7 +49,7 @@ def llama_in_transformers(path: Path, dtype: torch.dtype = torch.float32) -> Any
         eos_token_id=None,
         pad_token_id=None,
     )
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
     outer = info.weights.outer()
     state = {"model.embed_tokens.weight": outer["embed"], "model.norm.weight": outer["norm"]}
     state["lm_head.weight"] = outer["embed"] if spec.tied else outer["head"]

@@ -1,10 +1,10 @@
-"""What rows cost that request logprobs or a constraint: decode speed beside plain rows, on one load of the model.
+"""Measure what logprobs and constraints cost: decode speed of such requests relative to plain ones, on one load of the model.
 
     python -m bench.requested random:llama3-8b [--batch 1,8] [--mixed 32] [--new-tokens 128] [--repeats 2] [--json]
 
-For every batch size: plain requests, the same with `logprobs: 5`, and with a JSON schema that no reply completes (T 1, so that
-the model's choice matters). Then `--mixed` requests, first without and then with one constrained request among them. Nothing is
-drafted. The share is the decode speed relative to plain requests of the same number.
+For every batch size it runs plain requests, requests with `logprobs: 5`, and requests with a JSON schema that no reply completes
+(at temperature 1, so that the tokens vary). Then it runs --mixed requests, first without and then with one constrained request.
+Speculative decoding is off. The share is the decode speed relative to the same number of plain requests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from onedraw.build.llm import build_llm
 from onedraw.cli.bench import measure_all
@@ -22,28 +23,28 @@ from onedraw.llm.llm import LLM
 from onedraw.llm.request_options import RequestOptions
 from onedraw.settings import Settings
 
-SAMPLED = {"temperature": 0.8, "top_p": 0.95}
-HOT = {"temperature": 1.0}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
+HOT: dict[str, Any] = {"temperature": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One kind of requests; times in milliseconds."""
+    """The figures of one kind of request and one batch size."""
 
     requested: str
     batch: int
     tokens_per_second: float
-    p99_ms: float  # between two tokens of a request
-    share: float  # of the speed of plain requests
+    p99_ms: float  # 99th percentile of the time between two tokens of a request, in milliseconds
+    share: float  # decode speed relative to plain requests
 
 
 def costs(llm: LLM, *, batches: Sequence[int], mixed: int, prompt_tokens: int, new_tokens: int, repeats: int) -> list[Cost]:
     found: list[Cost] = []
 
     def measure(batch: int, name: str, plain: Cost | None, *, constrained: int = 0, **options: object) -> Cost:
-        given = RequestOptions.of(max_tokens=new_tokens, ignore_eos=True, seed=0, speculation=False, **options)
-        work = {"prompt_tokens": prompt_tokens, "repeats": repeats, "constrained": constrained, "notify": _note}
-        (measured,) = measure_all(llm, given, batches=[batch], **work)  # type: ignore[arg-type]
+        fields = RequestOptions.of(max_tokens=new_tokens, ignore_eos=True, seed=0, speculation=False, **options)
+        work = {"prompt_tokens": prompt_tokens, "repeats": repeats, "constrained": constrained, "notify": _no_progress}
+        (measured,) = measure_all(llm, fields, batches=[batch], **work)  # type: ignore[arg-type]
         speed = measured.decode_tokens_per_second
         share = 1.0 if plain is None else speed / max(plain.tokens_per_second, 1e-9)
         found.append(Cost(name, batch, speed, measured.inter_token_p99_ms, share))
@@ -61,8 +62,8 @@ def costs(llm: LLM, *, batches: Sequence[int], mixed: int, prompt_tokens: int, n
     return found
 
 
-def _note(line: str) -> None:
-    """No-op: every result is a line of its own."""
+def _no_progress(line: str) -> None:
+    """Discard progress lines, since `measure` prints every result."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,17 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
-    most = max((*given.batch, given.mixed))
-    context = given.prompt_tokens + given.new_tokens
+    flags = parser.parse_args(arguments)
+    largest = max((*flags.batch, flags.mixed))
+    context = flags.prompt_tokens + flags.new_tokens
     settings = Settings(
-        model=given.model, backend=given.backend, max_batch=most, max_context=context, queue_limit=most, draft=("none",),
+        model=flags.model, backend=flags.backend, max_batch=largest, max_context=context, queue_limit=largest, draft=("none",),
         self_check=False,
     )  # fmt: skip
-    work = {name: getattr(given, name) for name in ("mixed", "prompt_tokens", "new_tokens", "repeats")}
+    work = {name: getattr(flags, name) for name in ("mixed", "prompt_tokens", "new_tokens", "repeats")}
     with build_llm(settings, lambda line: print(line, file=sys.stderr), warm_up=False) as llm:
-        found = costs(llm, batches=given.batch, **work)
-    if given.json:
+        found = costs(llm, batches=flags.batch, **work)
+    if flags.json:
         print(json.dumps([asdict(cost) for cost in found]))
     return 0
 

@@ -1,15 +1,17 @@
-"""Drafts against none: what each drafter is worth on one machine, with the tokens compared.
+"""Measure the speedup of each way of drafting over plain decoding, and check that the tokens are equal.
 
     python -m bench.speculation [MODEL] [--drafts ngram,prediction,dflash,auto] [--temperatures 0,0.7,1]
                                 [--new-tokens 160] [--draft-tokens auto] [--repeats 1] [--json]
 
-The prompts stand in bench/prompts: edit-… (change a little in this code), quote-… (quote and summarise), chat-… (open).
-One request at a time, each side in a process of its own, the sides in turn, so that a noisy machine is noisy for all.
-Decoding alone is timed: from the first tokens of a reply to its last. Every reply must have the tokens of `none`; one that
-has not ends the run with status 1.
+The prompts are in bench/prompts: edit-… (small changes to code), quote-… (quote and summarise), chat-… (open questions). One
+request runs at a time. Each --draft setting runs in its own process, and the settings alternate, so that other load on the
+machine affects all of them. Only decoding is timed: from the first tokens of a reply to the last. Every reply must have the
+tokens of `none`; otherwise the exit status is 1.
 
-    ngram       the sequence's own tokens          prediction  what the caller expects, where the prompt has it
-    dflash      the model's own drafter alone      auto        what `--draft auto` gives a caller who predicts nothing
+    ngram       drafts from the tokens of the sequence itself
+    prediction  drafts from the `prediction` of the request, for prompts that have one
+    dflash      drafts from the DFlash drafter of the model alone
+    auto        `--draft auto` for a request without a prediction
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 
 PROMPTS = Path(__file__).parent / "prompts"
-SIDES = ("none", "ngram", "prediction", "dflash", "auto")
+SETTINGS = ("none", "ngram", "prediction", "dflash", "auto")
 KINDS = {"edit": "edit this code", "quote": "quote and summarise", "chat": "open chat"}
 SEED = 7
 
@@ -50,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One reply of one side: its tokens, how long they took after the first ones, and what the engine counted."""
+    """One reply with one setting: its tokens, the time of all but the first ones, and the counters of the engine."""
 
     kind: str
     name: str
@@ -58,71 +60,71 @@ class Answer:
     tokens: list[int]
     later_tokens: int
     later_seconds: float
-    rows: int  # rows that carried drafts
+    rows: int  # rows with drafts
     drafted: int
     kept: int
     kept_per_position: list[int]
     propose_seconds: float
 
     @property
-    def turns(self) -> int:
-        """A turn gives its kept drafts and one token more."""
+    def steps(self) -> int:
+        """The number of steps, since a step yields its kept drafts and one more token."""
         return len(self.tokens) - self.kept
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One side on one kind of prompt at one temperature."""
+class Summary:
+    """The figures of one setting for one kind of prompt at one temperature."""
 
     kind: str
     temperature: float
     drafts: str
     tokens_per_second: float
-    ratio: float  # to none
-    tokens_per_turn: float
+    ratio: float  # speed relative to `none`
+    tokens_per_step: float
     drafted: int
     kept: int
-    kept_per_position: list[float]  # of the rows that carried drafts: how often the first was kept, the second …
-    propose_ms_per_turn: float
+    kept_per_position: list[float]  # share of the rows with drafts in which the first draft was kept, the second, and so on
+    propose_ms_per_step: float
 
 
 def read_prompts() -> list[Prompt]:
     found = []
     for file in sorted(PROMPTS.glob("*.json")):
-        said = json.loads(file.read_text(encoding="utf-8"))
+        stored = json.loads(file.read_text(encoding="utf-8"))
         kind, _, name = file.stem.partition("-")
-        found.append(Prompt(kind, name, said["messages"], said.get("prediction")))
+        found.append(Prompt(kind, name, stored["messages"], stored.get("prediction")))
     return found
 
 
 # ---------------------------------------------------------------------- in the measured process
 
 
-def open_side(options: argparse.Namespace) -> LLM:
-    """dflash is `auto` with nobody guessing on the host."""
-    side: str = options.side
+def open_llm(options: argparse.Namespace) -> LLM:
+    """Open the model with a setting. `dflash` is `auto` without the proposers on the host."""
+    setting: str = options.setting
     settings = Settings.of(
         model=options.model,
         max_context=options.max_context,
         max_batch=1,
         threads=options.threads,
-        draft=("auto",) if side == "dflash" else (side,),
+        draft=("auto",) if setting == "dflash" else (setting,),
         draft_tokens=options.draft_tokens,
         tree_budget=options.tree_budget,
     )
-    alone = Speculator(draft_tokens=options.draft_tokens) if side == "dflash" else None
-    return build_llm(settings, speculator=alone)
+    speculator = Speculator(draft_tokens=options.draft_tokens) if setting == "dflash" else None
+    return build_llm(settings, speculator=speculator)
 
 
-def measure_side(options: argparse.Namespace) -> list[Answer] | None:
-    """Every prompt at every temperature; None where this side has nobody to guess."""
-    with open_side(options) as llm:
-        if options.side == "dflash" and not llm.service.capacity.drafter:
+def measure(options: argparse.Namespace) -> list[Answer] | None:
+    """Run every prompt at every temperature. Return None if the model has no drafter for this setting."""
+    with open_llm(options) as llm:
+        if options.setting == "dflash" and not llm.service.capacity.drafter:
             return None
-        prompts = [p for p in read_prompts() if p.kind in options.kinds and (options.side != "prediction" or p.prediction)]
+        prompts = [p for p in read_prompts() if p.kind in options.kinds and (options.setting != "prediction" or p.prediction)]
         answer(llm, prompts[0], temperature=0.0, new_tokens=8)
         return [
-            answer(llm, prompt, temperature=t, new_tokens=options.new_tokens, predict=options.side == "prediction")
+            answer(llm, prompt, temperature=t, new_tokens=options.new_tokens, predict=options.setting == "prediction")
             for prompt in prompts
             for t in options.temperatures
         ]
@@ -162,18 +164,18 @@ def answer(llm: LLM, prompt: Prompt, *, temperature: float, new_tokens: int, pre
     )
 
 
-# ---------------------------------------------------------------------- in the measuring one
+# ---------------------------------------------------------------------- in the measuring process
 
 
-def in_a_process(side: str, options: argparse.Namespace) -> list[Answer] | None:
-    command = [sys.executable, "-m", "bench.speculation", *options.given, "--side", side]
+def measure_in_subprocess(setting: str, options: argparse.Namespace) -> list[Answer] | None:
+    command = [sys.executable, "-m", "bench.speculation", *options.arguments, "--setting", setting]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    said = json.loads(done.stdout.splitlines()[-1])
-    return None if said is None else [Answer(**one) for one in said]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return None if found is None else [Answer(**one) for one in found]
 
 
 def differing(plain: Sequence[Answer], answers: Sequence[Answer]) -> list[str]:
-    """Where a side's tokens are not those of none."""
+    """Name the replies whose tokens differ from plain decoding."""
     expected = {(a.kind, a.name, a.temperature): a.tokens for a in plain}
     return [
         f"{a.kind}-{a.name} at temperature {a.temperature:g}"
@@ -182,8 +184,8 @@ def differing(plain: Sequence[Answer], answers: Sequence[Answer]) -> list[str]:
     ]
 
 
-def summarise(side: str, runs: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) -> list[Line]:
-    lines = []
+def summarise(setting: str, runs: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) -> list[Summary]:
+    summaries = []
     for kind in KINDS:
         for temperature in sorted({a.temperature for a in runs[0]}):
             picked = [[a for a in run if (a.kind, a.temperature) == (kind, temperature)] for run in runs]
@@ -193,48 +195,48 @@ def summarise(side: str, runs: Sequence[Sequence[Answer]], plain: Sequence[Seque
             base = [[a for a in run if (a.kind, a.temperature) == (kind, temperature) and a.name in names] for run in plain]
             speed = statistics.median(_rate(group) for group in picked)
             everything = [a for group in picked for a in group]
-            rows, turns = sum(a.rows for a in everything), sum(a.turns for a in everything)
-            places = [sum(place) for place in zip_longest(*(a.kept_per_position for a in everything), fillvalue=0)]
-            lines.append(
-                Line(
+            rows, steps = sum(a.rows for a in everything), sum(a.steps for a in everything)
+            kept_at = [sum(counts) for counts in zip_longest(*(a.kept_per_position for a in everything), fillvalue=0)]
+            summaries.append(
+                Summary(
                     kind=kind,
                     temperature=temperature,
-                    drafts=side,
+                    drafts=setting,
                     tokens_per_second=speed,
                     ratio=speed / statistics.median(_rate(group) for group in base),
-                    tokens_per_turn=sum(len(a.tokens) for a in everything) / max(turns, 1),
+                    tokens_per_step=sum(len(a.tokens) for a in everything) / max(steps, 1),
                     drafted=sum(a.drafted for a in everything),
                     kept=sum(a.kept for a in everything),
-                    kept_per_position=[place / rows for place in places if place],
-                    propose_ms_per_turn=1e3 * sum(a.propose_seconds for a in everything) / max(turns, 1),
+                    kept_per_position=[count / rows for count in kept_at if count],
+                    propose_ms_per_step=1e3 * sum(a.propose_seconds for a in everything) / max(steps, 1),
                 )
             )
-    return lines
+    return summaries
 
 
 def _rate(answers: Sequence[Answer]) -> float:
     return sum(a.later_tokens for a in answers) / max(sum(a.later_seconds for a in answers), 1e-9)
 
 
-def show(lines: Sequence[Line]) -> None:
+def show(summaries: Sequence[Summary]) -> None:
     heads = (
         "prompts",
         "temperature",
         "drafts",
         "tokens/s",
         "ratio",
-        "tokens/turn",
+        "tokens/step",
         "kept/drafted",
         "kept by position",
-        "ms/turn",
+        "ms/step",
     )
     rows = []
-    for line in sorted(lines, key=lambda line: (list(KINDS).index(line.kind), line.temperature)):
-        places = " ".join(f"{share:.2f}".removeprefix("0") for share in line.kept_per_position[:8]) or "-"
+    for line in sorted(summaries, key=lambda line: (list(KINDS).index(line.kind), line.temperature)):
+        shares = " ".join(f"{share:.2f}".removeprefix("0") for share in line.kept_per_position[:8]) or "-"
         rows.append(
             [
                 *(KINDS[line.kind], f"{line.temperature:g}", line.drafts, f"{line.tokens_per_second:.1f}", f"{line.ratio:.2f}"),
-                *(f"{line.tokens_per_turn:.2f}", f"{line.kept}/{line.drafted}", places, f"{line.propose_ms_per_turn:.3f}"),
+                *(f"{line.tokens_per_step:.2f}", f"{line.kept}/{line.drafted}", shares, f"{line.propose_ms_per_step:.3f}"),
             ]
         )
     table("", heads, rows)
@@ -242,33 +244,35 @@ def show(lines: Sequence[Line]) -> None:
 
 def main() -> int:
     options = parse()
-    if options.side:
-        answers = measure_side(options)
+    if options.setting:
+        answers = measure(options)
         print(json.dumps(None if answers is None else [asdict(a) for a in answers]))
         return 0
-    sides = ["none", *(side for side in options.drafts if side != "none")]
+    settings = ["none", *(setting for setting in options.drafts if setting != "none")]
     runs: dict[str, list[list[Answer]]] = {}
     for _ in range(options.repeats):
-        for side in sides:
-            found = in_a_process(side, options)
+        for setting in settings:
+            found = measure_in_subprocess(setting, options)
             if found is not None:
-                runs.setdefault(side, []).append(found)
+                runs.setdefault(setting, []).append(found)
     plain = runs["none"]
-    wrong = {side: differing(plain[0], run) for side, made in runs.items() for run in made if differing(plain[0], run)}
-    lines = [line for side, made in runs.items() for line in summarise(side, made, plain)]
+    wrong = {
+        setting: differing(plain[0], run) for setting, repeats in runs.items() for run in repeats if differing(plain[0], run)
+    }
+    summaries = [one for setting, repeats in runs.items() for one in summarise(setting, repeats, plain)]
     if options.json:
-        print(json.dumps(report(options, runs, lines, wrong), indent=2))
+        print(json.dumps(report(options, runs, summaries, wrong), indent=2))
     else:
-        show(lines)
-        for side in (side for side in sides if side not in runs):
-            print(f"{side}: nobody guesses under this name here")
-        for side, places in wrong.items():
-            print(f"{side}: OTHER TOKENS than none: {', '.join(places)}")
+        show(summaries)
+        for setting in (setting for setting in settings if setting not in runs):
+            print(f"{setting}: this model has no such drafter")
+        for setting, replies in wrong.items():
+            print(f"{setting}: tokens DIFFER from none: {', '.join(replies)}")
     return 1 if wrong else 0
 
 
 def report(
-    options: argparse.Namespace, runs: dict[str, list[list[Answer]]], lines: Sequence[Line], wrong: dict[str, list[str]]
+    options: argparse.Namespace, runs: dict[str, list[list[Answer]]], summaries: Sequence[Summary], wrong: dict[str, list[str]]
 ) -> dict[str, Any]:
     return {
         "model": options.model,
@@ -277,18 +281,22 @@ def report(
         "draft_tokens": options.draft_tokens or "auto",
         "tree_budget": options.tree_budget,
         "repeats": options.repeats,
-        "sides": list(runs),
+        "settings": list(runs),
         "same_tokens": not wrong,
         "differing": wrong,
-        "lines": [asdict(line) for line in lines],
+        "summaries": [asdict(one) for one in summaries],
     }
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--drafts", type=lambda text: text.split(","), default=list(SIDES[1:]), help="sides beside none")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help="edit, quote, chat")
+    parser.add_argument(
+        "--drafts", type=lambda text: text.split(","), default=list(SETTINGS[1:]), help="settings to compare with none"
+    )
+    parser.add_argument(
+        "--kinds", type=lambda text: text.split(","), default=list(KINDS), help="kinds of prompts: edit, quote, chat"
+    )
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7, 1.0])
     parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--draft-tokens", type=lambda text: None if text == "auto" else int(text), default=None)
@@ -297,12 +305,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--setting", choices=SETTINGS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.given = sys.argv[1:]
-    unknown = set(options.drafts) - set(SIDES) | set(options.kinds) - set(KINDS)
+    options.arguments = sys.argv[1:]
+    unknown = set(options.drafts) - set(SETTINGS) | set(options.kinds) - set(KINDS)
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; drafts are {', '.join(SIDES)}, kinds {', '.join(KINDS)}")
+        parser.error(
+            f"unknown value: {', '.join(sorted(unknown))}; --drafts takes {', '.join(SETTINGS)}, --kinds takes {', '.join(KINDS)}"
+        )
     return options
 
 

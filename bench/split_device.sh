@@ -1,6 +1,6 @@
 #!/bin/sh
-# A device named twice, on a machine with one GPU: the bits of one device first, then what a split costs and gains.
-# Run in the folder of the project: sh bench/split_device.sh [python]
+# On a machine with one GPU, use it as both stages of a split: test that the bits are equal, then measure the cost and the gain.
+# Run in the root of the repository: sh bench/split_device.sh [python]
 set -e
 python=${1:-python3}
 "$python" -m pytest -q -m device tests/device/test_backend.py

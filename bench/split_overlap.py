@@ -1,14 +1,14 @@
-"""What a split over devices costs alone, and what it gains when its stages work on several turns at once.
+"""Measure what a split over devices costs for one request, and what it gains when its stages work on several steps at once.
 
-    python -m bench.split_overlap smollm2 --devices cpu:0,cpu:1              two stages, a processor each
-    python -m bench.split_overlap --shape 1b --devices cuda:0,cuda:0         random weights, one GPU named twice
+    python -m bench.split_overlap smollm2 --devices cpu:0,cpu:1              two stages, one CPU each
+    python -m bench.split_overlap --shape 1b --devices cuda:0,cuda:0         random weights, one GPU as two stages
 
-The same requests, greedy, in three ways: whole on the first device, split with one turn at a time, split with a turn per
-stage. Measured are one request alone (milliseconds per token: a split pays copies and the change of threads), the prompts of
-a crowd (tokens per second until all have their first token), and its replies (tokens per second). `busy` is how many stages
-were at work on average: the time spent in stages over the time that passed. Every way must give the same tokens, and where all
-stages are on one kind of device the same checksums of scores (a GPU and a CPU have low bits of their own); the program says what
-it compared, and fails where it is not so. Each figure is the best of --repeats.
+Runs the same greedy requests in three layouts: whole on the first device, split with one step at a time, and split with one step
+per stage. Measures one request alone (milliseconds per token, which shows the cost of copies and thread switches), the prompts of
+concurrent requests (tokens per second until all have their first token), and their replies (tokens per second). `busy` is the
+average number of working stages: the time spent in stages over the elapsed time. All layouts must give the same tokens, and also
+the same score checksums if all stages are on one kind of device (a GPU and a CPU round differently); otherwise the exit status is
+1. Each figure is the best of --repeats.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, Ro
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
 
-SHAPES = {  # layers, hidden, heads, key heads, head size, feed-forward, vocabulary
+SHAPES = {  # layers, hidden size, heads, KV heads, head size, feed-forward size, vocabulary
     "tiny": (4, 128, 4, 2, 32, 256, 1024),
     "135m": (30, 576, 9, 3, 64, 1536, 49152),
     "1b": (16, 2048, 32, 8, 64, 8192, 128256),
@@ -46,10 +46,10 @@ SHAPES = {  # layers, hidden, heads, key heads, head size, feed-forward, vocabul
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    way: str
-    tickets: int
+    layout: str
+    max_in_flight: int
     alone_ms_per_token: float
-    alone_cpu_ms_per_token: float  # computing time of the process: what a busy machine hardly changes
+    alone_cpu_ms_per_token: float  # CPU time of the process, which other load on the machine hardly changes
     prompts_tokens_per_second: float
     prompts_cpu_ms_per_token: float
     prompts_busy: float
@@ -60,14 +60,14 @@ class Measure:
 
 @dataclass
 class Answer:
-    """What one request got, and when."""
+    """The result of one request, filled by the events of the engine."""
 
     tokens: list[int]
     checksums: list[int | None]
     done: threading.Event
     error: str = ""
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.tokens += [choice.token for choice in event.sampled]
         self.checksums += [choice.checksum for choice in event.sampled]
         if event.error is not None:
@@ -93,27 +93,27 @@ def random_model(shape: str) -> ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a crowd of requests got, in how many seconds; how long the process computed, and how long stages were at work."""
+    """The answers of concurrent requests, the elapsed time, the CPU time of the process, and the time spent in stages."""
 
     answers: list[Answer]
     seconds: float
-    computing: float
-    at_work: float
+    cpu_seconds: float
+    stage_seconds: float
 
 
-def ask(service: Service, requests: Sequence[Request]) -> Run:
-    """All at once."""
+def run_all(service: Service, requests: Sequence[Request]) -> Run:
+    """Submit all requests at once and wait for their ends."""
     answers = [Answer([], [], threading.Event()) for _ in requests]
-    before, begin, computed = service.stats().step_seconds, time.perf_counter(), time.process_time()
-    service.submit([(request, answer.hear) for request, answer in zip(requests, answers, strict=True)])
+    stage_seconds, begin, cpu_seconds = service.stats().step_seconds, time.perf_counter(), time.process_time()
+    service.submit([(request, answer.on_event) for request, answer in zip(requests, answers, strict=True)])
     for answer in answers:
         answer.done.wait()
     seconds = time.perf_counter() - begin
-    while service.stats().running:  # counters follow the last event within a turn
+    while service.stats().running:  # the counters change after the last event of a step
         time.sleep(0.001)
     if errors := [answer.error for answer in answers if answer.error]:
         raise RuntimeError(errors[0])
-    return Run(answers, seconds, time.process_time() - computed, service.stats().step_seconds - before)
+    return Run(answers, seconds, time.process_time() - cpu_seconds, service.stats().step_seconds - stage_seconds)
 
 
 def requests(vocab: int, *, count: int, prompt: int, new: int, seed: int, checksums: bool = False) -> list[Request]:
@@ -123,33 +123,37 @@ def requests(vocab: int, *, count: int, prompt: int, new: int, seed: int, checks
     return [Request(f"{seed}.{i}", tuple(map(int, tokens)), params) for i, tokens in enumerate(prompts)]
 
 
-def measure(way: str, service: Service, given: argparse.Namespace) -> tuple[Measure, list[Answer]]:
+def measure(layout: str, service: Service, options: argparse.Namespace) -> tuple[Measure, list[Answer]]:
     make = partial(requests, service.capacity.vocab)
-    ask(service, make(count=2, prompt=32, new=4, seed=1))  # warm
+    run_all(service, make(count=2, prompt=32, new=4, seed=1))  # warm up
     alone, prompts, replies = [], [], []
-    for repeat in range(given.repeats):
+    for repeat in range(options.repeats):
         seed = 10 * repeat
-        alone.append(ask(service, make(count=1, prompt=4, new=given.new_tokens, seed=seed + 2)))
-        prompts.append(ask(service, make(count=given.requests, prompt=given.prompt_tokens, new=1, seed=seed + 3)))
-        replies.append(ask(service, make(count=given.requests, prompt=4, new=given.new_tokens, seed=seed + 4)))
-    judged = ask(service, make(count=given.requests, prompt=48, new=12, seed=9, checksums=True)).answers
-    figures = [1000 * min(run.seconds for run in alone) / given.new_tokens]
-    figures.append(1000 * min(run.computing for run in alone) / given.new_tokens)
-    for runs, tokens in ((prompts, given.requests * given.prompt_tokens), (replies, given.requests * given.new_tokens)):
+        alone.append(run_all(service, make(count=1, prompt=4, new=options.new_tokens, seed=seed + 2)))
+        prompts.append(run_all(service, make(count=options.requests, prompt=options.prompt_tokens, new=1, seed=seed + 3)))
+        replies.append(run_all(service, make(count=options.requests, prompt=4, new=options.new_tokens, seed=seed + 4)))
+    compared = run_all(service, make(count=options.requests, prompt=48, new=12, seed=9, checksums=True)).answers
+    figures = [1000 * min(run.seconds for run in alone) / options.new_tokens]
+    figures.append(1000 * min(run.cpu_seconds for run in alone) / options.new_tokens)
+    for runs, tokens in ((prompts, options.requests * options.prompt_tokens), (replies, options.requests * options.new_tokens)):
         best = min(runs, key=lambda run: run.seconds)
-        figures += [tokens / best.seconds, 1000 * min(run.computing for run in runs) / tokens, best.at_work / best.seconds]
-    return Measure(way, service.capacity.max_in_flight, *(round(figure, 2) for figure in figures)), judged
+        figures += [
+            tokens / best.seconds,
+            1000 * min(run.cpu_seconds for run in runs) / tokens,
+            best.stage_seconds / best.seconds,
+        ]
+    return Measure(layout, service.capacity.max_in_flight, *(round(figure, 2) for figure in figures)), compared
 
 
-def open_one(given: argparse.Namespace, info: ModelInfo, **place: Any) -> Service:
+def open_service(options: argparse.Namespace, info: ModelInfo, **placement: Any) -> Service:
     settings = Settings.of(
-        max_batch=given.requests,
-        max_context=max(given.prompt_tokens, 64) + given.new_tokens + 16,
+        max_batch=options.requests,
+        max_context=max(options.prompt_tokens, 64) + options.new_tokens + 16,
         prefix_cache=False,
         draft=("none",),
-        dtype=given.dtype,
+        dtype=options.dtype,
         self_check=False,
-        **place,
+        **placement,
     )
 
     def make() -> Backend:
@@ -160,49 +164,49 @@ def open_one(given: argparse.Namespace, info: ModelInfo, **place: Any) -> Servic
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    compared: str  # what the ways were compared by
+    compared: str  # what was compared: tokens, or tokens and checksums
     same: bool
 
     def __str__(self) -> str:
-        return f"{self.compared}: the same in every way" if self.same else f"{self.compared} DIFFER"
+        return f"{self.compared}: the same in all layouts" if self.same else f"{self.compared} DIFFER"
 
 
-def judge(ways: Sequence[Sequence[Answer]], names: Sequence[str]) -> Verdict:
-    """Whether every way gave what the first did."""
-    alike = len({name.partition(":")[0] for name in names}) == 1
-    found = [[(answer.tokens, answer.checksums if alike else ()) for answer in answers] for answers in ways]
-    return Verdict("tokens and checksums" if alike else "tokens", all(one == found[0] for one in found))
+def compare_answers(layouts: Sequence[Sequence[Answer]], names: Sequence[str]) -> Verdict:
+    """Tell whether every layout gave the answers of the first. Checksums count only if all devices are of one kind."""
+    one_kind = len({name.partition(":")[0] for name in names}) == 1
+    found = [[(answer.tokens, answer.checksums if one_kind else ()) for answer in answers] for answers in layouts]
+    return Verdict("tokens and checksums" if one_kind else "tokens", all(one == found[0] for one in found))
 
 
-def compare(given: argparse.Namespace) -> tuple[list[Measure], Verdict]:
-    checkpoint = None if given.shape else find_checkpoint(Settings.of(model=given.model))
-    info = random_model(given.shape) if checkpoint is None else read_model_info(checkpoint)
-    names = given.devices.split(",")
-    ways = {
+def compare(options: argparse.Namespace) -> tuple[list[Measure], Verdict]:
+    checkpoint = None if options.shape else find_checkpoint(Settings.of(model=options.model))
+    info = random_model(options.shape) if checkpoint is None else read_model_info(checkpoint)
+    names = options.devices.split(",")
+    layouts = {
         f"whole on {names[0]}": {"device": names[0]},
-        "split, one turn at a time": {"devices": given.devices, "overlap": "off"},
-        "split, a turn per stage": {"devices": given.devices, "overlap": "on"},
+        "split, one step at a time": {"devices": options.devices, "overlap": "off"},
+        "split, one step per stage": {"devices": options.devices, "overlap": "on"},
     }
-    measures, judged = [], []
-    for way, place in ways.items():
-        service = open_one(given, info, **place)
+    measures, results = [], []
+    for layout, placement in layouts.items():
+        service = open_service(options, info, **placement)
         try:
-            found, answers = measure(way, service, given)
+            found, answers = measure(layout, service, options)
         finally:
             service.close()
         measures.append(found)
-        judged.append(answers)
-        if not given.json:
-            print(told(found), flush=True)
-    return measures, judge(judged, names)
+        results.append(answers)
+        if not options.json:
+            print(describe(found), flush=True)
+    return measures, compare_answers(results, names)
 
 
-def told(found: Measure) -> str:
+def describe(found: Measure) -> str:
     return (
-        f"{found.way:26} alone {found.alone_ms_per_token:.2f} ms/token ({found.alone_cpu_ms_per_token:.2f} computing), "
-        f"prompts {found.prompts_tokens_per_second:.0f} tok/s ({found.prompts_cpu_ms_per_token:.2f} ms/token computing, "
+        f"{found.layout:26} alone {found.alone_ms_per_token:.2f} ms/token ({found.alone_cpu_ms_per_token:.2f} CPU), "
+        f"prompts {found.prompts_tokens_per_second:.0f} tok/s ({found.prompts_cpu_ms_per_token:.2f} ms/token CPU, "
         f"{found.prompts_busy:.2f} busy), replies {found.replies_tokens_per_second:.0f} tok/s "
-        f"({found.replies_cpu_ms_per_token:.2f} ms/token computing, {found.replies_busy:.2f} busy)"
+        f"({found.replies_cpu_ms_per_token:.2f} ms/token CPU, {found.replies_busy:.2f} busy)"
     )
 
 
@@ -217,9 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
-    measures, verdict = compare(given)
-    if given.json:
+    options = parser.parse_args(arguments)
+    measures, verdict = compare(options)
+    if options.json:
         found = {"measures": [asdict(one) for one in measures], "compared": verdict.compared, "same": verdict.same}
         print(json.dumps(found))
     else:

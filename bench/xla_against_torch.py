@@ -1,12 +1,12 @@
-"""The xla backend against the torch backend: one model, one machine, one run.
+"""Compare the speed of the xla backend with the torch backend: one model, one machine, one run.
 
     python -m bench.xla_against_torch [MODEL] [--random-1b] [--device cpu|cuda] [--repeats 2] [--new-tokens 48] [--json]
 
-MODEL is a folder, a file or a name; `--random-1b` makes a Llama of 1.2 billion random weights instead. Every side runs in
-processes of its own, by turns, through the same engine: prefill of 512 tokens, decode at 1 and 8 (greedy, and sampled at 8),
-and what opening costs: with an empty folder of compiled programs, and with a full one. The best of the repeats counts, since
-whatever else a machine does only ever adds time. `alone = batched` says whether 6 requests at once had the tokens and
-checksums of each alone.
+MODEL is a folder, a file or a name; --random-1b uses a Llama with 1.2 billion random weights instead. The backends run
+alternately, each in its own process, through the same engine. Measures prefill of 512 tokens, decode with 1 and 8 requests
+(greedy, and sampled with 8), and the time to open the model, with an empty and with a filled cache of compiled programs. The best
+of the repeats counts, because other load on the machine can only add time. `alone = batched` tells whether 6 concurrent requests
+have the tokens and checksums of each run alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ PROMPT = tuple((7 * i) % 4000 + 100 for i in range(512))
 SIZES: dict[str, Any] = {"lanes": 8, "page_size": 16, "max_context": 1024, "pages": 8 * 64}
 
 
-def source_of(model: str, *, random: bool) -> tuple[Any, Any]:
-    """A spec and its weights."""
+def open_weights(model: str, *, random: bool) -> tuple[Any, Any]:
+    """Return the spec of the model and its weights."""
     if random:
         from onedraw.checkpoints.random_weights import random_weights
         from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -53,6 +54,7 @@ def make_backend(side: str, spec: Any, weights: Any, *, device: str, compiled: P
         keep_compiled(compiled)
         _, [found] = find_devices(device, ["auto"])
         backend = XlaBackend(spec, weights, dtype=dtype, stage_devices=[XlaStageDevice(found)], step_tokens=512, **SIZES)
+        assert backend.report is not None
         print(f"self-check: {[(f.check, f.passed) for f in backend.report.results]}", file=sys.stderr)
         return backend
     from onedraw.backends.torch.backend import TorchBackend
@@ -66,7 +68,7 @@ def make_backend(side: str, spec: Any, weights: Any, *, device: str, compiled: P
 
 
 class Driver:
-    """The engine around a backend."""
+    """Runs requests through an engine with the given backend."""
 
     def __init__(self, backend: Any) -> None:
         from onedraw.engine.engine import Engine
@@ -75,19 +77,22 @@ class Driver:
         from onedraw.speculation.speculator import Speculator
 
         allocator = Allocator(backend.capacity, reuse=False)
-        given = {"allocator": allocator, "capacity": backend.capacity, "speculator": Speculator([]), "step_tokens": 512}
-        self.engine = Engine(backend=backend, scheduler=Scheduler(**given))
+        scheduler = Scheduler(allocator=allocator, capacity=backend.capacity, speculator=Speculator([]), step_tokens=512)
+        self.engine = Engine(backend=backend, scheduler=scheduler)
         self.count = 0
 
     def run(self, prompts: list[tuple[int, ...]], params: list[Any]) -> tuple[list[list[Any]], float, float]:
-        """Choices per request, seconds until all have a token, and the seconds after that."""
+        """Return the sampled tokens per request, the seconds until all have one, and the seconds after that."""
         from onedraw.types import Request
 
+        def extend(sampled: list[Any], event: Any) -> None:
+            sampled.extend(event.sampled)
+
         found: list[list[Any]] = [[] for _ in prompts]
-        for number, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
+        for prompt, own_params, sampled in zip(prompts, params, found, strict=True):
             self.count += 1
-            request = Request(f"b{self.count}", prompt, wish)
-            self.engine.add(request, lambda event, own=found[number]: own.extend(event.sampled))
+            request = Request(f"b{self.count}", prompt, own_params)
+            self.engine.add(request, partial(extend, sampled))
         begin = time.perf_counter()
         while not all(found):
             self.engine.step()
@@ -100,7 +105,7 @@ class Driver:
 def measure(side: str, model: str, *, random: bool, device: str, new_tokens: int, compiled: Path) -> dict[str, Any]:
     from onedraw.types import SamplingParams
 
-    spec, weights = source_of(model, random=random)
+    spec, weights = open_weights(model, random=random)
     begin = time.perf_counter()
     driver = Driver(make_backend(side, spec, weights, device=device, compiled=compiled))
     greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens)
@@ -123,12 +128,12 @@ def measure(side: str, model: str, *, random: bool, device: str, new_tokens: int
     found["decode 8 sampled, top-p"] = decode(8, replace(sampled, top_p=0.95))
     checked = [replace(sampled, seed=i, checksums=True, max_tokens=6) for i in range(6)]
     together, _, _ = driver.run(prompts(6), checked)
-    alone = [driver.run([prompt], [wish])[0][0] for prompt, wish in zip(prompts(6), checked, strict=True)]
+    alone = [driver.run([prompt], [params])[0][0] for prompt, params in zip(prompts(6), checked, strict=True)]
     found["alone = batched"] = together == alone
     return found
 
 
-def child(side: str, options: argparse.Namespace, compiled: Path) -> dict[str, Any]:
+def measure_in_subprocess(side: str, options: argparse.Namespace, compiled: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.xla_against_torch", options.model, "--side", side, "--device", options.device]
     command += ["--new-tokens", str(options.new_tokens), "--compiled", str(compiled), *["--random-1b"] * options.random_1b]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -140,12 +145,12 @@ def child(side: str, options: argparse.Namespace, compiled: Path) -> dict[str, A
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Both sides by turns; of every figure the best."""
+    """Measure both backends alternately and return the best of every figure."""
     found: dict[str, dict[str, Any]] = {"xla": {}, "torch": {}}
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         for repeat in range(options.repeats):
             for side in ("xla", "torch"):
-                one = child(side, options, Path(place))
+                one = measure_in_subprocess(side, options, Path(folder))
                 one["open, compiling" if side == "xla" and not repeat else "open"] = one.pop("open")
                 for name, value in one.items():
                     pick = min if name.startswith(("open", "alone")) else max
@@ -165,15 +170,15 @@ def main() -> None:
     parser.add_argument("--compiled", type=Path, default=Path("."), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        given = {"random": options.random_1b, "device": options.device, "compiled": options.compiled}
-        print(json.dumps(measure(options.side, options.model, new_tokens=options.new_tokens, **given)))
+        arguments: dict[str, Any] = {"random": options.random_1b, "device": options.device, "compiled": options.compiled}
+        print(json.dumps(measure(options.side, options.model, new_tokens=options.new_tokens, **arguments)))
         return
     found = compare(options)
     if options.json:
         print(json.dumps(found))
         return
     names = list(dict.fromkeys([*found["xla"], *found["torch"]]))
-    print(f"{'':26}{'xla':>12}{'torch':>12}   tokens/s; opening in seconds")
+    print(f"{'':26}{'xla':>12}{'torch':>12}   tokens/s; open in seconds")
     for name in names:
         cells = (found[side].get(name, "") for side in ("xla", "torch"))
         print(f"{name:26}" + "".join(f"{cell:12.1f}" if isinstance(cell, float) else f"{cell!s:>12}" for cell in cells))

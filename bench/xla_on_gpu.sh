@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A random Llama of 1.2 billion weights on a CUDA device, xla against torch in one run. Needs jax with CUDA.
+# Compare xla and torch on a CUDA device with a random Llama of 1.2 billion weights. Needs jax with CUDA.
 #   bash bench/xla_on_gpu.sh [SECONDS]
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -9,5 +9,5 @@ python -c "import jax; print('jax', jax.__version__, jax.devices())"
 for side in xla torch; do
     timeout "$limit" python -m bench.xla_against_torch --random-1b --device cuda --side $side --new-tokens 48 --compiled /tmp/compiled 2>&1 | tail -n 6
 done
-# The second start finds its programs compiled.
+# The second start finds its programs in the cache of compiled programs.
 timeout "$limit" python -m bench.xla_against_torch --random-1b --device cuda --side xla --new-tokens 48 --compiled /tmp/compiled 2>&1 | tail -n 2

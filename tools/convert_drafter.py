@@ -1,10 +1,10 @@
-"""A DFlash drafter's folder → one GGUF file of architecture `dflash`, in the layout that llama.cpp's converter writes.
+"""Convert the folder of a DFlash drafter to one GGUF file of architecture `dflash`, in the layout of llama.cpp's converter.
 
     python tools/convert_drafter.py FOLDER OUT.gguf [--kind Q8_0] [--name NAME] [--license SPDX]
 
-In: a drafter in the z-lab or speculators layout. Out: matrices packed as `kind` (F16 where a row is no whole number of
-blocks), norms as F32. No tokenizer goes in, the target's is used; so the vocabulary's size is written as a key.
-Needs the `gguf` package.
+In: a drafter in the z-lab or speculators layout. Out: matrices quantized as --kind (as F16 if the row length is not a multiple of
+the block size), norms in F32. The file has no tokenizer, since the drafter uses that of the target, so it stores the vocabulary
+size. Needs the `gguf` package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import UnsupportedModel
-from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, DrafterInfo, DrafterSpec, read_drafter_info
+from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, DrafterInfo, read_drafter_info
+from onedraw.models.spec import DrafterSpec
 
 KINDS = {"Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0, "F16": gguf.LlamaFileType.MOSTLY_F16, "F32": gguf.LlamaFileType.ALL_F32}
 
@@ -42,11 +43,13 @@ def convert(folder: Path, out: Path, *, kind: str = "Q8_0", name: str = "", lice
 
 
 def refuse_unwritable(spec: DrafterSpec) -> None:
-    """What the GGUF layout has no key for."""
+    """Refuse a drafter with properties that the GGUF layout cannot express."""
     if any(layer.attention.rope.kind != "default" for layer in spec.layers):
-        raise UnsupportedModel("a drafter with scaled rotary positions cannot be written as GGUF here")
+        raise UnsupportedModel("cannot convert this drafter: the GGUF layout of DFlash has no key for scaled rotary positions")
     if spec.causal_in_block != tuple(layer.attention.window is not None for layer in spec.layers):
-        raise UnsupportedModel("in GGUF sliding layers are causal inside the block and full ones are not; this drafter differs")
+        raise UnsupportedModel(
+            "cannot convert this drafter: in GGUF exactly the layers with a sliding window are causal within the block"
+        )
 
 
 def write_keys(writer: gguf.GGUFWriter, spec: DrafterSpec) -> None:
@@ -97,11 +100,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--kind", choices=tuple(KINDS), default="Q8_0")
-    parser.add_argument("--name", default="", help="what the file calls itself; the folder's name otherwise")
-    parser.add_argument("--license", default="", help="an SPDX name")
-    wish = parser.parse_args()
-    spec = convert(wish.folder, wish.out, kind=wish.kind, name=wish.name, license_name=wish.license)
-    print(f"{wish.out}: {spec.parameters:,} parameters, {wish.out.stat().st_size:,} bytes")
+    parser.add_argument("--name", default="", help="name stored in the file (default: the name of the folder)")
+    parser.add_argument("--license", default="", help="SPDX identifier of the license, stored in the file")
+    options = parser.parse_args()
+    spec = convert(options.folder, options.out, kind=options.kind, name=options.name, license_name=options.license)
+    print(f"{options.out}: {spec.parameters:,} parameters, {options.out.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files made for benchmarks are files: both readers open them, and the loader finds every weight in its place."""
+"""GGUF files written for benchmarks: gguf-py and our reader open them, and the loader finds every weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from bench.gguf_files import Part, cut_gguf, write_gguf, write_random
+from bench.gguf_files import TensorToWrite, cut_gguf, write_gguf, write_random
 from onedraw.backends.packing import plan_weight_storage
 from onedraw.checkpoints.gguf import read_file
 from onedraw.checkpoints.open import open_checkpoint
@@ -44,7 +44,7 @@ def test_a_random_file_is_read_as_the_model_of_its_shape(name: str, tmp_path: Pa
             assert 0 < np.abs(values).max() < 10, weight
 
 
-def test_what_was_written_is_what_the_other_reader_finds(tmp_path: Path) -> None:
+def test_the_gguf_package_reads_the_same_tensors_and_metadata(tmp_path: Path) -> None:
     numbers = np.arange(24, dtype=np.float32).reshape(4, 6)
     metadata = {
         "general.architecture": "x",
@@ -54,38 +54,40 @@ def test_what_was_written_is_what_the_other_reader_finds(tmp_path: Path) -> None
         "x.names": ["a", "bc"],
         "x.sizes": [1, 2],
     }
-    write_gguf(tmp_path / "one.gguf", metadata, [Part("numbers", (4, 6), "F32", lambda: numbers.reshape(-1).view(np.uint8))])
+    write_gguf(
+        tmp_path / "one.gguf", metadata, [TensorToWrite("numbers", (4, 6), "F32", lambda: numbers.reshape(-1).view(np.uint8))]
+    )
     reader = gguf.GGUFReader(tmp_path / "one.gguf")
     (tensor,) = reader.tensors
     np.testing.assert_array_equal(tensor.data, numbers)
     assert {key: reader.fields[key].contents() for key in metadata} == metadata
 
 
-def test_a_cut_model_is_its_first_layers(tmp_path: Path) -> None:
+def test_a_cut_file_holds_the_first_layers_of_the_model(tmp_path: Path) -> None:
     whole = tiny.write_gguf("llama", tmp_path / "whole.gguf")
     cut_gguf(whole, tmp_path / "cut.gguf", layers=1)
     full, cut = read_model_info(open_checkpoint(whole)), read_model_info(open_checkpoint(tmp_path / "cut.gguf"))
-    assert (len(full.spec.layers), len(cut.spec.layers)) == (len(full.spec.layers), 1)
+    assert len(full.spec.layers) > 1 == len(cut.spec.layers)
     for name, values in cut.weights.layer(0).items():
         np.testing.assert_array_equal(values, full.weights.layer(0)[name])
     np.testing.assert_array_equal(cut.weights.outer()["embed"], full.weights.outer()["embed"])
     assert open_checkpoint(tmp_path / "cut.gguf").config["tokenizer.ggml.tokens"]
 
 
-def test_an_nvfp4_weight_reaches_the_model_with_its_factor(tmp_path: Path) -> None:
-    """Its codes and scales lie in one tensor, the factor in another, which is no weight of its own."""
+def test_an_nvfp4_weight_is_multiplied_by_its_stored_scale(tmp_path: Path) -> None:
+    """Codes and block scales are in one tensor, the scale of the whole weight in another, which is not a weight itself."""
     file = read_file(tiny.write_gguf("llama", tmp_path / "plain.gguf"))
     up, rng = "blk.1.ffn_up.weight", np.random.default_rng(4)
     rows, width = file.tensors[up].shape
     raw = rng.integers(0, 127, rows * width // 64 * 36, dtype=np.uint8)
-    parts = [Part(t.name, t.shape, t.kind, lambda t=t: t.data) for t in file.tensors.values() if t.name != up]  # type: ignore[misc]
-    parts.append(Part(up, (rows, width), "NVFP4", lambda: raw))
-    parts.append(Part("blk.1.ffn_up.scale", (1,), "F32", lambda: np.array([0.25], np.float32).view(np.uint8)))
-    parts.append(Part("blk.1.ffn_up.input_scale", (1,), "F32", lambda: np.array([9], np.float32).view(np.uint8)))
+    parts = [TensorToWrite(t.name, t.shape, t.kind, lambda t=t: t.data) for t in file.tensors.values() if t.name != up]  # type: ignore[misc]
+    parts.append(TensorToWrite(up, (rows, width), "NVFP4", lambda: raw))
+    parts.append(TensorToWrite("blk.1.ffn_up.scale", (1,), "F32", lambda: np.array([0.25], np.float32).view(np.uint8)))
+    parts.append(TensorToWrite("blk.1.ffn_up.input_scale", (1,), "F32", lambda: np.array([9], np.float32).view(np.uint8)))
     write_gguf(tmp_path / "nvfp4.gguf", file.metadata, parts)
     info = read_model_info(open_checkpoint(tmp_path / "nvfp4.gguf"))
-    judge = gguf.quants.dequantize(raw.reshape(rows, -1), gguf.GGMLQuantizationType.NVFP4) * np.float32(0.25)
-    np.testing.assert_array_equal(info.weights.layer(1)["up"], judge)
-    holding = plan_weight_storage(info.weights, "packed-bf16")
-    assert dict(holding.kept)["NVFP4"] == 1
-    assert not any(kind == "NVFP4" for kind, *_ in holding.converted)
+    expected = gguf.quants.dequantize(raw.reshape(rows, -1), gguf.GGMLQuantizationType.NVFP4) * np.float32(0.25)
+    np.testing.assert_array_equal(info.weights.layer(1)["up"], expected)
+    storage = plan_weight_storage(info.weights, "packed-bf16")
+    assert dict(storage.kept)["NVFP4"] == 1
+    assert not any(kind == "NVFP4" for kind, *_ in storage.converted)

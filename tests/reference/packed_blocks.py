@@ -31,7 +31,7 @@ def reference_activations(x: Tensor, *, width: int | None = None, order: Tensor 
     values = x[:, :width].float() if order is None else x.float().index_select(1, order.long())
     values = torch.nn.functional.pad(values, (0, -width % SPAN)).view(rows, -1, SPAN)
     largest = values.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(2)
-    largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in largest.split(SEGMENT, 1)], 1)
+    largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in torch.split(largest, SEGMENT, 1)], 1)
     exponents = torch.where(largest == 0, 0, ((largest >> 23) - 136).clamp(MIN_EXPONENT, MAX_EXPONENT))
     scaled = torch.ldexp(values, -exponents[..., None]).half()
     whole = scaled.double().view(rows, -1, SPAN // BLOCK, BLOCK).sum(3).float()

@@ -23,7 +23,7 @@ WHOLE_K_REGISTERS = {1: 112, 2: 0}
 SPLIT_K_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # maximum warps per block, by row tiles, without whole K
 # A block computes all segments of its outputs (whole K) if the activations, which every block then reads completely, are small
 # compared to the weights. Blocks get whole units if that balances them; otherwise they get items, and two blocks may share a
-# unit. The thresholds are measured on an H200 with cold weights (bench/gpu_rows.py time --all-forms).
+# unit. The thresholds are measured on an H200 with cold weights (bench/gpu_few_rows.py time --all-splits).
 BALANCED = 0.9  # minimum ratio of mean to maximum units per block for whole units
 MAX_ITEMS = 1 << 21  # whole K: the kernel divides item numbers by float multiplication, which is exact below this number
 ALWAYS_WHOLE_K_ROWS = 4  # products of at most so many rows use whole K whenever it is possible

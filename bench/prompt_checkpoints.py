@@ -1,10 +1,10 @@
-"""How long a prompt's checkpoint takes to save and to restore, per megabyte of recurrent state.
+"""Measure how long saving and restoring the checkpoint of a prompt take, per megabyte of recurrent state.
 
-    python -m bench.checkpoints [--repeats 5] [--layers 6]
+    python -m bench.prompt_checkpoints [--repeats 25] [--layers 6]
 
-In: nothing but sizes: delta layers of the shape of Qwen3.5-0.8B (16 heads, 128 x 128), random inputs, our CPU kernels.
-Out: one JSON object. Saving is what a turn over one chunk takes longer with a checkpoint at its end than without;
-restoring copies a slot into a lane. Compared with a plain copy of the same bytes in the same run.
+Runs Gated DeltaNet layers of the Qwen3.5-0.8B shape (16 heads, 128 x 128) on random inputs with the CPU kernels. Prints one JSON
+object. The cost of saving is the extra time of a step over one prompt chunk that saves a checkpoint at its end. Restoring copies
+a checkpoint slot into a lane. A plain copy of the same number of bytes is measured in the same run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def timed(run: Callable[[], object], repeats: int) -> float:
-    """Milliseconds, the best of several."""
+    """Return the shortest of several runs in milliseconds."""
     found = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -41,7 +41,7 @@ def timed(run: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--layers", type=int, default=6)
     options = parser.parse_args()
@@ -54,7 +54,7 @@ def main() -> None:
         torch.randn(SPEC.conv, SPEC.channels), -torch.rand(heads), torch.randn(heads), torch.ones(SPEC.value_dim), 1e-6
     )
 
-    def turn(saves: tuple[CheckpointSave, ...]) -> None:
+    def step(saves: tuple[CheckpointSave, ...]) -> None:
         row = Row(
             request_id="x",
             lane=0,
@@ -73,15 +73,19 @@ def main() -> None:
         for store in stores:
             prepared.run(projected, weights=weights, store=store)
 
+    def restore_all() -> None:
+        for store in stores:
+            store.restore([1], [0])
+
     megabytes = options.layers * SPEC.state_bytes / 1e6
-    turn(())
-    plain, saving = timed(lambda: turn(()), options.repeats), timed(lambda: turn((CheckpointSave(TOKENS, 1),)), options.repeats)
-    restoring = timed(lambda: [store.restore([1], [0]) for store in stores], options.repeats)
+    step(())
+    plain, saving = timed(lambda: step(()), options.repeats), timed(lambda: step((CheckpointSave(TOKENS, 1),)), options.repeats)
+    restoring = timed(restore_all, options.repeats)
     source, target = torch.ones(int(megabytes * 250_000)), torch.zeros(int(megabytes * 250_000))
     copying = timed(lambda: target.copy_(source), options.repeats)
     report = {
         "megabytes": round(megabytes, 2),
-        "turn_ms": round(plain, 2),
+        "step_ms": round(plain, 2),
         "save_ms_per_mb": round(max(saving - plain, 0.0) / megabytes, 4),
         "restore_ms_per_mb": round(restoring / megabytes, 4),
         "copy_ms_per_mb": round(copying / megabytes, 4),
