@@ -38,8 +38,7 @@ def allows(schema: dict[str, Any], text: str) -> bool:
         ({"exclusiveMaximum": 2**60 + 1}, (2**60,), (2**60 + 1,)),
         ({"minimum": 2**53, "maximum": 2**53}, (2**53,), (2**53 - 1, 2**53 + 1)),
         ({"maximum": 2**62}, (2**62,), (2**62 + 1,)),
-        ({"const": 10**19}, (10**19,), (10**19 + 1, 10**18)),
-        ({"enum": [-(10**60), 2**60]}, (-(10**60), 2**60), (10**60, 2**60 + 1)),
+        ({"enum": [-(2**62), 2**60]}, (-(2**62), 2**60), (2**62, 2**60 + 1)),
     ],
     ids=str,
 )
@@ -66,6 +65,7 @@ def test_bounds_of_numbers_at_the_limits_of_a_type_hold(schema: dict[str, Any]) 
         ({"maximum": -(10**400)}, ".maximum"),
         ({"properties": {"maximum": {"const": 2**53 + 1}}}, ".properties.maximum.const"),
         ({"items": {"enum": [1, {"a": [SMALLEST]}, -(2**63) - 1]}}, ".items.enum[1].a[0]"),
+        ({"const": 10**19}, ".const"),
         ({"anyOf": [{"const": 1e400}]}, ".anyOf[0].const"),
         ({"type": "integer", "multipleOf": 2**53 + 1}, ".multipleOf"),
     ],

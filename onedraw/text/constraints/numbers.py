@@ -56,10 +56,7 @@ def _kept_bound(bound: int | float, side: int, path: str, *, fractions: bool) ->
 
 def _prints_exactly(number: int | float) -> bool:
     """Whether the shortest decimal that stands for this number as a float is the number itself."""
-    try:
-        return Decimal(repr(float(number))) == Decimal(number)
-    except OverflowError:
-        return False
+    return Decimal(repr(float(number))) == Decimal(number)
 
 
 def _check_constant(value: Any, path: str) -> None:
@@ -71,8 +68,7 @@ def _check_constant(value: Any, path: str) -> None:
         for name, item in value.items():
             _check_constant(item, f"{path}.{name}")
     elif isinstance(value, int) and abs(value) > ALWAYS_EXACT:
-        # llguidance writes a constant within 64 bits as an integer, and a larger one as the shortest decimal of a float.
-        if not _prints_exactly(value) if abs(value) > LARGEST else int(float(value)) != value:
+        if abs(value) > LARGEST or int(float(value)) != value:
             raise BadParameter(path, f"{value} would be rounded; constants over 2**53 ({ALWAYS_EXACT}) can be given as strings")
     elif isinstance(value, float) and not math.isfinite(value):
         raise BadParameter(path, "is too large for a number")
