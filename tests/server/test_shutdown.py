@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
 import shutil
@@ -17,7 +18,7 @@ import pytest
 
 from onedraw.errors import BadSetting
 from onedraw.server.config import ServerOptions
-from onedraw.server.serve import bind, greeting, serve
+from onedraw.server.serve import Server, bind, greeting, serve
 from tests.server.running import PATIENCE, fake_llm, wait_until
 
 # Its device is slow until a file says that it may be quick: what runs is still running when a test looks.
@@ -36,6 +37,18 @@ class Free:
 serve(slowed(fake_llm(), 0.05, Free()), ServerOptions(port=0, **eval(sys.argv[1])))
 """
 LONG = 1500  # tokens: more than a minute
+
+
+def test_garbage_collection_does_not_walk_through_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stopped every stream for half a second, now and then and whenever a long body was read."""
+    frozen: list[int] = []
+    monkeypatch.setattr(Server, "run", lambda self: frozen.append(gc.get_freeze_count()))
+    try:
+        with fake_llm() as llm, bind("127.0.0.1", 0) as listener:
+            serve(llm, ServerOptions(port=0), listener)
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 100_000
 
 
 @contextmanager
