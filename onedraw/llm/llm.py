@@ -97,6 +97,7 @@ class LLM:
     def close(self, drain_seconds: float = 0.0) -> None:
         """Stop the engine. Running requests may finish within `drain_seconds` and are cancelled after that."""
         self.service.close(drain_seconds)
+        self.constraints.close()
 
     # ------------------------------------------------------------------ prompt in, reply out
 

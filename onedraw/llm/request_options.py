@@ -17,6 +17,7 @@ from onedraw.errors import BadParameter, BadRequest, ContextOverflow
 from onedraw.limits import MAX_CHARACTERS, MAX_FORMAT_CHARACTERS
 from onedraw.llm.reply_stream import Generation
 from onedraw.sampling.noise import hashed_seed
+from onedraw.text.constraints.format_limits import schema_text
 from onedraw.text.constraints.grammar import bound_whitespace
 from onedraw.text.constraints.response_format import (
     ChoiceFormat,
@@ -163,8 +164,8 @@ def _tool_use(
     known = []
     for number, tool in enumerate(tools):
         function = tool.get("function", tool)
-        schema = json.dumps(function["parameters"]) if function.get("parameters") else NO_PARAMETERS
         path = f"tools[{number}].function.parameters"
+        schema = schema_text(function["parameters"], path) if function.get("parameters") else NO_PARAMETERS
         known.append(
             Tool(function["name"], function.get("description") or "", schema, strict=bool(function.get("strict")), param=path)
         )

@@ -178,19 +178,31 @@ def page() -> str:
 
 def _limits() -> list[str]:
     """A row for each of the limits in `onedraw/limits.py`."""
-    rows = {
+    rows: dict[str, float] = {
         "values of one body: commas outside of texts": limits.MAX_BODY_VALUES,
         "lists, objects and fields of one body": limits.MAX_BODY_PARTS,
         "lists and objects inside each other": limits.MAX_BODY_DEPTH,
         "characters of all `stop` strings, of all `bad_words`, of all `dry_sequence_breakers`": limits.MAX_CHARACTERS,
-        "characters of a response format": limits.MAX_FORMAT_CHARACTERS,
         "characters of a text that is tokenized even if it cannot fit; a longer one is refused as soon as its bytes show that it "
         "cannot (prompts, messages, tools, `prediction`, also where tokens are only counted)": limits.MAX_CHARACTERS_COUNTED,
         "tokens of all prompts of one request": limits.MAX_PROMPT_TOKENS,
         "requests with bodies of 256 KiB or more that are read and tokenized at once; the others wait": limits.MAX_LONG_WORK,
+        "characters of a response format: a schema as JSON, a grammar, an expression, all choices": limits.MAX_FORMAT_CHARACTERS,
+        "JSON values of a schema inside each other": limits.MAX_FORMAT_NESTING,
+        "levels of a schema or grammar, with references and rules followed": limits.MAX_FORMAT_DEPTH,
+        "JSON values of a schema, symbols of a grammar": limits.MAX_FORMAT_VALUES,
+        "references of a schema": limits.MAX_FORMAT_REFERENCES,
+        "members of one list in a schema, texts of a choice": limits.MAX_FORMAT_MEMBERS,
+        "rules of a grammar": limits.MAX_FORMAT_RULES,
+        "levels of a tool's schema where the model's call syntax is not JSON": limits.MAX_LITERAL_DEPTH,
+        "characters of the grammar for the calls of all tools": limits.MAX_TOOL_CHARACTERS,
+        "characters that are written and checked for it": limits.MAX_TOOL_WORK,
+        "seconds of processor time to compile a response format": limits.COMPILE_SECONDS,
+        "bytes of memory to compile it": limits.COMPILE_MEMORY,
+        "seconds that a new format waits while others are compiled; then a 429": limits.COMPILE_WAIT_SECONDS,
         "characters of an error's message; the rest is cut off": limits.MAX_ERROR_CHARACTERS,
     }
-    return [f"| {what} | {number:,} |" for what, number in rows.items()]
+    return [f"| {what} | {number:,g} |" if number < 100 else f"| {what} | {number:,} |" for what, number in rows.items()]
 
 
 def _inside(title: str, kinds: Mapping[str, tuple[Rule, ...]]) -> str:

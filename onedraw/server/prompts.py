@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
@@ -48,6 +48,7 @@ class PreparedRequest:
     token_ids: bool  # whether the reply has the ids of prompt and reply
     checksums: bool  # whether the reply has a checksum of each token's scores
     details: bool = False  # whether the reply has the text of each token and whether it was drafted
+    names: tuple[Mapping[str, str], ...] = ()  # our field names → the caller's, applied in order to the params of errors
 
     def generation_of(self, choice: int) -> Generation:
         return self.generations[choice // self.n]
@@ -78,20 +79,29 @@ def prepare(
     `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ. `caller` takes
     turns with other callers. Work on a list of prompts stops once it is `cancelled`.
     """
+    spelled = {ours: theirs for theirs, (ours, _) in request.guided().items()}
+    if request.repetition_penalty is None:
+        spelled["repetition_penalty"] = "repeat_penalty"
+    spellings = (spelled, names or {})
     try:
         match request:
             case ChatRequest():
-                return _chat(request, llm, prefix or "chatcmpl-", caller)
+                prepared = _chat(request, llm, prefix or "chatcmpl-", caller)
             case CompletionRequest():
-                return _completion(request, llm, caller, cancelled)
-    except BadParameter as error:
-        renamed = error.renamed({ours: theirs for theirs, (ours, _) in request.guided().items()})
-        if request.repetition_penalty is None:
-            renamed = renamed.renamed({"repetition_penalty": "repeat_penalty"})
-        raise renamed.renamed(names or {}) from None
+                prepared = _completion(request, llm, caller, cancelled)
     except BadRequest as error:
-        error.param = (names or {}).get(error.param or "", error.param)
-        raise
+        raise _renamed(error, spellings) from None
+    return replace(prepared, names=spellings)
+
+
+def _renamed(error: BadRequest, spellings: Sequence[Mapping[str, str]]) -> BadRequest:
+    """Return the error with the caller's name of its parameter."""
+    for names in spellings:
+        if isinstance(error, BadParameter):
+            error = error.renamed(names)
+        else:
+            error.param = names.get(error.param or "", error.param)
+    return error
 
 
 def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) -> int:
@@ -206,10 +216,13 @@ def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 async def bursts(prepared: PreparedRequest, llm: LLM) -> AsyncGenerator[list[Piece], None]:
     """Yield the pieces of all choices, in lists of those that arrive together. Closing it cancels the unfinished choices."""
     async with aclosing(llm.bursts(prepared.choices)) as stream:
-        async for burst in stream:
-            if any(piece.finish == "cancelled" for piece in burst):
-                raise ShuttingDown("the request was cancelled before it finished")
-            yield burst
+        try:
+            async for burst in stream:
+                if any(piece.finish == "cancelled" for piece in burst):
+                    raise ShuttingDown("the request was cancelled before it finished")
+                yield burst
+        except BadRequest as error:  # A grammar that could be compiled may still fail in the middle of a reply.
+            raise _renamed(error, prepared.names) from None
 
 
 def total_usage(prepared: PreparedRequest, usages: Mapping[int, Usage]) -> Usage:

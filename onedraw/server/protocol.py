@@ -6,7 +6,6 @@ SamplingParams checks the ranges of sampling values, because every interface bui
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from onedraw.errors import BadParameter
 from onedraw.llm.request_options import EFFORTS, GUIDED, Effort, RequestOptions
 from onedraw.server.fields import TOOL_NAME, StrictModel, Whole, field_doc, is_left_out, left_out, seed_field
+from onedraw.text.constraints.format_limits import schema_text
 from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import MAX_TOP_LOGPROBS
@@ -527,8 +527,8 @@ class ChatRequest(SamplingFields):
 
 
 def _tool(number: int, function: FunctionTool) -> Tool:
-    schema = json.dumps(function.parameters) if function.parameters else NO_PARAMETERS
     path = f"tools[{number}].function.parameters"
+    schema = schema_text(function.parameters, path) if function.parameters else NO_PARAMETERS
     return Tool(function.name, function.description or "", schema, strict=function.strict, param=path)
 
 

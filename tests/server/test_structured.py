@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import threading
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+
+from tests.fixtures.hostile_formats import CORPUS
 
 HELLO = [{"role": "user", "content": "Hello."}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -23,6 +28,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
+
+
+def _schema_format(options: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": options["guided_json"]}}
 
 
 def said(served: Any, **options: Any) -> dict[str, Any]:
@@ -129,6 +138,14 @@ def test_an_unsupported_keyword_is_named_with_its_path(fake: Any, path: str) -> 
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": 100_000 * "["}, "guided_json"),
         ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
+        (CORPUS["doubling_rules"](60), "guided_grammar"),
+        ({"structured_outputs": {"grammar": CORPUS["doubling_rules"](60)["guided_grammar"]}}, "structured_outputs.grammar"),
+        ({"response_format": _schema_format(CORPUS["many_properties"](2_000))}, "response_format.json_schema.schema"),
+        ({"response_format": _schema_format(CORPUS["items_chain"](1_100))}, "response_format.json_schema.schema"),
+        ({"response_format": _schema_format(CORPUS["any_of_chain"](2_000))}, "response_format.json_schema.schema"),
+        ({"response_format": _schema_format(CORPUS["reference_chain"](20_000))}, "response_format.json_schema.schema"),
+        (CORPUS["rule_chain"](3_000), "guided_grammar"),
+        ({"grammar": CORPUS["gbnf_chain"](3_000)["guided_grammar"]}, "grammar"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],
@@ -155,3 +172,55 @@ def test_the_openai_client_parses_into_its_own_types(fake: Any) -> None:
             model=fake.model, messages=HELLO, response_format=Pet, temperature=1.2, seed=4, max_tokens=300
         )
     assert isinstance(reply.choices[0].message.parsed, Pet)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["items_chain", "any_of_chain", "all_of_chain", "reference_chain"])
+def test_a_schema_that_is_too_deep_is_refused_by_name_on_every_endpoint(fake: Any, name: str, strict: bool) -> None:
+    schema = {"type": "object", **CORPUS[name](1_100)["guided_json"]}
+    chat = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+    flat = {"type": "function", "name": "f", "parameters": schema, "strict": strict}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    requests = [
+        (CHAT, {"messages": HELLO, "tools": [chat]}, "tools[0].function.parameters"),
+        ("/v1/responses", {"input": "Hello.", "tools": [flat]}, "tools[0].parameters"),
+        ("/v1/responses", {"input": "Hello.", "text": text}, "text.format.schema"),
+        (
+            "/v1/messages",
+            {"messages": HELLO, "max_tokens": 5, "tools": [{"name": "f", "input_schema": schema}]},
+            "tools[0].input_schema",
+        ),
+        (
+            "/v1/messages/count_tokens",
+            {"messages": HELLO, "tools": [{"name": "f", "input_schema": schema}]},
+            "tools[0].input_schema",
+        ),
+    ]
+    for path, body, param in requests:
+        answer = fake.post(path, **body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert "levels deep" in error["message"]
+        assert error["param"] == param
+    assert fake.post(CHAT, messages=HELLO, max_tokens=2).status_code == 200
+
+
+def test_a_neighbour_is_answered_while_a_costly_format_is_compiled(fake: Any) -> None:
+    """The helper process that compiles it is stopped meanwhile, so the answer cannot have waited for it."""
+    said(fake, guided_choice=["yes"])
+    pid = fake.llm.constraints.grammars._checker._process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(fake.post(CHAT, messages=HELLO, max_tokens=9, guided_regex="[xyz]")))
+    thread.start()
+    try:
+        while not fake.llm.constraints.grammars._checker._lock.locked():
+            threading.Event().wait(0.001)
+        chunks = list(fake.chunks(CHAT, messages=HELLO, max_tokens=30, seed=1))
+        assert chunks
+        assert said(fake, guided_choice=["yes"])["message"]["content"] == "yes"
+        assert not answers
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        thread.join()
+    assert answers[0].status_code == 200

@@ -6,9 +6,9 @@ to build the object that computes token masks.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from onedraw.text.constraints.base import combine
 from onedraw.text.constraints.grammar import GrammarCompiler
@@ -37,17 +37,27 @@ def reply_constraint(
 
 
 class ConstraintFactory:
-    """Builds a new constraint for each request, since constraints have state. Any thread may use the factory."""
+    """Builds a new constraint for each request, since constraints have state. Any thread may use it; the LLM closes it."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = tuple(eos_ids)
+        self._grammars: GrammarCompiler | None = None
+        self._lock = threading.Lock()
 
-    @cached_property
+    @property
     def grammars(self) -> GrammarCompiler:
         """The compiler of response formats. It is created when first needed, since it reads the whole vocabulary and needs the
         package llguidance."""
-        return GrammarCompiler(self._tokenizer, self._eos_ids)
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self._tokenizer, self._eos_ids)
+            return self._grammars
+
+    def close(self) -> None:
+        with self._lock:
+            if self._grammars is not None:
+                self._grammars.close()
 
     def build(self, spec: ConstraintSpec) -> Constraint | None:
         assert isinstance(spec, ReplyConstraint)

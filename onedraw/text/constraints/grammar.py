@@ -7,18 +7,23 @@ schema the error has the path of the unsupported keyword.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, assert_never
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar, assert_never
 
 import numpy as np
 
 from onedraw.errors import BadParameter, Unsupported
+from onedraw.limits import COMPILE_STACK, MAX_FORMAT_CHARACTERS, MAX_TOOL_CHARACTERS
 from onedraw.text.constraints.base import BoundedNumbers, common_prefix, token_mask
+from onedraw.text.constraints.check_process import first_line
+from onedraw.text.constraints.checker import GrammarChecker, Refusal
+from onedraw.text.constraints.format_limits import check_lark, schema_text
+from onedraw.text.constraints.gbnf import Translation, translate
 from onedraw.text.constraints.numbers import exact_numbers
 from onedraw.text.constraints.response_format import (
     JSON_WHITESPACE,
@@ -29,13 +34,17 @@ from onedraw.text.constraints.response_format import (
     RegexFormat,
     ReplyFormat,
 )
+from onedraw.text.constraints.result_cache import ResultCache
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import EMPTY_MASK, Constraint, TokenMask
 
-CACHED_GRAMMARS = 64  # compiled formats that are kept; the least recently used is dropped
 _GAP = r"gap: /[ \t\r\n]{0,8}/"  # the rule for white space between reasoning and answer
+CACHED_RESULTS = 256  # formats whose compiled form, or refusal, is kept; the least recently used is dropped
+CACHED_CHARACTERS = 1 << 21  # of these formats together, since the memory of a compiled format grows with its text
+
+ResultT = TypeVar("ResultT")
 
 
 def structured_output_available() -> bool:
@@ -54,9 +63,13 @@ class GrammarConstraint:
     def __init__(self, compiled: Any, vocab: int, param: str) -> None:
         self._compiled, self._matcher, self._vocab, self._param = compiled, compiled.deep_copy(), vocab, param
         self._tokens: list[int] = []
+        self._failed: tuple[list[int], str] | None = None  # tokens after which the matcher failed, and the error
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         tokens = [*output, *drafts]
+        # A new matcher may get further before it fails, so the error is kept: these tokens give it whenever they are asked for.
+        if self._failed is not None and tokens[: len(self._failed[0])] == self._failed[0]:
+            raise BadParameter(self._param, self._failed[1])
         if any(token >= self._vocab for token in drafts):  # The model's head can have more rows than the tokenizer has tokens.
             return EMPTY_MASK
         common = self._roll_back(common_prefix(self._tokens, tokens))
@@ -66,7 +79,8 @@ class GrammarConstraint:
             return EMPTY_MASK  # The grammar rejects a draft, so verification never reaches the positions after it.
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():  # In this state the mask would allow the end token alone and cut the reply off silently.
-            raise BadParameter(self._param, f"cannot be followed any further: {_first_line(self._matcher.get_error())}")
+            self._failed = tokens, f"cannot be followed any further: {first_line(self._matcher.get_error())}"
+            raise BadParameter(self._param, self._failed[1])
         return bits
 
     def _roll_back(self, common: int) -> int:
@@ -81,7 +95,7 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Compiles formats for one tokenizer and caches the most recently used ones. It is thread-safe."""
+    """Compiles formats for one tokenizer and caches the most recently used ones. It is thread-safe. The factory closes it."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
         eos_ids = [token for token in eos_ids if token < tokenizer.vocab_size]
@@ -89,35 +103,33 @@ class GrammarCompiler:
             raise Unsupported(
                 "structured output needs an end-of-sequence token, and this model's configuration names none", code="no_end_token"
             )
-        self._tokenizer, self._eos_ids = tokenizer, tuple(eos_ids)
+        self._tokenizer = tokenizer
         self._library = _llguidance()
-        self._vocabulary = _vocabulary(self._library, tokenizer, eos_ids)
-        digits = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)[:1].isdigit()]
-        self._digits = token_mask(digits, tokenizer.vocab_size)
-        self._compiled: OrderedDict[tuple[ReplyFormat, ReplySyntax], Any] = OrderedDict()
-        self._lock = threading.Lock()
+        tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]
+        self._checker = GrammarChecker(tokens=tokens, special=special, eos_ids=eos_ids)
+        self._checker.start()  # The helper process reads the vocabulary while this process does.
+        self._vocabulary = _vocabulary(self._library, tokenizer, tokens=tokens, special=special, eos_ids=eos_ids)
+        self._digits = token_mask([i for i, token in enumerate(tokens) if token[:1].isdigit()], tokenizer.vocab_size)
+        self._results = ResultCache[Any](most=CACHED_RESULTS, weight=CACHED_CHARACTERS)
+
+    def close(self) -> None:
+        self._checker.close()
 
     def constraint(self, format: ReplyFormat, syntax: ReplySyntax) -> Constraint:
         """Return a new constraint for one request whose reply has this syntax."""
-        with self._lock:
-            compiled = self._compiled.get((format, syntax))
-            if compiled is None:
-                compiled = self._compiled[format, syntax] = self._compile(format, syntax)
-                if len(self._compiled) > CACHED_GRAMMARS:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end((format, syntax))
-        grammar = GrammarConstraint(compiled, self._tokenizer.vocab_size, format.param)
+        grammar = GrammarConstraint(self._compile(format, syntax), self._tokenizer.vocab_size, format.param)
         if isinstance(format, JsonFormat) or (isinstance(format, LarkFormat) and format.numbers):
             return BoundedNumbers(grammar, token_bytes=self._tokenizer.token_bytes, digits=self._digits)
         return grammar
 
     def check_schema(self, schema: Any, param: str) -> Any:
         """Return the schema if it can be compiled; else raise BadParameter with the path of the keyword that cannot be used."""
+        text = schema_text(schema, param)
         exact = exact_numbers(schema, param)
-        if self._schema_error(exact):
-            found = find_schema_error(exact, self._schema_error)
-            assert found is not None
-            raise BadParameter(f"{param}{found.path}", found.reason)
+        refusal = self._results.get(("schema", _digest(text)), len(text), lambda: self._checker.check({"schema": exact}))
+        if refusal is not None:
+            raise BadParameter(param + refusal.path, refusal.reason)
         return schema
 
     def lark_text(self, text: str) -> str:
@@ -135,49 +147,43 @@ class GrammarCompiler:
         return " ".join(parts)
 
     def _compile(self, format: ReplyFormat, syntax: ReplySyntax) -> Any:
-        start = {"lark_grammar": self._start(syntax)}
-        body = {"name": "body", **self._body(format)}
-        matcher = self._matcher({"grammars": [start, body]})
-        if not matcher.is_error():
-            self._require_nonempty(matcher, format.param)
-            return matcher
-        error = matcher.get_error()
-        if isinstance(format, JsonFormat):
-            self.check_schema(json.loads(format.schema), format.param)
-        raise BadParameter(format.param, f"cannot be compiled: {_first_line(error)}")
+        """Return a matcher at the start of the reply, from which the matchers of requests are copied."""
+        text = _content(format)
+        key = (type(format), _digest(text), syntax)
+        compiled = self._results.get(key, len(text), lambda: self._check_and_compile(format, syntax))
+        if isinstance(compiled, Refusal):
+            raise BadParameter(format.param + compiled.path, compiled.reason)
+        return compiled
 
-    def _require_nonempty(self, matcher: Any, param: str) -> None:
-        """Refuse a format that matches no text at all: the grammar is not complete at its start and allows no token there."""
-        first = matcher.deep_copy()
-        bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        if first.is_error():
-            error = _first_line(first.get_error())
-            raise BadParameter(param, "no text matches it" if "NoExtension" in error else f"cannot be followed: {error}")
-        bits[list(self._eos_ids)] = 0
-        if not first.is_accepting() and not bits.any():
-            raise BadParameter(param, "no text matches it")
+    def _check_and_compile(self, format: ReplyFormat, syntax: ReplySyntax) -> Any:
+        body, translation = self._body(format)
+        grammar = json.dumps({"grammars": [{"lark_grammar": self._start(syntax)}, {"name": "body", **body}]})
+        schema = {"schema": exact_numbers(json.loads(format.schema), format.param)} if isinstance(format, JsonFormat) else {}
+        refusal = self._checker.check({"grammar": grammar, **schema})
+        if refusal is not None:
+            return refusal if translation is None else replace(refusal, reason=translation.in_source(refusal.reason))
+        matcher = _with_stack(lambda: self._library.LLMatcher(self._vocabulary, grammar, log_level=0))
+        if matcher.is_error():
+            return Refusal("", f"cannot be compiled: {first_line(matcher.get_error())}")
+        matcher.compute_bitmask()  # The first mask takes longest to compute, and copies of the matcher inherit it.
+        return matcher
 
-    def _matcher(self, grammar: dict[str, Any]) -> Any:
-        return self._library.LLMatcher(self._vocabulary, json.dumps(grammar), log_level=0)
-
-    def _schema_error(self, schema: Any) -> str:
-        """Return why a schema cannot be compiled; empty if it can."""
-        matcher = self._matcher({"grammars": [{"json_schema": schema}]})
-        return _first_line(matcher.get_error()) if matcher.is_error() else ""
-
-    def _body(self, format: ReplyFormat) -> dict[str, Any]:
+    def _body(self, format: ReplyFormat) -> tuple[dict[str, Any], Translation | None]:
+        """Return the constrained part in llguidance's form, and the translation if the format has another notation."""
         match format:
             case JsonFormat(schema):
-                return {"json_schema": bound_whitespace(exact_numbers(json.loads(schema), format.param))}
+                return {"json_schema": bound_whitespace(exact_numbers(json.loads(schema), format.param))}, None
             case RegexFormat(pattern):
-                return {"lark_grammar": f"start: /{self._library.regex_to_lark(pattern, '')}/"}
+                return {"lark_grammar": f"start: /{self._library.regex_to_lark(pattern, '')}/"}, None
             case ChoiceFormat(texts):
                 # All texts are alternatives of one terminal, since one rule for each would exceed the parser's limits.
-                return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(lark_string(text) for text in texts)}
-            case LarkFormat(lark):
-                return {"lark_grammar": lark}
+                return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(lark_string(text) for text in texts)}, None
+            case LarkFormat(lark, param, written):
+                check_lark(lark, param, most=MAX_TOOL_CHARACTERS if written else MAX_FORMAT_CHARACTERS)
+                return {"lark_grammar": lark}, None
             case GbnfFormat(gbnf, param):
-                return {"lark_grammar": _gbnf_to_lark(gbnf, param)}
+                translation = translate(gbnf, param)
+                return {"lark_grammar": translation.lark}, translation
             case _:
                 assert_never(format)
 
@@ -197,6 +203,21 @@ class GrammarCompiler:
         return f"thought[suffix={lark_string(reasoning.closes)}]: /(.|\\n)*/"
 
 
+def _content(format: ReplyFormat) -> str:
+    """Return the text that decides the compiled result; the caller's name of the field does not."""
+    match format:
+        case JsonFormat(text) | RegexFormat(text) | LarkFormat(text) | GbnfFormat(text):
+            return text
+        case ChoiceFormat(texts):
+            return json.dumps(texts)
+        case _:
+            assert_never(format)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
 def lark_string(text: str) -> str:
     """Write a text as a quoted string of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
@@ -208,66 +229,6 @@ def bound_whitespace(schema: Any) -> Any:
         return schema
     given = schema.get("x-guidance")
     return {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE, **(given if isinstance(given, dict) else {})}}
-
-
-# ---------------------------------------------------------------------- finding the keyword that cannot be compiled
-
-_SchemaCheck = Callable[[Any], str]  # returns why a schema cannot be compiled; empty if it can
-
-# Keywords that contain subschemas: in an object by name, in a list, and directly.
-_SCHEMA_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
-_DEFINITIONS = ("$defs", "definitions")  # Subschemas may refer to these, so they are added when one is checked alone.
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaError:
-    path: str  # such as ".properties.a.pattern"
-    reason: str
-
-
-def find_schema_error(schema: Any, check: _SchemaCheck) -> SchemaError | None:
-    """Return the innermost part of a schema that cannot be compiled; None if the whole schema can."""
-    definitions = {name: schema[name] for name in _DEFINITIONS if isinstance(schema, dict) and name in schema}
-    return _search(schema, "", lambda part: check({**definitions, **part} if isinstance(part, dict) else part))
-
-
-def _search(schema: Any, path: str, check: _SchemaCheck) -> SchemaError | None:
-    reason = check(schema)
-    if not reason:
-        return None
-    if not isinstance(schema, dict):
-        return SchemaError(path, reason)
-    if unsupported := _unsupported_keyword(reason, schema):
-        return SchemaError(f"{path}.{unsupported}", f"is not supported ({reason})")
-    for step, part in _subschemas(schema):
-        found = _search(part, path + step, check)
-        if found is not None:
-            return found
-    for keyword in schema:
-        if keyword not in _DEFINITIONS and not check({name: value for name, value in schema.items() if name != keyword}):
-            return SchemaError(f"{path}.{keyword}", reason)
-    return SchemaError(path, reason)
-
-
-def _unsupported_keyword(reason: str, schema: Mapping[str, Any]) -> str | None:
-    """Return the keyword that llguidance's message quotes, if the schema itself and not one of its parts has it."""
-    if not reason.startswith("Unimplemented keys"):
-        return None
-    return next((name for name in re.findall(r'"([^"]+)"', reason) if name in schema), None)
-
-
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for keyword in _SCHEMA_MAPS:
-        if isinstance(schema.get(keyword), dict):
-            yield from ((f".{keyword}.{name}", part) for name, part in schema[keyword].items())
-    for keyword in _SCHEMA_LISTS:
-        if isinstance(schema.get(keyword), list):
-            yield from ((f".{keyword}[{number}]", part) for number, part in enumerate(schema[keyword]))
-    for keyword in _SCHEMAS:
-        if isinstance(schema.get(keyword), dict):
-            yield f".{keyword}", schema[keyword]
 
 
 # ---------------------------------------------------------------------- llguidance
@@ -284,33 +245,42 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _vocabulary(library: Any, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Any:
+def _vocabulary(
+    library: Any, tokenizer: Tokenizer, *, tokens: Sequence[bytes], special: Sequence[int], eos_ids: Sequence[int]
+) -> Any:
     """Wrap the tokenizer for llguidance, which calls it to tokenize text that the grammar determines. Such text is never encoded
     as special tokens, even where it looks like one."""
 
     class Wrapped:
         eos_token_id = eos_ids[0]
         bos_token_id = None
-        tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]  # noqa: RUF012  the library only reads it
-        special_token_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]  # noqa: RUF012
 
         def __call__(self, text: bytes | str) -> list[int]:
             return tokenizer.encode_plain(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
-    return library.LLTokenizer(library.TokenizerWrapper(Wrapped()), n_vocab=tokenizer.vocab_size, eos_token=list(eos_ids))
+    wrapped: Any = Wrapped()
+    wrapped.tokens, wrapped.special_token_ids = tokens, special
+    return library.LLTokenizer(library.TokenizerWrapper(wrapped), n_vocab=len(tokens), eos_token=list(eos_ids))
 
 
-def _gbnf_to_lark(source: str, param: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return str(gbnf_to_lark(source))
-    except Exception as error:  # The translator raises plain exceptions as well as its own.
-        raise BadParameter(param, f"this GBNF cannot be translated: {error}") from None
+_STACK_SIZE_LOCK = threading.Lock()
 
 
-def _first_line(error: str) -> str:
-    """Return the first line of llguidance's message that begins with "error:"; if none does, its first line."""
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or ["no reason given"])[0].removeprefix("error: ")
+def _with_stack(call: Callable[[], ResultT]) -> ResultT:
+    """Return the result of a call that runs on a thread with twice the stack that the helper process had for it. The stacks that
+    the system gives to other threads may be smaller."""
+    result: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    with _STACK_SIZE_LOCK:
+        before = threading.stack_size(2 * COMPILE_STACK)
+        thread = threading.Thread(target=run)
+        thread.start()
+        threading.stack_size(before)
+    thread.join()
+    return result.result()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onedraw.errors import BadParameter
+from onedraw.text.constraints.format_limits import check_characters, check_choices, schema_text
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # the schema of `json_object`, which asks for any JSON object
 # The white space allowed between two JSON tokens: a line break, then some indentation. Without a limit a model could repeat white
@@ -30,6 +31,7 @@ class JsonFormat:
     @classmethod
     def of(cls, schema: Any, param: str) -> JsonFormat:
         if isinstance(schema, str):
+            check_characters(schema, param)
             try:
                 schema = json.loads(schema)
             except ValueError as error:
@@ -38,7 +40,7 @@ class JsonFormat:
                 raise BadParameter(param, "is nested too deeply") from None
         if not isinstance(schema, dict | bool):
             raise BadParameter(param, "a JSON schema is an object")
-        return cls(json.dumps(schema), param)
+        return cls(schema_text(schema, param), param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class ChoiceFormat:
     def __post_init__(self) -> None:
         if not self.texts or not all(self.texts):
             raise BadParameter(self.param, "needs at least one text, and none may be empty")
+        check_choices(self.texts, self.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class LarkFormat:
 
     lark: str
     param: str
-    numbers: bool = False  # limit runs of digits as for JSON, since the grammar contains JSON numbers
+    numbers: bool = False  # written for tool calls: limit runs of digits as for JSON, since it contains JSON numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from onedraw.errors import BadParameter
+from onedraw import limits
+from onedraw.errors import BadParameter, BadRequest
 from onedraw.text.constraints.grammar import bound_whitespace, lark_string
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, Dialect, Tool
@@ -44,6 +45,36 @@ _STRING_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
 _UNESCAPED_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")
 
 
+class _Rules:
+    """Collects the rules of one grammar and limits the work of writing and checking them."""
+
+    def __init__(self, check: CheckSchema) -> None:
+        self._check = check
+        self._work = 0
+        self.lines: list[str] = []
+
+    def add(self, *rules: str) -> None:
+        for rule in rules:
+            self._spend(len(rule))
+            self.lines.append(rule)
+
+    def check(self, schema: Any, param: str) -> Any:
+        self._spend(limits.TOOL_CHECK_WORK + len(json.dumps(schema)))
+        return self._check(schema, param)
+
+    def _spend(self, work: int) -> None:
+        """Count work; over the limit raise BadRequest. A BadParameter would be caught where a tool is not strict, and the work
+        would go on."""
+        self._work += work
+        if self._work > limits.MAX_TOOL_WORK:
+            raise BadRequest(
+                f"tools: their schemas take too much work: {limits.MAX_TOOL_WORK:,} characters may be written and checked for "
+                f"the grammar of their calls; send fewer tools, or simpler schemas",
+                param="tools",
+                code="invalid_parameter",
+            )
+
+
 class ToolCallGrammar:
     """Collects the rules of one grammar. Create a new one for each request."""
 
@@ -51,23 +82,23 @@ class ToolCallGrammar:
         self._dialect = dialect
         self._tokenizer = tokenizer
         self._lark_text = lark_text
-        self._check = check
-        self._rules: list[str] = []
+        self._rules = _Rules(check)
+        self._check = self._rules.check
 
     def write(self, tools: Sequence[Tool], *, required: bool, parallel: bool, content: str | None = None) -> str:
         """Return the grammar of a reply that must (`required`) or may call a tool. `content` is the JSON schema that a reply
         without calls follows."""
         one = " | ".join(self._function(number, tool) for number, tool in enumerate(tools))
-        self._rules.append(f"one: {one}")
+        self._rules.add(f"one: {one}")
         calls = self._calls(parallel=parallel and self._dialect != "llama")
         if required:
             start = calls
         elif content is not None:
-            self._rules.append(f"content: %json {content}")
+            self._rules.add(f"content: %json {content}")
             start = f"content | {calls}"
         else:
             start = self._free(calls, parallel=parallel)
-        return "\n".join([f"start: {start}", *self._rules])
+        return "\n".join([f"start: {start}", *self._rules.lines])
 
     def _calls(self, *, parallel: bool) -> str:
         if self._dialect == "pythonic":
@@ -75,7 +106,7 @@ class ToolCallGrammar:
         if self._dialect not in MARKERS:
             return "one"
         opens, closes = (self._lark_text(marker) for marker in MARKERS[self._dialect])
-        self._rules += [f"call: {opens} inside", f"inside: {self._inside()} {closes}"]
+        self._rules.add(f"call: {opens} inside", f"inside: {self._inside()} {closes}")
         between = "" if self._dialect == "gemma" else '"\\n" '
         return f"call ({between}call)*" if parallel else "call"
 
@@ -86,18 +117,18 @@ class ToolCallGrammar:
         """Write the start rule of a reply that is free text with calls in it."""
         if self._dialect not in MARKERS:  # Without markers a reply is either a call or text.
             first = "\\[" if self._dialect == "pythonic" else "{"
-            self._rules.append(rf"TEXT: /([^\s{first}](.|\n)*)?/")
+            self._rules.add(rf"TEXT: /([^\s{first}](.|\n)*)?/")
             return f"TEXT | {calls}"
         opens = MARKERS[self._dialect][0]
         ids = self._tokenizer.encode(opens, add_special=False)
         many = "*" if parallel else "?"
         if len(ids) == 1 and self._tokenizer.is_special(ids[0]):
-            self._rules.append(f"TEXT: {_ANY_TEXT}")
+            self._rules.add(f"TEXT: {_ANY_TEXT}")
             return f"TEXT (call TEXT){many}" if parallel else "TEXT call?"
-        self._rules += [
+        self._rules.add(
             f"before[suffix={lark_string(opens)}]: {_ANY_TEXT}",
             rf"TEXT: {_ANY_TEXT} & ~/(.|\n)*{opens.replace('|', '[|]')}(.|\n)*/",
-        ]
+        )
         return "(before inside)* TEXT" if parallel else "TEXT | before inside"
 
     def _function(self, number: int, tool: Tool) -> str:
@@ -107,20 +138,20 @@ class ToolCallGrammar:
             case "hermes" | "llama":
                 word = "arguments" if self._dialect == "hermes" else "parameters"
                 head = lark_string(f'{{"name": {json.dumps(tool.name)}, "{word}": ')
-                self._rules += [f'{name}: {head} {name}_a "}}"', f"{name}_a: %json {json.dumps(bound_whitespace(schema))}"]
+                self._rules.add(f'{name}: {head} {name}_a "}}"', f"{name}_a: %json {json.dumps(bound_whitespace(schema))}")
             case "qwen_xml":
                 body = self._tagged(name, tool, schema, head="<parameter={}>\n", tail="\n</parameter>")
-                self._rules.append(f'{name}: {lark_string(f"<function={tool.name}>" + chr(10))} {body} "</function>"')
+                self._rules.add(f'{name}: {lark_string(f"<function={tool.name}>" + chr(10))} {body} "</function>"')
             case "laguna":
                 head = "<arg_key>{}</arg_key>\n<arg_value>"
                 body = self._tagged(name, tool, schema, head=head, tail="</arg_value>")
-                self._rules.append(f"{name}: {lark_string(tool.name + chr(10))} {body}")
+                self._rules.add(f"{name}: {lark_string(tool.name + chr(10))} {body}")
             case "gemma":
                 literals = self._literals(_GEMMA, name, tool)
-                self._rules.append(f'{name}: {lark_string(f"call:{tool.name}{{")} {literals.members(schema)} "}}"')
+                self._rules.add(f'{name}: {lark_string(f"call:{tool.name}{{")} {literals.members(schema)} "}}"')
             case "pythonic":
                 literals = self._literals(_PYTHON, name, tool)
-                self._rules.append(f'{name}: {lark_string(tool.name + "(")} {literals.members(schema)} ")"')
+                self._rules.add(f'{name}: {lark_string(tool.name + "(")} {literals.members(schema)} ")"')
         return name
 
     def _literals(self, style: _LiteralStyle, name: str, tool: Tool) -> _LiteralGrammar:
@@ -132,7 +163,6 @@ class ToolCallGrammar:
             tokenizer=self._tokenizer,
             param=tool.param,
             strict=tool.strict,
-            check=self._check,
         )
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
@@ -161,14 +191,14 @@ class ToolCallGrammar:
                 if tool.strict:
                     raise
                 value = self._value_of_types(rule, part, tail)
-            self._rules.append(f"{rule}: {lark_string(head.format(key))} {value} {lark_string(chr(10))}")
+            self._rules.add(f"{rule}: {lark_string(head.format(key))} {value} {lark_string(chr(10))}")
             parts.append(rule if key in required else f"{rule}?")
         return " ".join(parts)
 
     def _tagged_value(self, rule: str, part: Any, definitions: dict[str, Any], *, tail: str, param: str) -> str:
         if not isinstance(part, dict) or schema_types(part) != ("string",):
             schema = self._check({**definitions, **part} if isinstance(part, dict) else part, param)
-            self._rules.append(f"{rule}_v: %json {json.dumps(bound_whitespace(schema))}")
+            self._rules.add(f"{rule}_v: %json {json.dumps(bound_whitespace(schema))}")
             return f"{rule}_v {lark_string(tail)}"
         if "enum" in part or "const" in part:
             texts = constants({**part, "type": "string"}, param)
@@ -183,7 +213,7 @@ class ToolCallGrammar:
         terminal = _text_terminal(part, avoiding=tail, param=param)
         if terminal is None:
             return self._any_text(rule, tail)
-        self._rules.append(f"{rule.upper()}_V: {terminal}")
+        self._rules.add(f"{rule.upper()}_V: {terminal}")
         return f"{rule.upper()}_V {lark_string(tail)}"
 
     def _value_of_types(self, rule: str, part: Any, tail: str) -> str:
@@ -191,12 +221,12 @@ class ToolCallGrammar:
         types = schema_types(part) if isinstance(part, dict) else ()
         if not types or "string" in types or not set(types) <= JSON_TYPES:
             return self._any_text(rule, tail)
-        self._rules.append(f"{rule}_l: %json {json.dumps(bound_whitespace({'type': list(types)}))}")
+        self._rules.add(f"{rule}_l: %json {json.dumps(bound_whitespace({'type': list(types)}))}")
         return f"{rule}_l {lark_string(tail)}"
 
     def _any_text(self, rule: str, tail: str) -> str:
         """Write a rule that matches any text up to the closing tag."""
-        self._rules.append(f"{rule}_v[suffix={lark_string(tail)}]: {_ANY_TEXT}")
+        self._rules.add(f"{rule}_v[suffix={lark_string(tail)}]: {_ANY_TEXT}")
         return f"{rule}_v"
 
 
@@ -228,15 +258,14 @@ class _LiteralGrammar:
         self,
         style: _LiteralStyle,
         name: str,
-        rules: list[str],
+        rules: _Rules,
         *,
         lark_text: LarkText,
         tokenizer: Tokenizer,
         param: str,
         strict: bool,
-        check: CheckSchema,
     ) -> None:
-        self._style, self._strict, self._check = style, strict, check
+        self._style, self._strict, self._check = style, strict, rules.check
         self._name = name
         self._rules = rules
         self._lark_text = lark_text
@@ -244,6 +273,7 @@ class _LiteralGrammar:
         self._quote_is_special = len(quote) == 1 and tokenizer.is_special(quote[0])
         self._param = param
         self._count = 0
+        self._depth = 0
         self._root: dict[str, Any] = {}
         self._references: dict[str, str] = {}
         self._any: str | None = None
@@ -287,6 +317,13 @@ class _LiteralGrammar:
     def _value(self, schema: Any, path: str) -> str:
         """Write a value of this schema. If it cannot be enforced and the tool is not strict, write a value of the same type, or
         any value."""
+        self._depth += 1
+        try:
+            return self._enforced_value(schema, path)
+        finally:
+            self._depth -= 1
+
+    def _enforced_value(self, schema: Any, path: str) -> str:
         try:
             return self._exact_value(schema, path)
         except SCHEMA_ERRORS:
@@ -308,13 +345,15 @@ class _LiteralGrammar:
             types = ("string", "number", "boolean", "null")
             inner = f'({rule} ("," {rule})*)?'
             key = f"{self._name}_K".upper()
-            self._rules.append(f"{key}: /[A-Za-z_][A-Za-z0-9_]*/")
+            self._rules.add(f"{key}: /[A-Za-z_][A-Za-z0-9_]*/")
             members = f'({key} ":" {rule} ("," {key} ":" {rule})*)?'
             plain = " | ".join(self._typed(kind, {"type": kind}, "") for kind in types)
-            self._rules.append(f'{rule}: {plain} | "[" {inner} "]" | "{{" {members} "}}"')
+            self._rules.add(f'{rule}: {plain} | "[" {inner} "]" | "{{" {members} "}}"')
         return self._any
 
     def _exact_value(self, schema: Any, path: str) -> str:
+        if self._depth > limits.MAX_LITERAL_DEPTH:
+            raise BadParameter(path, f"is more than {limits.MAX_LITERAL_DEPTH} levels deep, which {NOT_SUPPORTED}")
         if not isinstance(schema, dict):
             raise BadParameter(path, "must be a schema object: this model's tool call syntax needs the type of every value")
         if "$ref" in schema:
@@ -334,7 +373,9 @@ class _LiteralGrammar:
 
     def _typed(self, kind: Any, schema: dict[str, Any], path: str) -> str:
         refuse(schema, ANY_TYPE_KEYWORDS, path)
-        self._check(only(schema, _NUMBER_KEYWORDS | _STRING_KEYWORDS), path)
+        bounds = only(schema, _NUMBER_KEYWORDS | _STRING_KEYWORDS)
+        if kind not in JSON_TYPES or len(bounds) > 1:
+            self._check(bounds, path)
         refuse(schema, ARRAY_KEYWORDS if kind == "array" else OBJECT_KEYWORDS if kind == "object" else (), path)
         match kind:
             case "string":
@@ -361,11 +402,11 @@ class _LiteralGrammar:
         if terminal is None and not self._quote_is_special:
             self._count += 1
             rule = f"{self._name}_s{self._count}"
-            self._rules.append(f"{rule}[suffix={lark_string(GEMMA_QUOTE)}]: {_ANY_TEXT}")
+            self._rules.add(f"{rule}[suffix={lark_string(GEMMA_QUOTE)}]: {_ANY_TEXT}")
             return f"{quote} {rule}"
         self._count += 1
         name = f"{self._name}_S{self._count}".upper()
-        self._rules.append(f"{name}: {terminal or _ANY_TEXT}")
+        self._rules.add(f"{name}: {terminal or _ANY_TEXT}")
         return f"{quote} {name} {quote}"
 
     def _constant(self, value: Any) -> str:
@@ -394,7 +435,7 @@ class _LiteralGrammar:
             target = resolve_pointer(self._root, pointer, path)
             self._count += 1
             rule = self._references[pointer] = f"{self._name}_r{self._count}"
-            self._rules.append(f"{rule}: {self._value(target, path)}")
+            self._rules.add(f"{rule}: {self._value(target, path)}")
         return self._references[pointer]
 
     def _json(self, schema: dict[str, Any]) -> str:
@@ -403,7 +444,7 @@ class _LiteralGrammar:
     def _rule(self, body: str) -> str:
         self._count += 1
         rule = f"{self._name}_n{self._count}"
-        self._rules.append(f"{rule}: {body}")
+        self._rules.add(f"{rule}: {body}")
         return rule
 
 

@@ -1,0 +1,193 @@
+"""Check schemas and grammars against the limits in `onedraw/limits.py`, before anything compiles them or walks them recursively.
+
+The input is a JSON schema or the text of a grammar. What is over a limit raises BadParameter with the caller's parameter and the
+limit. All checks are iterative. What passes can still be too costly, so it is compiled in a helper process first (`checker.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from onedraw import limits
+from onedraw.errors import BadParameter
+
+_DEFINITIONS = ("$defs", "definitions")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A schema as JSON text, if it is within the limits."""
+    check_schema(schema, param)
+    text = json.dumps(schema)
+    check_characters(text, param)
+    return text
+
+
+def check_characters(text: str, param: str, *, most: int | None = None) -> None:
+    most = limits.MAX_FORMAT_CHARACTERS if most is None else most
+    if len(text) > most:
+        raise BadParameter(param, f"has {len(text):,} characters; at most {most:,} are allowed")
+
+
+def check_choices(texts: Sequence[str], param: str) -> None:
+    if len(texts) > limits.MAX_FORMAT_MEMBERS:
+        raise BadParameter(param, f"has {len(texts):,} texts; at most {limits.MAX_FORMAT_MEMBERS:,} are allowed")
+
+
+# ---------------------------------------------------------------------- schemas
+
+
+def check_schema(schema: Any, param: str) -> None:
+    """BadParameter if a schema is over a limit. Its size is checked first, so the second walk is bounded."""
+    _check_size(schema, param)
+    _check_depth(schema, param)
+
+
+def _check_size(schema: Any, param: str) -> None:
+    values = references = 0
+    pending: list[tuple[Any, int]] = [(schema, 1)]
+    while pending:
+        value, nesting = pending.pop()
+        values += 1
+        if values > limits.MAX_FORMAT_VALUES:
+            raise BadParameter(param, f"has more than {limits.MAX_FORMAT_VALUES:,} values; at most that many are allowed")
+        if nesting > limits.MAX_FORMAT_NESTING:
+            raise BadParameter(param, f"is nested more than {limits.MAX_FORMAT_NESTING} levels deep; use $ref for inner schemas")
+        if isinstance(value, Mapping):
+            references += any(isinstance(value.get(name), str) for name in _REFERENCES)
+            if references > limits.MAX_FORMAT_REFERENCES:
+                raise BadParameter(
+                    param, f"has more than {limits.MAX_FORMAT_REFERENCES:,} references; at most that many are allowed"
+                )
+            inner = list(value.values())
+        elif isinstance(value, list | tuple):
+            if len(value) > limits.MAX_FORMAT_MEMBERS:
+                raise BadParameter(
+                    param, f"has a list of {len(value):,} members; at most {limits.MAX_FORMAT_MEMBERS:,} are allowed in one list"
+                )
+            inner = list(value)
+        else:
+            continue
+        if values + len(pending) + len(inner) > limits.MAX_FORMAT_VALUES:
+            raise BadParameter(param, f"has more than {limits.MAX_FORMAT_VALUES:,} values; at most that many are allowed")
+        pending += [(part, nesting + 1) for part in inner]
+
+
+def _check_depth(schema: Any, param: str) -> None:
+    """The depth at which a compiler meets each value for the first time, where it follows a `$ref` as soon as it meets it."""
+    seen: set[int] = set()
+    path: list[Iterator[Any]] = [iter((schema,))]
+    while path:
+        value = next(path[-1], path)
+        if value is path:
+            path.pop()
+            continue
+        if not isinstance(value, dict | list) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        path.append(iter(_parts(value, schema)))
+        if len(path) > limits.MAX_FORMAT_DEPTH:
+            raise BadParameter(
+                param, f"is more than {limits.MAX_FORMAT_DEPTH} levels deep with its references followed; use fewer"
+            )
+
+
+def _parts(value: dict[str, Any] | list[Any], root: Any) -> list[Any]:
+    """What a compiler descends into from a value: its parts, and the targets of its references. Definitions are only met through
+    references."""
+    if isinstance(value, list):
+        return value
+    parts = [part for name, part in value.items() if name not in _DEFINITIONS]
+    return parts + [_target(root, value[name]) for name in _REFERENCES if isinstance(value.get(name), str)]
+
+
+def _target(root: Any, pointer: str) -> Any:
+    """The value that a reference inside the same schema points to; None if there is none."""
+    if not pointer.startswith("#"):
+        return None
+    target = root
+    for step in pointer[1:].strip("/").split("/") if len(pointer) > 1 else ():
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict):
+            target = target.get(name)
+        elif isinstance(target, list) and name.isdecimal() and len(name) < 9 and int(name) < len(target):
+            target = target[int(name)]
+        else:
+            return None
+    return target
+
+
+# ---------------------------------------------------------------------- grammars
+
+# A rule and what follows it: (name of a rule that it uses, groups around the use).
+Uses = Mapping[str, Sequence[tuple[str, int]]]
+
+_DEFINITION = re.compile(r"\s*[!?]*([A-Za-z_][\w-]*)[^:\"/|]*:(?!:=)")
+_SYMBOL = re.compile(
+    r"//.*|\"(?:\\.|[^\"\\])*\"?|/(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\])+/?|([A-Za-z_][\w-]*)|([({\[])|([)}\]])|[^\s]"
+)
+_JSON_RULE = re.compile(r"%json\s*")
+
+
+def check_lark(text: str, param: str, *, most: int | None = None) -> None:
+    """BadParameter if a Lark grammar, or a JSON schema inside it, is over a limit."""
+    check_characters(text, param, most=most)
+    uses: dict[str, list[tuple[str, int]]] = {}
+    current: list[tuple[str, int]] = []
+    symbols = groups = 0
+    for line in _without_schemas(text, param).split("\n"):
+        start = _DEFINITION.match(line)
+        if start:
+            current, groups = uses.setdefault(start[1], []), 0
+        for symbol in _SYMBOL.finditer(line, start.end() if start else 0):
+            symbols += 1
+            if symbols > limits.MAX_FORMAT_VALUES:
+                raise BadParameter(param, f"has more than {limits.MAX_FORMAT_VALUES:,} symbols; at most that many are allowed")
+            name, opening, closing = symbol.groups()
+            groups += bool(opening) - bool(closing)
+            if name:
+                current.append((name, groups))
+    check_rules(uses, "start", param)
+
+
+def _without_schemas(text: str, param: str) -> str:
+    """A Lark grammar without the JSON schemas in it, which are checked."""
+    kept, end, decoder = [], 0, json.JSONDecoder()
+    for found in _JSON_RULE.finditer(text):
+        if found.start() < end:
+            continue
+        try:
+            schema, stop = decoder.raw_decode(text, found.end())
+        except RecursionError:
+            raise BadParameter(param, f"has a schema that is nested more than {limits.MAX_FORMAT_NESTING} levels deep") from None
+        except ValueError:  # not JSON: the compiler says so
+            continue
+        check_schema(schema, param)
+        kept.append(text[end : found.end()])
+        end = stop
+    return "".join([*kept, text[end:]])
+
+
+def check_rules(uses: Uses, first: str, param: str) -> None:
+    """BadParameter if a grammar has too many rules, or a compiler that follows each rule where it is first used gets too deep."""
+    if len(uses) > limits.MAX_FORMAT_RULES:
+        raise BadParameter(param, f"has {len(uses):,} rules; at most {limits.MAX_FORMAT_RULES:,} are allowed")
+    seen = {first}
+    path = [(0, iter(uses.get(first, ())))]
+    while path:
+        depth, following = path[-1]
+        use = next(following, None)
+        if use is None:
+            path.pop()
+            continue
+        name, groups = use
+        inner = depth + 1 + groups
+        if inner > limits.MAX_FORMAT_DEPTH:
+            raise BadParameter(param, f"has rules that use each other more than {limits.MAX_FORMAT_DEPTH} levels deep; use fewer")
+        if name in uses and name not in seen:
+            seen.add(name)
+            path.append((inner, iter(uses[name])))
