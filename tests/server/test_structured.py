@@ -132,7 +132,6 @@ def test_an_unsupported_keyword_is_named_with_its_path(fake: Any, path: str) -> 
         ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice"),
         ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
         ({"guided_json": "{"}, "guided_json"),
