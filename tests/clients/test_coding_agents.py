@@ -107,3 +107,34 @@ def test_codex_runs_a_command_and_answers(tmp_path: Path, note: Path, model: str
     by_type = {item["type"]: item for item in items}
     assert SECRET in by_type["command_execution"]["aggregated_output"]
     assert by_type["agent_message"]["text"] == ANSWER
+
+
+def test_continue_reads_a_file_and_answers(tmp_path: Path, note: Path) -> None:
+    config = {
+        "name": "local",
+        "version": "1.0.0",
+        "schema": "v1",
+        "models": [
+            {
+                "name": "onedraw",
+                "provider": "openai",
+                "model": "any-model",
+                "apiKey": KEY,
+                "roles": ["chat"],
+                "capabilities": ["tool_use"],
+            }
+        ],
+    }
+    with scripted(tmp_path / "model", "Read", {"filepath": str(note)}) as server:
+        config["models"][0]["apiBase"] = server.base  # type: ignore[index]
+        (note.parent / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+        said = run(
+            MODULES / "@continuedev" / "cli" / "dist" / "cn.js",
+            ["-p", "Read the note.", "--config", "config.yaml", "--auto"],
+            work=note.parent,
+            CONTINUE_CLI_ENABLE_TELEMETRY="0",
+            CONTINUE_CLI_AUTO_UPDATED="1",
+        )
+    assert said.strip() == ANSWER
+    sessions = [path.read_text() for path in (tmp_path / "home" / ".continue").rglob("*.json")]
+    assert any(SECRET in session for session in sessions)

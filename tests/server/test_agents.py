@@ -24,7 +24,9 @@ PATHS = {
     "claude_code": "/v1/messages?beta=true",
     "codex": "/v1/responses",
     "codex_unknown_model": "/v1/responses",
+    **dict.fromkeys(("aider", "continue", "opencode", "open_webui"), "/v1/chat/completions"),
 }
+ENDINGS = ("response.completed\n", "response.incomplete\n", "message_stop\n")
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +39,16 @@ def window() -> Iterator[Served]:
 @pytest.mark.parametrize("name", PATHS)
 @pytest.mark.parametrize("reasons", [True, False])
 def test_the_body_of_a_real_agent_is_answered(window: Served, monkeypatch: pytest.MonkeyPatch, name: str, reasons: bool) -> None:
-    """Recorded from the programs; only the prose is replaced."""
+    """Recorded from the programs, with their prose replaced; Open WebUI's is written after its source."""
     if not reasons:
         monkeypatch.setitem(window.llm.__dict__, "reasoning", None)
     body = json.loads((BODIES / f"{name}.json").read_text())
     answer = window.http.post(PATHS[name], json={**body, "seed": 5})
     assert answer.status_code == 200, answer.text
-    assert answer.text.rsplit("event: ")[-1].startswith(("response.completed\n", "response.incomplete\n", "message_stop\n"))
+    if PATHS[name] == "/v1/chat/completions":
+        assert answer.text.endswith("data: [DONE]\n\n")
+    else:
+        assert answer.text.rsplit("event: ")[-1].startswith(ENDINGS)
 
 
 def test_tools_that_the_server_cannot_offer_are_left_out_and_named(window: Served) -> None:
