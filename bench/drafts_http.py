@@ -1,0 +1,165 @@
+"""Default drafting against `--draft none`, through HTTP: two servers, requests in turn, tokens compared.
+
+    python -m bench.drafts_http [MODEL] [--temperatures 0,0.7,1] [--batch 1,4,8] [--new-tokens 160] [--repeats 2] [--json]
+                                [--flags "--dtype f32"] [--kinds chat,edit,quote]
+
+Both servers run all the time, and only one of them works at a time: each group of requests goes to one server, then to the
+other. Timed is the time from the first to the last token of a group. A prompt and seed are never sent twice to a server without
+a change, so the prefix cache saves the same on both sides. Status 1 if a reply has other tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from onedraw.cli.terminal import table
+
+PROMPTS = Path(__file__).parent / "prompts"
+SIDES = {"default": (), "none": ("--draft", "none")}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One reply: its tokens, and when its first and last token arrived."""
+
+    ids: tuple[int, ...]
+    first: float
+    last: float
+
+
+class Server:
+    def __init__(self, model: str, flags: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "onedraw", "serve", model, "--port", str(self.port), "--no-self-check", *flags]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return
+            except OSError:
+                if self._process.poll() is not None:
+                    raise SystemExit(f"the server ended: {shlex.join(command)}") from None
+                time.sleep(0.2)
+        raise SystemExit("the server did not start")
+
+    def reply(self, body: dict[str, Any]) -> Timed:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            data=json.dumps({**body, "stream": True, "return_token_ids": True}).encode(),
+            headers={"content-type": "application/json"},
+        )
+        ids: list[int] = []
+        first = last = 0.0
+        with urllib.request.urlopen(request, timeout=600) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    found = choice.get("token_ids") or []
+                    if found:
+                        last = time.perf_counter()
+                        first = first or last
+                        ids += found
+        return Timed(tuple(ids), first, last)
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(60)
+
+
+def group(server: Server, bodies: Sequence[dict[str, Any]]) -> tuple[float, list[tuple[int, ...]]]:
+    """Send all at once; return seconds from the first token of any to the last of all, and the tokens."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        found = list(pool.map(server.reply, bodies))
+    return max(one.last for one in found) - min(one.first for one in found), [one.ids for one in found]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--temperatures", default="0,0.7,1")
+    parser.add_argument("--batch", default="1,4,8")
+    parser.add_argument("--kinds", default="chat,edit,quote")
+    parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--flags", default="", help="for both servers, as one text")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    servers = {side: Server(options.model, [*flags, *shlex.split(options.flags)]) for side, flags in SIDES.items()}
+    rows, wrong, seed = [], 0, 0
+    try:
+        for kind in options.kinds.split(","):
+            files = sorted(PROMPTS.glob(f"{kind}-*.json"))
+            prompts = [json.loads(file.read_text(encoding="utf-8"))["messages"] for file in files]
+            for batch in map(int, options.batch.split(",")):
+                for temperature in map(float, options.temperatures.split(",")):
+                    seconds: dict[str, list[float]] = {side: [] for side in servers}
+                    tokens = 0
+                    for _ in range(options.repeats):
+                        for start in range(0, len(prompts), batch):
+                            seed += 1
+                            picked = list(islice(cycle(prompts), start, start + batch))
+                            sizes = {"max_tokens": options.new_tokens, "ignore_eos": True, "temperature": temperature, "top_p": 1}
+                            bodies = [
+                                {"messages": messages, "seed": 1000 * seed + index, **sizes}
+                                for index, messages in enumerate(picked)
+                            ]
+                            ids = {}
+                            for side in sorted(servers, reverse=seed % 2 == 0):
+                                took, ids[side] = group(servers[side], bodies)
+                                seconds[side].append(took)
+                            wrong += ids["default"] != ids["none"]
+                            tokens += sum(len(one) for one in ids["none"])
+                    ratios = [none / default for none, default in zip(seconds["none"], seconds["default"], strict=True)]
+                    cell = Cell(
+                        kind, temperature, batch, sum(seconds["none"]) / sum(seconds["default"]), statistics.median(ratios),
+                        tokens / sum(seconds["default"]),
+                    )  # fmt: skip
+                    rows.append(cell)
+                    print(cell, file=sys.stderr, flush=True)
+    finally:
+        for server in servers.values():
+            server.close()
+    if options.json:
+        print(json.dumps({"cells": [asdict(row) for row in rows], "groups_with_other_tokens": wrong}, indent=2))
+    else:
+        heads = ("text", "T", "batch", "default / none", "median", "tokens/s")
+        table(
+            "",
+            heads,
+            [[r.kind, f"{r.temperature:g}", str(r.batch), f"{r.ratio:.2f}", f"{r.median:.2f}", f"{r.rate:.0f}"] for r in rows],
+        )
+        print(f"groups of requests with other tokens: {wrong}")
+    return 1 if wrong else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    kind: str
+    temperature: float
+    batch: int
+    ratio: float  # seconds without drafts over seconds by default, all groups together
+    median: float  # of the same per group
+    rate: float  # tokens per second by default
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
