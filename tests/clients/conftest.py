@@ -77,7 +77,7 @@ def running(*flags: str, model: Sequence[str] = ("fake", "--backend", "fake")) -
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    with running("--max-context", "4096") as started:
+    with running("--max-context", "4096", "--strict-model-names") as started:
         yield started
 
 
