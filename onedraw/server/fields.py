@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 from pydantic.fields import FieldInfo
 
 from onedraw.errors import BadParameter, BadRequest
@@ -29,6 +29,18 @@ LEFT_OUT_TOOL = re.compile(
     r"|text_editor|apply_patch|memory|advisor)(_[0-9]{4}_?[0-9]{2}_?[0-9]{2})?$"
 )
 Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # Counts are limited to 32 bits, which every backend can hold.
+
+
+ItemT = TypeVar("ItemT")
+
+
+class FirstError(FailFast):
+    """Validation of a list ends at the first wrong item, so there is no list of a million errors."""
+
+    __hash__ = object.__hash__  # as members of a union need it
+
+
+ListOf = Annotated[list[ItemT], FirstError()]
 
 
 class StrictModel(BaseModel):

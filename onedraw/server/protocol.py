@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
 from onedraw.llm.request_options import EFFORTS, GUIDED, Effort, RequestOptions
-from onedraw.server.fields import TOOL_NAME, StrictModel, Whole, field_doc, is_left_out, left_out, seed_field
+from onedraw.server.fields import TOOL_NAME, ListOf, StrictModel, Whole, field_doc, is_left_out, left_out, seed_field
 from onedraw.text.constraints.format_limits import schema_text
 from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
@@ -278,7 +278,7 @@ class StructuredOutputs(StrictModel):
     json_: dict[str, Any] | str | None = field_doc("object or string", "a JSON schema, or its text", alias="json")
     json_object: bool = field_doc("boolean", "any JSON object", False)
     regex: str | None = field_doc("string", "the same as `guided_regex`")
-    choice: list[str] | None = field_doc("list of strings", "the same as `guided_choice`")
+    choice: ListOf[str] | None = field_doc("list of strings", "the same as `guided_choice`")
     grammar: str | None = field_doc("string", "the same as `guided_grammar`")
 
 
@@ -312,7 +312,7 @@ class TokenFields(StrictModel):
     stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
         "string or list", "ends the reply and is not part of its text; searched in the answer, not in reasoning or calls", ()
     )
-    stop_token_ids: list[int] = field_doc("list of integers", "token ids that end the reply", [])
+    stop_token_ids: ListOf[int] = field_doc("list of integers", "token ids that end the reply", [])
     ignore_eos: bool = field_doc("boolean", "continue after the end-of-sequence token", False)
     bad_words: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
         "list of strings", "words that the reply never contains", ()
@@ -348,7 +348,7 @@ class SamplingFields(TokenFields):
     response_format: ResponseFormat | None = field_doc("object", "see below; the reply is JSON, of a schema if one is given")
     guided_json: dict[str, Any] | str | None = field_doc("object or string", "a JSON schema, or its text, that the reply follows")
     guided_regex: str | None = field_doc("string", "a regular expression that the whole reply matches; no look-around")
-    guided_choice: list[str] | None = field_doc("list of strings", "the reply is one of these")
+    guided_choice: ListOf[str] | None = field_doc("list of strings", "the reply is one of these")
     guided_grammar: str | None = field_doc("string", "a grammar that the reply follows: Lark (llguidance's dialect) or GBNF")
     grammar: str | None = field_doc("string", "a grammar as llama.cpp takes them (GBNF)")
     structured_outputs: StructuredOutputs | None = field_doc("object", "see below; another spelling of the guided fields")
@@ -435,7 +435,7 @@ class Message(StrictModel):
     name: str | None = field_doc("string", "passed to the chat template")
     reasoning_content: str | None = field_doc("string", "passed to the chat template")
     reasoning: str | None = field_doc("string", "the same as `reasoning_content`")
-    tool_calls: list[ToolCall] | None = field_doc("list of objects", "the assistant's calls: `id`, `type`, `function`")
+    tool_calls: ListOf[ToolCall] | None = field_doc("list of objects", "the assistant's calls: `id`, `type`, `function`")
     tool_call_id: str | None = field_doc("string", 'with role "tool": the call that this is the result of')
 
     @model_validator(mode="after")
@@ -457,7 +457,7 @@ class Message(StrictModel):
 
 
 class ChatRequest(SamplingFields):
-    messages: list[Message] = field_doc("list of objects", "see below; required", ..., min_length=1)
+    messages: ListOf[Message] = field_doc("list of objects", "see below; required", ..., min_length=1)
     logprobs: bool = field_doc("boolean", "logprobs of the tokens", False)
     top_logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}", "and of that many alternatives; only with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
@@ -479,7 +479,7 @@ class ChatRequest(SamplingFields):
         "tokens of reasoning, after which it is closed with the template's own text; overrides the effort",
     )
 
-    tools: list[ToolSpec] = field_doc("list of objects", "see below; functions that the model may call", [])
+    tools: ListOf[ToolSpec] = field_doc("list of objects", "see below; functions that the model may call", [])
     tool_choice: Annotated[ToolChoice, PlainValidator(chat_choice)] | None = field_doc(
         '"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
         '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
@@ -536,7 +536,7 @@ class TokenizeRequest(StrictModel):
     model: str | None = field_doc("string", ANY_MODEL)
     prompt: str | None = field_doc("string", "a text; this or `messages`")
     add_special_tokens: bool = field_doc("boolean", "add the tokenizer's special tokens", True)
-    messages: list[Message] | None = field_doc("list of objects", "a chat, through the chat template", min_length=1)
+    messages: ListOf[Message] | None = field_doc("list of objects", "a chat, through the chat template", min_length=1)
     add_generation_prompt: bool = field_doc("boolean", "end the prompt with the beginning of an assistant message", True)
     continue_final_message: bool = field_doc(
         "boolean", "the prompt ends where the last message ends, an assistant's, and the reply continues it", False
@@ -552,4 +552,4 @@ class TokenizeRequest(StrictModel):
 
 class DetokenizeRequest(StrictModel):
     model: str | None = field_doc("string", ANY_MODEL)
-    tokens: list[int] = field_doc("list of integers", "required", ...)
+    tokens: ListOf[int] = field_doc("list of integers", "required", ...)

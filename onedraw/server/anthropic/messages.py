@@ -20,6 +20,7 @@ from onedraw.llm.reply import BlockChange, BlockClosed, BlockGrew, BlockOpened, 
 from onedraw.server.errors import message_error
 from onedraw.server.fields import (
     TOOL_NAME,
+    ListOf,
     Rule,
     StrictModel,
     Whole,
@@ -210,11 +211,11 @@ class CountRequest(StrictModel):
     """The fields of a Messages request that decide its prompt."""
 
     model: str | None = field_doc("string", ANY_MODEL)
-    messages: list[MessageParam] = field_doc(
+    messages: ListOf[MessageParam] = field_doc(
         "list of objects", "see below; the reply continues a last message of the assistant; required", ..., min_length=1
     )
     system: Annotated[str, PlainValidator(_text_of)] | None = field_doc("string or list of text blocks", "the system message")
-    tools: list[MessageTool] = field_doc("list of objects", "see below", [])
+    tools: ListOf[MessageTool] = field_doc("list of objects", "see below", [])
     tool_choice: MessageToolChoice | None = field_doc("object", "`type`, `name`, `disable_parallel_tool_use`")
     thinking: Thinking | None = field_doc("object", "`type`, `budget_tokens`; without it thinking is off where possible")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
@@ -297,7 +298,7 @@ class MessagesRequest(CountRequest):
         "integer >= -1", "the most tokens of the reply, which ends at the context at the latest; required", ...
     )
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
-    stop_sequences: list[str] = field_doc(
+    stop_sequences: ListOf[str] = field_doc(
         "list of strings", "ends the reply and is not part of its text; searched in the answer, not in thinking or calls", []
     )
     temperature: float | None = field_doc("number, 0 … 100", "0 is greedy")

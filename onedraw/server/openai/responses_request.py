@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainValidator, model_validator
+from pydantic import BeforeValidator, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
 from onedraw.llm.request_options import EFFORTS, Effort
 from onedraw.server.fields import (
     TOOL_NAME,
+    ListOf,
     Rule,
     StrictModel,
     Whole,
@@ -130,6 +131,12 @@ def _items(value: object) -> str | list[dict[str, Any]]:
     return value
 
 
+def _notes(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise PydanticCustomError("notes", "must be an object: name → text")
+    return value
+
+
 NumberedMessage = tuple[int, dict[str, Any]]  # the index of a message's first input item, and the chat message
 
 
@@ -189,10 +196,10 @@ class ResponsesRequest(TokenFields):
     top_logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}", f"alternatives of each token; with `include: [{LOGPROBS}]`", ge=0, le=MAX_TOP_LOGPROBS
     )
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = field_doc(
+    include: ListOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = field_doc(
         "list of strings", f"`{LOGPROBS}` is honoured; `reasoning.encrypted_content` is accepted: reasoning is in the clear", []
     )
-    tools: list[ResponseTool] = field_doc("list of objects", "see below", [])
+    tools: ListOf[ResponseTool] = field_doc("list of objects", "see below", [])
     tool_choice: Annotated[ToolChoice, PlainValidator(response_choice)] | None = field_doc(
         '"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}',
         "as in a chat; default `auto`",
@@ -200,7 +207,9 @@ class ResponsesRequest(TokenFields):
     parallel_tool_calls: bool = field_doc("boolean", "false: at most one call in a reply", True)
     text: ResponseText | None = field_doc("object", "`format`: the response format")
     reasoning: ResponseReasoning | None = field_doc("object", "`effort`")
-    metadata: dict[str, str] | None = field_doc("object", "the caller's own notes, returned with the response")
+    metadata: Annotated[dict[str, str], BeforeValidator(_notes)] | None = field_doc(
+        "object", "the caller's own notes, returned with the response"
+    )
     thinking_budget: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
 
