@@ -97,6 +97,8 @@ class Measure:
     accepted_tokens: int  # drafts that were kept
     tokens_per_turn: float  # new tokens that one step gives one request; 1 without drafts
     turns_per_second: float  # engine steps per second over the whole time
+    drafter_share: float = 0.0  # share of the engine steps after which the model's own drafter drafted
+    drafter_ms: float = 0.0  # milliseconds that it took in such a step
     floor_share: float | None = None  # least possible time of a step divided by its actual time
     plain_tokens_per_second: float | None = None  # decode rate without drafts, with --draft replay
     peer_tokens_per_second: float | None = None  # decode rate of the library named by --against
@@ -345,6 +347,10 @@ def summarise(batch: int, runs: Sequence[BenchRun]) -> Measure:
         # A row that samples gives its kept drafts and one more token, so the number of rows is sampled - accepted.
         tokens_per_turn=sampled / max(sampled - accepted, 1),
         turns_per_second=sum(run.counted.steps for run in runs) / seconds,
+        drafter_share=sum(run.counted.drafter_steps for run in runs) / max(sum(run.counted.steps for run in runs), 1),
+        drafter_ms=1e3
+        * sum(run.counted.drafter_seconds for run in runs)
+        / max(sum(run.counted.drafter_steps for run in runs), 1),
     )
 
 
@@ -373,6 +379,8 @@ def _show(measures: Sequence[Measure], *, title: str) -> None:
         for row, m in zip(rows, measures, strict=True):
             row += [f"{m.accepted_tokens}/{m.draft_tokens}", f"{m.tokens_per_turn:.2f}", f"{m.turns_per_second:.1f}"]
     beside: list[tuple[str, list[str]]] = [
+        ("drafter steps", [f"{m.drafter_share:.0%}" for m in measures if any(one.drafter_share for one in measures)]),
+        ("drafter ms", [f"{m.drafter_ms:.2f}" for m in measures if any(one.drafter_share for one in measures)]),
         ("of floor", [f"{m.floor_share:.0%}" for m in measures if m.floor_share is not None]),
         ("plain tokens/s", [f"{m.plain_tokens_per_second:.1f}" for m in measures if m.plain_tokens_per_second is not None]),
         ("x plain", [f"{m.decode_tokens_per_second / p:.2f}" for m in measures if (p := m.plain_tokens_per_second)]),

@@ -23,7 +23,7 @@ from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.isolated_constraint import IsolatedConstraint
 from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
-from onedraw.engine.stats import DraftStats, Stats
+from onedraw.engine.stats import DraftingEstimates, DraftStats, Stats
 from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, OutOfMemory, StepFailed
 from onedraw.speculation.draft_tree import chain_length, tree_depth
 from onedraw.types import Constraint, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, SampledToken, Usage
@@ -214,6 +214,12 @@ class Engine:
             snapshots_saved=0 if self._offload is None else self._offload.saved,
             snapshots_restored=0 if self._offload is None else self._offload.restored,
             propose_seconds=drafting.propose_seconds,
+            drafter_steps=drafting.steps_with_drafter,
+            drafter_seconds=drafting.drafter_seconds,
+            probe_seconds=drafting.probe_seconds,
+            drafting=DraftingEstimates(
+                step_cost=drafting.step_cost.parts, drafter_cost=drafting.drafter_cost.parts, acceptance=drafting.acceptance
+            ),
             **self._totals,
         )
 

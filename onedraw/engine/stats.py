@@ -5,7 +5,7 @@ The engine, scheduler, allocator and speculator count; `/metrics`, `onedraw benc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 
 
@@ -20,8 +20,17 @@ class DraftStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftingEstimates:
+    """What the drafting policy reckons with now. Costs are (per step or call, per row, per token) in seconds."""
+
+    step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of a step without its drafter
+    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the backend's drafter; a token is a drafted position
+    acceptance: tuple[tuple[str, float, float], ...] = ()  # source, temperature, probability that a draft is kept
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since the start. `running`, `waiting`, `pages_*`, `checkpoints_used` and `checkpoints_total` are gauges of now."""
+    """Counters since the start. `running`, `waiting`, `pages_*`, `checkpoints_used`, `checkpoints_total`, `drafting`: of now."""
 
     running: int = 0
     waiting: int = 0
@@ -49,7 +58,11 @@ class Stats:
     accepted_tokens: int = 0  # drafts kept by verification, including those after a stop id
     accepted_per_position: tuple[int, ...] = ()  # entry i: rows that kept more than i drafts
     drafted_by: tuple[DraftStats, ...] = ()
-    propose_seconds: float = 0.0  # time spent in proposers on the host
+    propose_seconds: float = 0.0  # time spent in proposers and decisions on the host
+    drafter_steps: int = 0  # generating steps after which the backend's own drafter drafted
+    drafter_seconds: float = 0.0  # time that it took in generating steps
+    probe_seconds: float = 0.0  # estimated time of drafts that were only tried
+    drafting: DraftingEstimates = field(default_factory=DraftingEstimates)
     middle_chunks: int = 0  # rows that stopped before the end of the known tokens
     mixed_steps: int = 0  # steps with more than one row
     mixed_logprobs: int = 0  # steps in which some rows have logprobs and some have none
@@ -63,12 +76,13 @@ class Stats:
 
     def since(self, earlier: Stats) -> Stats:
         """Return the counts since `earlier`. Gauges become differences as well."""
-        composite = ("accepted_per_position", "drafted_by")
+        composite = ("accepted_per_position", "drafted_by", "drafting")
         numbers = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Stats) if f.name not in composite}
         pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
         before = {d.source: d for d in earlier.drafted_by}
         drafted_by = (_difference(d, before.get(d.source, DraftStats(d.source))) for d in self.drafted_by)
-        return Stats(**numbers, accepted_per_position=tuple(a - b for a, b in pairs), drafted_by=tuple(drafted_by))
+        kept = tuple(a - b for a, b in pairs)
+        return Stats(**numbers, accepted_per_position=kept, drafted_by=tuple(drafted_by), drafting=self.drafting)
 
 
 def _difference(now: DraftStats, earlier: DraftStats) -> DraftStats:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from onedraw.engine.stats import Stats
+from onedraw.engine.stats import DraftingEstimates, Stats
 from onedraw.server.limits import Accounts
 from onedraw.types import Piece
 
@@ -52,6 +52,10 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.draft_tokens),
     ("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", lambda s: s.accepted_tokens),
     ("engine_turns", "Engine steps.", lambda s: s.steps),
+    ("spec_decode_drafter_steps", "Generating steps after which the model's own drafter drafted.", lambda s: s.drafter_steps),
+    ("spec_decode_drafter_seconds", "Time that the model's own drafter took in generating steps.", lambda s: s.drafter_seconds),
+    ("spec_decode_probe_seconds", "Estimated time of drafts that were only tried.", lambda s: s.probe_seconds),
+    ("spec_decode_host_seconds", "Time spent in proposers and drafting decisions on the host.", lambda s: s.propose_seconds),
 )
 
 
@@ -73,6 +77,20 @@ class EngineCollector(Collector):
             counter.add_metric([self._model], read(stats))
             yield counter
         yield self._per_position(stats)
+        yield from self._estimates(stats.drafting)
+
+    def _estimates(self, drafting: DraftingEstimates) -> Iterator[Family]:
+        """What the drafting policy reckons with."""
+        labels = ["model_name", "of", "per"]
+        costs = GaugeMetricFamily("spec_decode_cost_seconds", "Estimated cost of a step and of the drafter.", labels=labels)
+        for of, cost in (("step", drafting.step_cost), ("drafter", drafting.drafter_cost)):
+            for per, seconds in zip(("step", "row", "token"), cost, strict=True):
+                costs.add_metric([self._model, of, per], seconds)
+        labels = ["model_name", "source", "temperature"]
+        rates = GaugeMetricFamily("spec_decode_acceptance", "Estimated probability that a draft is kept.", labels=labels)
+        for source, temperature, rate in drafting.acceptance:
+            rates.add_metric([self._model, source, f"{temperature:g}"], rate)
+        yield from (costs, rates)
 
     def _per_position(self, stats: Stats) -> Family:
         """Count kept drafts by position; 0 is the first draft of a row. Divided by the rows with drafts it is a rate."""

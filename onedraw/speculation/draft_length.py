@@ -43,6 +43,11 @@ class RowCost:
     token_seconds: float = PRIOR_TOKEN_SHARE
     row_seconds: float = 0.0
 
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """Return the cost per step, per row and per token."""
+        return self.base_seconds, self.row_seconds, self.token_seconds
+
 
 def expected_kept(acceptance: float, depth: int) -> float:
     """Return the average number of kept drafts in a chain of `depth` drafts."""

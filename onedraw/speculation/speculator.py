@@ -61,7 +61,7 @@ class SpeculationStats:
     probe_seconds: float = 0.0  # estimated time that probes took
     step_cost: RowCost = field(default_factory=RowCost)  # of a step without its drafter
     drafter_cost: RowCost = field(default_factory=RowCost)  # of the backend's drafter, where a token is a drafted position
-    acceptance: Mapping[str, float] = field(default_factory=dict)  # "source at T temperature" → probability that a draft is kept
+    acceptance: tuple[tuple[str, float, float], ...] = ()  # source, rounded temperature, probability that a draft is kept
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Speculator:
             self._probe_seconds,
             self._steps.cost,
             self._drafter_cost(),
-            {f"{source} at T {temperature:g}": known.rate for (source, temperature), known in self._overall.items()},
+            tuple((source, temperature, known.rate) for (source, temperature), known in list(self._overall.items())),
         )
 
     def _decide(
