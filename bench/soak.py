@@ -7,9 +7,13 @@ the longest silence of its streams are watched. The other one is killed with SIG
 the next of LAUNCHES: the tiny model families with every drafter, layer splits, few KV pages, disk snapshots and records. Clients
 stream, hang up, read slowly and send bad requests; a disk fills up and has room again; the wall clock jumps.
 
+The steady server's clients are all well-behaved for CALM_SECONDS of every CALM_EVERY. The longest silence of a stream while no
+hostile request was in flight is the model's own time, which includes what the machine does besides. The longest silence at other
+times minus that is what hostile requests cost a healthy stream.
+
 Every answer belongs to one of a fixed set of seeded requests (Case). At the end a judge runs each of these alone, on a
 server without drafts, batches and caches, and all answers that were received, whole or cut, must equal the judge's: token ids,
-log-probabilities, text and ending. Exit status 1 if an answer is lost, mixed or wrong, or if the steady server is left with work.
+log-probabilities, text and ending. The exit status is 1 if the report does not hold (`Report.broken`).
 """
 
 from __future__ import annotations
@@ -23,13 +27,16 @@ import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +46,19 @@ from onedraw.errors import BadSetting
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
 TRAINED, GGUF = FIXTURES / "trained", FIXTURES / "gguf"
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+CLOCK_SHIFT = Path(__file__).with_name("clock_shift.c")
 
-CONTEXT = ("--max-context", "1024")
+NAMES = ("ada", "bob", "eve")  # of the API keys
 CASES = 120  # distinct requests per model
 PATIENCE = 120.0  # seconds without a byte after which a request counts as lost
 DISK = 48 * 2**20  # bytes of the file system that records and snapshots are written to
 SETTLE_SECONDS = 20.0
 WARM_UP = 0.25  # share of the run before memory is measured
+CALM_EVERY, CALM_SECONDS = 60.0, 15.0
+LONG_RUN = 30.0  # minutes from which on the bounds on memory and silence hold
+MOST_SLOPE = 5.0  # MiB per 10,000 requests
+MOST_SILENCE = 1.0  # seconds beyond the model's own time
+MORE_DESCRIPTORS = 4  # that an idle server may have after the run: files it opened on its first request
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +69,14 @@ class Launch:
     model: str
     flags: tuple[str, ...] = ()
     chat: bool = True
+    snapshots: bool = True
 
 
 STEADY = Launch("smollm2", "smollm2", ("--threads", "1"))
 _HYBRID = str(TRAINED / "trained_qwen3_5")
 _DENSE = str(TRAINED / "trained_qwen3")
+_MTP = "qwen3_5_mtp"  # written for each run
+_EXPERTS = str(GGUF / "qwen3_5_moe.gguf")
 LAUNCHES = (
     Launch("qwen3, block drafter", _DENSE, ("--draft", str(TRAINED / "trained_dflash_qwen3"))),
     Launch("qwen3.5, block drafter, tree", _HYBRID, ("--draft", str(TRAINED / "trained_dflash_qwen3_5"), "--tree-budget", "12")),
@@ -71,7 +86,8 @@ LAUNCHES = (
     Launch("gemma4, split in three", str(GGUF / "gemma4_26b.gguf"), ("--devices", "cpu,cpu,cpu"), chat=False),
     Launch("laguna, few pages", str(GGUF / "laguna.gguf"), ("--kv-memory", "1536KiB"), chat=False),
     Launch("smollm2, n-grams, small steps", "smollm2", ("--draft", "ngram", "--turn-tokens", "64")),
-    Launch("qwen3.5 with experts", str(GGUF / "qwen3_5_moe.gguf"), ("--draft", "ngram", "--checkpoint-memory", "0"), chat=False),
+    Launch("qwen3.5, no checkpoints", _EXPERTS, ("--draft", "ngram", "--checkpoint-memory", "0"), chat=False, snapshots=False),
+    Launch("qwen3.5, MTP head", _MTP, ("--draft", "mtp")),
 )
 
 
@@ -79,6 +95,12 @@ LAUNCHES = (
 
 _WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "red", "barn", "while", "one", "two", "birds", "sang")
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
+
+
+def write_mtp_model(folder: Path) -> None:
+    """In a process of its own, since it imports torch and transformers."""
+    write = "import sys, pathlib; from tests.support import tiny; tiny.write_safetensors(sys.argv[1], pathlib.Path(sys.argv[2]))"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", write, _MTP, str(folder)], cwd=ROOT, check=True, capture_output=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +114,7 @@ class Case:
 
 def make_case(number: int, launch: Launch, *, seed: int) -> Case:
     """Prompts share beginnings, so that the prefix cache and snapshots are used."""
-    dice = random.Random(f"{seed} {launch.model} {number}")
+    dice = random.Random(f"{seed} {Path(launch.model).name} {number}")
     words = random.Random(f"{seed} {number % 7}").choices(_WORDS, k=dice.choice((4, 30, 30, 60, 150)))
     text = " ".join([*words, *dice.choices(_WORDS, k=3)])
     body: dict[str, Any] = {"seed": number, "max_tokens": dice.randrange(4, 40), "return_token_ids": True}
@@ -116,7 +138,7 @@ def make_case(number: int, launch: Launch, *, seed: int) -> Case:
         body["guided_regex"] = "(the|a) [a-z]{3,8}( [a-z]+){1,4}"
     elif constrained < 0.18:
         body["guided_grammar"] = 'start: item ("," item)*\nitem: /[a-z]{1,5}/'
-    if "guided" in str(body.keys()):
+    if any(name.startswith("guided") for name in body):
         body.pop("ignore_eos", None)
     if launch.chat and dice.random() < 0.5:
         body |= {"messages": [{"role": "user", "content": text}], "logprobs": dice.random() < 0.5}
@@ -167,8 +189,9 @@ def refs(count: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": {"type": "string"}}}
 
 
+@cache
 def bad_requests() -> dict[str, tuple[str, bytes]]:
-    """Requests that must be refused, or served, without hurting any other request."""
+    """Requests that must be refused, or served, without hurting any other request: path and body by name."""
 
     def completion(**fields: Any) -> tuple[str, bytes]:
         return "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 4, **fields}).encode()
@@ -204,6 +227,10 @@ def bad_requests() -> dict[str, tuple[str, bytes]]:
 # ---------------------------------------------------------------------------------------------- HTTP
 
 
+def key_of(name: str) -> str:
+    return f"key-of-{name}"
+
+
 class Cut(Exception):
     """The connection ended before the answer did."""
 
@@ -215,15 +242,18 @@ class Connection:
     status: int
 
 
+def head(path: str, length: int, key: str) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {key}\r\ncontent-length: {length}\r\n\r\n"
+    ).encode()
+
+
 async def post(port: int, path: str, body: bytes, *, key: str, receive_buffer: int = 2**16) -> Connection:
     """Send a request and read the head of its answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=receive_buffer)
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
-        f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
     try:
-        writer.write(head.encode() + body)
+        writer.write(head(path, len(body), key) + body)
         async with asyncio.timeout(PATIENCE):
             status = await reader.readline()
             while (await reader.readline()).strip():
@@ -276,11 +306,28 @@ async def get(port: int, path: str, *, key: str) -> str:
 # ---------------------------------------------------------------------------------------------- servers
 
 
+class Clock:
+    """The wall clock of a server, which can jump."""
+
+    def __init__(self, folder: Path) -> None:
+        self._library, self._file = folder / "clock_shift.so", folder / "clock_shift"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(self._library), str(CLOCK_SHIFT)], check=True)
+        self._file.write_bytes(struct.pack("=q", 0))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"LD_PRELOAD": str(self._library), "CLOCK_SHIFT_FILE": str(self._file)}
+
+    def jump(self, seconds: int) -> None:
+        with self._file.open("r+b", buffering=0) as file:  # the server has mapped this file
+            file.write(struct.pack("=q", seconds))
+
+
 class ServerProcess:
     """A server in a process of its own. `epoch` counts its lives; it is odd while the server is down or about to be killed."""
 
-    def __init__(self, out: Path, name: str, keys: Path, *, clock: Path | None = None) -> None:
-        self._log = (out / f"{name}.log").open("ab")
+    def __init__(self, out: Path, name: str, keys: Path, *, clock: Clock | None = None) -> None:
+        self._log = out / f"{name}.log"
         self._keys, self._clock = keys, clock
         self._process: asyncio.subprocess.Process | None = None
         self.launch = STEADY
@@ -295,27 +342,16 @@ class ServerProcess:
     async def start(self, launch: Launch, *flags: str) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         if self._clock is not None:
-            environment |= {
-                "LD_PRELOAD": str(FAKETIME),
-                "FAKETIME_TIMESTAMP_FILE": str(self._clock),
-                "FAKETIME_CACHE_DURATION": "1",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            }
-        command = [
-            "-m",
-            "onedraw",
-            "serve",
-            launch.model,
-            "--port",
-            "0",
-            "--api-key-file",
-            str(self._keys),
-            *launch.flags,
-            *flags,
-        ]
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=self._log, env=environment, cwd=ROOT
-        )
+            environment |= self._clock.environment
+        command = ["-m", "onedraw", "serve", launch.model, "--port", "0", "--api-key-file", str(self._keys)]
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, *command, *launch.flags, *flags),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                cwd=ROOT,
+            )
         assert self._process.stdout is not None
         while found := await self._process.stdout.readline():
             if match := re.search(rb"http://127\.0\.0\.1:(\d+)/", found):
@@ -323,7 +359,8 @@ class ServerProcess:
                 self.epoch += 1
                 self.up.set()
                 return
-        raise RuntimeError(f"{launch.name} did not start: see {self._log.name}")
+        await self._process.wait()
+        raise RuntimeError(f"{launch.name} did not start: {self._log.read_text(errors='replace')[-2000:]}")
 
     async def kill(self) -> bool:
         """Returns whether the server was still alive."""
@@ -364,6 +401,9 @@ def _memory_mib(pid: int) -> float:
 # ---------------------------------------------------------------------------------------------- clients
 
 
+REQUESTS = ("finished", "hung up", "bad requests", "other", "busy", "refused", "lost", "cut by a kill")
+
+
 @dataclass(slots=True)
 class Tally:
     """What the clients of one server received. Owner: the event loop."""
@@ -371,9 +411,25 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     whole: dict[tuple[str, int], dict[str, tuple[Answer, int]]] = field(default_factory=lambda: defaultdict(dict))
     partial: dict[tuple[str, int], dict[str, Answer]] = field(default_factory=lambda: defaultdict(dict))
-    longest_silence: float = 0.0
+    hostile: int = 0  # hostile requests in flight
+    hostile_begun: int = 0  # since the start
+    longest_calm: float = 0.0  # seconds between two events of a stream while no hostile request was in flight
+    longest_disturbed: float = 0.0  # at other times
     first_token: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def requests(self) -> int:
+        return sum(self.counts[kind] for kind in REQUESTS)
+
+    @contextmanager
+    def hostility(self) -> Iterator[None]:
+        self.hostile += 1
+        self.hostile_begun += 1
+        try:
+            yield
+        finally:
+            self.hostile -= 1
 
     def received(self, model: str, case: Case, answer: Answer, *, whole: bool) -> None:
         mark = digest(answer)
@@ -391,55 +447,70 @@ class Tally:
 class Client:
     """Sends one request after the other to a server, until the end of the run."""
 
-    def __init__(self, number: int, server: ServerProcess, tally: Tally, *, until: float, seed: int, key: str) -> None:
+    def __init__(
+        self, number: int, server: ServerProcess, tally: Tally, *, begun: float, until: float, seed: int, key: str
+    ) -> None:
         self._dice = random.Random(f"{seed} client {number}")
-        self._server, self._tally, self._until, self._seed, self._key = server, tally, until, seed, key
-        self._bad = list(bad_requests().items())
+        self._server, self._tally, self._begun, self._until = server, tally, begun, until
+        self._seed, self._key = seed, key
 
     async def run(self) -> None:
         while time.monotonic() < self._until:
             if not (self._server.up.is_set() and self._server.alive):
                 await asyncio.sleep(0.1)
                 continue
-            epoch, what = self._server.epoch, "request"
+            epoch = self._server.epoch
             try:
-                what = await self._act()
+                await self._act()
             except (OSError, ValueError, Cut, TimeoutError, asyncio.IncompleteReadError) as error:
                 if self._server.epoch == epoch:
                     self._tally.counts["lost"] += 1
-                    self._tally.note(f"{self._server.launch.name}: lost {what}: {error!r}")
+                    self._tally.note(f"{self._server.launch.name}: lost a request: {error!r}")
                 else:
                     self._tally.counts["cut by a kill"] += 1
 
-    async def _act(self) -> str:
-        roll = self._dice.random()
-        if roll < 0.08:
-            await self._send_bad()
-            return "bad request"
-        if roll < 0.12:
+    async def _act(self) -> None:
+        launch, roll = self._server.launch, self._dice.random()
+        case = make_case(self._dice.randrange(CASES), launch, seed=self._seed)
+        calm = (time.monotonic() - self._begun) % CALM_EVERY < CALM_SECONDS
+        if roll < 0.04:
             await get(self._server.port, self._dice.choice(("/metrics", "/v1/models", "/health")), key=self._key)
             self._tally.counts["other"] += 1
-            return "get"
-        launch = self._server.launch
-        case = make_case(self._dice.randrange(CASES), launch, seed=self._seed)
-        if roll < 0.2:
+        elif roll < 0.12:
             await self._ask(launch, case)
-        elif roll < 0.3:
-            await self.stream(launch, case, leave_after=self._dice.randrange(1, 12))
-        elif roll < 0.36:
-            await self.stream(launch, case, pause=self._dice.choice((0.05, 0.2)))
+        elif roll < 0.36 and not calm:
+            with self._tally.hostility():
+                if roll < 0.2:
+                    await self._send_bad()
+                elif roll < 0.22:
+                    await self._send_half(case)
+                elif roll < 0.3:
+                    await self.stream(launch, case, leave_after=self._dice.randrange(1, 12))
+                else:
+                    await self.stream(launch, case, pause=self._dice.choice((0.05, 0.2)))
         else:
             await self.stream(launch, case)
-        return case.path
 
     async def _send_bad(self) -> None:
-        name, (path, body) = self._dice.choice(self._bad)
+        name = self._dice.choice(tuple(bad_requests()))
+        path, body = bad_requests()[name]
         connection = await post(self._server.port, path, body, key=self._key)
         connection.writer.close()
         self._tally.counts["bad requests"] += 1
         if connection.status >= 500 and connection.status != 503:
             self._tally.counts["server errors"] += 1
             self._tally.note(f"{self._server.launch.name}: {name}: status {connection.status}")
+
+    async def _send_half(self, case: Case) -> None:
+        """Hang up in the middle of a body."""
+        _, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        try:
+            writer.write(head(case.path, 10_000, self._key) + json.dumps(case.body).encode())
+            await writer.drain()
+            await asyncio.sleep(self._dice.choice((0.0, 0.5)))
+        finally:
+            writer.close()
+        self._tally.counts["hung up"] += 1
 
     async def _ask(self, launch: Launch, case: Case) -> None:
         """A reply that is not streamed."""
@@ -459,7 +530,8 @@ class Client:
 
     async def stream(self, launch: Launch, case: Case, *, leave_after: int | None = None, pause: float = 0.0) -> None:
         body = json.dumps({**case.body, "stream": True}).encode()
-        begun = last = time.monotonic()
+        tally, begun = self._tally, time.monotonic()
+        last, hostile, hostile_begun = begun, tally.hostile, tally.hostile_begun
         connection = await post(self._server.port, case.path, body, key=self._key, receive_buffer=2**12 if pause else 2**16)
         answer: Answer = defaultdict(Choice)
         finished = False
@@ -475,11 +547,13 @@ class Client:
                 chunk = json.loads(event)
                 if "error" in chunk:
                     raise ValueError(f"an error in the stream: {chunk['error']}")
-                if answer and not pause:
-                    self._tally.longest_silence = max(self._tally.longest_silence, now - last)
-                elif not answer:
-                    self._tally.first_token.append(now - begun)
-                last = now
+                if not answer:
+                    tally.first_token.append(now - begun)
+                elif hostile or hostile_begun != tally.hostile_begun:
+                    tally.longest_disturbed = max(tally.longest_disturbed, 0.0 if pause else now - last)
+                else:
+                    tally.longest_calm = max(tally.longest_calm, now - last)
+                last, hostile, hostile_begun = now, tally.hostile, tally.hostile_begun
                 for choice in chunk["choices"]:
                     answer[choice["index"]].add(choice)
                 if leave_after is not None and sum(len(choice.ids) for choice in answer.values()) >= leave_after:
@@ -507,15 +581,23 @@ class Client:
 
 
 async def restart(
-    server: ServerProcess, state: Path, tally: Tally, *, seconds: float, until: float, faults: Counter[str]
+    server: ServerProcess,
+    launches: Sequence[Launch],
+    state: Path,
+    tally: Tally,
+    *,
+    seconds: float,
+    until: float,
+    faults: Counter[str],
 ) -> None:
-    """Kill the server every `seconds` and start the next of LAUNCHES. Snapshots and records of a model outlive the kill."""
+    """Kill the server every `seconds` and start the next launch. Snapshots and records of a model outlive the kill."""
     number = 0
     while time.monotonic() < until:
-        launch = LAUNCHES[number % len(LAUNCHES)]
+        launch = launches[number % len(launches)]
         place = state / re.sub(r"\W+", "-", Path(launch.model).name)
-        flags = ("--cache-budget", "4MiB", "--snapshot-dir", str(place / "snapshots"), "--record", str(place / "records"))
-        await server.start(launch, *flags, "--record-size", "256KiB", "--log-level", "warning")
+        snapshots = ("--cache-budget", "4MiB", "--snapshot-dir", str(place / "snapshots")) if launch.snapshots else ()
+        records = ("--record", str(place / "records"), "--record-size", "256KiB")
+        await server.start(launch, *snapshots, *records, "--log-level", "warning")
         await asyncio.sleep(max(min(seconds, until - time.monotonic()), 0))
         faults["kills"] += 1
         number += 1
@@ -542,25 +624,25 @@ async def fill_disk(state: Path, *, until: float, dice: random.Random, faults: C
                 shutil.move(records, state.parent / "kept" / f"{records.parent.parent.name}-{records.name}")
 
 
-async def move_clock(clock: Path, *, until: float, dice: random.Random, faults: Counter[str]) -> None:
+async def move_clock(clock: Clock, *, until: float, dice: random.Random, faults: Counter[str]) -> None:
     """The wall clock of the restarted server jumps by up to a day, forwards and back."""
     while time.monotonic() < until:
         await asyncio.sleep(dice.uniform(20, 60))
-        clock.write_text(f"{dice.randrange(-86_400, 86_400):+d}")
+        clock.jump(dice.randrange(-86_400, 86_400))
         faults["clock jumps"] += 1
 
 
 async def watch(
     server: ServerProcess, tally: Tally, samples: list[tuple[float, int, float, int]], *, begun: float, until: float
 ) -> None:
-    """Samples of (seconds, finished requests, MiB, descriptors) of the steady server."""
+    """Samples of (seconds, requests, MiB, descriptors) of the steady server."""
     while time.monotonic() < until:
         await asyncio.sleep(1.0)
         if not server.alive:
             tally.counts["crashes"] += 1
             tally.note("the steady server ended")
             return
-        samples.append((time.monotonic() - begun, tally.counts["finished"], server.memory_mib(), server.descriptors()))
+        samples.append((time.monotonic() - begun, tally.requests, server.memory_mib(), server.descriptors()))
 
 
 async def leftovers(port: int, key: str) -> dict[str, float]:
@@ -587,7 +669,7 @@ class Judgement:
     notes: list[str] = field(default_factory=list)
 
 
-async def judge(tallies: Sequence[Tally], out: Path, keys: Path, key: str, *, seed: int) -> Judgement:
+async def judge(tallies: Sequence[Tally], launches: Sequence[Launch], out: Path, keys: Path, *, seed: int) -> Judgement:
     """Run every request that was answered once more, alone, and compare."""
     verdict = Judgement()
     seen: dict[str, set[int]] = defaultdict(set)
@@ -595,23 +677,23 @@ async def judge(tallies: Sequence[Tally], out: Path, keys: Path, key: str, *, se
         for model, number in (*tally.whole, *tally.partial):
             seen[model].add(number)
     for model, numbers in seen.items():
-        launch = next(launch for launch in (STEADY, *LAUNCHES) if launch.model == model)
+        launch = next(launch for launch in launches if launch.model == model)
         plain = Launch(f"judge of {model}", model, ("--draft", "none", "--max-batch", "2", "--no-prefix-cache"))
         server = ServerProcess(out, "judge", keys)
         await server.start(plain, "--log-level", "warning")
         try:
-            alone = {
-                number: await _answer(make_case(number, launch, seed=seed), plain, server, key) for number in sorted(numbers)
-            }
+            alone = {number: await _answer(make_case(number, launch, seed=seed), plain, server) for number in sorted(numbers)}
         finally:
             await server.kill()
         compare(model, alone, tallies, verdict)
     return verdict
 
 
-async def _answer(case: Case, launch: Launch, server: ServerProcess, key: str) -> Answer:
+async def _answer(case: Case, launch: Launch, server: ServerProcess) -> Answer:
     tally = Tally()
-    await Client(0, server, tally, until=0.0, seed=0, key=key).stream(launch, case)
+    await Client(0, server, tally, begun=0.0, until=0.0, seed=0, key=key_of(NAMES[0])).stream(launch, case)
+    if tally.notes:
+        raise RuntimeError(f"the judge has no answer: {tally.notes[0]}")
     ((answer, _),) = tally.whole[launch.model, case.number].values()
     return answer
 
@@ -639,15 +721,15 @@ def compare(model: str, alone: dict[int, Answer], tallies: Sequence[Tally], verd
                         verdict.notes.append(f"{model}: case {number}, cut off, is not the beginning of its answer")
 
 
-def count_records(state: Path, kept: Path) -> tuple[int, int]:
-    """How many records can be read, and how many files cannot be read whole."""
-    found = broken = 0
+def count_records(state: Path, kept: Path) -> tuple[int, list[str]]:
+    """How many records can be read, and what is wrong with lines that are none. A kill may leave an incomplete last line."""
+    found, faults = 0, list[str]()
     for file in (*state.glob("*/records/*.jsonl"), *kept.glob("*.jsonl")):
         try:
-            found += len(read_records(file))
+            found += len(read_records(file, damaged=faults.append))
         except BadSetting as error:
-            broken += "holds no records" not in str(error)
-    return found, broken
+            faults.append(str(error))
+    return found, [fault for fault in faults if not fault.endswith(("an incomplete last line", "holds no records yet"))]
 
 
 # ---------------------------------------------------------------------------------------------- the run
@@ -669,23 +751,39 @@ class Report:
     server_errors: int
     refused: int
     records_read: int
-    record_files_unreadable: int
+    records_damaged: int
     memory_slope_mib_per_10k: float  # of the steady server, after WARM_UP
     memory_last_mib: float
-    descriptors_first: int
-    descriptors_last: int
-    longest_silence_s: float  # between two events of a stream of the steady server
+    descriptors_first: int  # of the steady server before its first request
+    descriptors_most: int
+    descriptors_last: int  # when all clients are gone
+    longest_silence_s: float  # between two events of a stream of the steady server, with hostile requests in flight
+    longest_silence_calm_s: float  # without: the model's own time
     first_token_p99_s: float
     left_behind: dict[str, float]
     exit_status: int
     notes: tuple[str, ...]
 
     @property
-    def holds(self) -> bool:
-        faults = (
-            self.crashes + self.lost + self.mixed + self.wrong + self.server_errors + self.refused + self.record_files_unreadable
-        )
-        return not faults and not any(self.left_behind.values()) and self.exit_status == 0 and self.judged > 0
+    def silence_beyond_s(self) -> float:
+        """What hostile requests cost a healthy stream."""
+        return round(max(self.longest_silence_s - self.longest_silence_calm_s, 0.0), 3)
+
+    @property
+    def broken(self) -> list[str]:
+        """The promises that this run has broken."""
+        none = ("crashes", "lost", "mixed", "wrong", "server_errors", "refused", "records_damaged", "exit_status")
+        found = [name for name in none if getattr(self, name)]
+        found += [name for name, value in self.left_behind.items() if value]
+        found += ["nothing was judged"] * (not self.judged)
+        found += ["descriptors_last"] * (self.descriptors_last > self.descriptors_first + MORE_DESCRIPTORS)
+        if self.minutes >= LONG_RUN:
+            found += ["memory_slope_mib_per_10k"] * (self.memory_slope_mib_per_10k >= MOST_SLOPE)
+            found += ["silence_beyond_s"] * (self.silence_beyond_s >= MOST_SILENCE)
+        return found
+
+    def whole(self) -> dict[str, Any]:
+        return {**asdict(self), "silence_beyond_s": self.silence_beyond_s, "broken": self.broken}
 
 
 def slope(samples: Sequence[tuple[float, int, float, int]]) -> float:
@@ -701,46 +799,47 @@ def slope(samples: Sequence[tuple[float, int, float, int]]) -> float:
 
 async def soak(*, minutes: float, seed: int, out: Path, notify: bool = True) -> Report:
     out.mkdir(parents=True, exist_ok=True)
-    state, kept, clock, keys = out / "state", out / "kept", out / "clock", out / "keys"
+    state, kept, keys = out / "state", out / "kept", out / "keys"
     for folder in (state, kept):
         folder.mkdir(exist_ok=True)
-    clock.write_text("+0")
-    names = ("ada", "bob", "eve")
-    keys.write_text("".join(f"{name} key-of-{name}\n" for name in names))
+    keys.write_text("".join(f"{name} {key_of(name)}\n" for name in NAMES))
     keys.chmod(0o600)
+    write_mtp_model(out / _MTP)
+    launches = tuple(replace(launch, model=str(out / _MTP)) if launch.model == _MTP else launch for launch in LAUNCHES)
     mounted = (
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(state)], capture_output=True).returncode == 0
     )
-    faults: Counter[str] = Counter()
+    faults: Counter[str] = Counter({"full disks": 0})
     steady, restarted = Tally(), Tally()
     dice = random.Random(seed)
     samples: list[tuple[float, int, float, int]] = []
-    first = ServerProcess(out, "steady", keys)
-    second = ServerProcess(out, "restarted", keys, clock=clock if FAKETIME.exists() else None)
+    clock = Clock(out)
+    first, second = ServerProcess(out, "steady", keys), ServerProcess(out, "restarted", keys, clock=clock)
     try:
         await first.start(STEADY, "--log-level", "warning", "--record", str(out / "steady-records"))
+        descriptors_first = first.descriptors()
         begun = time.monotonic()
         until = begun + 60 * minutes
-        every = min(60.0, 60 * minutes / len(LAUNCHES))
-        tasks = [restart(second, state, restarted, seconds=every, until=until, faults=faults)]
+        every = min(60.0, 60 * minutes / len(launches))
+        tasks = [restart(second, launches, state, restarted, seconds=every, until=until, faults=faults)]
         tasks.append(watch(first, steady, samples, begun=begun, until=until))
+        tasks.append(move_clock(clock, until=until, dice=dice, faults=faults))
         if mounted:
             tasks.append(fill_disk(state, until=until, dice=dice, faults=faults))
-        if FAKETIME.exists():
-            tasks.append(move_clock(clock, until=until, dice=dice, faults=faults))
         for number in range(9):
             server, tally = (first, steady) if number < 6 else (second, restarted)
-            key = f"key-of-{names[number % len(names)]}"
-            tasks.append(Client(number, server, tally, until=until, seed=seed, key=key).run())
+            key = key_of(NAMES[number % len(NAMES)])
+            tasks.append(Client(number, server, tally, begun=begun, until=until, seed=seed, key=key).run())
         if notify:
             tasks.append(_progress(begun, until, steady, restarted, faults, samples))
         await asyncio.gather(*tasks)
-        left, memory, status = {"crashed": 1.0}, 0.0, 1
+        left, memory, descriptors_last, status = {"crashed": 1.0}, 0.0, 0, 1
         if first.alive:
-            left, memory = await leftovers(first.port, "key-of-ada"), first.memory_mib()
+            left, memory = await leftovers(first.port, key_of(NAMES[0])), first.memory_mib()
+            descriptors_last = first.descriptors()
             status = await first.stop()
-        records, unreadable = count_records(state, kept)
-        verdict = await judge((steady, restarted), out, keys, "key-of-ada", seed=seed)
+        records, damaged = count_records(state, kept)
+        verdict = await judge((steady, restarted), (STEADY, *launches), out, keys, seed=seed)
     finally:
         for server in (first, second):
             if server.alive:
@@ -751,10 +850,10 @@ async def soak(*, minutes: float, seed: int, out: Path, notify: bool = True) -> 
     measured = [sample for sample in samples if sample[0] >= WARM_UP * 60 * minutes]
     return Report(
         minutes=minutes,
-        requests=sum(total.values()),
+        requests=steady.requests + restarted.requests,
         steady=dict(steady.counts),
         restarted=dict(restarted.counts),
-        faults={"full disks": 0, "clock jumps": 0, **faults},
+        faults=dict(faults),
         judged=verdict.judged,
         partial_answers=verdict.partial,
         crashes=total["crashes"],
@@ -764,18 +863,20 @@ async def soak(*, minutes: float, seed: int, out: Path, notify: bool = True) -> 
         server_errors=total["server errors"],
         refused=total["refused"],
         records_read=records,
-        record_files_unreadable=unreadable,
+        records_damaged=len(damaged),
         memory_slope_mib_per_10k=round(slope(measured), 2),
         memory_last_mib=round(memory, 1),
-        descriptors_first=measured[0][3] if measured else 0,
-        descriptors_last=measured[-1][3] if measured else 0,
-        longest_silence_s=round(steady.longest_silence, 3),
+        descriptors_first=descriptors_first,
+        descriptors_most=max((sample[3] for sample in samples), default=0),
+        descriptors_last=descriptors_last,
+        longest_silence_s=round(steady.longest_disturbed, 3),
+        longest_silence_calm_s=round(steady.longest_calm, 3),
         first_token_p99_s=round(
             sorted(steady.first_token)[int(len(steady.first_token) * 0.99)] if steady.first_token else 0.0, 3
         ),
         left_behind=left,
         exit_status=status,
-        notes=tuple((*steady.notes, *restarted.notes, *verdict.notes)[:40]),
+        notes=tuple((*steady.notes, *restarted.notes, *verdict.notes, *damaged)[:40]),
     )
 
 
@@ -809,13 +910,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         report = asyncio.run(soak(minutes=given.minutes, seed=given.seed, out=given.out or Path(temporary)))
     if given.json:
-        print(json.dumps({**asdict(report), "holds": report.holds}))
+        print(json.dumps(report.whole()))
     else:
-        for name, value in asdict(report).items():
+        for name, value in report.whole().items():
             for item in value if name == "notes" else (value,):
                 print(f"{name:28}{item}")
-        print(f"{'holds':28}{report.holds}")
-    return 0 if report.holds else 1
+    return 1 if report.broken else 0
 
 
 if __name__ == "__main__":

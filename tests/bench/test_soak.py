@@ -63,6 +63,8 @@ def test_the_slope_is_in_mib_per_ten_thousand_requests() -> None:
 @pytest.mark.weights
 def test_three_minutes_of_faults_lose_mix_and_change_nothing(tmp_path: Path) -> None:
     report = asyncio.run(soak(minutes=3, seed=1, out=tmp_path, notify=False))
-    assert report.holds, report
+    assert report.broken == [], report
     assert report.faults["kills"] > 0
+    assert report.faults["clock jumps"] > 0
     assert report.partial_answers > 0
+    assert report.records_read > 0
