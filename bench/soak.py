@@ -72,7 +72,8 @@ class Launch:
     snapshots: bool = True
 
 
-STEADY = Launch("smollm2", "smollm2", ("--threads", "1"))
+# Few enough KV pages that all of them have been written to when memory is measured.
+STEADY = Launch("smollm2", "smollm2", ("--threads", "1", "--max-context", "2048", "--kv-memory", "256MiB"))
 _HYBRID = str(TRAINED / "trained_qwen3_5")
 _DENSE = str(TRAINED / "trained_qwen3")
 _MTP = "qwen3_5_mtp"  # written for each run
@@ -213,7 +214,7 @@ def bad_requests() -> dict[str, tuple[str, bytes]]:
         "wrong type": completion(temperature="warm"),
         "unknown field": completion(temprature=1),
         "unknown token": completion(prompt=[10**9]),
-        "too long": completion(max_tokens=10**6),
+        "prompt beyond the context": completion(prompt=[5] * 200_000),
         "no such model": completion(model="nothing"),
         "wrong regex": completion(guided_regex="(a"),
         "no text matches": completion(guided_regex="[^\\s\\S]"),
@@ -453,25 +454,27 @@ class Client:
         self._dice = random.Random(f"{seed} client {number}")
         self._server, self._tally, self._begun, self._until = server, tally, begun, until
         self._seed, self._key = seed, key
+        self._doing = ""  # names the request in notes
 
     async def run(self) -> None:
         while time.monotonic() < self._until:
             if not (self._server.up.is_set() and self._server.alive):
                 await asyncio.sleep(0.1)
                 continue
-            epoch = self._server.epoch
+            epoch, self._doing = self._server.epoch, ""
             try:
                 await self._act()
             except (OSError, ValueError, Cut, TimeoutError, asyncio.IncompleteReadError) as error:
                 if self._server.epoch == epoch:
                     self._tally.counts["lost"] += 1
-                    self._tally.note(f"{self._server.launch.name}: lost a request: {error!r}")
+                    self._tally.note(f"{self._server.launch.name}: lost {self._doing}: {error!r}")
                 else:
                     self._tally.counts["cut by a kill"] += 1
 
     async def _act(self) -> None:
         launch, roll = self._server.launch, self._dice.random()
         case = make_case(self._dice.randrange(CASES), launch, seed=self._seed)
+        self._doing = f"case {case.number}"
         calm = (time.monotonic() - self._begun) % CALM_EVERY < CALM_SECONDS
         if roll < 0.04:
             await get(self._server.port, self._dice.choice(("/metrics", "/v1/models", "/health")), key=self._key)
@@ -493,6 +496,7 @@ class Client:
 
     async def _send_bad(self) -> None:
         name = self._dice.choice(tuple(bad_requests()))
+        self._doing = name
         path, body = bad_requests()[name]
         connection = await post(self._server.port, path, body, key=self._key)
         connection.writer.close()
