@@ -42,6 +42,7 @@ from typing import Any
 
 from onedraw.contract.record import read_records
 from onedraw.errors import BadSetting
+from tests.fixtures.hostile_formats import CORPUS
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -181,32 +182,18 @@ def digest(answer: Answer) -> str:
     return hashlib.blake2b(json.dumps(whole, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def chain(count: int) -> str:
-    return "start: a0\n" + "\n".join(f'a{i}: "b" a{i + 1}' for i in range(count)) + f'\na{count}: "x"'
-
-
-def refs(count: int) -> dict[str, Any]:
-    links = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)}
-    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": {"type": "string"}}}
+def completion(**fields: Any) -> tuple[str, bytes]:
+    return "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 4, **fields}).encode()
 
 
 @cache
 def bad_requests() -> dict[str, tuple[str, bytes]]:
     """Requests that must be refused, or served, without hurting any other request: path and body by name."""
 
-    def completion(**fields: Any) -> tuple[str, bytes]:
-        return "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 4, **fields}).encode()
-
-    nested: Any = {"type": "string"}
-    for _ in range(14):
-        nested = {"anyOf": [nested, nested]}
-    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": refs(1_200)}}
-    chat = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required", "max_tokens": 4}
+    tool = {"name": "f", "strict": True, "parameters": CORPUS["items_chain"](1_200)["guided_json"]}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": tool}]}
     return {
-        "chain of 3,000 rules": completion(guided_grammar=chain(3_000)),
-        "chain of 1,100 references": completion(guided_json=refs(1_100)),
-        "tool with a chain of references": ("/v1/chat/completions", json.dumps(chat).encode()),
-        "nested anyOf": completion(guided_json=nested),
+        "strict tool": ("/v1/chat/completions", json.dumps(chat | {"tool_choice": "required", "max_tokens": 4}).encode()),
         "prompt of 4 MB": completion(prompt="ab c" * 1_000_000),
         "prediction of 4 MB": completion(prediction={"type": "content", "content": "ab c" * 1_000_000}),
         "a million lists": completion(prompt=[[5]] * 1_000_000),
@@ -223,6 +210,13 @@ def bad_requests() -> dict[str, tuple[str, bytes]]:
         "5,000 stop strings": completion(stop=[f"s{i}" for i in range(5_000)]),
         "many choices": completion(n=24, max_tokens=8, seed=1),
     }
+
+
+@cache
+def hostile_formats() -> dict[str, tuple[str, bytes]]:
+    """The same of response formats that once cost too much, in sizes that may be served and in sizes that may not."""
+    sizes = {name: (50, 120 if name.startswith("nested") else 3_000) for name in CORPUS}  # a body may have 256 levels
+    return {f"{name}({size})": completion(**CORPUS[name](size)) for name in CORPUS for size in sizes[name]}
 
 
 # ---------------------------------------------------------------------------------------------- HTTP
@@ -495,9 +489,9 @@ class Client:
             await self.stream(launch, case)
 
     async def _send_bad(self) -> None:
-        name = self._dice.choice(tuple(bad_requests()))
-        self._doing = name
-        path, body = bad_requests()[name]
+        kind = self._dice.choice((bad_requests, hostile_formats))()
+        name = self._doing = self._dice.choice(list(kind))
+        path, body = kind[name]
         connection = await post(self._server.port, path, body, key=self._key)
         connection.writer.close()
         self._tally.counts["bad requests"] += 1
