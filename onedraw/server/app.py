@@ -51,6 +51,7 @@ from onedraw.server.sse import NAMED, OPENAI, EventStream, Framing
 from onedraw.server.work import Workers
 from onedraw.types import Piece, Usage
 
+IGNORED = "x-onedraw-ignored"  # the header that lists unknown fields and left-out tools
 LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on a thread, a few at once.
 
 Result = TypeVar("Result")
@@ -276,7 +277,7 @@ class Endpoints:
         parsed = await self._convert(request, parsed_body)
         self._check_model(getattr(parsed.request, "model", None))
         if parsed.ignored:
-            note(ignored=parsed.ignored)
+            note(ignored=_headers(parsed.ignored)[IGNORED])
         return parsed
 
     async def _convert(self, request: Request, work: Callable[[], Result]) -> Result:
@@ -419,7 +420,7 @@ async def _after(first: list[Json], chunks: AsyncGenerator[list[Json], None]) ->
 def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
     """Return the header that lists ignored fields. Names are escaped and cut, since a header holds only short ASCII text."""
     names = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in ignored)
-    return {"x-onedraw-ignored": "".join(c for c in names if c.isprintable())[:2000]} if ignored else {}
+    return {IGNORED: "".join(c for c in names if c.isprintable())[:2000]} if ignored else {}
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -468,7 +469,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
             allow_origins=list(options.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-onedraw-ignored", "x-request-id", "request-id", "retry-after"],
+            expose_headers=[IGNORED, "x-request-id", "request-id", "retry-after"],
         )
     app.add_middleware(RequestLog)
     if options.root_path:

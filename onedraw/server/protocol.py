@@ -28,7 +28,7 @@ def function_type(value: object) -> str:
     """Check the type of a tool in OpenAI's shapes."""
     if value == "function" or is_left_out(value):
         return str(value)
-    raise PydanticCustomError("tool", "tools of type {kind} are not known; describe a function", {"kind": repr(value)})
+    raise PydanticCustomError("tool", "tools of type {kind} are not known; describe a function", {"kind": repr(value)[:80]})
 
 
 FunctionType = Annotated[str, PlainValidator(function_type)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import Served, fake_llm, serving
+from tests.server.running import Served, fake_llm, serving, wait_until
 
 BODIES = Path(__file__).parents[1] / "clients" / "bodies"
 SHELL = {
@@ -195,3 +195,10 @@ def test_adaptive_thinking_is_accepted_by_a_model_without_reasoning() -> None:
     assert "reasoning_effort" not in asked(type="adaptive")
     assert asked(type="enabled", budget_tokens=9)["thinking_budget"] == 9
     assert asked(type="disabled")["reasoning_effort"] == "none"
+
+
+def test_the_log_names_the_tools_that_are_left_out(window: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="onedraw.access"):
+        window.post("/v1/responses", input="a", max_output_tokens=1, tools=[{"type": "web_search"}])
+        wait_until(lambda: bool(caplog.records))
+    assert 'ignored="tools[0] (web_search)"' in caplog.text

@@ -152,7 +152,7 @@ class MessageParam(StrictModel):
 def tool_type(value: object) -> str:
     if is_left_out(value):  # This includes "custom", which in this API is the type of the caller's own tools.
         return str(value)
-    raise PydanticCustomError("tool", "tools of type {kind} are not known; leave the type out", {"kind": repr(value)})
+    raise PydanticCustomError("tool", "tools of type {kind} are not known; leave the type out", {"kind": repr(value)[:80]})
 
 
 class MessageTool(StrictModel):
