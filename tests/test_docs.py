@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+from onedraw import limits
 from onedraw.checkpoints.dequantize import QUANT_TYPES
 from onedraw.models.registry import FAMILIES
+from onedraw.server.config import ServerOptions
+from onedraw.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.md")]
+SECURITY = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
@@ -61,3 +66,30 @@ def anchors(page: Path) -> set[str]:
     """The headings of a page as a browser's address spells them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+UNITS = {"": 1, "s": 1, "MiB": 2**20}
+LIMITS = [row for row in re.findall(r"^\|.*\| ([^|]+) \| `([^|]+)` \|$", SECURITY, flags=re.MULTILINE) if row[0] != "the model's"]
+
+
+@pytest.mark.parametrize(("number", "names"), LIMITS, ids=[names for _, names in LIMITS])
+def test_the_page_of_security_has_the_numbers_of_the_source(number: str, names: str) -> None:
+    digits, _, unit = number.replace(",", "").partition(" ")
+    for name in names.split("`, `"):
+        found = default(name) if name.startswith("--") else constant(name)
+        assert found == (None if number == "any" else float(digits) * UNITS[unit])
+
+
+def test_the_page_of_security_has_every_limit() -> None:
+    assert [name for name in vars(limits) if name.isupper() and f"`limits.{name}`" not in SECURITY] == []
+
+
+def default(flag: str) -> object:
+    """The default value of a flag of `onedraw serve`."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return getattr(ServerOptions() if hasattr(ServerOptions, name) else Settings(), name)
+
+
+def constant(path: str) -> object:
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(f"onedraw.{module}"), name)
