@@ -11,7 +11,7 @@ import torch
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.types import History, SamplingParams
-from tests.backends.torch.judge import Case, choices, disagreements, make, random_case
+from tests.backends.torch.sampling_cases import Case, make_sampler, random_case, sample_all, wrong_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -37,7 +37,7 @@ def test_every_row_is_sampled_by_the_rule(whole_numbers: bool, kind: type[Sample
         assert any(p.params.logprobs and p.params.logprobs_mode == "processed" for p in case.positions)
         assert any(p.params.logprobs and p.params.logprobs_mode == "raw" for p in case.positions)
         assert any(p.history.constraint is not None for p in case.positions)
-        assert disagreements(case, choices(make(vocab, device=DEVICE, kind=kind), case, DEVICE)) == []
+        assert wrong_rows(case, sample_all(make_sampler(vocab, device=DEVICE, kind=kind), case, DEVICE)) == []
 
 
 @pytest.mark.parametrize("count", [3, 40, 128])
@@ -50,10 +50,10 @@ def test_the_most_likely_tokens_of_equal_logits_are_the_lowest_ids(count: int) -
     logits[2, 7] = 0.0
     params = [SamplingParams(temperature=0.0, logprobs=count), SamplingParams(logprobs=count, seed=1)]
     case = Case(logits, [SamplingPosition(i, params[i % 2], History((1,), []), (), str(i)) for i in range(3)])
-    found = choices(make(vocab, device=DEVICE, kind=KINDS[-1]), case, DEVICE)
+    found = sample_all(make_sampler(vocab, device=DEVICE, kind=KINDS[-1]), case, DEVICE)
     tops = [[token for token, _ in one.logprobs.top] for one in found if one is not None and one.logprobs is not None]
     assert tops == [list(range(count)), list(range(4000, 4000 + count)), [7]]
-    assert found == choices(make(vocab, device=DEVICE), case, DEVICE)
+    assert found == sample_all(make_sampler(vocab, device=DEVICE), case, DEVICE)
 
 
 def test_masks_applied_to_the_rows_of_neighbours_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,18 +63,18 @@ def test_masks_applied_to_the_rows_of_neighbours_are_caught(monkeypatch: pytest.
     assert sum(p.history.constraint is not None for p in case.positions)
     real = TokenMasks.rows
     monkeypatch.setattr(TokenMasks, "rows", lambda self, count: np.roll(real(self, count), 1))
-    assert disagreements(case, choices(make(100, device=DEVICE, kind=KINDS[-1]), case, DEVICE))
+    assert wrong_rows(case, sample_all(make_sampler(100, device=DEVICE, kind=KINDS[-1]), case, DEVICE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [1000, 49152, 151936])
 def test_the_bits_of_a_row_do_not_depend_on_the_batch(vocab: int, kind: type[Sampler]) -> None:
     case = random_case(7, rows=60, vocab=vocab)
-    alone = [choices(make(vocab, device="cuda", kind=kind), case.rows([row]), "cuda")[0] for row in range(60)]
+    alone = [sample_all(make_sampler(vocab, device="cuda", kind=kind), case.rows([row]), "cuda")[0] for row in range(60)]
     rng = np.random.default_rng(0)
     for size in (2, 3, 17, 60):
         rows = rng.permutation(60)[:size].tolist()
-        assert choices(make(vocab, device="cuda", kind=kind), case.rows(rows), "cuda") == [alone[row] for row in rows]
+        assert sample_all(make_sampler(vocab, device="cuda", kind=kind), case.rows(rows), "cuda") == [alone[row] for row in rows]
 
 
 @pytest.mark.parametrize("vocab", [3, 1000, 49152, 151936, 248320])
@@ -82,8 +82,8 @@ def test_kernels_sample_the_same_bits_as_the_plain_sampler(vocab: int) -> None:
     """Tokens, logprobs and checksums; also for bf16 logits, as an output head gives them."""
     for seed in range(3):
         case = random_case(seed, rows=40, vocab=vocab, whole_numbers=seed == 1, tokens=min(vocab, 50))
-        plain, fast = make(vocab, device="cuda"), make(vocab, device="cuda", kind=KINDS[-1])
-        assert choices(fast, case, "cuda") == choices(plain, case, "cuda")
+        plain, fast = make_sampler(vocab, device="cuda"), make_sampler(vocab, device="cuda", kind=KINDS[-1])
+        assert sample_all(fast, case, "cuda") == sample_all(plain, case, "cuda")
         rounded = case.logits.to("cuda", torch.bfloat16)
         assert fast.sample(rounded, case.positions) == plain.sample(rounded.float(), case.positions)
 
@@ -115,16 +115,16 @@ def test_limits_are_found_with_any_number_of_tokens_near_them(spread: float, sho
     ]
     logits = logits[: len(parameters)]
     case = Case(logits, [SamplingPosition(i, p, History((1,), []), (), str(i)) for i, p in enumerate(parameters)])
-    plain, fast = make(vocab, device=DEVICE), make(vocab, device=DEVICE, kind=KINDS[-1])
-    expected = choices(plain, case, DEVICE)
-    assert choices(fast, case, DEVICE) == expected
+    plain, fast = make_sampler(vocab, device=DEVICE), make_sampler(vocab, device=DEVICE, kind=KINDS[-1])
+    expected = sample_all(plain, case, DEVICE)
+    assert sample_all(fast, case, DEVICE) == expected
     few = case.rows([0, 1])
-    assert choices(make(vocab, device=DEVICE, kind=KINDS[-1]), few, DEVICE) == expected[:2]
+    assert sample_all(make_sampler(vocab, device=DEVICE, kind=KINDS[-1]), few, DEVICE) == expected[:2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_that_are_no_distribution_leave_no_token(kind: type[Sampler]) -> None:
     case = random_case(8, rows=3, vocab=500)
     case.logits[1, 7] = torch.nan
-    found = choices(make(500, device="cuda", kind=kind), case, "cuda")
+    found = sample_all(make_sampler(500, device="cuda", kind=kind), case, "cuda")
     assert found[1] is None

@@ -24,7 +24,7 @@ from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplySyntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Constraint, History, Request, Row, SampledToken, SamplingParams, TokenMask
-from tests.backends.torch.judge import Fixed
+from tests.backends.torch.sampling_cases import FixedMask
 from tests.laws import test_torch
 from tests.laws.harness import Answer, KnownAnswerProposer, LiveConstraint, Schedule, plain, random_params, run
 from tests.support import tiny
@@ -284,7 +284,7 @@ def test_the_torch_sampler_allows_only_tokens_of_the_mask_and_gives_the_bits_of_
         members = rng.choice(vocab, 9, replace=False)
         bits = token_mask([*members, 220] if row == 2 else members[members < 90], 256 if row == 2 else 96)
         params = SamplingParams(temperature=1.2, top_p=0.9, seed=row, checksums=True)
-        history = History((1,), constraint=Fixed(bits) if row % 3 else None)
+        history = History((1,), constraint=FixedMask(bits) if row % 3 else None)
         positions.append(SamplingPosition(row, params, history, (), f"q{row}"))
     sampled = sampler.sample(torch.from_numpy(logits), positions)
     for row, position in enumerate(positions):

@@ -19,7 +19,7 @@ def fake() -> Iterator[Served]:
 
 @pytest.fixture(scope="session", params=["fake", pytest.param("smollm2", marks=pytest.mark.weights)])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Every test that asks for this runs on both backends."""
+    """A server; every test that uses this fixture runs on both backends."""
     if request.param == "fake":
         yield request.getfixturevalue("fake")
         return

@@ -21,7 +21,7 @@ from onedraw.server.serve import Server
 from onedraw.settings import Settings
 
 DEFAULTS = ServerOptions()
-PATIENCE = 120.0  # seconds a condition may take to come true, and an answer to come, on a machine that does other things
+PATIENCE = 120.0  # the longest wait for a condition or an answer, in seconds, so that tests pass on a busy machine
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class Served:
         return self.http.post(path, json=body)
 
     def send(self, path: str, content: Any) -> httpx.Response:
-        """A body as it is."""
+        """Send these bytes as the body."""
         return self.http.post(path, content=content)
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         return self.http.get(path, **kwargs)
 
     def stream(self, path: str, **body: Any) -> AbstractContextManager[httpx.Response]:
-        """An answer to be read line by line; who leaves early hangs up."""
+        """Open a streamed response to read line by line; closing it early disconnects."""
         return self.http.stream("POST", path, json={**body, "stream": True})
 
     @contextmanager
     def unread(self, path: str, body: bytes, *, length: int | None = None) -> Iterator[socket.socket]:
-        """A request on a connection of its own, whose answer is left to the caller. Leaving is hanging up."""
+        """Send a request over a new connection without reading the answer. Leaving the context disconnects."""
         address = httpx.URL(self.url)
         with socket.create_connection((address.host, address.port), timeout=PATIENCE) as connection:
             head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body) if length is None else length}\r\n\r\n"
@@ -64,7 +64,7 @@ class Served:
             yield connection
 
     def chunks(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """The objects of a stream, which must end in [DONE]."""
+        """Return the objects of a stream, which must end with [DONE]."""
         answer = self.post(path, stream=True, **body)
         assert answer.status_code == 200, answer.text
         *events, last, empty = answer.text.split("\n\n")
@@ -74,9 +74,11 @@ class Served:
 
 @contextmanager
 def serving(llm: LLM, options: ServerOptions = DEFAULTS) -> Iterator[Served]:
-    """A server in a thread, on a free port. The LLM stays open when the server stops."""
+    """Run a server in a thread, on a free port. The LLM stays open when the server stops."""
     server = Server(llm, replace(options, port=0, log_level="critical"))
-    server.config.timeout_keep_alive = 3600  # a client that was paused meets no connection that is just being closed
+    server.config.timeout_keep_alive = (
+        3600  # so that a client that was paused does not use a connection that the server is closing
+    )
     thread = threading.Thread(target=server.run, name="test-server")
     thread.start()
     try:
@@ -104,7 +106,7 @@ def fake_llm(**settings: Any) -> LLM:
 
 
 def slowed(llm: LLM, seconds: float, until: Any = None) -> LLM:
-    """The same LLM with steps that take this long, until the event `until` is set."""
+    """Make every step of the LLM take this long until the event `until` is set."""
     free = until or threading.Event()
     backend = llm.service._engine.backend
     submit = backend.submit

@@ -31,15 +31,17 @@ ENDINGS = ("response.completed\n", "response.incomplete\n", "message_stop\n")
 
 @pytest.fixture(scope="module")
 def window() -> Iterator[Served]:
-    """A server whose context holds these prompts, and less than the replies that they ask for."""
+    """A server whose context fits the prompts of these tests but not the requested length of the replies."""
     with fake_llm(max_context=32768) as llm, serving(llm) as served:
         yield served
 
 
 @pytest.mark.parametrize("name", PATHS)
 @pytest.mark.parametrize("reasons", [True, False])
-def test_the_body_of_a_real_agent_is_answered(window: Served, monkeypatch: pytest.MonkeyPatch, name: str, reasons: bool) -> None:
-    """Recorded from the programs, with their prose replaced; Open WebUI's is written after its source."""
+def test_the_recorded_body_of_a_real_agent_is_answered(
+    window: Served, monkeypatch: pytest.MonkeyPatch, name: str, reasons: bool
+) -> None:
+    """The bodies were recorded with their prose replaced; that of Open WebUI is written after its source."""
     if not reasons:
         monkeypatch.setitem(window.llm.__dict__, "reasoning", None)
     body = json.loads((BODIES / f"{name}.json").read_text())
@@ -83,7 +85,7 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
         ("/v1/messages", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type"),
     ],
 )
-def test_a_tool_is_refused_for_its_type_only_where_it_is_forced_or_unknown(
+def test_a_tool_is_refused_for_its_type_only_if_it_is_forced_or_unknown(
     window: Served, path: str, body: dict[str, Any], param: str | None
 ) -> None:
     length = {"/v1/responses": {"input": "a", "max_output_tokens": 4}}.get(path, {"messages": HELLO, "max_tokens": 4})
@@ -115,7 +117,7 @@ def test_a_reply_ends_at_the_context_with_the_reason_length(window: Served) -> N
 
 
 def test_an_agent_on_responses(fake: Any) -> None:
-    """Nothing is stored: every turn sends the whole conversation, reasoning that only its maker can read included."""
+    """With store: false every turn sends the whole conversation, including encrypted reasoning."""
     said = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are in /tmp."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
@@ -185,7 +187,7 @@ def test_an_agent_on_messages(fake: Any) -> None:
 
 
 def test_adaptive_thinking_is_accepted_by_a_model_without_reasoning() -> None:
-    """`adaptive` leaves it to the model."""
+    """`adaptive` lets the model decide."""
     from onedraw.server.anthropic.messages import MessagesRequest
 
     def asked(**thinking: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""API keys with names, from a file: the name is logged, the key never."""
+"""API keys with names, from a file: the name is logged, the key is not."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_every_key_is_accepted_and_its_name_is_logged(locked: Served, caplog: py
     assert not any(key in caplog.text for key in list(keys.values())[:2])
 
 
-def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring that stopped at the first hit would tell by its time how far down the list a key stands."""
+def test_every_key_is_compared_even_after_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the comparison stopped at the first match, its duration would show the position of a key in the list."""
     compared: list[tuple[int, int]] = []
 
     def compare(a: bytes, b: bytes) -> bool:
@@ -75,7 +75,7 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
         ("# no keys\n", "contains no key"),
     ],
 )
-def test_a_wrong_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, complaint: str) -> None:
+def test_an_invalid_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text.replace(" a", " topsecret"))
     path.chmod(0o600)
@@ -84,13 +84,13 @@ def test_a_wrong_file_is_refused_without_showing_a_key(tmp_path: Path, text: str
     assert "topsecret" not in str(told.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="--api-key-file: cannot read"):
         read_keys(tmp_path / "nowhere")
 
 
 def test_a_key_file_that_others_can_read_is_warned_about(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="onedraw.server")  # servers of other tests have made it silent
+    caplog.set_level(logging.WARNING, logger="onedraw.server")  # servers of other tests silenced the logger
     file.chmod(0o644)
     read_keys(file)
     assert "chmod 600" in caplog.text

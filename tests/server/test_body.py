@@ -1,4 +1,4 @@
-"""Bodies: what one contains is counted in its bytes, and too much of it is refused before anything is built."""
+"""Request bodies: values and nesting are counted in the bytes, and too many are refused before any object is built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES = st.recursive(
 
 
 def counted(value: Any) -> Shape:
-    """The shape of a value, found by walking through it."""
+    """Count values and depth by walking through a parsed value."""
     match value:
         case dict():
             inside, fields = [counted(item) for item in value.values()], len(value)
@@ -41,15 +41,15 @@ def counted(value: Any) -> Shape:
 
 
 @given(value=VALUES, block=st.integers(1, 40), ascii=st.booleans(), indent=st.sampled_from([None, 1]))
-def test_the_bytes_of_a_body_tell_what_is_in_it(value: Any, block: int, ascii: bool, indent: int | None) -> None:
+def test_counting_bytes_gives_the_counts_of_the_parsed_body(value: Any, block: int, ascii: bool, indent: int | None) -> None:
     body = json.dumps(value, ensure_ascii=ascii, indent=indent).encode()
     assert shape_of(body, block=block) == counted(value)
     assert read_json(body) == value
 
 
 @given(body=st.binary() | st.text(alphabet='\\"[]{},: 1u\n').map(str.encode))
-def test_any_bytes_are_a_value_or_a_named_error(body: bytes) -> None:
-    """A body that is read is read as the standard library reads it."""
+def test_any_bytes_give_a_value_or_a_named_error(body: bytes) -> None:
+    """A valid body is parsed as by the standard library."""
     try:
         value, refusal = read_json(body), None
     except BadRequest as error:
@@ -75,8 +75,8 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("field", ["metadata", "prompt", "no such field"])
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_a_body_with_too_much_in_it_is_refused(fake: Served, name: str, field: str) -> None:
-    """Two million empty lists are 8 MB; to build them stopped every stream of the server for seconds."""
+def test_a_body_with_too_many_values_is_refused(fake: Served, name: str, field: str) -> None:
+    """Regression: parsing two million empty lists (8 MB) stopped every stream of the server for seconds."""
     inner, limit = TOO_MUCH[name]
     answer = fake.send("/v1/completions", f'{{"max_tokens": 1, "prompt": "a", "{field}": {inner}}}')
     error = answer.json()["error"]
@@ -84,7 +84,7 @@ def test_a_body_with_too_much_in_it_is_refused(fake: Served, name: str, field: s
     assert f"over {limit:,} " in error["message"]
 
 
-def test_what_is_within_the_limits_is_read(fake: Served) -> None:
+def test_a_body_within_the_limits_is_parsed(fake: Served) -> None:
     for inner in (
         "[" + "1," * (MAX_BODY_VALUES - 8) + "1]",
         "[" + "[]," * (MAX_BODY_PARTS - 8) + "1]",
@@ -93,13 +93,13 @@ def test_what_is_within_the_limits_is_read(fake: Served) -> None:
         assert fake.send("/v1/completions", f'{{"max_tokens": 1, "prompt": "a", "metadata": {inner}}}').status_code == 200
 
 
-def test_commas_and_brackets_in_texts_do_not_count(fake: Served) -> None:
+def test_commas_and_brackets_inside_strings_are_not_counted(fake: Served) -> None:
     text = '[{"a": "\\"' * 300_000
     assert fake.post("/v1/completions", prompt="a", max_tokens=1, metadata={"code": text}).status_code == 200
 
 
-def test_an_error_repeats_only_the_beginning_of_what_was_sent(fake: Served) -> None:
-    """The unknown name was compared with every known one, and came back twice."""
+def test_an_error_quotes_only_the_beginning_of_an_unknown_field_name(fake: Served) -> None:
+    """Regression: a long unknown name was compared with every known one and quoted twice."""
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/messages", {"messages": [], "max_tokens": 1})):
         answer = fake.post(path, **body, **{"x" * 10_000_000: 1})
         assert answer.status_code == 400
@@ -107,8 +107,8 @@ def test_an_error_repeats_only_the_beginning_of_what_was_sent(fake: Served) -> N
 
 
 @pytest.mark.parametrize("kind", TABLES, ids=lambda kind: str(kind.__name__))
-def test_a_list_of_wrong_items_is_one_error(kind: type[BaseModel]) -> None:
-    """An error for each of a million items took seconds and a gigabyte, and one of them was sent."""
+def test_a_list_of_invalid_items_gives_few_errors(kind: type[BaseModel]) -> None:
+    """Regression: an error for each of a million items took seconds and a gigabyte, and only one was sent."""
     for name, field in kind.model_fields.items():
         with pytest.raises(ValidationError) as caught:
             kind.model_validate({field.alias or name: [object()] * 9})
@@ -116,7 +116,7 @@ def test_a_list_of_wrong_items_is_one_error(kind: type[BaseModel]) -> None:
         assert len(about) < 5, name
 
 
-def test_every_tool_of_many_is_compared_with_the_others(fake: Served) -> None:
+def test_duplicate_names_among_many_tools_are_found(fake: Served) -> None:
     tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(20_000)]
     answer = fake.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], tools=[*tools, tools[0]])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[20000].function.name")

@@ -1,4 +1,4 @@
-"""The real `openai` client drives every endpoint, on both backends."""
+"""The `openai` client with every endpoint, on both backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_model_is_listed_with_what_a_client_needs_to_know(served):
     assert served.client().models.retrieve(served.model) == model
 
 
-def test_a_chat_is_answered_whole(served):
+def test_a_chat_completion_is_returned_whole(served):
     reply = served.client().chat.completions.create(model=served.model, messages=HELLO, max_tokens=12, seed=5)
     (choice,) = reply.choices
     assert reply.object == "chat.completion"
@@ -36,7 +36,7 @@ def test_a_chat_is_answered_whole(served):
     assert 0 <= reply.usage.prompt_tokens_details.cached_tokens < reply.usage.prompt_tokens
 
 
-def test_a_chat_is_answered_as_a_stream(served):
+def test_a_chat_completion_is_streamed(served):
     asked = {"model": served.model, "messages": HELLO, "max_tokens": 12, "seed": 5}
     whole = served.client().chat.completions.create(**asked)
     stream = list(served.client().chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -50,7 +50,7 @@ def test_a_chat_is_answered_as_a_stream(served):
     assert len({chunk.id for chunk in stream}) == 1
 
 
-def test_a_text_is_continued_whole_and_as_a_stream(served):
+def test_a_completion_is_returned_whole_and_streamed(served):
     asked = {"model": served.model, "prompt": "Once upon a time", "max_tokens": 10, "seed": 3}
     whole = served.client().completions.create(**asked)
     stream = list(served.client().completions.create(**asked, stream=True))
@@ -60,13 +60,13 @@ def test_a_text_is_continued_whole_and_as_a_stream(served):
     assert stream[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_a_completion_without_max_tokens_has_sixteen(served):
+def test_a_completion_has_sixteen_tokens_by_default(served):
     reply = served.client().completions.create(model=served.model, prompt="One", extra_body={"ignore_eos": True})
     assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (16, "length")
 
 
 @pytest.mark.parametrize("form", ["text", "texts", "ids", "lists of ids"])
-def test_a_prompt_comes_in_four_forms(served, form):
+def test_a_prompt_may_be_one_or_several_texts_or_token_lists(served, form):
     ids = list(served.llm.encode("Once upon"))
     forms = {"text": "Once upon", "texts": ["Once upon"] * 2, "ids": ids, "lists of ids": [ids, ids]}
     asked = {"model": served.model, "max_tokens": 4, "seed": 1, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
@@ -76,7 +76,7 @@ def test_a_prompt_comes_in_four_forms(served, form):
     assert reply.choices[0].token_ids == alone.choices[0].token_ids
 
 
-def test_every_choice_is_replayed_by_its_own_seed(served):
+def test_every_choice_has_a_seed_that_reproduces_it(served):
     client = served.client()
     extra = {"return_token_ids": True, "ignore_eos": True}
     asked = {"model": served.model, "max_tokens": 6, "temperature": 1.0, "extra_body": extra}
@@ -90,14 +90,14 @@ def test_every_choice_is_replayed_by_its_own_seed(served):
         assert (again.choices[0].token_ids, again.choices[0].text) == (choice.token_ids, choice.text)
 
 
-def test_an_unseeded_answer_says_which_seed_replays_it(served):
+def test_a_reply_without_a_requested_seed_names_the_seed_that_reproduces_it(served):
     asked = {"model": served.model, "messages": HELLO, "max_tokens": 8, "temperature": 1.0}
     first = served.client().chat.completions.create(**asked).choices[0]
     again = served.client().chat.completions.create(**asked, seed=first.seed).choices[0]
     assert again.message.content == first.message.content
 
 
-def test_a_prompt_counts_once_however_many_choices_continue_it(served):
+def test_usage_counts_a_prompt_once_for_several_choices(served):
     reply = served.client().chat.completions.create(
         model=served.model, messages=HELLO, max_tokens=5, n=3, extra_body={"ignore_eos": True}
     )
@@ -105,7 +105,7 @@ def test_a_prompt_counts_once_however_many_choices_continue_it(served):
     assert reply.usage.completion_tokens == 15
 
 
-def test_a_prompt_asked_again_is_cached_and_answered_alike(served):
+def test_a_repeated_prompt_is_cached_and_gets_the_same_reply(served):
     asked = {"model": served.model, "prompt": "A long enough prompt to fill a few pages. " * 4, "max_tokens": 6, "seed": 2}
     first = served.client().completions.create(**asked, extra_body={"return_checksums": True, "ignore_eos": True})
     again = served.client().completions.create(**asked, extra_body={"return_checksums": True, "ignore_eos": True})
@@ -125,7 +125,7 @@ def test_a_stop_string_ends_the_reply_and_is_named(served):
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
 
 
-def test_chat_logprobs_have_openais_shape(served):
+def test_chat_logprobs_have_the_shape_of_openai(served):
     reply = served.client().chat.completions.create(
         model=served.model, messages=HELLO, max_tokens=4, seed=1, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True}
     )
@@ -140,7 +140,7 @@ def test_chat_logprobs_have_openais_shape(served):
             assert bytes(entry.bytes).decode() == entry.token
 
 
-def test_completion_logprobs_have_openais_shape(served):
+def test_completion_logprobs_have_the_shape_of_openai(served):
     reply = served.client().completions.create(
         model=served.model, prompt="Once upon a time", max_tokens=5, temperature=0, logprobs=2, extra_body={"ignore_eos": True}
     )
@@ -148,12 +148,12 @@ def test_completion_logprobs_have_openais_shape(served):
     logprobs = choice.logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(logprobs.text_offset) == 5
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert max(top.values()) == top[token] == logprob  # greedy: the chosen one is the likeliest
+        assert max(top.values()) == top[token] == logprob  # greedy: the sampled token is the most likely one
     assert logprobs.text_offset[0] == 0
 
 
-def test_an_echoed_prompt_has_the_logprobs_of_a_generated_one(served):
-    """What a model said, sent back as a prompt to be scored, has the logprobs it was said with."""
+def test_an_echoed_prompt_has_the_logprobs_of_the_same_tokens_when_generated(served):
+    """A generated text sent back as a prompt with echo gets the logprobs that it was generated with."""
     client = served.client()
     prompt = list(served.llm.encode("Once upon a time"))
     extra = {"return_token_ids": True, "ignore_eos": True}
@@ -171,14 +171,14 @@ def test_an_echoed_prompt_has_the_logprobs_of_a_generated_one(served):
     assert logprobs.token_logprobs[len(prompt) :] == pytest.approx(said.logprobs.token_logprobs, abs=1e-5)
 
 
-def test_an_echo_comes_before_the_reply(served):
+def test_the_echoed_prompt_comes_before_the_reply(served):
     asked = {"model": served.model, "prompt": "Once upon", "max_tokens": 5, "seed": 9}
     plain = served.client().completions.create(**asked).choices[0]
     echoed = served.client().completions.create(**asked, echo=True).choices[0]
     assert echoed.text == "Once upon" + plain.text
 
 
-def test_text_offsets_point_at_the_tokens_of_an_echo(served):
+def test_text_offsets_point_to_the_tokens_of_an_echoed_prompt(served):
     choice = (
         served.client()
         .completions.create(model=served.model, prompt="Grüße, 世界!", max_tokens=0, echo=True, logprobs=0)
@@ -190,19 +190,19 @@ def test_text_offsets_point_at_the_tokens_of_an_echo(served):
             assert choice.text.startswith(token, offset)
 
 
-def test_an_echo_of_nothing_more_needs_no_logprobs(served):
+def test_an_echo_without_new_tokens_needs_no_logprobs(served):
     choice = served.client().completions.create(model=served.model, prompt="Just this", max_tokens=0, echo=True).choices[0]
     assert (choice.text, choice.logprobs, choice.finish_reason) == ("Just this", None, "length")
 
 
-def test_temperature_zero_and_top_k_one_agree(served):
+def test_temperature_zero_and_top_k_one_give_the_same_reply(served):
     asked = {"model": served.model, "messages": HELLO, "max_tokens": 8}
     cold = served.client().chat.completions.create(**asked, temperature=0)
     narrow = served.client().chat.completions.create(**asked, temperature=1.5, extra_body={"top_k": 1})
     assert cold.choices[0].message.content == narrow.choices[0].message.content
 
 
-def test_all_sampling_parameters_are_taken_at_once(served):
+def test_all_sampling_parameters_are_accepted_together(served):
     extra = {
         "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "dry_multiplier": 0.5, "dry_base": 1.5, "dry_allowed_length": 3,
         "dry_range": 64, "dry_sequence_breakers": ["\n"], "min_tokens": 2, "stop_token_ids": [7], "bad_words": ["darn"],
@@ -217,7 +217,7 @@ def test_all_sampling_parameters_are_taken_at_once(served):
         assert 5 not in choice.token_ids
 
 
-def test_a_bias_decides_the_token(served):
+def test_a_strong_logit_bias_decides_the_token(served):
     reply = served.client().completions.create(
         model=served.model,
         prompt="Say",
@@ -229,8 +229,8 @@ def test_a_bias_decides_the_token(served):
     assert reply.choices[0].token_ids == [9, 9, 9]
 
 
-def test_a_token_that_sampling_excluded_has_a_finite_logprob(served):
-    """JSON has no infinity: -9999 stands for it."""
+def test_an_excluded_token_has_a_finite_logprob(served):
+    """JSON has no infinity, so -9999 is returned."""
     extra = {"logprobs_mode": "processed", "top_k": 1, "ignore_eos": True}
     reply = served.client().chat.completions.create(
         model=served.model, messages=HELLO, max_tokens=2, logprobs=True, top_logprobs=3, extra_body=extra
@@ -240,7 +240,7 @@ def test_a_token_that_sampling_excluded_has_a_finite_logprob(served):
         assert {top.logprob for top in entry.top_logprobs} <= {entry.logprob, -9999.0}
 
 
-def test_eight_clients_at_once_are_answered_as_one_alone(served):
+def test_eight_concurrent_clients_get_the_replies_of_one_alone(served):
     asked = [{"model": served.model, "prompt": f"Story {i}:", "max_tokens": 6, "seed": i} for i in range(8)]
     alone = [served.client().completions.create(**request).choices[0].text for request in asked]
 
@@ -252,7 +252,7 @@ def test_eight_clients_at_once_are_answered_as_one_alone(served):
     assert asyncio.run(together()) == alone
 
 
-def test_tokenize_and_detokenize_undo_each_other(served):
+def test_detokenize_inverts_tokenize(served):
     text = "Grüße, 世界 🌍\n\tif x == 1:"
     answer = served.post("/tokenize", prompt=text, add_special_tokens=False).json()
     assert answer == {
@@ -263,18 +263,18 @@ def test_tokenize_and_detokenize_undo_each_other(served):
     assert served.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
 
 
-def test_tokenizing_a_chat_gives_the_prompt_that_a_reply_would_have(served):
+def test_tokenizing_a_chat_gives_the_prompt_tokens_of_a_chat_completion(served):
     tokens = served.post("/tokenize", messages=HELLO).json()["tokens"]
     reply = served.post("/v1/chat/completions", messages=HELLO, max_tokens=1, return_token_ids=True).json()
     assert reply["choices"][0]["prompt_token_ids"] == reply["prompt_token_ids"] == tokens
 
 
-def test_text_parts_are_joined_by_line_breaks(served):
+def test_text_parts_are_joined_with_line_breaks(served):
     parts = [{"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]}]
     joined = [{"role": "user", "content": "One\nTwo"}]
     assert served.post("/tokenize", messages=parts).json() == served.post("/tokenize", messages=joined).json()
 
 
-def test_health_and_metrics_answer(served):
+def test_health_and_metrics_return_200(served):
     assert served.get("/health").json() == {"status": "ok"}
     assert "num_requests_running" in served.get("/metrics").text

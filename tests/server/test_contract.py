@@ -1,4 +1,4 @@
-"""The contract through HTTP on the default model: tokens and score checksums, whatever the server is doing."""
+"""The contract over HTTP on the default model: tokens and score checksums do not depend on other requests or settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def one_by_one(served: Served) -> list[Answer]:
 
 
 def all_at_once(served: Served) -> list[Answer]:
-    """While another request runs, so that every request shares a batch."""
+    """Send all requests at once while another one runs, so that every request shares a batch."""
     long = {"model": served.model, "prompt": "One, two,", "max_tokens": 100, "ignore_eos": True, "seed": 8}
     with served.unread("/v1/completions", json.dumps(long).encode()):
         wait_until(lambda: served.llm.service.stats().completion_tokens > 0)
@@ -63,7 +63,7 @@ def at_once(served: Served) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def plain(smollm2_path: Path) -> list[Answer]:
-    """Alone, batch 1, cold: a new server for nothing but this, no prefix kept."""
+    """Run the requests one at a time on a new server with batch size 1 and no prefix cache."""
     with opened(smollm2_path, max_batch=1, prefix_cache=False) as llm, serving(llm) as served:
         return one_by_one(served)
 

@@ -1,4 +1,4 @@
-"""Fields and habits of other servers' clients: aliases, streams, echoes, preflights."""
+"""What clients of other servers send: field aliases, stream options, echo, CORS preflight requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_last_chunk_of_a_chat_has_the_finish_and_an_empty_delta(fake: Served
         assert sum(len(choice["token_ids"]) for choice in (*before, last)) == length
 
 
-def test_every_chunk_can_carry_the_usage_so_far(fake: Served) -> None:
+def test_every_chunk_can_have_the_usage_so_far(fake: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = fake.chunks(CHAT, messages=HELLO, seed=5, max_tokens=9, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -58,7 +58,7 @@ def test_every_chunk_can_carry_the_usage_so_far(fake: Served) -> None:
     assert last["usage"]["completion_tokens"] == 9
 
 
-def test_repeat_penalty_is_another_name(fake: Served) -> None:
+def test_repeat_penalty_is_an_alias_of_repetition_penalty(fake: Served) -> None:
     plain, named = ask(fake, temperature=0), ask(fake, temperature=0, repetition_penalty=30.0)
     assert content(ask(fake, temperature=0, repeat_penalty=30.0)) == content(named) != content(plain)
     answer = fake.post(CHAT, messages=HELLO, repeat_penalty=2.0, repetition_penalty=3.0)
@@ -71,7 +71,7 @@ def test_thinking_can_be_switched_at_the_top_of_the_body(fake: Served) -> None:
         assert ask(fake, enable_thinking=switch)["choices"] == nested
 
 
-def test_the_reasoning_of_a_message_has_two_names(fake: Served) -> None:
+def test_the_reasoning_of_a_message_is_accepted_under_two_names(fake: Served) -> None:
     def tokens(**thought: str) -> Any:
         said = [*HELLO, {"role": "assistant", "content": "x", **thought}, *HELLO]
         return fake.post("/tokenize", messages=said).json()["tokens"]
@@ -98,7 +98,7 @@ def test_cache_control_has_no_effect_anywhere(fake: Served) -> None:
     assert ask(fake, messages=said, tools=tools, **mark)["choices"] == ask(fake, tools=[WEATHER])["choices"]
 
 
-def test_no_tokens_are_a_reply_too(fake: Served) -> None:
+def test_a_reply_may_have_zero_tokens(fake: Served) -> None:
     reply = ask(fake, max_tokens=0)
     assert (content(reply), reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]) == ("", "length", 0)
     reply = ask(fake, COMPLETIONS, prompt="abc", max_tokens=0)
@@ -107,7 +107,7 @@ def test_no_tokens_are_a_reply_too(fake: Served) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_an_echo_of_ids_keeps_special_tokens(fake: Served) -> None:
+def test_the_echo_of_a_token_prompt_keeps_special_tokens(fake: Served) -> None:
     (special,) = fake.llm.card.eos_ids
     prompt = [65, special, 66]
     text = fake.llm.tokenizer.decode(prompt, skip_special=False)
@@ -116,7 +116,7 @@ def test_an_echo_of_ids_keeps_special_tokens(fake: Served) -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, -5, 2**53, 2**63 - 1, -(2**63)])
-def test_any_64_bit_seed_is_replayed_by_the_one_in_the_reply(fake: Served, seed: int) -> None:
+def test_a_reply_to_any_64_bit_seed_is_reproduced_by_the_returned_seed(fake: Served, seed: int) -> None:
     choice = ask(fake, seed=seed)["choices"][0]
     assert 0 <= choice["seed"] < 2**53
     assert ask(fake, seed=choice["seed"])["choices"][0] == choice
@@ -124,7 +124,7 @@ def test_any_64_bit_seed_is_replayed_by_the_one_in_the_reply(fake: Served, seed:
         assert ask(fake, seed=seed)["choices"][0] == choice
 
 
-def test_a_forced_call_wins_over_a_response_format(fake: Served) -> None:
+def test_a_forced_tool_call_takes_precedence_over_a_response_format(fake: Served) -> None:
     forced = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
     plain, shaped = ask(fake, **forced), ask(fake, **forced, response_format={"type": "json_object"})
     for reply in (plain, shaped):
@@ -133,8 +133,8 @@ def test_a_forced_call_wins_over_a_response_format(fake: Served) -> None:
     assert ask(fake, **forced, guided_regex="a+")["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_a_call_that_is_cut_anywhere_shows_no_marker(fake: Served) -> None:
-    """The fake model's tokens are bytes, so every length cuts at another place."""
+def test_a_tool_call_cut_off_anywhere_shows_no_marker(fake: Served) -> None:
+    """A token of the fake model is one byte, so each length cuts the call at another byte."""
     forced = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     whole = ask(fake, **forced, max_tokens=400, return_token_ids=True)
     seen = set()
@@ -174,7 +174,7 @@ def test_responses_take_the_sampling_fields_of_a_chat(fake: Served) -> None:
     assert len(chat) < len(plain)
 
 
-def test_the_callers_request_id_comes_back(fake: Served) -> None:
+def test_the_request_id_of_the_caller_is_returned(fake: Served) -> None:
     for path, body in ((CHAT, {"messages": HELLO, "max_tokens": 1}), ("/v1/messages", {"messages": HELLO, "max_tokens": 1})):
         answer = fake.http.post(path, json=body, headers={"x-request-id": "mine-1"})
         assert answer.headers["x-request-id"] == "mine-1"
@@ -183,7 +183,7 @@ def test_the_callers_request_id_comes_back(fake: Served) -> None:
     assert unsafe.headers["x-request-id"] == unsafe.json()["id"]
 
 
-def test_a_refused_preflight_is_json_too(fake: Served) -> None:
+def test_a_refused_preflight_request_gets_a_json_error(fake: Served) -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
     with serving(fake.llm, ServerOptions(cors_origins=("http://good.example",))) as served:
         good = served.http.options(CHAT, headers={"origin": "http://good.example", **asked})

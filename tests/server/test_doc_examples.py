@@ -1,4 +1,4 @@
-"""The Python examples in docs/ run as they are, against the fake model under the documented name."""
+"""The Python examples in docs/ run unchanged against the fake model under the documented name."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def served() -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an example closes no client
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the examples do not close their clients
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs(
     served: Served, example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seeds = itertools.count(7)  # an example need not have one; what it is told is the same every time
+    seeds = itertools.count(7)  # some examples set no seed; with this one they get the same reply every time
     monkeypatch.setattr("onedraw.llm.request_options.secrets.randbelow", lambda limit: next(seeds))
     load = onedraw.load
     monkeypatch.setattr(onedraw, "load", lambda model: load(model, backend="fake"))

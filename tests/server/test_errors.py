@@ -1,4 +1,4 @@
-"""Invalid requests over plain HTTP: an error in OpenAI's shape that names the field."""
+"""Invalid requests over HTTP get an error in the shape of OpenAI that names the field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELLO = [{"role": "user", "content": "Hello."}]
 
 
 def refused(answer: httpx.Response, status: int, *, param: str | None = None, code: str | None = None) -> str:
-    """The message, after checking everything around it."""
+    """Check status, type, field and code of an error, and return its message."""
     assert answer.status_code == status, answer.text
     assert set(answer.json()) == {"error"}
     error = answer.json()["error"]
@@ -37,7 +37,7 @@ INTEGERS = ["top_k", "seed", "max_tokens", "min_tokens", "n", "dry_allowed_lengt
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("name", NUMBERS + INTEGERS)
 @pytest.mark.parametrize("value", ['"1"', "true", "[1]", "{}", "NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
-def test_a_number_of_the_wrong_kind_is_refused_by_name(fake, path, name, value):
+def test_a_value_of_the_wrong_type_is_refused_by_name(fake, path, name, value):
     asked = f'{{"messages": {json.dumps(HELLO)}, "{name}": {value}}}' if path == CHAT else f'{{"prompt": "a", "{name}": {value}}}'
     refused(fake.send(path, asked), 400, param=name)
 
@@ -65,7 +65,7 @@ def test_a_value_out_of_range_is_refused_by_name(fake, name, value):
     assert answer.json()["error"]["param"].split("[")[0] == name
 
 
-def test_dry_values_are_checked_when_dry_is_on(fake):
+def test_dry_values_are_checked_if_dry_is_enabled(fake):
     refused(fake.post(COMPLETIONS, prompt="a", dry_multiplier=1, dry_base=0.5), 400, param="dry_base")
     refused(fake.post(COMPLETIONS, prompt="a", dry_multiplier=1, dry_allowed_length=0), 400, param="dry_allowed_length")
 
@@ -73,7 +73,7 @@ def test_dry_values_are_checked_when_dry_is_on(fake):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b'{"prompt": "a",}', b"\xff\xfe\x00", b"[" * 100, b'{"n": ' + b"1" * 5000 + b"}"], ids=repr
 )
-def test_a_body_that_is_no_json_is_refused(fake, body):
+def test_a_body_that_is_not_json_is_refused(fake, body):
     refused(fake.send(COMPLETIONS, body), 400, code="invalid_json")
 
 
@@ -85,11 +85,11 @@ def test_deep_nesting_is_never_a_server_error(fake, depth):
 
 
 @pytest.mark.parametrize("body", ["[]", '"text"', "1", "null"])
-def test_a_body_that_is_no_object_is_refused(fake, body):
+def test_a_body_that_is_not_an_object_is_refused(fake, body):
     refused(fake.send(CHAT, body), 400, code="invalid_json")
 
 
-def test_half_of_a_surrogate_pair_is_refused_by_name(fake):
+def test_a_lone_surrogate_is_refused_by_name(fake):
     refused(fake.send(COMPLETIONS, b'{"prompt": "\\ud83d"}'), 400, param="prompt")
     refused(fake.send(COMPLETIONS, b'{"prompt": "a", "stop": ["\\udc00"]}'), 400, param="stop")
     assert fake.send(COMPLETIONS, b'{"prompt": "\\ud83d\\ude00", "max_tokens": 1}').status_code == 200
@@ -100,11 +100,11 @@ def test_an_unknown_field_is_refused_by_name(fake, name):
     refused(fake.post(CHAT, messages=HELLO, **{name: 1}), 400, param=name, code="unknown_field")
 
 
-def test_more_replies_than_one_request_may_ask_for_are_refused(fake):
+def test_more_choices_than_the_limit_are_refused(fake):
     assert "33 prompts" in refused(fake.post(COMPLETIONS, prompt=["a"] * 33, n=128, max_tokens=1), 400, param="prompt")
 
 
-def test_a_misspelt_field_gets_a_suggestion(fake):
+def test_a_misspelled_field_gets_a_suggestion(fake):
     assert "did you mean temperature?" in refused(fake.post(COMPLETIONS, prompt="a", temprature=1), 400, param="temprature")
 
 
@@ -119,12 +119,12 @@ def test_a_misspelt_field_gets_a_suggestion(fake):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_field_we_cannot_honour_is_refused_by_name(fake, name, value):
+def test_an_unsupported_chat_field_is_refused_by_name(fake, name, value):
     refused(fake.post(CHAT, messages=HELLO, **{name: value}), 400, param=name, code="invalid_parameter")
 
 
 @pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("suffix", "end"), ("best_of", True)], ids=str)
-def test_a_completion_field_we_cannot_honour_is_refused_by_name(fake, name, value):
+def test_an_unsupported_completion_field_is_refused_by_name(fake, name, value):
     refused(fake.post(COMPLETIONS, prompt="a", **{name: value}), 400, param=name)
 
 
@@ -134,7 +134,7 @@ def test_an_empty_prompt_is_refused(fake, prompt):
 
 
 @pytest.mark.parametrize("prompt", [5, {"a": 1}, [1, "a"], [[1], "a"], [1.5], [True], [[[1]]]], ids=repr)
-def test_a_prompt_of_the_wrong_kind_is_refused(fake, prompt):
+def test_a_prompt_of_the_wrong_type_is_refused(fake, prompt):
     refused(fake.post(COMPLETIONS, prompt=prompt), 400, param="prompt")
 
 
@@ -151,7 +151,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(fake, token):
     assert str(token) in refused(fake.post("/detokenize", tokens=[1, token]), 400, param="tokens")
 
 
-def test_a_context_overflow_names_both_numbers(fake):
+def test_the_error_about_a_prompt_over_the_context_names_both_lengths(fake):
     message = refused(fake.post(COMPLETIONS, prompt=[5] * 2050), 400, param="prompt", code="context_length_exceeded")
     assert "2050" in message
     assert "2048" in message
@@ -181,18 +181,18 @@ def test_a_context_overflow_names_both_numbers(fake):
     ],
     ids=repr,
 )  # fmt: skip
-def test_a_wrong_message_is_refused_by_its_place(fake, message, param):
+def test_an_invalid_message_is_refused_by_its_index(fake, message, param):
     refused(fake.post(CHAT, messages=[message]), 400, param=param)
 
 
-def test_an_image_is_refused_by_the_name_of_its_part(fake):
+def test_an_image_is_refused_by_the_path_of_its_part(fake):
     parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
     assert "image_url" in refused(
         fake.post(CHAT, messages=[{"role": "user", "content": parts}]), 400, param="messages[0].content[0]"
     )
 
 
-def test_fields_that_only_make_sense_together_are_refused_apart(fake):
+def test_a_field_without_the_field_it_needs_is_refused(fake):
     refused(fake.post(CHAT, messages=HELLO, stream_options={"include_usage": True}), 400, param="stream_options")
     refused(fake.post(CHAT, messages=HELLO, top_logprobs=2), 400, param="top_logprobs")
     refused(fake.post(CHAT, messages=HELLO, max_tokens=1, max_completion_tokens=2), 400, param="max_completion_tokens")
@@ -203,7 +203,7 @@ def test_fields_that_only_make_sense_together_are_refused_apart(fake):
     refused(fake.post("/tokenize", prompt="a", messages=HELLO), 400, param="prompt")
 
 
-def test_a_model_that_is_not_served_is_not_found_where_names_are_strict(fake):
+def test_a_model_that_is_not_served_is_not_found_if_names_are_strict(fake):
     bodies = (
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
         (CHAT, {"messages": HELLO, "max_tokens": 1}),
@@ -231,8 +231,8 @@ def test_sampling_parameters_that_leave_no_token_are_a_named_error(fake):
     refused(fake.post(COMPLETIONS, stream=True, **asked), 400, code="no_token_left")
 
 
-def test_a_full_queue_sends_retry_after():
-    free = threading.Event()  # until then the first is far from its end
+def test_a_full_queue_returns_retry_after():
+    free = threading.Event()  # the first request is still running until then
     with slowed(fake_llm(max_batch=1, queue_limit=1), 0.05, free) as llm, serving(llm) as served:
         long = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
         others = [threading.Thread(target=lambda: served.post(COMPLETIONS, **long)) for _ in range(2)]
@@ -249,13 +249,13 @@ def test_a_full_queue_sends_retry_after():
         assert served.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200
 
 
-def test_more_prompts_than_the_queue_holds_leave_nothing_behind():
+def test_more_prompts_than_the_queue_holds_are_refused_as_a_whole():
     with slowed(fake_llm(max_batch=1, queue_limit=2), 0.002) as llm, serving(llm) as served:
         refused(served.post(COMPLETIONS, prompt=["a"] * 20, max_tokens=50), 400, param="prompt", code="too_many_replies")
         wait_until(lambda: (llm.service.stats().running, llm.service.stats().waiting) == (0, 0))
 
 
-def test_a_failing_step_is_a_500_and_the_next_request_is_answered():
+def test_a_failed_step_gives_500_and_the_next_request_succeeds():
     with fake_llm() as llm, serving(llm) as served:
         backend = llm.service._engine.backend
         submit, backend.submit = backend.submit, lambda plan: 1 / 0
@@ -265,7 +265,7 @@ def test_a_failing_step_is_a_500_and_the_next_request_is_answered():
         assert served.post(COMPLETIONS, prompt="a").status_code == 200
 
 
-def test_an_unexpected_error_has_an_id_that_is_logged(caplog):
+def test_an_unexpected_error_returns_an_id_that_is_logged(caplog):
     with fake_llm() as llm, serving(llm) as served:
         encode, llm.encode = llm.encode, lambda *_, **__: {}["a secret place"]
         with caplog.at_level(logging.ERROR, logger="onedraw.server"):
@@ -277,7 +277,7 @@ def test_an_unexpected_error_has_an_id_that_is_logged(caplog):
         assert served.post(COMPLETIONS, prompt="a").status_code == 200
 
 
-def test_a_closed_llm_is_a_503():
+def test_a_closed_llm_gives_503():
     with fake_llm() as llm, serving(llm) as served:
         llm.close()
         refused(served.post(COMPLETIONS, prompt="a"), 503, code="shutting_down")
@@ -285,7 +285,7 @@ def test_a_closed_llm_is_a_503():
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_body_over_the_limit_is_refused_with_or_without_a_length(declared):
+def test_a_body_over_the_limit_is_refused_with_or_without_content_length(declared):
     with fake_llm() as llm, serving(llm, ServerOptions(max_body=1000)) as served:
         body = json.dumps({"prompt": "x" * 2000, "max_tokens": 1}).encode()
         content = body if declared else iter([body[:900], body[900:]])
@@ -304,28 +304,32 @@ def test_a_body_over_the_limit_is_refused_with_or_without_a_length(declared):
     ],
     ids=ascii,
 )
-def test_a_body_that_is_not_utf_8_is_not_json(fake, body):
-    """Half a character spelled as bytes, in a value or in a name that the error would have to repeat."""
+def test_a_body_that_is_not_utf_8_is_refused(fake, body):
+    """The invalid bytes are in a value, or in a field name that the error would quote."""
     refused(fake.send(COMPLETIONS, body), 400, code="invalid_json")
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
 def test_an_infinite_number_inside_a_field_is_refused(fake, path, number):
-    """Schemas are handed on and come back in responses, where such a number cannot be written."""
+    """Schemas are returned in responses, and JSON cannot express such a number."""
     function = f'{{"type": "function", "name": "w", "parameters": {{"type": "object", "default": {number}}}}}'
     said = '"input": "hi"' if path == "/v1/responses" else '"messages": [{"role": "user", "content": "hi"}]'
     answer = fake.send(path, f'{{{said}, "tools": [{function}]}}')
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), answer.text
 
 
-def test_stop_strings_have_a_bound(fake):
+def test_the_number_of_stop_strings_is_limited(fake):
     refused(fake.post(CHAT, messages=HELLO, stop=["x" * 40_000, "y" * 40_000]), 400, param="stop")
 
 
-def test_arguments_of_a_past_call_may_be_anything(fake):
-    """Nested deeper than a reader goes, or cut off in the middle."""
-    for arguments, status in (("[" * 100_000, 400), ('{"city": "Par', 200), ("", 200)):  # the first is longer than the context
+def test_the_arguments_of_a_past_call_may_be_any_text(fake):
+    """They may be nested deeper than a JSON parser allows, or cut off."""
+    for arguments, status in (
+        ("[" * 100_000, 400),
+        ('{"city": "Par', 200),
+        ("", 200),
+    ):  # the first one is longer than the context
         call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": arguments}}
         messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
         assert fake.post(CHAT, messages=messages, max_tokens=2).status_code == status

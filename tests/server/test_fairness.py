@@ -1,4 +1,4 @@
-"""Callers take turns: one caller's many choices do not hold up another's small request."""
+"""Fair scheduling over HTTP: many choices of one caller do not delay a small request of another one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPLETIONS = "/v1/completions"
         ({}, ""),
     ],
 )
-def test_a_caller_is_a_key_or_else_an_address(scope: dict[str, object], expected: str) -> None:
+def test_a_caller_is_identified_by_its_key_or_its_address(scope: dict[str, object], expected: str) -> None:
     assert turn_caller(scope) == expected
 
 

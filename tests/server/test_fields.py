@@ -1,4 +1,4 @@
-"""Every rule of the field table is sent to a server, which does what the rule says."""
+"""A server treats every field as the field table says."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_field_is_treated_as_its_rule_says(kind, rule):
             assert rule.note in str(refusal.value)
 
 
-def test_the_reference_page_is_current():
+def test_the_reference_page_is_up_to_date():
     file = Path(__file__).parents[2] / "docs" / "api.md"
     assert file.read_text() == page(), "run: python -m onedraw.server.api_docs > docs/api.md"
 
@@ -59,7 +59,7 @@ def test_the_reference_page_names_every_field():
             assert f"| `{name}` |" in page()
 
 
-def test_a_neutral_number_may_be_written_either_way():
+def test_a_neutral_number_may_be_an_integer_or_a_float():
     assert parse(CompletionRequest, {"prompt": "a", "best_of": 1.0, "length_penalty": 1}).request.prompt == ("a",)
 
 
@@ -169,7 +169,7 @@ def test_null_inside_an_object_means_not_given(kind: type[BaseModel], raw: dict[
     assert not parse(kind, raw).ignored
 
 
-def test_a_field_of_several_kinds_is_named_as_the_caller_wrote_it() -> None:
+def test_an_error_in_a_field_of_several_types_names_the_type_that_the_caller_used() -> None:
     with pytest.raises(BadRequest) as refusal:
         parse(CompletionRequest, {"prompt": "a", "guided_json": True})
     assert refusal.value.param == "guided_json"

@@ -21,21 +21,21 @@ SECRET = [{"role": "user", "content": "my secret question"}]
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture, fake: Served) -> Any:
-    """What was logged of requests. A server that starts sets the levels anew, so it is called once a server has started."""
+    """Return the log lines of requests. Call it after the server has started, since the start sets the log levels."""
 
     def facts() -> list[dict[str, Any]]:
         caplog.set_level(logging.INFO, logger="onedraw.access")
         return [record.facts for record in caplog.records if hasattr(record, "facts")]
 
     facts()
-    fake.get("/health", headers={"x-request-id": "before"})  # behind its line there is none of an earlier test's
+    fake.get("/health", headers={"x-request-id": "before"})  # no line of an earlier test can follow the line of this request
     wait_until(lambda: any(line.get("caller_id") == "before" for line in facts()))
     caplog.clear()
     return facts
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_has_a_line_with_the_id_it_carries(fake: Served, lines: Any, stream: bool) -> None:
+def test_a_reply_is_logged_with_its_request_id(fake: Served, lines: Any, stream: bool) -> None:
     answer = fake.post(CHAT, messages=SECRET, max_tokens=5, ignore_eos=True, seed=3, stream=stream)
     answer.read()
     wait_until(lambda: len(lines()) == 1)
@@ -48,14 +48,14 @@ def test_a_reply_has_a_line_with_the_id_it_carries(fake: Served, lines: Any, str
     assert "secret" not in json.dumps(facts)
 
 
-def test_a_refusal_has_a_line_too(fake: Served, lines: Any) -> None:
+def test_a_refused_request_is_logged(fake: Served, lines: Any) -> None:
     answer = fake.post(CHAT, messages=SECRET, frobnicate=1)
     assert answer.headers["x-request-id"].startswith("req-")
     wait_until(lambda: len(lines()) == 1)
     assert (lines()[0]["status"], lines()[0]["id"]) == (400, answer.headers["x-request-id"])
 
 
-def test_a_callers_own_id_is_logged_if_it_cannot_break_a_line(fake: Served, lines: Any) -> None:
+def test_the_request_id_of_the_caller_is_logged_if_it_cannot_break_the_line(fake: Served, lines: Any) -> None:
     fake.get("/health", headers={"x-request-id": "trace-7.a:b"})
     fake.get("/health", headers={"x-request-id": "two words"})
     fake.get("/nowhere%0Aforged")
@@ -66,7 +66,7 @@ def test_a_callers_own_id_is_logged_if_it_cannot_break_a_line(fake: Served, line
     assert third["path"] == "/nowhere\nforged"
 
 
-def test_prompts_are_logged_only_when_asked_for(lines: Any) -> None:
+def test_prompts_are_logged_only_on_request(lines: Any) -> None:
     for asked in (False, True):
         with fake_llm() as llm, serving(llm, ServerOptions(log_prompts=asked)) as served:
             before = len(lines())
@@ -97,7 +97,7 @@ def test_an_error_in_a_request_is_logged_with_its_id(monkeypatch: pytest.MonkeyP
     assert "ZeroDivisionError" in told[0]["error"]
 
 
-def test_the_two_formats() -> None:
+def test_logs_are_text_or_json() -> None:
     record = logging.LogRecord("onedraw.engine", logging.WARNING, "", 0, "take %s", ("care",), None)
     assert TextFormatter().format(record).endswith(" WARNING take care")
     said = json.loads(JsonFormatter().format(record))
@@ -105,7 +105,7 @@ def test_the_two_formats() -> None:
     assert said["time"].endswith("Z")
 
 
-def test_the_process_logs_json_alone_on_stderr() -> None:
+def test_the_process_logs_nothing_but_json_on_stderr() -> None:
     program = (
         "import threading, httpx\n"
         "from onedraw.server.config import ServerOptions\n"

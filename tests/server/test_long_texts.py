@@ -1,4 +1,4 @@
-"""Texts that can never fit are refused before they are tokenized, and long work takes turns."""
+"""Texts that are too long for the context are refused before they are tokenized, and long texts are tokenized in turn."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the texts that are tokenized."""
+    """A list to which the length of every tokenized text is appended."""
     lengths: list[int] = []
     encode = Tokenizer.encode
 
@@ -59,8 +59,8 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(fake: Served, tokenized: list[int], name: str) -> None:
-    """Ten megabytes took seconds and more than a gigabyte before they were refused; a prediction was not refused at all."""
+def test_a_text_too_long_for_the_context_is_refused_before_it_is_tokenized(fake: Served, tokenized: list[int], name: str) -> None:
+    """Regression: ten megabytes took seconds and a gigabyte before the refusal, and a long prediction was not refused."""
     path, body, param = REQUESTS[name]
     answer = fake.post(path, **body)
     error = answer.json()["error"]
@@ -69,13 +69,13 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(fake: Serve
     assert max(tokenized, default=0) < len(LONG)
 
 
-def test_tools_that_can_never_fit_are_refused_before_they_are_tokenized() -> None:
+def test_tools_too_long_for_the_context_are_refused_before_they_are_tokenized() -> None:
     with fake_llm() as llm, serving(llm) as served:
         answer = served.post("/v1/chat/completions", messages=HELLO, tools=[TOOL])
         assert answer.status_code == 400
 
 
-def test_the_prompts_of_one_request_have_a_bound(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_prompts_of_a_request_is_limited(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onedraw.server.prompts.MAX_PROMPT_TOKENS", 100)
     answer = fake.post("/v1/completions", prompt=["z" * 60, "z" * 60], max_tokens=1)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
@@ -83,15 +83,15 @@ def test_the_prompts_of_one_request_have_a_bound(fake: Served, monkeypatch: pyte
     assert MAX_PROMPT_TOKENS > 1 << 20
 
 
-def test_more_prompts_than_may_wait_are_refused_before_they_are_tokenized(tokenized: list[int]) -> None:
+def test_more_prompts_than_the_queue_holds_are_refused_before_they_are_tokenized(tokenized: list[int]) -> None:
     with fake_llm(max_batch=1, queue_limit=2) as llm, serving(llm) as served:
         answer = served.post("/v1/completions", prompt=["a" * 50] * 20, max_tokens=1)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_replies")
     assert 50 not in tokenized
 
 
-def test_a_client_that_hangs_up_ends_the_work_on_its_prompts(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of a list is not tokenized for a client that has gone."""
+def test_a_disconnected_client_ends_the_tokenization_of_its_prompts(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remaining prompts of a list are not tokenized after the client has disconnected."""
     begun, hung_up, ended = threading.Event(), threading.Event(), threading.Event()
     encode, tokenized, flags = Tokenizer.encode, [], []
 
@@ -120,11 +120,11 @@ def test_a_client_that_hangs_up_ends_the_work_on_its_prompts(fake: Served, monke
     assert tokenized == ["one of many"]
 
 
-# ---------------------------------------------------------------------------------------------- turns
+# ---------------------------------------------------------------------------------------------- order of long work
 
 
 class Client:
-    """A request whose client hangs up when told to."""
+    """A request whose client disconnects when the test says so."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -135,7 +135,7 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-def test_long_work_takes_turns_and_short_work_does_not_wait() -> None:
+def test_long_tasks_run_one_at_a_time_and_short_tasks_do_not_wait() -> None:
     running, most, go = 0, 0, threading.Event()
     lock = threading.Lock()
 
@@ -162,8 +162,8 @@ def test_long_work_takes_turns_and_short_work_does_not_wait() -> None:
     assert most == MAX_LONG_WORK
 
 
-def test_work_whose_client_hung_up_keeps_its_turn_until_it_ends_and_waiting_work_is_dropped() -> None:
-    """So clients that hang up at once cannot have more work running than the others."""
+def test_a_running_task_of_a_disconnected_client_counts_until_it_ends_and_a_waiting_one_is_dropped() -> None:
+    """Otherwise clients that disconnect at once could have more tasks running than others."""
     begun, go = threading.Semaphore(0), threading.Event()
     ran: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`/v1/messages` with the real client: whole, streamed, with tools and thinking; errors in Anthropic's shape."""
+"""`/v1/messages` with the `anthropic` client: whole and streamed, tools, thinking, and errors in the shape of Anthropic."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_message_has_the_text_of_the_equivalent_chat(fake: Any, client: anthro
     assert counted.input_tokens == chat["usage"]["prompt_tokens"]
 
 
-def test_thinking_is_a_block_of_its_own_within_its_budget(fake: Any, client: anthropic.Anthropic) -> None:
+def test_thinking_is_a_separate_block_within_its_budget(fake: Any, client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": fake.model, "max_tokens": 60, "messages": HELLO, "extra_body": {"seed": 3}}
     reply = client.messages.create(thinking={"type": "enabled", "budget_tokens": 10}, **asked)
     thought, said = reply.content
@@ -63,12 +63,12 @@ def test_thinking_is_a_block_of_its_own_within_its_budget(fake: Any, client: ant
     assert final.stop_reason == "max_tokens"
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-    # Its own blocks can be sent back.
+    # The blocks of a reply can be sent back.
     turns = [*HELLO, {"role": "assistant", "content": [b.to_dict() for b in reply.content]}, {"role": "user", "content": "?"}]
     assert client.messages.create(**asked | {"messages": turns, "max_tokens": 4}).usage.output_tokens == 4
 
 
-def test_a_tool_makes_its_round_trip(fake: Any, client: anthropic.Anthropic) -> None:
+def test_a_tool_call_and_its_result_make_a_round_trip(fake: Any, client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": fake.model, "max_tokens": 300, "tools": [WEATHER]}
     must = {"tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}, "extra_body": {"seed": 1}}
     reply = client.messages.create(messages=HELLO, **asked, **must)
@@ -99,7 +99,7 @@ def test_a_reply_follows_its_output_format(fake: Any, client: anthropic.Anthropi
     jsonschema.validate(json.loads(reply.content[0].text), SCHEMA)
 
 
-def test_errors_have_the_shape_that_the_client_reads(fake: Any, client: anthropic.Anthropic) -> None:
+def test_the_client_parses_errors(fake: Any, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="temperature") as refusal:
         client.messages.create(model=fake.model, max_tokens=4, messages=HELLO, extra_body={"temperature": -1})
     assert refusal.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
@@ -107,7 +107,7 @@ def test_errors_have_the_shape_that_the_client_reads(fake: Any, client: anthropi
         client.models.retrieve("other")
 
 
-def test_a_key_may_come_in_the_clients_own_header() -> None:
+def test_a_key_may_come_in_the_header_of_the_client() -> None:
     options = ServerOptions(api_keys=(ApiKey("me", "secret"),))
     with fake_llm() as llm, serving(llm, options) as served:
         asked: dict[str, Any] = {"model": served.model, "max_tokens": 2, "messages": HELLO}
@@ -140,7 +140,7 @@ def test_invalid_fields_are_refused_by_the_callers_field_name(fake: Any, fields:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_a_message_needs_its_length(fake: Any) -> None:
+def test_max_tokens_is_required(fake: Any) -> None:
     answer = fake.post(PATH, messages=HELLO)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
 
@@ -198,11 +198,11 @@ def test_a_failed_tool_result_is_marked_as_an_error(fake: Any) -> None:
     assert prompt(is_error=False) == prompt(cache_control={"type": "ephemeral"}) == prompt()
 
 
-def test_the_client_finds_the_model_and_the_requests_id(fake: Any, client: anthropic.Anthropic) -> None:
+def test_the_client_finds_the_model_and_the_request_id(fake: Any, client: anthropic.Anthropic) -> None:
     (model,) = client.models.list()
     assert (model.id, model.type, model.display_name) == (fake.model, "model", fake.model)
     reply = client.messages.create(model=fake.model, max_tokens=4, messages=HELLO)
-    assert reply._request_id == reply.id
+    assert reply._request_id == reply.id  # the documented attribute of the anthropic client
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,6 @@ def test_neutral_fields_are_accepted(fake: Any) -> None:
         ("[1]", {}),
     ],
 )
-def test_arguments_become_an_object_that_json_can_hold(arguments: str, given: Any) -> None:
+def test_invalid_arguments_of_a_call_become_a_valid_json_object(arguments: str, given: Any) -> None:
     assert messages._input(arguments) == given
     json.dumps(given, allow_nan=False)

@@ -1,4 +1,4 @@
-"""The metrics of /metrics count what happened."""
+"""The counters of /metrics agree with the replies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {
 
 
 def scrape(served) -> dict[str, float]:
-    idle_stats(served.llm)  # the counters follow a turn's last event within a moment
+    idle_stats(served.llm)  # the counters are updated after the last event of a step
     answer = served.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
@@ -54,7 +54,7 @@ def test_two_apps_have_their_own_metrics():
         assert scrape(second)["e2e_request_latency_seconds_count"] == 0
 
 
-def test_kept_drafts_are_counted_by_their_position():
+def test_kept_drafts_are_counted_by_position():
     with fake_llm(draft=("prediction",), draft_tokens=4) as llm, serving(llm) as served:
         asked = {"prompt": [5] * 40, "max_tokens": 11, "ignore_eos": True, "seed": 3, "return_token_ids": True}
         said = served.post("/v1/completions", **asked).json()["choices"][0]["token_ids"]
@@ -67,5 +67,5 @@ def test_kept_drafts_are_counted_by_their_position():
         places = {int(sample.labels["position"]): sample.value for sample in family.samples}
         assert counted["spec_decode_num_drafts_total"] >= places[0] > 0
         assert sum(places.values()) == counted["spec_decode_num_accepted_tokens_total"]
-        assert places[4] == 0  # a row had four drafts
+        assert places[4] == 0  # each row had four drafts
         assert sorted(places.values(), reverse=True) == [places[i] for i in range(len(places))]

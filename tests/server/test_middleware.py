@@ -28,7 +28,7 @@ def locked():
     ids=ascii,
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nowhere", "/v1/completions"])
-def test_without_the_right_key_nothing_is_answered(locked, given, path):
+def test_a_request_without_the_right_key_is_refused(locked, given, path):
     headers = {} if given is None else {"authorization": given.encode()}
     answer = locked.get(path, headers=headers)
     assert answer.status_code == 401
@@ -36,7 +36,7 @@ def test_without_the_right_key_nothing_is_answered(locked, given, path):
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_with_the_key_everything_is_answered(locked):
+def test_a_request_with_the_key_is_answered(locked):
     for scheme in ("Bearer", "bearer"):
         assert locked.get("/v1/models", headers={"authorization": f"{scheme} {KEY}".encode()}).status_code == 200
 
@@ -52,7 +52,7 @@ def test_health_needs_no_key(locked):
     assert locked.get("/health").status_code == 200
 
 
-def test_the_openai_client_is_told_that_its_key_is_wrong(locked):
+def test_the_openai_client_gets_an_authentication_error(locked):
     with pytest.raises(openai.AuthenticationError):
         locked.client().models.list()
 
@@ -132,7 +132,7 @@ def test_without_a_key_cross_site_requests_are_refused(home):
 
 
 def test_without_a_key_a_cross_site_request_that_names_no_origin_is_refused(home):
-    """Some browsers leave Origin out where a page of another site submits a form."""
+    """Some browsers omit Origin if a page of another site submits a form."""
     body = json.dumps({"model": home.model, "prompt": "a", "max_tokens": 1})
 
     def ask(site: str | None) -> int:
@@ -165,7 +165,7 @@ def test_a_lenient_server_ignores_unknown_fields_and_lists_them():
         refused = served.post("/v1/chat/completions", audio={}, **asked)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "audio")
         assert "x-onedraw-ignored" not in served.post("/v1/completions", prompt="a", max_tokens=1).headers
-        # Inside of items, blocks and tools too.
+        # Also inside items, blocks and tools.
         items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi", "a": 1}], "b": 2}]
         tool = {"type": "function", "name": "f", "c": 3}
         answer = served.post("/v1/responses", input=items, tools=[tool], max_output_tokens=2)
@@ -197,7 +197,7 @@ def test_aliases_name_the_model():
     ],
     ids=str,
 )
-def test_wrong_options_are_refused_by_their_flag(wrong):
+def test_invalid_options_are_refused_by_their_flag(wrong):
     with pytest.raises(BadSetting, match="--" + next(iter(wrong)).replace("_", "-").removesuffix("s")):
         ServerOptions(**wrong)
 
@@ -213,7 +213,7 @@ def test_a_key_may_end_in_bytes_that_look_like_spaces(key):
 ENDLESS = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True}
 
 
-def test_a_request_over_its_time_is_ended_and_its_pages_are_free():
+def test_a_request_over_its_time_limit_is_cancelled_and_its_pages_are_freed():
     with fake_llm() as llm:
         with serving(slowed(llm, 0.02), ServerOptions(request_seconds=0.3)) as served:
             answer = served.post("/v1/completions", **ENDLESS)
@@ -223,7 +223,7 @@ def test_a_request_over_its_time_is_ended_and_its_pages_are_free():
             assert served.post("/v1/completions", prompt="a", max_tokens=3).status_code == 200
 
 
-def test_the_time_of_a_request_begins_when_it_arrives(monkeypatch):
+def test_the_time_limit_starts_when_the_request_arrives(monkeypatch):
     def slowly(*args, **kwargs):
         time.sleep(0.6)
         return prepare(*args, **kwargs)
@@ -233,14 +233,14 @@ def test_the_time_of_a_request_begins_when_it_arrives(monkeypatch):
         assert served.post("/v1/completions", prompt="a", max_tokens=1).status_code == 504
 
 
-def test_a_stream_over_its_time_is_ended_by_an_event():
+def test_a_stream_over_its_time_limit_ends_with_an_error_event():
     def streamed(seconds: float) -> tuple[int, list[str]]:
         with serving(llm, ServerOptions(request_seconds=seconds)) as served:
             answer = served.post("/v1/completions", stream=True, **ENDLESS)
         return answer.status_code, answer.text.split("\n\n")
 
     with slowed(fake_llm(), 0.05) as llm:
-        # The time must be enough for the first token: then the answer has begun when it is over. A busy machine needs more.
+        # The limit must allow for the first token, so that the stream has begun when it expires. A busy machine needs more.
         status, events = next(found for found in map(streamed, (0.3, 3, 30)) if found[0] == 200)
         assert status == 200
         assert json.loads(events[0].removeprefix("data: "))["choices"]
@@ -249,7 +249,7 @@ def test_a_stream_over_its_time_is_ended_by_an_event():
         wait_until(lambda: llm.service.stats().running == 0)
 
 
-def test_a_body_that_does_not_arrive_is_refused(monkeypatch, fake: Served):
+def test_a_body_that_does_not_arrive_in_time_is_refused(monkeypatch, fake: Served):
     monkeypatch.setattr("onedraw.server.body.read_body.__kwdefaults__", {"seconds": 0.2})
     with fake.unread("/v1/completions", b'{"prompt": ', length=15) as connection:
         answer = b""

@@ -36,66 +36,69 @@ SHORT = {"max_tokens": 2, "seed": 1}
 
 
 @pytest.fixture(scope="module")
-def told(fake: Served) -> dict[str, Any]:
+def openapi(fake: Served) -> dict[str, Any]:
     answer = fake.get("/openapi.json")
     assert answer.status_code == 200
     value: dict[str, Any] = answer.json()
     return value
 
 
-def test_every_path_and_method_is_in_the_document(fake: Served, told: dict[str, Any]) -> None:
+def test_the_document_has_every_path_and_method(fake: Served, openapi: dict[str, Any]) -> None:
     app = create_app(fake.llm, ServerOptions())
     there = {(re.sub(r":\w+}", "}", r.path), m.lower()) for r in app.routes for m in r.methods - {"HEAD"}}  # type: ignore[attr-defined]
-    known = {(path, method) for path, methods in told["paths"].items() for method in methods}
+    known = {(path, method) for path, methods in openapi["paths"].items() for method in methods}
     files = {(path, method) for path, method in there if path.startswith("/page/")}
     assert there - files == known
 
 
-def test_every_field_of_every_table_is_in_the_document(told: dict[str, Any]) -> None:
+def test_the_document_has_every_field_of_every_table(openapi: dict[str, Any]) -> None:
     for model, rules in TABLES.items():
-        schema = told["components"]["schemas"][model.__name__]
+        schema = openapi["components"]["schemas"][model.__name__]
         assert set(schema["properties"]) == set(rules), model
         assert schema["additionalProperties"] is False
 
 
-def test_every_link_names_an_operation_of_the_document(told: dict[str, Any]) -> None:
-    """The dictionary of links once shared a variable with the operations, and held an operation's fields instead."""
-    operations = [operation for methods in told["paths"].values() for operation in methods.values()]
+def test_every_link_names_an_operation_of_the_document(openapi: dict[str, Any]) -> None:
+    """Regression: the dictionary of links held the fields of an operation."""
+    operations = [operation for methods in openapi["paths"].values() for operation in methods.values()]
     names = {operation["operationId"] for operation in operations if "operationId" in operation}
     links = [link for o in operations for answer in o["responses"].values() for link in answer.get("links", {}).values()]
     assert {link["operationId"] for link in links} == names != set()
 
 
-def test_every_reference_leads_somewhere(told: dict[str, Any]) -> None:
-    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(told)))
-    assert named <= set(told["components"]["schemas"])
+def test_every_reference_has_a_target(openapi: dict[str, Any]) -> None:
+    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(openapi)))
+    assert named <= set(openapi["components"]["schemas"])
 
 
 def test_every_validator_has_a_schema() -> None:
-    """Pydantic knows nothing of what a function takes; a new one needs its line in VALIDATOR_SCHEMAS."""
+    """Pydantic cannot derive a schema from a validator function; a new one needs an entry in VALIDATOR_SCHEMAS."""
     for model in TABLES:
         for field in model.model_fields.values():
             for entry in field.metadata:
                 assert not isinstance(entry, PlainValidator) or entry.func in VALIDATOR_SCHEMAS, (model.__name__, entry.func)
 
 
-def _numbers(told: dict[str, Any], model: type) -> list[tuple[str, dict[str, Any]]]:
-    properties = told["components"]["schemas"][model.__name__]["properties"]
+def _numbers(openapi: dict[str, Any], model: type) -> list[tuple[str, dict[str, Any]]]:
+    properties = openapi["components"]["schemas"][model.__name__]["properties"]
     found = [(name, inner) for name, schema in properties.items() for inner in schema.get("anyOf", [schema])]
     return [(name, inner) for name, inner in found if inner.get("type") in ("integer", "number")]
 
 
 @pytest.mark.parametrize(("path", "model"), [("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)])
-def test_the_ranges_are_where_the_server_begins_to_refuse(fake: Served, told: dict[str, Any], path: str, model: type) -> None:
-    numbers = _numbers(told, model)
+def test_the_server_accepts_exactly_the_documented_ranges(fake: Served, openapi: dict[str, Any], path: str, model: type) -> None:
+    numbers = _numbers(openapi, model)
     assert len(numbers) > 10
     for name, schema in numbers:
         for value, inside in _edges(schema):
-            echo = {"echo": True} if model is CompletionRequest else {}  # with which 0 tokens may be asked for
-            asked = {**PATHS[path], **SHORT, **echo, **_company(name), name: value}
+            echo = {"echo": True} if model is CompletionRequest else {}  # allows 0 tokens
+            asked = {**PATHS[path], **SHORT, **echo, **_required_fields(name), name: value}
             answer = fake.post(path, **asked)
             if inside:
-                assert answer.status_code == 200 or answer.json()["error"]["param"] != name or _no_room(answer), (name, value)
+                assert answer.status_code == 200 or answer.json()["error"]["param"] != name or _unsupported_by_model(answer), (
+                    name,
+                    value,
+                )
             else:
                 assert answer.status_code == 400, (name, value)
                 assert answer.json()["error"]["param"] in (name, name.replace("_completion", "")), (name, value)
@@ -113,8 +116,8 @@ def _edges(schema: dict[str, Any]) -> list[tuple[float, bool]]:
     return edges
 
 
-def _company(name: str) -> dict[str, Any]:
-    """What a field needs beside it to be judged at all."""
+def _required_fields(name: str) -> dict[str, Any]:
+    """Return the fields that the server requires before it checks this one."""
     if name.startswith("dry_"):
         return {"dry_multiplier": 1.0}
     if name == "top_logprobs":
@@ -122,16 +125,16 @@ def _company(name: str) -> dict[str, Any]:
     return {"max_tokens": None} if name == "max_completion_tokens" else {}
 
 
-def _no_room(answer: Any) -> bool:
-    """In range, but not with this model: its context, or a model that does not reason."""
+def _unsupported_by_model(answer: Any) -> bool:
+    """Tell whether the value is in range but this model cannot serve it: its context is shorter, or it does not reason."""
     return any(word in answer.json()["error"]["message"] for word in ("over the context", "does not reason"))
 
 
 @pytest.mark.parametrize("path", list(POSTS))
-def test_neutral_values_are_accepted_and_others_are_not(fake: Served, told: dict[str, Any], path: str) -> None:
+def test_documented_neutral_values_are_accepted_and_others_are_refused(fake: Served, openapi: dict[str, Any], path: str) -> None:
     model, _, _ = POSTS[path]
     asked = PATHS.get(path) or OTHERS[path]
-    schema = told["components"]["schemas"][model.__name__]["properties"]
+    schema = openapi["components"]["schemas"][model.__name__]["properties"]
     for name, rule in TABLES[model].items():
         if rule.treatment is Treatment.HONOURED:
             continue
@@ -144,7 +147,7 @@ def test_neutral_values_are_accepted_and_others_are_not(fake: Served, told: dict
             assert fake.post(path, **asked, **more, **{name: {"surely": "not"}}).status_code == 400, name
 
 
-def test_ranges_are_read_from_their_texts() -> None:
+def test_ranges_are_parsed_from_their_texts() -> None:
     assert limits("integer, 0 … 2^53 - 1") == {"minimum": 0, "maximum": 2**53 - 1}
     assert limits("number, over 0 … 1") == {"exclusiveMinimum": 0, "maximum": 1}
     assert limits("number over 0") == {"exclusiveMinimum": 0}
@@ -152,8 +155,8 @@ def test_ranges_are_read_from_their_texts() -> None:
     assert limits("string") == {}
 
 
-def test_answers_have_the_documented_shape(fake: Served, told: dict[str, Any]) -> None:
-    shapes = told["components"]["schemas"]
+def test_responses_have_the_documented_shape(fake: Served, openapi: dict[str, Any]) -> None:
+    shapes = openapi["components"]["schemas"]
     for path, asked in PATHS.items():
         shape = shapes[POSTS[path][2]]
         reply = fake.post(path, **asked, **SHORT).json()
@@ -164,7 +167,7 @@ def test_answers_have_the_documented_shape(fake: Served, told: dict[str, Any]) -
     assert set(OBJECTS["Error"]["properties"]["error"]["required"]) == set(refused["error"])  # type: ignore[index]
 
 
-def test_the_document_says_whether_a_key_is_needed_and_what_lenience_takes() -> None:
+def test_the_document_says_whether_a_key_is_required_and_unknown_fields_are_accepted() -> None:
     with fake_llm() as llm:
         locked = document(llm.card, lenient=True, locked=True)
         assert locked["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]

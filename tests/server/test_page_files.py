@@ -1,4 +1,4 @@
-"""The files of the web page: served without a key, complete, with their security headers."""
+"""The files of the web page are served without a key, are complete, and have security headers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def locked() -> Iterator[Served]:
         yield served
 
 
-def test_every_file_is_served_without_a_key_and_with_the_policy(locked: Served) -> None:
+def test_every_file_is_served_without_a_key_and_with_a_content_security_policy(locked: Served) -> None:
     paths = assets.load()
     assert len(paths) == sum(1 for file in FOLDER.iterdir() if file.is_file() and file.suffix != ".py")
     for path, asset in paths.items():
@@ -36,7 +36,7 @@ def test_every_file_is_served_without_a_key_and_with_the_policy(locked: Served) 
     assert locked.get("/v1/models").status_code == 401
 
 
-def test_only_the_pages_own_files_are_served(fake: Served) -> None:
+def test_only_the_files_of_the_page_are_served(fake: Served) -> None:
     for path in ("/page/", "/page/nothing.js", "/page/../assets.py", "/page/..%2fassets.py", "/page/%2e%2e/app.py", "/page"):
         assert fake.get(path).status_code == 404, path
     assert fake.post("/").status_code == 405
@@ -53,7 +53,7 @@ def test_referenced_files_exist_and_nothing_is_inline() -> None:
     assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=|https?://", html)
 
 
-def test_the_wheel_takes_the_page_along() -> None:
+def test_the_package_data_includes_the_page() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         packed = tomllib.load(file)["tool"]["setuptools"]["package-data"]["onedraw"]
     assert "server/page/*" in packed

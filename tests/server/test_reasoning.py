@@ -1,4 +1,4 @@
-"""Reasoning over HTTP: its own channel, its count, its budget."""
+"""Reasoning over HTTP: its field, its token count and its budget."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def ask(fake: Any, **options: Any) -> dict[str, Any]:
     return answer.json()
 
 
-def test_reasoning_is_closed_after_its_budget_and_split_from_the_content(fake: Any) -> None:
+def test_reasoning_ends_at_its_budget_and_is_separate_from_the_content(fake: Any) -> None:
     reply = ask(fake, **THINKING, thinking_budget=12, return_token_ids=True)
     choice, closing = reply["choices"][0], fake.llm.encode("\n</think>\n\n", add_special=False)
     ids = choice["token_ids"]
     assert tuple(ids[12 : 12 + len(closing)]) == closing
     assert choice["message"]["reasoning_content"] == fake.llm.tokenizer.decode(ids[:12]).strip()
     assert choice["message"]["content"] == fake.llm.tokenizer.decode(ids[12 + len(closing) :]).lstrip()
-    # The two line breaks behind the marker are said outside.
+    # The two line breaks after the marker are content.
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 12 + len(closing) - 2
 
 
-def test_reasoning_without_a_budget_lasts_to_the_end(fake: Any) -> None:
+def test_reasoning_without_a_budget_lasts_until_the_end_of_the_reply(fake: Any) -> None:
     reply = ask(fake, **THINKING)
     assert reply["choices"][0]["message"]["content"] == ""
     assert reply["choices"][0]["message"]["reasoning_content"]
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 40
 
 
-def test_a_stream_joins_to_the_whole(fake: Any) -> None:
+def test_the_joined_stream_equals_the_whole_reply(fake: Any) -> None:
     options = {**THINKING, "thinking_budget": 12, "max_tokens": 40}
     whole = ask(fake, **options)["choices"][0]
     said = {"reasoning_content": "", "content": ""}
@@ -49,12 +49,12 @@ def test_a_stream_joins_to_the_whole(fake: Any) -> None:
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("high", True), ("minimal", True)])
-def test_the_effort_switches_reasoning(fake: Any, effort: str, thinks: bool) -> None:
+def test_reasoning_effort_enables_and_disables_reasoning(fake: Any, effort: str, thinks: bool) -> None:
     message = ask(fake, reasoning_effort=effort, seed=3)["choices"][0]["message"]
     assert ("reasoning_content" in message) is thinks
 
 
-def test_drafts_and_batches_change_nothing(fake: Any) -> None:
+def test_drafts_and_batches_do_not_change_reasoning(fake: Any) -> None:
     options = {**THINKING, "thinking_budget": 9, "n": 3, "return_token_ids": True, "return_checksums": True}
     plain = ask(fake, **options, speculation=False)["choices"]
     assert len({tuple(choice["token_ids"]) for choice in plain}) == 3
@@ -67,13 +67,13 @@ def test_a_negative_budget_is_refused(fake: Any) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_budget")
 
 
-def test_a_completion_takes_no_thinking_budget(fake: Any) -> None:
+def test_a_completion_with_a_thinking_budget_is_refused(fake: Any) -> None:
     answer = fake.post("/v1/completions", prompt="a", thinking_budget=5)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_budget")
 
 
-def test_stop_strings_are_searched_in_the_content_alone(fake: Any) -> None:
-    """What closes thinking ends in two line breaks, which a caller who stops at an empty line never sees."""
+def test_stop_strings_are_searched_in_the_content_only(fake: Any) -> None:
+    """The closing text of reasoning ends with two line breaks; a stop string of two line breaks must not match it."""
     options = {**THINKING, "thinking_budget": 12, "max_tokens": 60, "return_token_ids": True}
     free = ask(fake, **options)["choices"][0]
     thought, answer = free["message"]["reasoning_content"], free["message"]["content"]

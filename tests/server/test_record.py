@@ -1,4 +1,4 @@
-"""A server that records: every kind of request can be replayed under other settings."""
+"""Requests recorded by a server can be replayed under other settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def test_every_kind_of_request_is_replayed(tmp_path: Path) -> None:
+def test_every_kind_of_recorded_request_can_be_replayed(tmp_path: Path) -> None:
     with fake_llm(max_context=2048) as inner:
         llm = RecordingLLM(inner, RecordWriter(tmp_path), source="fake")
         with serving(llm) as served:

@@ -1,4 +1,4 @@
-"""`/v1/responses` with the real client: whole, streamed, with tools, reasoning, response formats and stored conversations."""
+"""`/v1/responses` with the `openai` client: whole, streamed, with tools, reasoning, response formats and stored responses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_instructions_are_the_system_message(fake: Any, client: openai.OpenAI) -
     assert reply.output_text == chat["choices"][0]["message"]["content"]
 
 
-def test_the_events_of_a_stream_are_complete_and_add_up(fake: Any, client: openai.OpenAI) -> None:
+def test_the_events_of_a_stream_are_complete_and_consistent(fake: Any, client: openai.OpenAI) -> None:
     thinking = {"seed": 3, "chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 8}
     asked = {"model": fake.model, "input": "Hello.", "max_output_tokens": 40, "extra_body": thinking}
     events = list(client.responses.create(stream=True, **asked))
@@ -71,7 +71,7 @@ def test_the_events_of_a_stream_are_complete_and_add_up(fake: Any, client: opena
     assert again.usage.output_tokens_details.reasoning_tokens == whole.usage.output_tokens_details.reasoning_tokens > 8
 
 
-def test_a_summary_holds_the_reasoning_itself(fake: Any, client: openai.OpenAI) -> None:
+def test_the_reasoning_summary_is_the_reasoning_text(fake: Any, client: openai.OpenAI) -> None:
     extra = {"seed": 3, "chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 8}
     asked: dict[str, Any] = {"model": fake.model, "input": "Hello.", "max_output_tokens": 40, "extra_body": extra}
     plain = client.responses.create(**asked)
@@ -90,7 +90,7 @@ def test_a_summary_holds_the_reasoning_itself(fake: Any, client: openai.OpenAI) 
     assert (
         "".join(e.delta for e in events if e.type == "response.reasoning_summary_text.delta") == whole.output[0].summary[0].text
     )
-    # It is read as what it is when it comes back.
+    # It is accepted as reasoning when it is sent back.
     counts = [
         client.responses.input_tokens.count(
             model=fake.model, input=[{"role": "user", "content": "Hello."}, *(item.to_dict() for item in reply.output)]
@@ -100,7 +100,7 @@ def test_a_summary_holds_the_reasoning_itself(fake: Any, client: openai.OpenAI) 
     assert counts[0] == counts[1]
 
 
-def test_the_clients_own_stream_helper_reads_it(fake: Any, client: openai.OpenAI) -> None:
+def test_the_stream_helper_of_the_client_works(fake: Any, client: openai.OpenAI) -> None:
     shape: Any = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA, "strict": True}}
     asked = {"model": fake.model, "input": "Hello.", "text": shape, "max_output_tokens": 300}
     with client.responses.stream(**asked, extra_body={"seed": 2}) as stream:
@@ -110,7 +110,7 @@ def test_the_clients_own_stream_helper_reads_it(fake: Any, client: openai.OpenAI
     jsonschema.validate(json.loads(final.output_text), SCHEMA)
 
 
-def test_a_tool_makes_its_round_trip(fake: Any, client: openai.OpenAI) -> None:
+def test_a_tool_call_and_its_result_make_a_round_trip(fake: Any, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": fake.model, "tools": [WEATHER], "max_output_tokens": 300, "temperature": 1.1}
     must = {"tool_choice": "required", "parallel_tool_calls": False, "extra_body": {"seed": 4}}
     first = client.responses.create(input="Weather?", **asked, **must)
@@ -118,7 +118,7 @@ def test_a_tool_makes_its_round_trip(fake: Any, client: openai.OpenAI) -> None:
     assert first.status == "completed"
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    # The whole conversation, or what is new behind the response that is remembered.
+    # The whole conversation, or only the new items after the stored response.
     sent = [{"role": "user", "content": "Weather?"}, *(item.model_dump(exclude_none=True) for item in first.output), output]
     told = {**asked, "max_output_tokens": 8, "extra_body": {"seed": 5}}
     whole = client.responses.create(input=sent, **told)
@@ -193,7 +193,7 @@ def test_a_response_with_store_false_cannot_be_found(fake: Any) -> None:
     assert answer.json()["error"]["param"] == "previous_response_id"
 
 
-def remembered(number: int, item: dict[str, Any] | None = None) -> StoredResponse:
+def stored_response(number: int, item: dict[str, Any] | None = None) -> StoredResponse:
     output = [item or {"id": f"msg_{number}", "type": "message"}]
     return StoredResponse({"id": f"resp_{number}", "output": output}, (), ({"role": "user", "content": "x" * 60},))
 
@@ -201,7 +201,7 @@ def remembered(number: int, item: dict[str, Any] | None = None) -> StoredRespons
 def test_stored_responses_are_bounded() -> None:
     memory = ResponseStore(most_characters=500)
     for number in range(9):
-        memory.keep(remembered(number))
+        memory.keep(stored_response(number))
     assert memory.before("resp_8")[0]["content"] == "x" * 60
     with pytest.raises(BadParameter):
         memory.before("resp_0")
@@ -209,10 +209,10 @@ def test_stored_responses_are_bounded() -> None:
         memory.resolved([{"type": "item_reference", "id": "msg_0"}])
 
 
-def test_an_item_is_stored_as_long_as_any_response_that_has_it() -> None:
+def test_an_item_is_stored_as_long_as_a_response_contains_it() -> None:
     memory, reference = ResponseStore(), [{"type": "item_reference", "id": "msg_0"}]
-    memory.keep(remembered(0))
-    memory.keep(remembered(1, memory.resolved(reference)[0]))
+    memory.keep(stored_response(0))
+    memory.keep(stored_response(1, memory.resolved(reference)[0]))
     memory.delete("resp_0")
     assert memory.resolved(reference)[0]["type"] == "message"
     memory.delete("resp_1")
@@ -222,7 +222,7 @@ def test_an_item_is_stored_as_long_as_any_response_that_has_it() -> None:
 
 def test_deleting_a_later_response_keeps_the_items_of_an_earlier_one() -> None:
     memory, reference = ResponseStore(), [{"type": "item_reference", "id": "msg_0"}]
-    memory.keep(remembered(0))
+    memory.keep(stored_response(0))
     memory.keep(StoredResponse({"id": "resp_1", "output": []}, (*memory.resolved(reference * 2),), ()))
     memory.delete("resp_1")
     assert memory.resolved(reference)[0]["type"] == "message"
@@ -230,7 +230,7 @@ def test_deleting_a_later_response_keeps_the_items_of_an_earlier_one() -> None:
 
 def test_a_response_too_large_to_store_evicts_no_other() -> None:
     memory = ResponseStore(most_characters=500)
-    memory.keep(remembered(0))
+    memory.keep(stored_response(0))
     memory.keep(StoredResponse({"id": "resp_1", "output": []}, (), ({"role": "user", "content": "x" * 600},)))
     assert memory.find("resp_0")
     with pytest.raises(NoSuchResponse):
@@ -266,11 +266,11 @@ def test_a_stored_response_is_read_and_deleted(fake: Any, client: openai.OpenAI)
         client.responses.create(model=fake.model, input="And?", previous_response_id=told.id)
 
 
-def test_input_items_are_paged(fake: Any, client: openai.OpenAI) -> None:
+def test_input_items_are_paginated(fake: Any, client: openai.OpenAI) -> None:
     said: Any = [{"role": "user", "content": str(number)} for number in range(5)]
     told = client.responses.create(model=fake.model, input=said, **SHORT)
     listed = client.responses.input_items.list(told.id, limit=2, order="asc")
-    assert [item.content[0].text for item in listed] == list("01234")  # the client turns the pages
+    assert [item.content[0].text for item in listed] == list("01234")  # the client requests the next pages
     newest = client.responses.input_items.list(told.id, limit=2)
     assert ([item.content[0].text for item in newest.data], newest.has_more) == (["4", "3"], True)
     for wrong in (
@@ -288,7 +288,7 @@ def test_input_items_are_paged(fake: Any, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_an_item_referred_to_several_times_is_listed_as_often(fake: Any, client: openai.OpenAI, order: Any) -> None:
+def test_an_item_referenced_several_times_is_listed_several_times(fake: Any, client: openai.OpenAI, order: Any) -> None:
     (first,) = client.responses.create(model=fake.model, input="a", **SHORT).output
     again = {"type": "item_reference", "id": first.id}
     said: Any = [{"role": "user", "content": "a"}, again, again, {"role": "user", "content": "b"}, again]
@@ -300,7 +300,7 @@ def test_an_item_referred_to_several_times_is_listed_as_often(fake: Any, client:
     assert client.responses.create(model=fake.model, input=[*said, again], **SHORT).status is not None
 
 
-def test_an_item_keeps_the_id_that_its_caller_gave_it(fake: Any, client: openai.OpenAI) -> None:
+def test_an_item_keeps_the_id_from_the_caller(fake: Any, client: openai.OpenAI) -> None:
     part = {"type": "output_text", "text": "Yes.", "annotations": []}
     mine: Any = {"type": "message", "id": "msg_mine", "role": "assistant", "status": "completed", "content": [part]}
     told = client.responses.create(model=fake.model, input=[mine, {"role": "user", "content": "b"}, mine], **SHORT)
@@ -314,7 +314,7 @@ def test_an_item_keeps_the_id_that_its_caller_gave_it(fake: Any, client: openai.
 
 
 def test_items_can_be_sent_by_reference(fake: Any, client: openai.OpenAI) -> None:
-    """As clients do that store responses: what was said before is named, not sent."""
+    """Clients that store responses send references to earlier items instead of the items."""
     first = client.responses.create(model=fake.model, input="Hello.", **SHORT)
     user: Any = {"role": "user", "content": "Hello."}
     more: Any = {"role": "user", "content": "More."}
@@ -329,12 +329,12 @@ def test_items_can_be_sent_by_reference(fake: Any, client: openai.OpenAI) -> Non
         client.responses.create(model=fake.model, input=[user, {"type": "item_reference", "id": "msg_none"}])
 
 
-def test_a_failure_in_mid_stream_is_an_error_and_a_failed_event() -> None:
-    """Some clients wait for an error, some for a response that failed."""
+def test_a_failure_during_a_stream_sends_an_error_event_and_a_failed_event() -> None:
+    """Some clients wait for an `error` event, others for `response.failed`."""
     with slowed(fake_llm(), 0.02) as llm, serving(llm) as served:
         backend = llm.service._engine.backend
         asked = {"model": served.model, "input": "Hello.", "max_output_tokens": 1500, "extra_body": {"seed": 6}}
-        stream = served.client().responses.create(**asked, stream=True)  # with this seed it has no end of its own
+        stream = served.client().responses.create(**asked, stream=True)  # with this seed the reply does not end by itself
         events = [next(iter(stream))]
         backend.submit = lambda plan: 1 / 0
         events += list(stream)

@@ -1,4 +1,4 @@
-"""The shapes of replies on the torch backend, through the clients' own libraries."""
+"""Replies of the torch backend through the client libraries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def torch_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-def test_a_format_a_call_and_a_response(torch_served: Served) -> None:
+def test_the_openai_client_gets_a_format_a_tool_call_and_a_response(torch_served: Served) -> None:
     told: Any = [{"role": "user", "content": "A pet?"}]
     shape: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
     tool: Any = {"type": "function", "function": {"name": "pet", "parameters": SCHEMA, "strict": True}}
@@ -64,7 +64,7 @@ def test_a_message(torch_served: Served) -> None:
             jsonschema.validate(message.content[0].input, SCHEMA)  # type: ignore[union-attr]
 
 
-def test_drafts_change_nothing_here_either(torch_served: Served) -> None:
+def test_drafts_do_not_change_these_replies(torch_served: Served) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "A pet?"}], "max_tokens": 120, "seed": 5, "n": 2}
     body |= {"guided_json": SCHEMA, "return_token_ids": True, "return_checksums": True}
     plain = torch_served.post("/v1/chat/completions", **body, speculation=False).json()

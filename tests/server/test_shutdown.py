@@ -21,7 +21,7 @@ from onedraw.server.config import ServerOptions
 from onedraw.server.serve import Server, bind, greeting, serve
 from tests.server.running import PATIENCE, fake_llm, wait_until
 
-# Its device is slow until a file says that it may be quick: what runs is still running when a test looks.
+# Its backend is slow until a file exists, so that requests are still running when a test checks them.
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -36,7 +36,7 @@ class Free:
 
 serve(slowed(fake_llm(), 0.05, Free()), ServerOptions(port=0, **eval(sys.argv[1])))
 """
-LONG = 1500  # tokens: more than a minute
+LONG = 1500  # tokens, which take more than a minute
 
 
 def test_garbage_collection_does_not_walk_through_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_garbage_collection_does_not_walk_through_what_was_loaded(monkeypatch: p
 
 @contextmanager
 def process(free: Path | str = "/nowhere", **options):
-    """A serving process, and the address it printed."""
+    """A server process and the address that it printed."""
     command = [sys.executable, "-c", PROGRAM, repr(options), str(free)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
@@ -75,13 +75,13 @@ def stream(url: str):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_printed_line_works_when_pasted():
+def test_the_printed_curl_command_works():
     with process() as (_, line, _):
         answer = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=PATIENCE)
         assert json.loads(answer.stdout)["object"] == "chat.completion", answer.stderr
 
 
-def test_the_greeting_never_shows_the_key():
+def test_the_start_message_never_shows_the_key():
     with fake_llm() as llm:
         line = greeting("http://127.0.0.1:8000", llm, ServerOptions(api_key="sesame"))
     assert "sesame" not in line
@@ -89,7 +89,7 @@ def test_the_greeting_never_shows_the_key():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_running_finish_and_refuses_the_new(number, tmp_path):
+def test_after_a_signal_running_requests_finish_and_new_ones_are_refused(number, tmp_path):
     with process(tmp_path / "free", drain_seconds=PATIENCE) as (child, _, url):
         with stream(url) as answer:
             lines = answer.iter_lines()
@@ -105,7 +105,7 @@ def test_a_signal_lets_the_running_finish_and_refuses_the_new(number, tmp_path):
         assert child.wait(PATIENCE) == 0
 
 
-def test_draining_ends_in_bounded_time_with_an_error_for_the_client():
+def test_requests_that_outlast_the_drain_time_end_with_an_error():
     with process(drain_seconds=0.3) as (child, _, url):
         with stream(url) as answer:
             lines = answer.iter_lines()
@@ -128,7 +128,7 @@ def test_a_second_signal_exits_at_once():
             list(lines)
 
 
-def test_an_idle_server_stops_quietly():
+def test_an_idle_server_stops_without_messages():
     with process() as (child, _, url):
         assert get(f"{url}/health") == 200
         child.send_signal(signal.SIGTERM)
@@ -158,7 +158,7 @@ def test_a_port_in_use_is_a_clear_error():
 def test_a_host_of_another_machine_is_a_clear_error():
     with pytest.raises(BadSetting, match="--host"):
         bind("no.such.host.invalid", 8000)
-    for host in ("a..b", "x" * 80):  # names that cannot be written as one
+    for host in ("a..b", "x" * 80):  # names that cannot be encoded
         with pytest.raises(BadSetting, match="--host"):
             bind(host, 8000)
     with pytest.raises(BadSetting, match=r"192\.0\.2\.1"):

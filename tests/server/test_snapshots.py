@@ -22,7 +22,7 @@ from onedraw.settings import Settings
 from tests.server.running import PATIENCE, Served, fake_llm, serving, wait_until
 from tests.support import tiny
 
-# The disk of this server is slow and stands still before one of its writes, so that a kill finds it writing.
+# The disk of this server is slow and blocks before one of its writes, so that the process is killed while writing.
 PROGRAM = """
 import itertools, sys, time
 from pathlib import Path
@@ -56,7 +56,7 @@ def answers(served: Served, count: int) -> list[Any]:
 
 
 def killed_while_writing(place: Path, numbers: range, *, still_before: int = -1, delay: float = 0.0) -> None:
-    """Killed once the disk stands still before this write, or a while after the last answer."""
+    """Kill the server when the disk blocks before this write, or some time after the last reply."""
     command = [sys.executable, "-c", PROGRAM, str(place), str(still_before)]
     still = place / "still"
     still.unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def kill_again_and_again(place: Path, kills: list[dict[str, Any]], snapshot_warn
     caught = 0
     for life, how in enumerate(kills):
         killed_while_writing(place, range(life * 2, life * 2 + 2), **how)
-        caught += len(list(place.glob("snapshots/*/*.part")))  # the next life sweeps them away
+        caught += len(list(place.glob("snapshots/*/*.part")))  # the next process removes them
     wholes = list(place.glob("snapshots/*/*.snapshot"))
     with fake_llm() as llm, serving(llm) as served:
         expected = answers(served, len(kills) * 2)
@@ -91,10 +91,10 @@ def kill_again_and_again(place: Path, kills: list[dict[str, Any]], snapshot_warn
     assert not snapshot_warnings
     assert not list(place.glob("snapshots/*/*.part"))
     assert wholes
-    assert caught  # some kill did find it writing
+    assert caught  # at least one process was killed while writing
 
 
-def test_a_kill_while_writing_loses_no_good_snapshot_and_restores_no_bad_one(
+def test_a_kill_while_writing_loses_no_complete_snapshot_and_restores_no_partial_one(
     tmp_path: Path, snapshot_warnings: list[str]
 ) -> None:
     # A snapshot is seven writes: the first is cut at its beginning, in its middle and before its end, then the second.
@@ -107,7 +107,7 @@ def test_a_hundred_kills(tmp_path: Path, snapshot_warnings: list[str]) -> None:
     kill_again_and_again(tmp_path, [{"delay": chance.uniform(0.0, 0.08)} for _ in range(100)], snapshot_warnings)
 
 
-def test_a_restart_finds_the_prompt_and_another_split_does_too(tmp_path: Path) -> None:
+def test_a_restart_restores_the_prompt_also_with_another_split(tmp_path: Path) -> None:
     path = tiny.write_safetensors("qwen3_5", tmp_path / "hf")
     body = {"model": "tiny", "prompt": list(range(3, 203)), "max_tokens": 8, "temperature": 0.7, "seed": 5, "logprobs": 1}
     seen = []
@@ -126,8 +126,8 @@ def test_a_restart_finds_the_prompt_and_another_split_does_too(tmp_path: Path) -
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_snapshots_of_other_weights_are_not_taken_for_those_at_the_same_place(tmp_path: Path) -> None:
-    """Weights that differ where the fingerprint does not look."""
+def test_snapshots_of_other_weights_at_the_same_path_are_not_restored(tmp_path: Path) -> None:
+    """The weights differ in bytes that the fingerprint does not sample."""
     path = tiny.write_safetensors("llama", tmp_path / "hf")
     file = path / "model.safetensors"
 

@@ -16,19 +16,19 @@ HELLO = [{"role": "user", "content": "Hello."}]
 LETTERS = {str(token): -100 for token in range(259) if not fake_tokenizer().token_bytes(token).isalpha()}
 ASKED = {
     **{"max_tokens": 24, "ignore_eos": True, "seed": 11, "return_token_ids": True, "return_checksums": True},
-    "logit_bias": LETTERS,  # a reply of letters, so that its text has its tokens
+    "logit_bias": LETTERS,  # a reply of ASCII letters, so that its text encodes to the same tokens
 }
 
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Served]:
-    """Only predictions are drafted, five tokens at a time, so that every number is known."""
+    """A server that drafts only from predictions, five tokens at a time, so that all counts are known."""
     with fake_llm(draft=("prediction",), draft_tokens=5) as llm, serving(llm) as served:
         yield served
 
 
 def ask(served: Served, path: str, **more: object) -> tuple[dict, dict]:
-    """The first choice, and how many drafts were kept and thrown away."""
+    """Return the first choice and the numbers of kept and rejected drafts."""
     what = {"messages": HELLO} if path == CHAT else {"prompt": "Hello."}
     answer = served.post(path, **what | ASKED | more)
     assert answer.status_code == 200, answer.text
@@ -43,17 +43,17 @@ def said(served: Served, choice: dict) -> str:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_right_prediction_is_kept_and_changes_nothing(drafting: Served, path: str) -> None:
+def test_the_drafts_of_a_correct_prediction_are_kept_and_change_nothing(drafting: Served, path: str) -> None:
     plain, none = ask(drafting, path)
     assert none == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     predicted, counted = ask(drafting, path, prediction={"type": "content", "content": said(drafting, plain)})
     assert predicted == plain
-    # A turn gives five drafts and a token of its own: 1 token, then 6 + 6 + 6 + 5 with the room that is left.
+    # A step yields five drafts and one more token: 1 token, then 6 + 6 + 6 + 5 up to the requested length.
     assert counted == {"reasoning_tokens": 0, "accepted_prediction_tokens": 19, "rejected_prediction_tokens": 0}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_wrong_prediction_costs_drafts_and_changes_nothing(drafting: Served, path: str) -> None:
+def test_the_drafts_of_a_wrong_prediction_are_rejected_and_change_nothing(drafting: Served, path: str) -> None:
     plain, _ = ask(drafting, path)
     predicted, counted = ask(drafting, path, prediction={"type": "content", "content": "Nothing of the kind, ever."})
     assert predicted == plain
@@ -69,18 +69,18 @@ def test_speculation_false_drafts_nothing(drafting: Served) -> None:
     assert ask(drafting, CHAT, prediction=prediction, speculation=True)[1]["accepted_prediction_tokens"] > 0
 
 
-def test_a_stream_counts_what_a_whole_reply_counts(drafting: Served) -> None:
+def test_a_stream_has_the_counts_of_the_whole_reply(drafting: Served) -> None:
     prediction = {"type": "content", "content": said(drafting, ask(drafting, CHAT)[0])}
     asked = ASKED | {"prediction": prediction, "stream_options": {"include_usage": True}}
     *_, last = drafting.chunks(CHAT, messages=HELLO, **asked)
     assert last["usage"]["completion_tokens_details"] == ask(drafting, CHAT, prediction=prediction)[1]
 
 
-def test_drafts_behind_a_stop_string_are_not_counted_as_kept(drafting: Served) -> None:
-    """The stop string ends the reply inside a row whose drafts were all right."""
+def test_drafts_after_a_stop_string_are_not_counted_as_kept(drafting: Served) -> None:
+    """The stop string ends the reply inside a row whose drafts were all correct."""
     plain, _ = ask(drafting, COMPLETIONS)
     text = said(drafting, plain)
-    stop = plain["text"][3]  # with one token before it, the row's drafts are characters 1 to 5
+    stop = plain["text"][3]  # after one token, the drafts of the row are characters 1 to 5
     assert stop not in plain["text"][:3]
     stopped, counted = ask(drafting, COMPLETIONS, prediction={"type": "content", "content": text}, stop=stop)
     assert (stopped["text"], stopped["finish_reason"]) == (plain["text"][:3], "stop")
@@ -88,7 +88,7 @@ def test_drafts_behind_a_stop_string_are_not_counted_as_kept(drafting: Served) -
     assert counted == {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
 
 
-def test_drafts_behind_a_stop_id_are_not_counted_as_kept(drafting: Served) -> None:
+def test_drafts_after_a_stop_id_are_not_counted_as_kept(drafting: Served) -> None:
     plain, _ = ask(drafting, COMPLETIONS)
     stop = plain["token_ids"][3]
     assert stop not in plain["token_ids"][:3]
@@ -98,7 +98,7 @@ def test_drafts_behind_a_stop_id_are_not_counted_as_kept(drafting: Served) -> No
     assert counted == {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
 
 
-def test_a_prediction_may_come_in_parts() -> None:
+def test_a_prediction_may_be_a_list_of_text_parts() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     asked = {"messages": HELLO, "prediction": {"type": "content", "content": parts}}
     assert parse(ChatRequest, asked).request.options(logprobs=None).prediction == "one\ntwo"
@@ -117,7 +117,7 @@ def test_a_prediction_may_come_in_parts() -> None:
     ],
     ids=str,
 )
-def test_a_prediction_of_another_shape_is_refused_by_name(fake: Served, prediction: object, param: str) -> None:
+def test_an_invalid_prediction_is_refused_by_name(fake: Served, prediction: object, param: str) -> None:
     answer = fake.post(CHAT, messages=HELLO, prediction=prediction)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param

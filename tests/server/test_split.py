@@ -28,8 +28,8 @@ SAMPLED = {"temperature": 0.7, "seed": 11, "max_tokens": 12, "logprobs": True, "
 
 
 @pytest.mark.parametrize("name", ["gemma4_e4b", "qwen3_5"])
-def test_two_devices_answer_as_one(name: str, tmp_path: Path) -> None:
-    """Gemma from GGUF, Qwen from a folder."""
+def test_two_devices_give_the_replies_of_one(name: str, tmp_path: Path) -> None:
+    """Gemma is loaded from a GGUF file, Qwen from a folder."""
     gguf = name.startswith("gemma")
     path = tiny.write_gguf(name, tmp_path / "model.gguf") if gguf else tiny.write_safetensors(name, tmp_path / "hf")
     said = []
@@ -38,7 +38,9 @@ def test_two_devices_answer_as_one(name: str, tmp_path: Path) -> None:
         with build_llm(settings) as llm, serving(llm) as served:
             assert llm.service.capacity.stages == len(settings.device_names)
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "Where does a layer run?"}], **SAMPLED}
-            replies = [served.post("/v1/chat/completions", **asked).json() for _ in range(2)]  # the second from a checkpoint
+            replies = [
+                served.post("/v1/chat/completions", **asked).json() for _ in range(2)
+            ]  # the second time from a prompt checkpoint
             held = [served.post("/v1/chat/completions", **asked, **form, n=2).json()["choices"] for form in FORMS]
         assert replies[0]["choices"] == replies[1]["choices"]
         said.append((replies[0]["choices"], held, replies[0]["system_fingerprint"]))
@@ -60,7 +62,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def test_every_kind_of_request_is_served_by_overlapped_stages(tmp_path: Path) -> None:
-    """All at once on two stages that work together, each alone on one device."""
+    """The replies of concurrent requests on two overlapped stages equal those of each request alone on one device."""
     pytest.importorskip("llguidance")
     path = tiny.write_safetensors("qwen3", tmp_path / "hf")
     given: dict[str, Any] = {"model": str(path), "max_context": 256, "served_name": "tiny", "draft_tokens": 4}
@@ -113,7 +115,7 @@ def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
     "option",
     [
         {"temperature": 0.7},
-        {},  # temperature 1 is what a caller gets who does not say
+        {},  # the default temperature is 1
         {"temperature": 0.7, "top_k": 1},
         {"temperature": 0, "repetition_penalty": 1.1},
         {"temperature": 0, "frequency_penalty": 0.1},
@@ -128,7 +130,7 @@ def test_plain_greedy_is_served_without_logits(argmax_only: Served) -> None:
     ],
     ids=str,
 )
-def test_anything_but_plain_argmax_is_refused_before_any_work(argmax_only: Served, option: dict[str, Any]) -> None:
+def test_all_sampling_except_plain_greedy_is_refused_before_any_work(argmax_only: Served, option: dict[str, Any]) -> None:
     before = idle_stats(argmax_only.llm).steps
     answer = argmax_only.post("/v1/completions", **{"model": "fake", "prompt": "hello", "max_tokens": 4, **option})
     assert answer.status_code == 400

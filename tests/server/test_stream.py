@@ -1,4 +1,4 @@
-"""A whole reply is the fold of its stream, for all options."""
+"""A whole reply equals the joined chunks of its stream, for all options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERYTHING = {"return_token_ids": True, "return_checksums": True, "ignore_eos": 
 
 
 def fold(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The obvious fold: texts and lists are joined, the last value of anything else stands."""
+    """Join chunks: texts and lists are concatenated, of other values the last one counts."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -59,7 +59,7 @@ COMPLETIONS = [
 
 
 @pytest.mark.parametrize("asked", CHATS, ids=str)
-def test_a_whole_chat_is_the_fold_of_its_stream(served, asked):
+def test_a_whole_chat_completion_equals_its_joined_stream(served, asked):
     asked = {"messages": HELLO, "max_tokens": 9, "seed": 21, "temperature": 1.0, **asked}
     whole = served.post("/v1/chat/completions", **asked).json()
     folded = fold(served.chunks("/v1/chat/completions", **asked))
@@ -70,14 +70,14 @@ def test_a_whole_chat_is_the_fold_of_its_stream(served, asked):
 
 
 @pytest.mark.parametrize("asked", COMPLETIONS, ids=str)
-def test_a_whole_completion_is_the_fold_of_its_stream(served, asked):
+def test_a_whole_completion_equals_its_joined_stream(served, asked):
     asked = {"prompt": "Once upon a time", "max_tokens": 9, "seed": 21, "temperature": 1.0, **asked}
     whole = served.post("/v1/completions", **asked).json()
     folded = fold(served.chunks("/v1/completions", **asked))
     assert [folded[i] for i in range(len(folded))] == whole["choices"]
 
 
-def test_every_chunk_of_every_choice_has_the_whole_set_of_fields(served):
+def test_every_chunk_of_every_choice_has_all_fields(served):
     chunks = served.chunks("/v1/chat/completions", messages=HELLO, max_tokens=4, n=2, stream_options={"include_usage": True})
     *spoken, last = chunks
     for chunk in spoken:
@@ -91,16 +91,16 @@ def test_every_chunk_of_every_choice_has_the_whole_set_of_fields(served):
     ] * 2
 
 
-def test_usage_comes_only_when_it_is_asked_for(served):
+def test_usage_is_streamed_only_on_request(served):
     assert all("usage" not in chunk for chunk in served.chunks("/v1/completions", prompt="One", max_tokens=2))
 
 
-def test_the_prompts_ids_come_once_per_choice(served):
+def test_the_prompt_token_ids_are_sent_once_per_choice(served):
     chunks = served.chunks("/v1/chat/completions", messages=HELLO, max_tokens=3, n=2, return_token_ids=True)
     assert sum("prompt_token_ids" in chunk["choices"][0] for chunk in chunks) == 2
 
 
-def test_a_stream_is_sent_as_events(served):
+def test_a_stream_is_sent_as_server_sent_events(served):
     answer = served.post("/v1/completions", prompt="One", max_tokens=2, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache"
@@ -108,10 +108,10 @@ def test_a_stream_is_sent_as_events(served):
 
 
 LONG = {"prompt": "One", "max_tokens": 2000, "ignore_eos": True}
-TURN = 0.02  # seconds: such a reply is far from its end whenever a test looks
+TURN = 0.02  # seconds per step: such a reply is still running whenever a test checks it
 
 
-def test_a_failure_after_the_start_is_an_event_and_no_done_follows():
+def test_a_failure_after_the_start_sends_an_error_event_and_no_done():
     with slowed(fake_llm(), TURN) as llm, serving(llm) as served:
         backend = llm.service._engine.backend
         with served.stream("/v1/completions", **LONG) as answer:
@@ -124,7 +124,7 @@ def test_a_failure_after_the_start_is_an_event_and_no_done_follows():
         assert "ZeroDivision" not in error["message"]
 
 
-def test_the_openai_client_raises_what_fails_in_mid_stream():
+def test_the_openai_client_raises_an_error_that_occurs_during_a_stream():
     with slowed(fake_llm(), TURN) as llm, serving(llm) as served:
         backend = llm.service._engine.backend
         asked = {"model": served.model, "prompt": "One", "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
@@ -135,7 +135,7 @@ def test_the_openai_client_raises_what_fails_in_mid_stream():
             list(stream)
 
 
-def test_a_client_that_disconnects_in_mid_stream_frees_its_pages():
+def test_a_client_that_disconnects_during_a_stream_frees_its_pages():
     with slowed(fake_llm(prefix_cache=False), TURN) as llm, serving(llm) as served:
         idle = llm.service.stats().pages_used
         with served.stream("/v1/completions", **LONG, n=3) as answer:
@@ -157,7 +157,7 @@ def test_a_client_that_disconnects_before_its_whole_reply_frees_its_pages():
         assert llm.service.stats().completion_tokens < 1000
 
 
-def test_a_client_that_disconnects_in_the_queue_leaves_it():
+def test_a_queued_request_of_a_disconnected_client_is_removed():
     with (
         slowed(fake_llm(max_batch=1), TURN) as llm,
         serving(llm) as served,
@@ -171,8 +171,8 @@ def test_a_client_that_disconnects_in_the_queue_leaves_it():
         assert llm.service.stats().running == 1
 
 
-def test_an_error_that_its_writer_cannot_write_is_written_plainly() -> None:
-    """As where the shape repeats what was said, and that is what could not be written."""
+def test_an_error_that_cannot_be_written_in_the_shape_of_the_api_is_written_in_the_plain_shape() -> None:
+    """For example the shape of the API repeats the output, and the output is what could not be written."""
 
     async def chunks() -> Any:
         yield [{"type": "a", "text": "fine"}]

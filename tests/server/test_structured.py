@@ -48,7 +48,7 @@ def refusal(served: Any, path: str = CHAT, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_reply_is_valid_by_its_schema_and_ends(fake: Any, seed: int) -> None:
+def test_a_reply_is_valid_against_its_schema_and_ends(fake: Any, seed: int) -> None:
     choice = said(fake, response_format=FORMAT, seed=seed)
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
@@ -64,7 +64,7 @@ def test_all_spellings_of_a_response_format_give_the_same_reply(fake: Any) -> No
     assert len({said(fake, seed=7, **spelling)["message"]["content"] for spelling in spellings}) == 1
 
 
-def test_any_object_is_an_object(fake: Any) -> None:
+def test_json_object_gives_an_object(fake: Any) -> None:
     choice = said(fake, response_format={"type": "json_object"}, seed=1, logit_bias={"92": 8, "1": 6})
     assert isinstance(json.loads(choice["message"]["content"]), dict)
 
@@ -80,7 +80,7 @@ def test_any_object_is_an_object(fake: Any) -> None:
         ({"structured_outputs": {"regex": "x{4}"}}, "x{4}"),
     ],
 )
-def test_regex_choice_and_grammar(fake: Any, option: dict[str, Any], pattern: str) -> None:
+def test_a_reply_follows_a_regex_a_choice_or_a_grammar(fake: Any, option: dict[str, Any], pattern: str) -> None:
     choice = said(fake, seed=3, **option)
     assert re.fullmatch(pattern, choice["message"]["content"])
     assert choice["finish_reason"] == "stop"
@@ -95,7 +95,7 @@ def test_reasoning_comes_first_and_is_unconstrained(fake: Any) -> None:
     assert choice["message"]["reasoning_content"]
 
 
-def test_choices_batches_and_drafts_change_nothing(fake: Any) -> None:
+def test_batches_and_drafts_do_not_change_a_constrained_reply(fake: Any) -> None:
     options = {"n": 4, "seed": 11, "response_format": FORMAT, "return_token_ids": True, "return_checksums": True}
     body = {"messages": HELLO, "max_tokens": 400, "temperature": 1.3, **options}
     plain = fake.post(CHAT, **body, speculation=False).json()["choices"]
@@ -106,7 +106,7 @@ def test_choices_batches_and_drafts_change_nothing(fake: Any) -> None:
     assert alone["token_ids"] == plain[2]["token_ids"]
 
 
-def test_a_stream_has_the_same_reply(fake: Any) -> None:
+def test_a_stream_has_the_same_constrained_reply(fake: Any) -> None:
     whole = said(fake, seed=5, response_format=FORMAT)["message"]["content"]
     body = {"messages": HELLO, "max_tokens": 400, "temperature": 1.3, "seed": 5, "response_format": FORMAT}
     deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in fake.chunks(CHAT, **body)]
@@ -153,12 +153,12 @@ def test_invalid_response_formats_are_refused_by_name(fake: Any, options: dict[s
     assert refusal(fake, **options)["param"] == param
 
 
-def test_the_format_text_constrains_nothing(fake: Any) -> None:
+def test_the_format_text_does_not_constrain_the_reply(fake: Any) -> None:
     plain = said(fake, seed=1, max_tokens=8)["message"]
     assert said(fake, seed=1, max_tokens=8, response_format={"type": "text"})["message"] == plain
 
 
-def test_the_openai_client_parses_into_its_own_types(fake: Any) -> None:
+def test_the_openai_client_parses_a_reply_into_a_pydantic_model(fake: Any) -> None:
     from pydantic import BaseModel
 
     class Pet(BaseModel):

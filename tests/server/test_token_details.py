@@ -1,4 +1,4 @@
-"""`token_details` come only on request, are equal in streams and whole replies, and agree with the usage."""
+"""`token_details` are sent only on request, are equal in streams and whole replies, and agree with the usage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def what(path: str) -> dict[str, Any]:
 
 
 def predicted(served: Served, path: str) -> dict[str, Any]:
-    """The beginning of the reply, then something else: drafts that are kept, and drafts that are not."""
+    """A request whose prediction is right at first and then wrong, so that drafts are kept and rejected."""
     ids = served.post(path, **what(path), **ASKED, return_token_ids=True).json()["choices"][0]["token_ids"]
     text = served.llm.tokenizer.decode(ids, skip_special=False)
     return {"prediction": {"type": "content", "content": text[:11] + "something else entirely, which nobody said"}}
@@ -59,11 +59,11 @@ def test_a_whole_reply_has_the_details_of_its_stream(drafting: Served, path: str
     assert max(len(turn) for turn in turns) == 5, "four drafts and a token of its own come in one chunk"
 
 
-def test_token_details_come_only_on_request(drafting: Served) -> None:
+def test_token_details_are_sent_only_on_request(drafting: Served) -> None:
     assert "token_details" not in drafting.post(CHAT, **what(CHAT), **ASKED).json()["choices"][0]
 
 
-def test_without_speculation_no_token_was_drafted(drafting: Served) -> None:
+def test_without_speculation_no_token_is_marked_as_drafted(drafting: Served) -> None:
     asked = {**what(CHAT), **ASKED, **predicted(drafting, CHAT), "return_token_details": True}
     drafted = drafting.post(CHAT, **asked).json()["choices"][0]
     plain = drafting.post(CHAT, **asked, speculation=False).json()["choices"][0]
@@ -71,7 +71,7 @@ def test_without_speculation_no_token_was_drafted(drafting: Served) -> None:
     assert [d["id"] for d in plain["token_details"]] == [d["id"] for d in drafted["token_details"]]
 
 
-def test_a_stop_string_behind_kept_drafts_ends_the_details_with_the_text(drafting: Served) -> None:
+def test_a_stop_string_among_kept_drafts_ends_the_details_where_the_text_ends(drafting: Served) -> None:
     asked = {**what(COMPLETIONS), **ASKED, **predicted(drafting, COMPLETIONS), "return_token_details": True}
     text = drafting.post(COMPLETIONS, **asked).json()["choices"][0]["text"]
     stopped = drafting.post(COMPLETIONS, **asked, stop=text[5:8]).json()

@@ -1,4 +1,4 @@
-"""Usage over all choices, and where prompt tokens begin in the echoed text."""
+"""Usage over all choices, and offsets of prompt tokens in the echoed text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepared(*lengths: int, n: int) -> PreparedRequest:
     )
 
 
-def test_usage_counts_a_prompt_once_and_as_cached_only_tokens_that_no_choice_computed():
+def test_usage_counts_a_prompt_once_and_only_tokens_that_no_choice_computed_as_cached():
     usages = {
         index: Usage(prompt=10, completion=5, cached=cached, kept=kept, rejected=rejected)
         for index, (cached, kept, rejected) in enumerate([(0, 1, 2), (8, 3, 4), (16, 0, 0), (12, 0, 1)])

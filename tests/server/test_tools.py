@@ -37,7 +37,7 @@ def test_a_required_call_follows_its_schema(fake: Any, seed: int) -> None:
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
-def test_required_takes_any_tool_and_none_hides_them(fake: Any) -> None:
+def test_required_allows_any_tool_and_none_hides_the_tools(fake: Any) -> None:
     names = {
         said(fake, **MUST | {"temperature": 9.0}, seed=seed)["message"]["tool_calls"][0]["function"]["name"] for seed in range(8)
     }
@@ -57,7 +57,7 @@ def test_several_calls_in_one_reply(fake: Any) -> None:
     pytest.fail("no reply had two calls")
 
 
-def test_a_stream_joins_to_the_whole_call(fake: Any) -> None:
+def test_the_joined_stream_equals_the_whole_call(fake: Any) -> None:
     options = MUST | {"seed": 3, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     whole = said(fake, **options)["message"]["tool_calls"][0]["function"]
     name, arguments, pieces, finish = "", "", 0, None
@@ -75,7 +75,7 @@ def test_a_stream_joins_to_the_whole_call(fake: Any) -> None:
     assert pieces > 5
 
 
-def test_drafts_and_batches_change_no_call(fake: Any) -> None:
+def test_drafts_and_batches_do_not_change_calls(fake: Any) -> None:
     options = MUST | {"n": 3, "seed": 6, "return_token_ids": True, "return_checksums": True}
     bodies = {"messages": HELLO, **options}
 
@@ -91,12 +91,12 @@ def test_drafts_and_batches_change_no_call(fake: Any) -> None:
     assert told(prediction={"type": "content", "content": guess}) == plain
 
 
-def test_a_call_that_a_length_cuts_says_so(fake: Any) -> None:
+def test_a_call_cut_off_by_max_tokens_has_the_finish_reason_length(fake: Any) -> None:
     choice = said(fake, **MUST | {"max_tokens": 50, "tools": [WEATHER]}, seed=1)
     assert choice["finish_reason"] == "length"
 
 
-def test_the_openai_client_makes_a_round_trip(fake: Any) -> None:
+def test_the_openai_client_sends_a_tool_result_back(fake: Any) -> None:
     messages: list[Any] = list(HELLO)
     asked = {"model": fake.model, "tools": [WEATHER], "seed": 2, "max_tokens": 300, "temperature": 1.1}
     with fake.client() as client:
@@ -108,23 +108,23 @@ def test_the_openai_client_makes_a_round_trip(fake: Any) -> None:
 
 
 def test_the_next_prompt_begins_with_the_tokens_of_the_last_reply(fake: Any) -> None:
-    """The template would write the call in its own way; the model's own tokens stay, so the whole prefix is found."""
+    """The template would format the call differently; the original tokens are kept, so the whole prefix is cached."""
     options = MUST | {"seed": 4, "return_token_ids": True, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     answer = fake.post(CHAT, messages=HELLO, **options).json()
     first = answer["choices"][0]
-    known = [*answer["prompt_token_ids"], *first["token_ids"][:-1]]  # the template ends a turn with another token
+    known = [*answer["prompt_token_ids"], *first["token_ids"][:-1]]  # the template ends a message with another token
     call = first["message"]["tool_calls"][0]
     messages = [*HELLO, first["message"], {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
     second = fake.post(CHAT, messages=messages, **options).json()
     assert second["prompt_token_ids"][: len(known)] == known
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > len(answer["prompt_token_ids"])
-    # And once more behind it.
+    # And once more after this message.
     known = [*second["prompt_token_ids"], *second["choices"][0]["token_ids"][:-1]]
     again = second["choices"][0]["message"]
     messages += [again, {"role": "tool", "tool_call_id": again["tool_calls"][0]["id"], "content": "rain"}]
     third = fake.post(CHAT, messages=messages, **options).json()
     assert third["prompt_token_ids"][: len(known)] == known
-    # A call that was changed is another call.
+    # A changed call is not found in the cache.
     changed = json.loads(json.dumps(messages))
     changed[3]["tool_calls"][0]["function"]["arguments"] = '{"city": "x", "days": 1}'
     other = fake.post(CHAT, messages=changed, **options).json()
@@ -182,7 +182,7 @@ def test_null_inside_a_tool_means_not_given(fake: Any) -> None:
     assert said(fake, tools=[tool], max_tokens=4)["finish_reason"] in ("length", "stop")
 
 
-def test_calls_may_come_back_as_a_stream_numbered_them(fake: Any) -> None:
+def test_calls_may_be_sent_back_with_the_indexes_of_a_stream(fake: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
     result = {"role": "tool", "tool_call_id": "c", "content": "done"}
 
@@ -193,8 +193,8 @@ def test_calls_may_come_back_as_a_stream_numbered_them(fake: Any) -> None:
     assert prompt({**call, "index": 0}) == prompt(call)
 
 
-def test_stop_strings_are_searched_in_the_content_alone(fake: Any) -> None:
-    """A call is written with line breaks and braces that the caller never sees; they end nothing."""
+def test_stop_strings_are_searched_in_the_content_only(fake: Any) -> None:
+    """Calls contain line breaks and braces that the caller does not see; these must not match a stop string."""
     free = said(fake, **MUST, seed=3)
     assert free["message"]["tool_calls"]
     stopped = said(fake, **MUST, seed=3, stop=["\n", "}", "{"])
@@ -205,7 +205,7 @@ def test_stop_strings_are_searched_in_the_content_alone(fake: Any) -> None:
 
 
 def test_prompts_of_the_other_apis_begin_with_the_tokens_of_the_last_reply_too(fake: Any) -> None:
-    """A call comes back as an object, as an item, or by the id of its response; each time the whole prefix is found."""
+    """A call is sent back as an object, as an item, or by the id of its response; each time the whole prefix is cached."""
     function, hello = WEATHER["function"], {"role": "user", "content": "What is the weather in Messages?"}
     tool = {"name": "weather", "input_schema": SCHEMA, "strict": True}
     asked = {"tools": [tool], "max_tokens": 400, "seed": 4, "temperature": 1.2}

@@ -1,4 +1,4 @@
-"""The server over the xla backend, through the `openai` client: every field is honoured there too."""
+"""The server with the xla backend through the `openai` client: every field has its effect."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_reply_follows_its_schema(xla: Served) -> None:
 
 
 @pytest.mark.parametrize("lanes", [4, 8])
-def test_twice_as_many_requests_as_lanes_are_each_answered_as_alone(xla: Served, folder: Path, lanes: int) -> None:
+def test_twice_as_many_requests_as_lanes_get_the_replies_of_each_alone(xla: Served, folder: Path, lanes: int) -> None:
     request_options = [{"prompt": f"import {'x' * i}", "temperature": (0, 1.0)[i % 2], "seed": i} for i in range(2 * lanes)]
     alone = [said(xla, **option) for option in request_options]
     if lanes == 4:

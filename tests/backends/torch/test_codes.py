@@ -1,4 +1,4 @@
-"""Keys and values as codes: what encoding rounds to, and the CPU kernels against their twin in plain torch."""
+"""The 8-bit KV cache on a CPU: how values are rounded to codes, and the C kernels against plain torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 
 def all_codes(kind: str) -> np.ndarray:
-    """Every number that a code stands for, in order; of two equally near the even code is the one at an even place."""
+    """Return the value of every code in ascending order. Even codes are at even indices, which decides ties."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(KV_DTYPES[kind]).float().numpy()
     return np.unique(codes[np.abs(codes) <= LARGEST[KV_DTYPES[kind]]])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_number_becomes_the_nearest_code_of_its_head(kind: str) -> None:
+def test_a_value_is_rounded_to_the_nearest_code_with_the_scale_of_its_head(kind: str) -> None:
     heads = torch.randn(200, 16, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 200)[:, None]
     heads[:, 3:5] = 0.0
     codes, scales = encode(heads, KV_DTYPES[kind])
@@ -35,7 +35,7 @@ def test_a_number_becomes_the_nearest_code_of_its_head(kind: str) -> None:
     assert np.allclose(scales.numpy(), heads.abs().amax(1).numpy() / LARGEST[KV_DTYPES[kind]])
 
 
-def test_ties_go_to_the_even_code() -> None:
+def test_a_tie_is_rounded_to_the_even_code() -> None:
     heads = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
     assert encode(heads, torch.int8)[0].tolist() == [[127, 0, 2, 2, 0, -2]]
     heads = torch.tensor([[448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10]])
@@ -44,7 +44,7 @@ def test_ties_go_to_the_even_code() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("largest", [0.0, 1e-44, 1e-38, 3e38])
-def test_heads_at_the_ends_of_the_range_have_finite_codes_and_scales(kind: str, largest: float) -> None:
+def test_the_largest_and_smallest_heads_have_finite_codes_and_scales(kind: str, largest: float) -> None:
     codes, scales = encode(torch.full((1, 8), largest), KV_DTYPES[kind])
     assert torch.isfinite(codes.float()).all()
     assert torch.isfinite(scales).all()
@@ -52,7 +52,7 @@ def test_heads_at_the_ends_of_the_range_have_finite_codes_and_scales(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_lies_in_the_pages_as_a_scale_of_nan(kind: str) -> None:
+def test_a_non_finite_head_is_stored_with_the_scale_nan(kind: str) -> None:
     store = PageStore(SPEC, pages=2, page_size=4, dtype=KV_DTYPES[kind], device=CPU)
     keys, values = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(2))
     keys[0, 1, 3], values[1, 0, 2] = float("inf"), float("nan")
@@ -67,28 +67,28 @@ def test_what_is_not_finite_lies_in_the_pages_as_a_scale_of_nan(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["bf16", "f16", "fp8", "int8"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_kernels_read_and_write_what_plain_torch_does(name: str, kind: str) -> None:
+def test_the_kernels_read_and_write_the_codes_of_plain_torch(name: str, kind: str) -> None:
     spec, kept = SPECS[name], KV_DTYPES[kind]
     found = attention_case(kernels(), spec, [0, 150], kept=kept)
-    twin = attention_case(TorchOps(CPU), spec, [0, 150], kept=kept)
+    expected = attention_case(TorchOps(CPU), spec, [0, 150], kept=kept)
     exact = attention_case(kernels(), spec, [0, 150])
     scale = exact.abs().max()
-    # A turn's last place may round to the code beside it.
-    assert (found - twin).abs().max() < {"bf16": 4e-3, "f16": 5e-4, "fp8": 4e-2, "int8": 8e-3}[kind] * scale
+    # The last bit of the rotary embedding may round a value to the neighbouring code.
+    assert (found - expected).abs().max() < {"bf16": 4e-3, "f16": 5e-4, "fp8": 4e-2, "int8": 8e-3}[kind] * scale
     assert 0 < (found - exact).norm() / exact.norm() < {"bf16": 2e-2, "f16": 3e-3, "fp8": 0.12, "int8": 4e-2}[kind]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16", "fp8", "int8"])
 @pytest.mark.parametrize("name", ["grouped", "window", "norms, odd width", "keys as values"])
-def test_neither_chunks_nor_neighbours_change_a_bit_of_what_the_kernels_read(name: str, kind: str) -> None:
+def test_chunks_and_other_rows_do_not_change_a_bit_of_attention(name: str, kind: str) -> None:
     spec, kept = SPECS[name], KV_DTYPES[kind]
     whole = attention_case(kernels(), spec, [0, 150], kept=kept)
     for cuts, beside in (([0, 1, 64, 149, 150], 0), ([0, 37, 150], 2)):
         assert torch.equal(attention_case(kernels(), spec, cuts, kept=kept, beside=beside), whole), (cuts, beside)
 
 
-def test_numbers_are_rounded_to_narrow_ones_as_torch_rounds_them() -> None:
-    """The kernels' own conversions, over every exponent: a head is written by both, with no rope and no norm between."""
+def test_values_are_converted_to_narrow_dtypes_as_in_torch() -> None:
+    """Every exponent is converted by the kernels and by torch, without rotary embedding and norm."""
     spec = AttentionSpec(heads=1, kv_heads=1, head_dim=16, rope=RopeSpec(1e4, 2), scale=1.0)
     generator = torch.Generator().manual_seed(4)
     values = torch.randn(400, 16, generator=generator) * torch.logspace(-9, 4, 400)[:, None]

@@ -1,4 +1,4 @@
-"""The CPU kernels against their slow twins, and against themselves with other rows beside them."""
+"""The CPU kernels equal plain torch, and their results for a row do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ sys.exit(builder.build(Path(sys.argv[1])).library is None)
 
 @pytest.mark.parametrize(("out", "width"), [(32, 16), (960, 576), (100, 72), (1, 7), (576, 1536)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_product_is_right_and_each_row_its_own(out: int, width: int, biased: bool) -> None:
+def test_a_product_is_correct_and_a_row_has_the_same_bits_in_any_batch(out: int, width: int, biased: bool) -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(out, width), torch.randn(out), torch.randn(130, width)
     linear = kernels().linear(weight, bias if biased else None)
@@ -57,7 +57,7 @@ def test_a_product_is_right_and_each_row_its_own(out: int, width: int, biased: b
 
 
 @pytest.mark.parametrize("width", [64, 576, 72, 7])
-def test_norms_and_activations_equal_their_twins(width: int) -> None:
+def test_norms_and_activations_equal_plain_torch(width: int) -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(200, width) * 3, torch.randn(width)
     ours = kernels()
@@ -71,7 +71,7 @@ def test_norms_and_activations_equal_their_twins(width: int) -> None:
     assert torch.equal(ours.gated(both[5:6].contiguous(), "silu"), opened[5:6])
 
 
-def test_the_activation_survives_extreme_gates() -> None:
+def test_an_activation_with_extreme_gates_is_finite() -> None:
     gates = torch.tensor([[-1e30, -200.0, -88.0, -87.0, 0.0, 87.0, 88.0, 200.0, 1e30, 1.0]])
     both = torch.cat([gates, torch.ones_like(gates)], dim=1)
     expected = torch.nn.functional.silu(gates)
@@ -83,7 +83,7 @@ def test_the_activation_survives_extreme_gates() -> None:
 def attention_case(
     ops: Ops, spec: AttentionSpec, cuts: list[int], seed: int = 0, beside: int = 0, kept: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Attention outputs of one text computed in parts, with `beside` other rows in every turn, over pages of dtype `kept`."""
+    """Compute the attention of one text in parts, with `beside` other rows in every step and a KV cache of dtype `kept`."""
     generator = torch.Generator().manual_seed(seed)
     length, page_size = cuts[-1], 8
     per = -(-length // page_size)
@@ -132,7 +132,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_attention_equals_its_twin_and_cuts_do_not_show(name: str) -> None:
+def test_attention_equals_plain_torch_and_chunks_change_no_bit(name: str) -> None:
     spec = SPECS[name]
     ours = kernels()
     whole = attention_case(ours, spec, [0, 150])
@@ -142,19 +142,19 @@ def test_attention_equals_its_twin_and_cuts_do_not_show(name: str) -> None:
     assert torch.equal(whole, attention_case(kernels(threads=1), spec, [0, 150]))
 
 
-def test_a_window_is_not_a_full_view() -> None:
-    """The window case above must be able to fail: without the window the result is another."""
+def test_a_sliding_window_changes_the_result() -> None:
+    """Otherwise the test above could not detect a window that is ignored."""
     spec = SPECS["window"]
     open_view = dataclasses.replace(spec, window=None)
     assert not torch.allclose(attention_case(kernels(), spec, [0, 60]), attention_case(kernels(), open_view, [0, 60]))
 
 
-def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_the_error_names_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(builder.shutil, "which", lambda name: None)
     assert "no C compiler" in build(tmp_path).reason
 
 
-def test_a_source_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_compilation_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.c"
     broken.write_text("this is not C")
     monkeypatch.setattr(builder, "SOURCES", (broken,))
@@ -162,14 +162,14 @@ def test_a_source_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytes
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
 
 
-def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+def test_two_processes_can_compile_the_library_at_once(tmp_path: Path) -> None:
     runs = [subprocess.Popen([sys.executable, "-c", BUILDS, str(tmp_path)], env=os.environ) for _ in range(2)]
     assert [run.wait(120) for run in runs] == [0, 0]
     assert sorted(file.suffix for file in (tmp_path / "kernels").iterdir()) == [".sha256", ".so"]
 
 
-def test_a_gate_far_below_zero_is_shut() -> None:
-    """Its exponential is beyond what a float can hold; the gate must not come out open."""
+def test_a_very_negative_gate_gives_zero() -> None:
+    """The exponential overflows float32; the sigmoid must still be 0."""
     gate = torch.tensor(
         [[-1e30, -1000.0, -200.0, -100.0, -90.0, -89.0, -88.0, -80.0, 80.0, 88.0, 89.0, 90.0, 1000.0, 1e30, 0.0, 1.0]]
     )
@@ -178,8 +178,8 @@ def test_a_gate_far_below_zero_is_shut() -> None:
 
 
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
-def test_another_default_dtype_in_the_program_changes_nothing(default: torch.dtype) -> None:
-    """A buffer of half the size would be written past its end."""
+def test_another_default_dtype_of_torch_changes_nothing(default: torch.dtype) -> None:
+    """A buffer allocated in a 16-bit default dtype would be written past its end."""
     torch.manual_seed(5)
     weight, x, gates = torch.randn(64, 32), torch.randn(7, 32), torch.randn(7, 64)
     linear = kernels().linear(weight)
@@ -196,8 +196,8 @@ def test_another_default_dtype_in_the_program_changes_nothing(default: torch.dty
 
 
 @pytest.mark.parametrize("left", [0, 1000, None])
-def test_a_library_that_is_not_whole_is_compiled_anew(tmp_path: Path, left: int | None) -> None:
-    """Loading it would end the process."""
+def test_a_truncated_library_is_compiled_again(tmp_path: Path, left: int | None) -> None:
+    """Loading it would crash the process."""
     if builder.find_compiler() is None:
         pytest.skip("no C compiler")
     for _ in range(2):

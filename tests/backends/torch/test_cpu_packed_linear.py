@@ -1,4 +1,4 @@
-"""Packed weights in products: the kernels of every path against numpy, and each row against itself in other company."""
+"""Products with packed weights on a CPU: every instruction set against numpy, and a row has the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ def widths(kind: str) -> list[int]:
     )
 
 
-# ---------------------------------------------------------------------- the slow twin
+# ---------------------------------------------------------------------- the reference in numpy
 
 
 def codes_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Activations as whole numbers and their scales, per 32: [rows, groups, 32] and [rows, groups]."""
+    """Quantize activations in groups of 32: integer codes [rows, groups, 32] and scales [rows, groups]."""
     groups = x.reshape(len(x), -1, GROUP).astype(np.float32)
-    most = np.abs(groups).max(-1)
+    largest = np.abs(groups).max(-1)
     with np.errstate(divide="ignore"):
-        up = np.where(most < 1e-35, np.float32(0), np.float32(127) / most)
-    return np.rint(groups * up[..., None]).astype(np.int64), np.where(most < 1e-35, np.float32(0), most / np.float32(127))
+        up = np.where(largest < 1e-35, np.float32(0), np.float32(127) / largest)
+    return np.rint(groups * up[..., None]).astype(np.int64), np.where(largest < 1e-35, np.float32(0), largest / np.float32(127))
 
 
-def twin(x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What a product of coded activations must be, in double precision, and the size of what was added up."""
+def reference_product(x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the product with 8-bit activations in double precision, and the sum of the absolute values of its terms."""
     codes, scales = codes_of(x)
-    near = (codes * scales[..., None].astype(np.float64)).reshape(len(x), -1)
-    return near @ weight.astype(np.float64).T, np.abs(near) @ np.abs(weight.astype(np.float64)).T
+    values = (codes * scales[..., None].astype(np.float64)).reshape(len(x), -1)
+    return values @ weight.astype(np.float64).T, np.abs(values) @ np.abs(weight.astype(np.float64)).T
 
 
-def numbers(tensor: StoredTensor) -> np.ndarray:
+def dequantized(tensor: StoredTensor) -> np.ndarray:
     out = np.empty(tensor.shape, np.float32)
     dequantize_into(tensor.data, tensor.kind, out)
     return out
@@ -72,7 +72,7 @@ def numbers(tensor: StoredTensor) -> np.ndarray:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", QUANTIZED_KINDS)
-def test_a_product_is_its_twin(kind: str, path: str) -> None:
+def test_a_product_is_close_to_the_reference(kind: str, path: str) -> None:
     rng = np.random.default_rng(1)
     for width in widths(kind):
         for rows, height in ((1, 1), (3, 16), (9, 33), (17, 70)):
@@ -81,16 +81,16 @@ def test_a_product_is_its_twin(kind: str, path: str) -> None:
                 np.float32
             )
             found = linear_of([tensor], path=path)(torch.from_numpy(x)).numpy()
-            expected, size = twin(x, numbers(tensor))
-            # Minima cancel most of what the codes add up to: the error is measured against what was added.
-            slack = size + np.abs(x) @ np.full((width, height), np.abs(numbers(tensor)).max())
+            expected, size = reference_product(x, dequantized(tensor))
+            # Minima cancel most of the sum of codes, so the error is relative to the sum of absolute values.
+            slack = size + np.abs(x) @ np.full((width, height), np.abs(dequantized(tensor)).max())
             assert (np.abs(found - expected) <= 1e-6 * slack).all()
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"])
-def test_sums_of_whole_numbers_are_exact(kind: str, path: str) -> None:
-    """Scales of one and activations of whole numbers up to 127: every sum is a whole number that a float can hold."""
+def test_sums_of_integers_are_exact(kind: str, path: str) -> None:
+    """With scales of 1 and integer activations up to 127 every sum is an integer that float32 represents."""
     rng = np.random.default_rng(2)
     width, height = 256, 48
     raw = random_blocks(kind, height, width, rng)
@@ -101,7 +101,7 @@ def test_sums_of_whole_numbers_are_exact(kind: str, path: str) -> None:
     if kind.endswith("_1"):
         blocks[:, 2:4] = np.frombuffer(np.float16(-7).tobytes(), np.uint8)
     if kind == "Q8_0":
-        blocks[::3, 2:] = 128  # -128, and 127 below: the furthest codes there are
+        blocks[::3, 2:] = 128  # -128 here and 127 below: the extreme codes
         blocks[1::3, 2:] = 127
     if kind == "Q6_K":
         blocks[:, 192:208] = rng.integers(0, 3, (len(blocks), 16)).astype(np.uint8)
@@ -110,7 +110,7 @@ def test_sums_of_whole_numbers_are_exact(kind: str, path: str) -> None:
     x[:, ::GROUP] = 127
     x[1] = 127
     x[2] = -127
-    exact = x.astype(np.int64) @ numbers(tensor).astype(np.int64).T
+    exact = x.astype(np.int64) @ dequantized(tensor).astype(np.int64).T
     for rows in (1, 2, 5, 13):
         found = linear_of([tensor], path=path)(torch.from_numpy(x[:rows].copy())).numpy()
         assert np.array_equal(found.astype(np.int64), exact[:rows])
@@ -125,29 +125,29 @@ def test_float_activations_give_the_bits_of_a_float32_weight(kind: str, path: st
         tensor = random_tensor("w", (75, width), kind, rng)
         x = torch.from_numpy(rng.standard_normal((21, width), dtype=np.float32))
         kept = linear_of([tensor], path=path, coded=False)(x)
-        plain = ops(path).linear(torch.from_numpy(numbers(tensor)))(x)
+        plain = ops(path).linear(torch.from_numpy(dequantized(tensor)))(x)
         assert torch.equal(kept, plain)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", [*QUANTIZED_KINDS, *FLOAT_KINDS])
-def test_looked_up_rows_are_the_checkpoints_numbers(kind: str, path: str) -> None:
+def test_embedding_rows_are_the_values_of_the_checkpoint(kind: str, path: str) -> None:
     rng = np.random.default_rng(4)
     for width in widths(kind):
         tensor = random_tensor("w", (75, width), kind, rng)
         wanted = torch.tensor([0, 74, 3, 3, 31, 32, 16])
         found = linear_of([tensor], pad=64, path=path).rows(wanted)
-        assert torch.equal(found, torch.from_numpy(numbers(tensor))[wanted])
+        assert torch.equal(found, torch.from_numpy(dequantized(tensor))[wanted])
 
 
-# ---------------------------------------------------------------------- a row computes from its row
+# ---------------------------------------------------------------------- batch invariance
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("coded", [True, False])
 @pytest.mark.parametrize("kind", [*QUANTIZED_KINDS, *FLOAT_KINDS])
-def test_a_row_is_the_same_in_any_company(kind: str, coded: bool, path: str) -> None:
-    """Over a thousand random cases per kind: alone, in any stretch of any batch, with any number of threads."""
+def test_a_row_has_the_same_bits_in_any_batch(kind: str, coded: bool, path: str) -> None:
+    """More than a thousand random cases per kind: alone, in any slice of any batch, with any number of threads."""
     rng = np.random.default_rng(5)
     cases, wanted = 0, (1100 if path == PATHS[0] else 200) // (1 if coded else 4)
     teams = [ops(path, threads=threads, coded=coded) for threads in (1, 2, 3)]
@@ -165,7 +165,7 @@ def test_a_row_is_the_same_in_any_company(kind: str, coded: bool, path: str) -> 
             cases += 1
 
 
-def test_several_weights_of_different_kinds_stand_side_by_side() -> None:
+def test_weights_of_different_kinds_are_joined_into_one_product() -> None:
     rng = np.random.default_rng(6)
     tensors = [
         random_tensor(kind, (height, 256), kind, rng) for kind, height in (("Q4_1", 33), ("Q6_K", 5), ("F16", 40), ("Q8_0", 64))
@@ -190,7 +190,7 @@ def test_padding_adds_zero_columns_and_reads_no_padded_inputs() -> None:
     assert not y[:, 134:].any()
 
 
-def test_rows_may_lie_anywhere_and_there_may_be_none() -> None:
+def test_rows_may_be_strided_and_there_may_be_none() -> None:
     rng = np.random.default_rng(8)
     memory = np.zeros(33 * 192 * 18 // 32 + 7, np.uint8)
     for shift in (0, 1, 3, 7):
@@ -206,7 +206,7 @@ def test_rows_may_lie_anywhere_and_there_may_be_none() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_zeros_and_the_smallest_numbers_give_zeros(path: str) -> None:
+def test_zeros_and_subnormal_values_give_zeros(path: str) -> None:
     tensor = random_tensor("w", (20, 64), "Q4_1", np.random.default_rng(10))
     x = torch.zeros(3, 64)
     x[1] = 1e-40
@@ -216,7 +216,7 @@ def test_zeros_and_the_smallest_numbers_give_zeros(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("broken", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_breaks_its_own_row_only(broken: float, path: str) -> None:
+def test_a_non_finite_value_affects_only_its_row(broken: float, path: str) -> None:
     tensor = random_tensor("w", (20, 64), "Q8_0", np.random.default_rng(11))
     linear = linear_of([tensor], path=path)
     x = torch.from_numpy(np.random.default_rng(14).standard_normal((9, 64), dtype=np.float32))
@@ -227,8 +227,8 @@ def test_what_is_not_finite_breaks_its_own_row_only(broken: float, path: str) ->
     assert torch.equal(found[[0, 1, 2, 3, 5, 6, 7, 8]], clean[[0, 1, 2, 3, 5, 6, 7, 8]])
 
 
-def test_a_forked_child_computes_the_same_alone() -> None:
-    """Threads do not survive a fork: the child finds its team gone and does the work itself."""
+def test_a_forked_process_computes_the_same_without_threads() -> None:
+    """Threads do not survive a fork, so the child process computes alone."""
     code = """
 import os
 import numpy as np, torch
@@ -247,7 +247,7 @@ for _ in range(40):  # at some of them a thread is just going to sleep, with a l
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
 
 
-def test_more_threads_than_processors_change_nothing() -> None:
+def test_more_threads_than_cores_change_nothing() -> None:
     tensor = random_tensor("w", (500, 256), "Q6_K", np.random.default_rng(12))
     x = torch.from_numpy(np.random.default_rng(13).standard_normal((40, 256), dtype=np.float32))
     alone = linear_of([tensor], threads=1)(x)

@@ -81,8 +81,8 @@ def run_step(ops: Ops, store: LaneStore, rows: list[Row], projected: torch.Tenso
     return ops.prepare_delta(inputs, SPEC).run(projected, weights=WEIGHTS, store=store)
 
 
-def oracle(projected: torch.Tensor) -> torch.Tensor:
-    """Position by position in double precision, as the formula is written."""
+def reference(projected: torch.Tensor) -> torch.Tensor:
+    """Compute the formula position by position in double precision."""
     p = projected.double()
     keys, heads, dv = SPEC.key_heads * SPEC.key_dim, SPEC.value_heads, SPEC.value_dim
     fed = torch.cat([torch.zeros(SPEC.conv - 1, SPEC.channels, dtype=torch.float64), p[:, : SPEC.channels]])
@@ -108,13 +108,13 @@ def oracle(projected: torch.Tensor) -> torch.Tensor:
 def test_both_forms_compute_the_formula(ops: Ops) -> None:
     chunked = run_step(ops, store_of(), [row(0, LENGTH, prompt=LENGTH)], PROJECTED)
     stepped = run_step(ops, store_of(), [row(0, LENGTH, prompt=0)], PROJECTED)
-    expected = oracle(PROJECTED)
+    expected = reference(PROJECTED)
     assert (chunked - expected).abs().max() < 1e-5
     assert (stepped - expected).abs().max() < 1e-5
-    assert not torch.equal(chunked, stepped)  # two forms, or the laws about them say nothing
+    assert not torch.equal(chunked, stepped)  # both forms are used; otherwise this test would show nothing
 
 
-def test_chunks_on_the_grid_do_not_change_bits(ops: Ops) -> None:
+def test_rows_that_end_at_chunk_boundaries_do_not_change_bits(ops: Ops) -> None:
     whole, cut = store_of(), store_of()
     expected = run_step(ops, whole, [row(0, LENGTH, prompt=140)], PROJECTED)
     parts = [run_step(ops, cut, [row(a, b, prompt=140)], PROJECTED[a:b]) for a, b in ((0, 64), (64, 128), (128, 143), (143, 150))]
@@ -123,12 +123,12 @@ def test_chunks_on_the_grid_do_not_change_bits(ops: Ops) -> None:
     assert torch.equal(cut.windows, whole.windows)
 
 
-def test_a_chunk_cut_off_the_grid_is_refused(ops: Ops) -> None:
+def test_a_prompt_row_that_ends_inside_a_chunk_is_refused(ops: Ops) -> None:
     with pytest.raises(AssertionError, match="inside a chunk"):
         run_step(ops, store_of(), [row(0, 36, prompt=100)], PROJECTED[:36])
 
 
-def test_neighbours_and_lanes_do_not_change_bits(ops: Ops) -> None:
+def test_other_rows_and_lanes_do_not_change_bits(ops: Ops) -> None:
     alone = store_of()
     expected = run_step(ops, alone, [row(0, 70, prompt=66, lane=1)], PROJECTED[:70])
     batch = store_of()
@@ -144,7 +144,7 @@ TREE = (Draft(1, -1), Draft(2, -1), Draft(3, 1), Draft(4, 0), Draft(5, 2), Draft
 
 @pytest.mark.parametrize(("drafts", "path"), [(CHAIN, (0, 1, 2, 3)), (CHAIN, ()), (CHAIN, tuple(range(6))), (TREE, (1, 2, 4, 6))])
 def test_committed_drafts_leave_the_state_of_known_tokens(ops: Ops, drafts: tuple[Draft, ...], path: tuple[int, ...]) -> None:
-    """The drafts' projections are those of positions 81 …; a tree's other nodes have some of their own."""
+    """The kept drafts have the projections of positions 81 and following; the other nodes of the tree have different ones."""
     known = store_of()
     run_step(ops, known, [row(0, 80, prompt=78)], PROJECTED[:80])
     state = state_of()
@@ -162,7 +162,7 @@ def test_committed_drafts_leave_the_state_of_known_tokens(ops: Ops, drafts: tupl
     assert torch.equal(drafted.windows, known.windows)
 
 
-def test_a_node_reads_its_parents_state_and_no_siblings(ops: Ops) -> None:
+def test_a_tree_node_reads_the_state_of_its_parent_and_not_of_siblings(ops: Ops) -> None:
     store, alone = store_of(), store_of()
     for one in (store, alone):
         run_step(ops, one, [row(0, 10, prompt=10)], PROJECTED[:10])
@@ -190,7 +190,7 @@ def test_rows_without_drafts_write_nothing_to_the_rollback_buffer(ops: Ops) -> N
     assert torch.isfinite(store.states).all()
 
 
-def test_checkpoints_hold_the_states_of_a_cold_run(ops: Ops) -> None:
+def test_checkpoints_hold_the_states_of_a_run_without_cache(ops: Ops) -> None:
     store, cold = store_of(), store_of()
     saves = (CheckpointSave(64, 2), CheckpointSave(128, 0), CheckpointSave(150, 3))
     run_step(ops, store, [row(0, LENGTH, prompt=LENGTH, saves=saves)], PROJECTED)
@@ -202,9 +202,9 @@ def test_checkpoints_hold_the_states_of_a_cold_run(ops: Ops) -> None:
 
 
 def test_a_prompt_of_one_token_keeps_its_window(ops: Ops) -> None:
-    """Windows shorter than the convolution begin with zeros, in lanes and in checkpoints alike."""
+    """A window shorter than the convolution begins with zeros, in lanes and in checkpoints."""
     store = store_of()
-    store.windows.fill_(9.0)  # another sequence's
+    store.windows.fill_(9.0)  # left by another sequence
     run_step(ops, store, [row(0, 1, prompt=1, lane=1, saves=(CheckpointSave(1, 0),))], PROJECTED[:1])
     for window in (store.windows[1], store.saved_windows[0]):
         assert not window[:2].any()
@@ -212,8 +212,8 @@ def test_a_prompt_of_one_token_keeps_its_window(ops: Ops) -> None:
 
 
 def test_the_kernels_agree_with_plain_torch() -> None:
-    ours, twin = store_of(), store_of()
+    ours, reference_store = store_of(), store_of()
     a = run_step(ops_of("kernels"), ours, [row(0, LENGTH, prompt=100)], PROJECTED)
-    b = run_step(ops_of("torch"), twin, [row(0, LENGTH, prompt=100)], PROJECTED)
+    b = run_step(ops_of("torch"), reference_store, [row(0, LENGTH, prompt=100)], PROJECTED)
     assert (a - b).abs().max() < 2e-5
-    assert (ours.states - twin.states).abs().max() < 2e-5
+    assert (ours.states - reference_store.states).abs().max() < 2e-5

@@ -1,4 +1,4 @@
-"""Which devices there are is asked of the machine; what is not there is refused with what is."""
+"""Devices are listed from the machine; a device that does not exist is refused with the list of those that do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onedraw.settings import default_cache_dir
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
 
-def test_one_cpu_takes_what_it_needs_and_a_part_of_a_split_what_is_free() -> None:
+def test_one_cpu_has_no_memory_limit_and_a_cpu_of_a_split_has_its_free_memory() -> None:
     [alone] = find_devices(["cpu"])
     assert (alone.name, alone.memory) == ("cpu", None)
     pair = find_devices(["cpu", "cpu/2GiB"])
@@ -21,24 +21,24 @@ def test_one_cpu_takes_what_it_needs_and_a_part_of_a_split_what_is_free() -> Non
 
 
 @without_cuda
-def test_auto_is_the_cpu_where_there_is_nothing_else() -> None:
+def test_auto_is_the_cpu_if_there_is_no_accelerator() -> None:
     assert [device.name for device in find_devices(["auto"])] == ["cpu"]
 
 
 @without_cuda
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [("cuda:0", "finds no CUDA device"), ("cuda/sm86/24GiB", "only described"), ("tpu", "is not a device"), ("hip", "finds no")],
 )
-def test_what_is_not_there_is_refused(name: str, said: str) -> None:
-    with pytest.raises(BadSetting, match=said):
+def test_a_device_that_does_not_exist_is_refused(name: str, message: str) -> None:
+    with pytest.raises(BadSetting, match=message):
         find_devices([name])
 
 
-def test_kernels_serve_float32_streams_alone() -> None:
+def test_the_cpu_kernels_are_used_for_float32_only() -> None:
     assert pick_ops("cpu", "f32", cache=default_cache_dir(), activation="bf16").name == "cpu-torch"
     assert pick_ops("cpu", "bf16", cache=default_cache_dir(), activation="f32").name == "cpu-torch"
 
 
-def test_hardware_has_a_name() -> None:
+def test_the_hardware_of_a_device_has_a_name() -> None:
     assert hardware_name(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A drafter reads the outputs of the target layers that it names, in its own order, and of one of them twice if it says so."""
+"""A drafter reads the outputs of the target layers that its config lists, in that order, also if a layer is listed twice."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ WIDTH = 64  # of the target's residual stream
 
 
 def features(folder: Path, ids: tuple[int, ...], dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Tensor]:
-    """The tokens of a reply, and what the drafter made of the prompt: [T, features]."""
+    """Return the tokens of a reply and the features [T, n] that the drafter wrote to its context."""
     seen: list[Tensor] = []
     remember = DflashDrafter._write_context
 
-    def watched(self: Any, *given: Any) -> None:
+    def recording(self: Any, *args: Any) -> None:
         real = self._fc
         self._fc = lambda x: (seen.append(x.clone()), real(x))[1]
-        remember(self, *given)
+        remember(self, *args)
         self._fc = real
 
     drafter = tiny_drafters.write(folder / str(ids), tiny_drafters.zlab_config(2, ids=ids), tiny_drafters.tensors(2))
     with monkeypatch.context() as patch:
-        patch.setattr(DflashDrafter, "_write_context", watched)
+        patch.setattr(DflashDrafter, "_write_context", recording)
         with onedraw.load(str(folder / "target"), draft=str(drafter), draft_tokens=4, dtype=dtype, self_check=False) as model:
             reply = model.generate([5, 6, 7, 8], seed=3, max_tokens=8, ignore_eos=True)
     assert not isinstance(reply, list)

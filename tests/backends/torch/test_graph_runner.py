@@ -61,16 +61,16 @@ def test_prompts_and_checkpoints_are_not_captured_and_sampling_of_every_kind_is(
 
 
 def test_warm_up_shapes_fit_the_context_and_reach_its_end() -> None:
-    near, alone, drafted, more = (places for _, places in warm_up_shapes(2, 4096))
+    near, alone, drafted, more = (shapes for _, shapes in warm_up_shapes(2, 4096))
     assert near == [WarmUpShape(1, 256), WarmUpShape(1, 512), WarmUpShape(2, 256), WarmUpShape(2, 512)]
     assert (alone, drafted, more) == (
         [WarmUpShape(1, 1024), WarmUpShape(1, 2048)],
         [],
         [WarmUpShape(2, 1024), WarmUpShape(2, 2048)],
     )
-    assert [places for _, places in warm_up_shapes(1, 512)] == [[WarmUpShape(1, 256), WarmUpShape(1, 511)], [], [], []]
-    assert [places for _, places in warm_up_shapes(1, 100)] == [[WarmUpShape(1, 99)], [], [], []]
-    starts = {place.start for place in (*near, *alone, *more)}
+    assert [shapes for _, shapes in warm_up_shapes(1, 512)] == [[WarmUpShape(1, 256), WarmUpShape(1, 511)], [], [], []]
+    assert [shapes for _, shapes in warm_up_shapes(1, 100)] == [[WarmUpShape(1, 99)], [], [], []]
+    starts = {shape.start for shape in (*near, *alone, *more)}
     reaches = {bucket_of(Plan((replace(ROW, start=start, prompt_stop=0),)), recurrent=False).reach for start in starts}  # type: ignore[union-attr]
     assert reaches == {512, 1024, 2048, 4096}
 
@@ -84,7 +84,7 @@ def drafted(max_context: int, drafts: int) -> list[WarmUpShape]:
 )
 def test_one_row_is_warmed_up_with_drafts_of_every_bucket_up_to_the_longest(drafts: int, lengths: list[int]) -> None:
     found = drafted(4096, drafts)
-    assert [(place.rows, place.drafts, place.start) for place in found] == [
+    assert [(shape.rows, shape.drafts, shape.start) for shape in found] == [
         (1, n, start) for n in lengths for start in (256, 512)
     ]
     rows = (replace(ROW, drafts=tuple(Draft(1, i - 1) for i in range(n))) for n in range(1, drafts + 1))
@@ -94,7 +94,7 @@ def test_one_row_is_warmed_up_with_drafts_of_every_bucket_up_to_the_longest(draf
 
 def test_warm_up_drafts_end_within_the_context() -> None:
     for max_context in (1, 5, 20, 300, 520):
-        assert all(place.start >= 0 and place.start + place.drafts < max_context for place in drafted(max_context, 15))
+        assert all(shape.start >= 0 and shape.start + shape.drafts < max_context for shape in drafted(max_context, 15))
 
 
 def test_an_empty_graph_cache_is_used_where_it_is_given() -> None:

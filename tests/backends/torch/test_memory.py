@@ -20,7 +20,7 @@ GIB = 2**30
     ("name", "kv"),
     [("qwen3_5_odd", "f32"), ("qwen3_5_moe", "bf16"), ("gemma4_e2b", "f32"), ("gemma4_e2b", "int8"), ("laguna", "fp8")],
 )
-def test_the_plan_is_what_is_allocated(name: str, kv: str) -> None:
+def test_the_backend_allocates_the_planned_bytes(name: str, kv: str) -> None:
     spec = tiny_modern.spec(name)
     plan = memory_plan(spec, dtype="f32", kv_dtype=kv, max_context=1000, max_batch=3, page_size=8, step_tokens=64, drafts=16)
     backend = TorchBackend(
@@ -39,7 +39,7 @@ def test_the_plan_is_what_is_allocated(name: str, kv: str) -> None:
     )
     [state] = backend.states
     kept = backend.checkpoint_logits.rows.nbytes + state.checkpoint_bytes
-    assert state.page_bytes == pytest.approx(plan.kv_bytes, rel=0.01)  # a scratch page per group is more
+    assert state.page_bytes == pytest.approx(plan.kv_bytes, rel=0.01)  # one padding page per group is added
     assert state.lane_bytes == plan.lane_bytes * 3
     assert state.draft_bytes == plan.draft_positions * plan.draft_bytes
     assert kept == plan.checkpoints * plan.checkpoint_bytes
@@ -50,11 +50,11 @@ def test_sixteen_drafts_in_eight_lanes_of_the_27b_fit_into_a_gibibyte() -> None:
     plan = memory_plan(spec, dtype="bf16", max_context=8192, max_batch=8, page_size=16, drafts=16)
     assert plan.draft_positions == 16 * 8
     assert plan.draft_positions * plan.draft_bytes < GIB
-    assert plan.lane_bytes > 144 * 2**20  # whole states, 16 of them in 8 lanes, would be 18 GiB
+    assert plan.lane_bytes > 144 * 2**20  # 16 full states for each of 8 lanes would take 18 GiB
     assert 16 * 8 * sum(m.state_bytes for layer in spec.layers if isinstance(m := layer.mixer, DeltaSpec)) > 18 * GIB
 
 
-def test_draft_memory_bounds_the_drafts_of_a_step() -> None:
+def test_the_rollback_buffer_limits_the_drafts_of_a_step() -> None:
     spec = tiny_modern.spec("qwen3_5")
     sizes = {"dtype": "f32", "max_context": 256, "max_batch": 4, "page_size": 16, "drafts": 16}
     assert memory_plan(spec, **sizes, draft_memory=10 * spec.draft_bytes()).draft_positions == 10  # type: ignore[arg-type]
@@ -63,12 +63,12 @@ def test_draft_memory_bounds_the_drafts_of_a_step() -> None:
         memory_plan(spec, **sizes, draft_memory=spec.draft_bytes() - 1)  # type: ignore[arg-type]
 
 
-def test_layers_that_only_attend_need_no_rollback_buffer() -> None:
+def test_a_model_without_recurrent_layers_needs_no_rollback_buffer() -> None:
     plan = memory_plan(tiny_modern.spec("laguna"), dtype="f32", max_context=256, max_batch=4, page_size=16, drafts=16)
     assert (plan.draft_positions, plan.lane_bytes) == (0, 0)
 
 
-def test_a_sliding_group_is_as_large_as_its_window_and_a_step() -> None:
+def test_a_sliding_group_has_pages_for_its_window_and_one_step() -> None:
     spec = spec_of(CONFIGS["Gemma 4 31B"])
     plan = memory_plan(spec, dtype="bf16", max_context=131072, max_batch=1, page_size=16, step_tokens=512)
     full, sliding = plan.groups

@@ -1,4 +1,4 @@
-"""The compiler sums a norm's row in one order, whether one program or several have the row."""
+"""The compiled norm sums a row in the same order, whether one program or several compute it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.backends.torch.compiling import compiled
 
 
 def reduction_layout(width: int, piece: int, *, kind: str, weight: str, capability: int, aligned: bool = True) -> str:
-    """The definition of the layout in which the reduction's operand is distributed over threads."""
+    """Return the layout in which the compiler distributes the operand of the reduction over threads."""
     block = 1 << (width - 1).bit_length()
     pointers = {"x": f"*{kind}", "weight": f"*{weight}", "y": f"*{kind}", "x_out": "*fp16", "factors": "*fp32", "sums": "*fp16"}
     numbers = {"W": width, "BLOCK": block, "PIECE": min(piece, block), "HAS_WEIGHT": True, "FP32_WEIGHT": weight == "fp32"}
@@ -41,7 +41,7 @@ def test_programs_that_share_a_row_sum_it_in_the_same_order(width: int, kind: st
     assert few == many
 
 
-def test_unaligned_rows_are_not_shared_since_their_sum_would_have_another_order() -> None:
+def test_unaligned_rows_are_computed_by_one_program_since_their_sums_would_have_another_order() -> None:
     few, many = (
         reduction_layout(2048, piece, kind="bf16", weight="bf16", capability=90, aligned=False) for piece in (1024, 1 << 20)
     )

@@ -1,4 +1,4 @@
-"""CUDA sources that compile for every card they are for, without one, and what is said where they do not."""
+"""CUDA sources compile without a GPU for every architecture they support, and errors name what does not compile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL_SHARED = 99 << 10  # of an sm_86
 
 @needs_compiler
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
-def test_weights_are_opened_on_every_card(kind: str) -> None:
+def test_dequantization_compiles_for_every_architecture(kind: str) -> None:
     for architecture in ARCHITECTURES:
         assert nvrtc.compile_source(DEQUANTIZE_SOURCE, architecture, {"KIND": QUANT_TYPES[kind].ggml_type or 0})[:4] == b"\x7fELF"
 
@@ -61,7 +61,7 @@ def test_products_of_experts_compile(kind: str, tiles: int, architecture: str) -
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
-    """An empty cache folder. When called: the one file in it, with nothing left of it in the process."""
+    """An empty cache folder. A call returns the only file in it and clears the cache of the process."""
     monkeypatch.setattr(nvrtc, "_cache_folders", [])
     monkeypatch.setattr(nvrtc, "_compiled", {})
     nvrtc.cache_in(tmp_path)
@@ -75,7 +75,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
 
 
 @needs_compiler
-def test_what_was_compiled_is_kept_and_found_again(kept: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_cached_on_disk(kept: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     made = nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12})
     assert kept().read_bytes().startswith(made)
     compiled: list[str] = []
@@ -88,11 +88,9 @@ def test_what_was_compiled_is_kept_and_found_again(kept: Callable[[], Path], mon
 
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut short", "torn", "empty", "gone in the middle"])
-def test_what_is_damaged_in_the_cache_is_compiled_anew(
-    kept: Callable[[], Path], damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A start that was killed, or a full disk, once left a kernel that no later start could load."""
-    caplog.set_level(logging.WARNING, logger="onedraw")  # a server of another test may have made it silent
+def test_a_damaged_cache_file_is_compiled_again(kept: Callable[[], Path], damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a killed process or a full disk left a file that no later process could load."""
+    caplog.set_level(logging.WARNING, logger="onedraw")  # a server of another test may have silenced the logger
     made = nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12})
     whole = kept().read_bytes()
     middle = len(whole) // 2
@@ -110,7 +108,7 @@ def test_what_is_damaged_in_the_cache_is_compiled_anew(
 
 
 class _Driver:
-    """A driver that loads some codes and not others."""
+    """A CUDA driver that loads only some code."""
 
     def __init__(self, loads: Callable[[bytes], bool]) -> None:
         self._loads, self.offered = loads, []
@@ -119,7 +117,7 @@ class _Driver:
         self.offered.append(code)
         return 0 if self._loads(code) else 200
 
-    def cuGetErrorString(self, code: int, said: object) -> int:
+    def cuGetErrorString(self, code: int, message: object) -> int:
         return 0
 
 
@@ -132,7 +130,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-def test_what_the_driver_does_not_load_is_compiled_anew_once(
+def test_code_that_the_driver_does_not_load_is_compiled_again_once(
     kept: Callable[[], Path], hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12})
@@ -149,12 +147,12 @@ def test_what_the_driver_does_not_load_is_compiled_anew_once(
     assert len(driver.offered) == 2
 
 
-# ------------------------------------------------------------------ which compiler
+# ------------------------------------------------------------------ choice of the compiler
 
 
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, list[str]], str]:
-    """What is found for a torch of this CUDA where such libraries lie, in this order."""
+    """Return the library that is chosen for a torch of this CUDA version if these versions are installed, in this order."""
     cc = shutil.which("cc") or shutil.which("gcc")
     if cc is None:
         pytest.skip("needs a C compiler")
@@ -183,15 +181,17 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str 
     return found
 
 
-def test_the_compiler_is_one_of_the_cuda_that_torch_is_made_for(libraries: Callable[[str | None, list[str]], str]) -> None:
-    """Beside a torch of CUDA 13 an older package once came first, and the kernels of either did not load with the other."""
+def test_the_compiler_has_the_cuda_version_of_torch(libraries: Callable[[str | None, list[str]], str]) -> None:
+    """Regression: an older package was found before the one of CUDA 13, and its kernels did not load."""
     assert libraries("13.0", ["12.8", "13.0"]) == "13.0"
     assert libraries("12.6", ["13.4", "12.8"]) == "12.8"
-    assert libraries("13.0", ["12.8", "13.4", "13.0"]) == "13.0"  # the very version before another of its kind
+    assert (
+        libraries("13.0", ["12.8", "13.4", "13.0"]) == "13.0"
+    )  # the exact version is preferred to another one of the same major version
     assert libraries(None, ["12.8", "13.0"]) == "12.8"
 
 
-def test_where_no_compiler_fits_it_is_said_which_there_are(libraries: Callable[[str | None, list[str]], str]) -> None:
+def test_if_no_compiler_fits_the_error_lists_those_that_exist(libraries: Callable[[str | None, list[str]], str]) -> None:
     assert libraries("13.0", ["12.8", "11.2"]) == ""
     assert (
         nvrtc.why_not() == "torch is built for CUDA 13.0, the installed NVRTC is 12.8, 11.2; pip install nvidia-cuda-nvrtc==13.*"
@@ -201,9 +201,9 @@ def test_where_no_compiler_fits_it_is_said_which_there_are(libraries: Callable[[
 
 
 @needs_compiler
-def test_whoever_counts_last_has_seen_what_the_others_wrote() -> None:
-    """One counter per output says who adds its segments up: counted with release and acquire, which is what the compiled code
-    must have. A barrier of the strongest kind on either side, as it once was, is slower and orders less where it matters."""
+def test_the_last_block_to_count_sees_the_partial_sums_of_the_others() -> None:
+    """The block that increments the counter of an output last adds up its segments. The compiled code must increment it with
+    release and acquire order; full barriers around a relaxed increment are slower."""
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not dump.exists():
         pytest.skip("no disassembler here")
@@ -213,17 +213,17 @@ def test_whoever_counts_last_has_seen_what_the_others_wrote() -> None:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(code)
             file.flush()
-            said = subprocess.run([dump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-        lines = [line for line in said.splitlines() if re.search(r"MEMBAR|ATOMG|CCTL.IVALL", line)]
+            output = subprocess.run([dump, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        lines = [line for line in output.splitlines() if re.search(r"MEMBAR|ATOMG|CCTL.IVALL", line)]
         order = [re.search(r"MEMBAR\.\w+\.\w+|ATOMG|CCTL\.IVALL", line)[0] for line in lines]
         assert order == ["MEMBAR.ALL.GPU", "ATOMG", "CCTL.IVALL"], architecture
 
 
 @needs_compiler
-def test_a_source_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_source_that_does_not_compile_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_cache_folders", [])
     with pytest.raises(BadSetting, match=r"does not compile few_rows.cu .*-DKIND=12 .*--dtype bf16"):
-        nvrtc.compile_source(FEW_ROWS_SOURCE, "sm_90", {"KIND": 12, "TILES": 1})  # the other numbers are missing
+        nvrtc.compile_source(FEW_ROWS_SOURCE, "sm_90", {"KIND": 12, "TILES": 1})  # the other constants are missing
 
 
 def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,14 +232,14 @@ def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.Monk
         nvrtc.compile_source(DEQUANTIZE_SOURCE, "sm_90", {"KIND": 12})
 
 
-def test_an_old_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_old_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(BadSetting, match=r"Tesla T4 \(sm_75\): kernels for packed weights need sm_80 or newer; use --dtype f16"):
         nvrtc.Module(DEQUANTIZE_SOURCE, torch.device("cuda:0"), {"KIND": 12})
 
 
-def test_a_card_newer_than_the_compiler_has_machine_code_of_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_newer_than_the_compiler_gets_machine_code_of_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_architectures", lambda: [80, 86, 89, 90, 100, 120])
     assert nvrtc.architecture_for(8, 6) == "sm_86"
     assert nvrtc.architecture_for(12, 1) == "sm_120"
@@ -248,13 +248,13 @@ def test_a_card_newer_than_the_compiler_has_machine_code_of_its_generation(monke
     assert nvrtc.architecture_for(13, 0) == "sm_130"  # which the compiler will refuse by name
 
 
-def test_sources_are_read_alike_where_nobody_speaks_unicode() -> None:
-    """They have signs in their comments, and some of them stand in others."""
+def test_sources_are_read_as_utf_8_in_any_locale() -> None:
+    """Their comments have characters outside ASCII, and some sources include others."""
     names = ("many_rows_hopper.cu", FEW_ROWS_SOURCE)
-    said = "from onedraw.backends.torch.ops.cuda.nvrtc import read_source as read; print(sum(len(read(n)) for n in NAMES))"
+    program = "from onedraw.backends.torch.ops.cuda.nvrtc import read_source as read; print(sum(len(read(n)) for n in NAMES))"
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     found = subprocess.run(
-        [sys.executable, "-c", f"NAMES = {names}; {said}"], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", f"NAMES = {names}; {program}"], env=env, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stderr[-500:]
     assert int(found.stdout) == sum(len(nvrtc.read_source(name)) for name in names)

@@ -144,12 +144,12 @@ def test_the_same_model_is_served_with_a_wider_stream(folder: Path) -> None:
     assert (len(answer.tokens), answer.error) == (3, None)
 
 
-@pytest.mark.parametrize("wishes", [{}, {"top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.3}])
-def test_nan_logits_are_not_reported_as_the_callers_error(folder: Path, wishes: dict[str, float]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3, "min_p": 0.1}, {"repetition_penalty": 1.3}])
+def test_nan_logits_are_not_reported_as_the_callers_error(folder: Path, fields: dict[str, float]) -> None:
     backend = make_backend(folder, kernels=False, check=False, dtype="f32")
     rows = backend.model._embedding
     backend.model._embedding = lambda tokens, thread_pool=None: torch.where(tokens[:, None] == BROKEN, torch.nan, rows(tokens))
-    [answer], _ = served(backend, [Request("q", (*PROMPT, BROKEN), SamplingParams(max_tokens=3, **wishes))], Schedule())
+    [answer], _ = served(backend, [Request("q", (*PROMPT, BROKEN), SamplingParams(max_tokens=3, **fields))], Schedule())
     assert (answer.tokens, answer.error) == ([], "not_finite")
     banned = SamplingParams(max_tokens=3, bad_words=((5,),))
     [answer], _ = served(backend, [Request("q", (*PROMPT, BROKEN), banned)], Schedule())

@@ -1,4 +1,4 @@
-"""The CUDA kernels of packed products, on a CPU (emulated.py): weights of the file, the rule, and experts that follow it."""
+"""The CUDA kernels of packed products emulated on a CPU (emulated.py): dequantization, products, and expert products."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def width_of(kind: str) -> int:
-    """More than a segment, and no whole number of spans where the kind's blocks allow it."""
+    """Return a width of more than one segment that is not a multiple of a span if the block size of the kind allows that."""
     return 1280 if QUANT_TYPES[kind].block_values == SPAN else 1088
 
 
 def made(kind: str, *, rows: int, width: int, count: int = 1, seed: int = 0) -> tuple[PackedWeight, Tensor]:
-    """Matrices as products keep them, and their stored bytes [count, rows, bytes]."""
+    """Return packed matrices and their stored bytes [count, rows, bytes]."""
     raw = torch.from_numpy(random_blocks(kind, count * rows, width, np.random.default_rng(seed), width**-0.5))
     found = empty_packed_weight(kind, rows=rows, width=width, device=CPU, count=count)
     fill_packed_weight(found, raw.view(count, rows, -1), first=0)
@@ -59,13 +59,13 @@ def normal(rows: int, width: int, seed: int = 0) -> Tensor:
     return (torch.randn(rows, width, generator=generator) * torch.exp(torch.randn(rows, 1, generator=generator))).bfloat16()
 
 
-def nothing(rows: int, columns: int) -> Tensor:
+def uninitialized(rows: int, columns: int) -> Tensor:
     return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16)
 
 
 def dense(activations: PackedActivations, weight: PackedWeight) -> Tensor:
-    """The product with one matrix, eight rows at a time: a row's bits are its own (tests/device/test_packed.py)."""
-    out = nothing(len(activations), weight.rows)
+    """Compute the product with one matrix, eight rows at a time, since the batch does not change the bits of a row."""
+    out = uninitialized(len(activations), weight.rows)
     for start in range(0, len(activations), 8):
         here = slice(start, start + 8)
         few_rows_product(activations.rows(here), weight, out=out[here], whole_k=True)
@@ -76,7 +76,7 @@ def dense(activations: PackedActivations, weight: PackedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
-def test_outputs_that_are_opened_and_rows_that_are_looked_up_are_those_of_the_file(kind: str) -> None:
+def test_dequantized_outputs_and_rows_have_the_values_of_the_file(kind: str) -> None:
     width = width_of(kind)
     weight, raw = made(kind, rows=40, width=width)
     expected, found = reference_weights(raw[0], kind), dequantize(weight, 16, 24)
@@ -94,18 +94,18 @@ def test_outputs_that_are_opened_and_rows_that_are_looked_up_are_those_of_the_fi
 
 
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
-def test_a_product_is_near_the_rule_in_float64(kind: str) -> None:
+def test_a_product_is_close_to_the_reference_in_float64(kind: str) -> None:
     weight, raw = made(kind, rows=40, width=width_of(kind))
     activations = reference_activations(normal(5, width_of(kind), seed=1))
     expected = reference_product(activations, reference_weights(raw[0], kind))
     found = dense(activations, weight)
     assert float((found.double() - expected).norm() / expected.norm()) < 4e-3
-    assert torch.equal(few_rows_product(activations, weight, out=nothing(5, 40), whole_k=False), found)
+    assert torch.equal(few_rows_product(activations, weight, out=uninitialized(5, 40), whole_k=False), found)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q8_0"])
 @pytest.mark.parametrize("size", [2.0**113, 2.0**-100])
-def test_products_of_very_large_and_very_small_rows_are_near_the_rule(kind: str, size: float) -> None:
+def test_products_of_very_large_and_very_small_rows_are_close_to_the_reference(kind: str, size: float) -> None:
     weight, raw = made(kind, rows=40, width=width_of(kind))
     activations = reference_activations(normal(3, width_of(kind), seed=1).float().clamp(-2, 2).mul(size).bfloat16())
     expected = reference_product(activations, reference_weights(raw[0], kind))
@@ -115,25 +115,27 @@ def test_products_of_very_large_and_very_small_rows_are_near_the_rule(kind: str,
 
 
 @pytest.mark.parametrize("processors", [1, 2, 4, 5])
-def test_shares_of_two_segments_have_the_bits_of_blocks_by_themselves(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks whose items begin in one segment and end in another, or that have to bring rows again."""
+def test_a_block_that_works_on_two_segments_gives_the_bits_of_separate_blocks(
+    processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks whose work items begin in one segment and end in another, or that must load rows again."""
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: processors)
     weight, _ = made("Q4_K", rows=5 * 16, width=2816)
     activations = reference_activations(normal(3, 2816, seed=1))
-    found = few_rows_product(activations, weight, out=nothing(3, weight.rows), whole_k=False)
+    found = few_rows_product(activations, weight, out=uninitialized(3, weight.rows), whole_k=False)
     assert torch.equal(found, dense(activations, weight))
     assert not weight.counters.any()
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1"])
-def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two warps for nine items: one settles two by two, and one is left with an item in the end. Three blocks have the segments
-    of the same outputs, and begin at different ones."""
+def test_a_warp_with_many_work_items_finishes_all_of_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warps share nine work items: one finishes them in pairs, the other has one left at the end. Three blocks compute
+    segments of the same outputs and start at different segments."""
     monkeypatch.setitem(shares.SPLIT_K_WARPS, 1, 2)
     monkeypatch.setattr(packed_rows, "split_work", shares.split_work.__wrapped__)
     weight, _ = made(kind, rows=9 * 16 - 3, width=2816)
     activations = reference_activations(normal(3, 2816, seed=1))
-    found = few_rows_product(activations, weight, out=nothing(3, weight.rows), whole_k=False)
+    found = few_rows_product(activations, weight, out=uninitialized(3, weight.rows), whole_k=False)
     assert torch.equal(found, dense(activations, weight))
     assert not weight.counters.any()
 
@@ -141,25 +143,27 @@ def test_a_warp_with_many_items_settles_all_of_them(kind: str, monkeypatch: pyte
 @pytest.mark.parametrize(("kind", "rows"), [("Q4_K", 1), ("Q4_K", 11), ("Q6_K", 3), ("Q4_1", 9), ("Q8_0", 8)])
 @pytest.mark.parametrize("units", [4, 7, 9, 10])
 @pytest.mark.parametrize(("processors", "balanced"), [(2, 0.0), (2, 2.0), (3, 2.0)])
-def test_units_whole_in_a_warp_and_units_spread_over_all_have_the_bits_of_items(
+def test_units_computed_by_one_warp_or_by_all_warps_have_the_same_bits(
     kind: str, rows: int, units: int, processors: int, balanced: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two blocks of two warps: each has one or two units for every warp, and one more, or none, whose items they share. Or blocks
-    share units: then one hands on to the next what it has summed up of one."""
+    """Two blocks of two warps: each warp has one or two units, and at most one more unit is shared by both. Or blocks
+    share units: then a block passes its partial sums of a unit to the next block."""
     monkeypatch.setitem(shares.WHOLE_K_WARPS, tiles_of(rows), 2)
     monkeypatch.setattr(shares, "BALANCED", balanced)
     monkeypatch.setattr(packed_rows, "split_work", shares.split_work.__wrapped__)
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: processors)
     weight, _ = made(kind, rows=units * 16 - 3, width=2816)
-    room = {"multiprocessors": processors, "shared": packed_rows.shared_memory(CPU)}
-    share = shares.split_work.__wrapped__(rows, len(weight.units), 3, **room, whole_k=True)
+    sizes = {"multiprocessors": processors, "shared": packed_rows.shared_memory(CPU)}
+    share = shares.split_work.__wrapped__(rows, len(weight.units), 3, **sizes, whole_k=True)
     assert share.whole_k
     assert share.granule == (1 if balanced else 3)
     activations, bias, residual = (normal(rows, width, seed=width) for width in (2816, weight.rows, weight.rows))
     carry = packed_rows.empty_carry(CPU)
     given = {"bias": bias[0], "residual": residual, "carry": carry}
     found, expected = (
-        few_rows_product(reference_activations(activations), weight, out=nothing(rows, weight.rows), whole_k=whole_k, **given)
+        few_rows_product(
+            reference_activations(activations), weight, out=uninitialized(rows, weight.rows), whole_k=whole_k, **given
+        )
         for whole_k in (True, False)
     )
     assert torch.equal(found, expected)
@@ -167,8 +171,8 @@ def test_units_whole_in_a_warp_and_units_spread_over_all_have_the_bits_of_items(
 
 
 @pytest.mark.parametrize("rows", [3, 20])
-def test_outputs_that_come_slab_by_slab_have_the_bits_of_all_at_once(rows: int) -> None:
-    """Where there is room for the sums of two units of outputs at a time, and of seven in all."""
+def test_outputs_computed_in_slabs_have_the_bits_of_one_pass(rows: int) -> None:
+    """The workspace has space for the partial sums of two output units at a time, of seven in all."""
     weight, _ = made("Q4_K", rows=104, width=1280)
     activations, bias, residual = (
         reference_activations(normal(rows, 1280, seed=1)),
@@ -176,9 +180,9 @@ def test_outputs_that_come_slab_by_slab_have_the_bits_of_all_at_once(rows: int) 
         normal(rows, 104, seed=3),
     )
     follows = {"bias": bias, "residual": residual, "whole_k": False}
-    whole = few_rows_product(activations, weight, out=nothing(rows, 104), **follows)
+    whole = few_rows_product(activations, weight, out=uninitialized(rows, 104), **follows)
     few = torch.full((2 * 16 * 8 * tiles_of(rows) * 2,), torch.nan)
-    wide = nothing(rows, 300)
+    wide = uninitialized(rows, 300)
     few_rows_product(activations, weight, out=wide[:, 50:154], partial_sums=few, **follows)
     assert torch.equal(wide[:, 50:154], whole)
     assert bool(wide[:, :50].isnan().all())
@@ -187,8 +191,8 @@ def test_outputs_that_come_slab_by_slab_have_the_bits_of_all_at_once(rows: int) 
 
 
 @pytest.mark.parametrize("factors", [None, (0.25, -3.0, 1e-3)])
-def test_nvfp4_is_what_numpy_makes_of_it_times_the_factor_of_its_matrix(factors: tuple[float, ...] | None) -> None:
-    """With every byte there is for a scale, also those that are no numbers; three experts, and rows that nobody filled."""
+def test_nvfp4_has_the_values_of_numpy_times_the_factor_of_its_matrix(factors: tuple[float, ...] | None) -> None:
+    """Every byte occurs as a scale, also NaN; there are three experts, and rows that were not filled."""
     rng, width = np.random.default_rng(7), 320
     stored = StoredTensor("w", (3, 20, width), "NVFP4", rng.integers(0, 256, 3 * 20 * width // 64 * 36, dtype=np.uint8))
     tensor = stored if factors is None else ScaledRows(stored, np.array(factors, np.float32))
@@ -206,15 +210,15 @@ def test_nvfp4_is_what_numpy_makes_of_it_times_the_factor_of_its_matrix(factors:
         assert torch.equal(found.weights[:20], expected.weights)
         assert torch.equal(found.scales[:, :20], expected.scales[:, :20])
         activations = reference_activations(normal(3, width, seed=number))
-        product, judge = dense(activations, matrix)[:, :20].double(), reference_product(activations, expected)
-        assert float((product - judge).norm() / judge.norm()) < 4e-3
+        product, expected = dense(activations, matrix)[:, :20].double(), reference_product(activations, expected)
+        assert float((product - expected).norm() / expected.norm()) < 4e-3
 
 
 # ------------------------------------------------------------------ experts
 
 
 def routes_to(counts: Sequence[int], height: int) -> Routes:
-    """Expert e is the choice e of the first counts[e] rows; a tile that nobody needs stands at the end."""
+    """Route the first counts[e] rows to expert e; the last tile is unused."""
     used, order, tiles = len(counts), [], []
     for expert, count in enumerate(counts):
         for start in range(0, count, height):
@@ -226,14 +230,14 @@ def routes_to(counts: Sequence[int], height: int) -> Routes:
 
 
 def by_expert(activations: PackedActivations, experts: PackedWeight, counts: Sequence[int], height: int) -> Tensor:
-    """[rows, experts, outputs]; what nobody asked for is no number."""
-    out = nothing(len(activations) * len(counts), experts.rows)
+    """Return [rows, experts, outputs]; pairs that are not routed are NaN."""
+    out = uninitialized(len(activations) * len(counts), experts.rows)
     experts_product(activations, experts, routes_to(counts, height), divide=len(counts), out=out)
     return out.view(len(activations), len(counts), -1)
 
 
 def agrees(activations: PackedActivations, experts: PackedWeight, counts: Sequence[int], height: int) -> bool:
-    """Has each expert's product the very bits of a product with its matrix alone, and is nothing else written?"""
+    """Tell whether each expert product has the bits of a product with its matrix, and nothing else is written."""
     found = by_expert(activations, experts, counts, height)
     whole = [
         torch.equal(found[:count, e], dense(activations.rows(slice(count)), experts.matrix(e))) for e, count in enumerate(counts)
@@ -245,7 +249,7 @@ def agrees(activations: PackedActivations, experts: PackedWeight, counts: Sequen
 def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(
     kind: str, height: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For one row and for hundreds of them."""
+    """For one row and for hundreds of rows."""
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: LARGE_SHARED)
     counts = (1, 2, 0, 300, 7, 8, 9, 65, 33) if kind == "Q4_K" else (1, 0, 9, 300)
     experts, _ = made(kind, rows=24, width=width_of(kind), count=len(counts))
@@ -254,7 +258,7 @@ def test_an_expert_gives_the_bits_of_a_product_with_its_matrix_alone(
 
 
 @pytest.mark.parametrize("shared", [99 << 10, LARGE_SHARED])
-def test_neither_tiles_nor_warps_that_share_outputs_show_in_the_bits(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_and_warps_that_share_outputs_do_not_change_bits(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: shared)
     counts, width = (1, 19), 9 * 256
     experts, _ = made("Q4_0", rows=40, width=width, count=2)
@@ -272,41 +276,41 @@ def test_a_tile_may_have_more_rows_than_its_block_has_threads(monkeypatch: pytes
     assert agrees(reference_activations(normal(70, 256, seed=6)), experts, (70, 40), 64)
 
 
-def test_a_row_of_its_own_for_every_pair_is_read_where_it_stands() -> None:
-    """As the second product of an expert reads what the first one made."""
+def test_every_pair_may_have_its_own_row() -> None:
+    """The second product of an expert reads the output of the first one, which has one row per pair."""
     experts, _ = made("Q8_0", rows=24, width=288, count=3)
     routes, activations = routes_to((2, 4, 3), 8), reference_activations(normal(12, 288, seed=4))
-    found = experts_product(activations, experts, routes, divide=1, out=nothing(12, 24))
+    found = experts_product(activations, experts, routes, divide=1, out=uninitialized(12, 24))
     for pair in routes.order.tolist():
         alone = dense(activations.rows(slice(pair, pair + 1)), experts.matrix(pair % 3))
         assert torch.equal(found[pair : pair + 1], alone)
 
 
-@pytest.mark.parametrize("fault", ["a tile of another expert", "a pair in another's place", "a segment's power of two"])
+@pytest.mark.parametrize("fault", ["a tile of another expert", "a pair in the place of another pair", "a segment's power of two"])
 def test_a_planted_fault_is_caught(fault: str) -> None:
     counts = (3, 5)
     experts, _ = made("Q4_0", rows=24, width=512, count=2)
     activations = reference_activations(normal(5, 512, seed=5))
     assert agrees(activations, experts, counts, 8)
-    routes, given = routes_to(counts, 8), activations
+    routes, faulty = routes_to(counts, 8), activations
     match fault:
         case "a tile of another expert":
             routes.tiles[1, 0] = 0
-        case "a pair in another's place":
+        case "a pair in the place of another pair":
             routes.order[[3, 4]] = routes.order[[4, 3]].clone()
-            routes.order[0] = 2  # row 1's pair instead of row 0's
+            routes.order[0] = 2  # the pair of row 1 instead of row 0
         case _:
             factors = activations.factors.clone()
             factors[2, 0] *= 2
-            given = PackedActivations(activations.x, factors, activations.sums)
-    found = experts_product(given, experts, routes, divide=2, out=nothing(10, 24)).view(5, 2, -1)
+            faulty = PackedActivations(activations.x, factors, activations.sums)
+    found = experts_product(faulty, experts, routes, divide=2, out=uninitialized(10, 24)).view(5, 2, -1)
     assert not all(
         torch.equal(found[:count, e], dense(activations.rows(slice(count)), experts.matrix(e))) for e, count in enumerate(counts)
     )
 
 
 @pytest.mark.parametrize("shared", [99 << 10, LARGE_SHARED])
-def test_shares_of_experts_fit_and_have_all_outputs(shared: int) -> None:
+def test_the_work_split_of_experts_covers_all_outputs_and_fits_shared_memory(shared: int) -> None:
     for tiles in EXPERT_BLOCKS:
         if not expert_tiles_fit(tiles, shared):
             assert (tiles, shared) == (8, 99 << 10)

@@ -16,18 +16,18 @@ def store() -> PageStore:
 
 
 @pytest.mark.parametrize(
-    "places",
+    "new_pages",
     [{0: 3, 1: 4, 2: 5}, {0: 5, 1: 4, 2: 3}, {1: 0, 2: 1, 4: 2, 5: 9, 6: 10}, {6: 11}, {}],
     ids=["neighbours", "turned round", "with gaps", "one", "none"],
 )
-def test_every_page_is_read_back_to_its_place_and_no_other_changes(places: dict[int, int]) -> None:
+def test_every_page_is_read_back_to_its_new_page_and_no_other_page_changes(new_pages: dict[int, int]) -> None:
     torch.manual_seed(0)
     keys, values, pages = torch.randn(7, 2, 32), torch.randn(7, 2, 32), store()
-    pages.fill(places, {"keys": keys, "values": values})
-    for own, given in ((pages.keys, keys), (pages.values, values)):
-        paged, expected = own.view(-1, 2, 32), torch.zeros(13, 2, 32)
-        for stored, here in places.items():
-            expected[here] = given[stored]
+    pages.fill(new_pages, {"keys": keys, "values": values})
+    for stored_pages, content in ((pages.keys, keys), (pages.values, values)):
+        paged, expected = stored_pages.view(-1, 2, 32), torch.zeros(13, 2, 32)
+        for stored, page in new_pages.items():
+            expected[page] = content[stored]
         assert torch.equal(paged, expected)
 
 

@@ -90,7 +90,7 @@ needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason
 
 
 @needs_affinity
-def test_a_stage_is_pinned_to_its_processors_and_other_threads_are_not() -> None:
+def test_a_stage_is_pinned_to_its_cores_and_other_threads_are_not() -> None:
     cores = sorted(os.sched_getaffinity(0))
     pipeline = Pipeline([partial(set_threads, 1, [], (cores[0],)), partial(set_threads, 1, [], (cores[-1],))])
     where: list[set[int]] = []
@@ -104,7 +104,7 @@ def test_a_stage_is_pinned_to_its_processors_and_other_threads_are_not() -> None
 
 
 @needs_affinity
-def test_processors_that_do_not_exist_are_refused_by_name() -> None:
+def test_cores_that_do_not_exist_are_refused_by_name() -> None:
     first, *_, there = sorted([*os.sched_getaffinity(0)] * 2)
     with pytest.raises(BadSetting, match=rf"--devices cpu:{there + 1}: this program may run on the processors {first}"):
         find_devices([f"cpu:{there + 1}"])

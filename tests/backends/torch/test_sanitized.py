@@ -23,7 +23,7 @@ THREADS = ("-fsanitize=thread",)
 
 
 def program(folder: Path, path: str, sanitizers: tuple[str, ...]) -> Path:
-    """The test program and the kernels of one path, built with these sanitizers; skips where the compiler has none."""
+    """Build the test program and the kernels of one instruction set with these sanitizers; skip if the compiler has none."""
     compiler = builder.find_compiler()
     assert compiler is not None
     common = [
@@ -53,23 +53,23 @@ def check(made: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([made, *arguments], capture_output=True, text=True, timeout=300)
 
 
-def test_no_kernel_leaves_its_memory_or_the_language(tmp_path: Path) -> None:
+def test_no_kernel_has_an_out_of_bounds_access_or_undefined_behaviour(tmp_path: Path) -> None:
     made = program(tmp_path, BEST, MEMORY)
     done = check(made)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
-    fault = check(made, "fault")  # one number past the end of a row
+    fault = check(made, "fault")  # one value past the end of a row
     assert fault.returncode != 0
     assert "heap-buffer-overflow" in fault.stderr
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", OTHERS)
-def test_nor_on_the_other_paths(path: str, tmp_path: Path) -> None:
+def test_no_kernel_of_other_instruction_sets_has_one_either(path: str, tmp_path: Path) -> None:
     done = check(program(tmp_path, path, MEMORY))
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 
 
 @pytest.mark.long
-def test_no_two_threads_meet_in_the_same_place(tmp_path: Path) -> None:
+def test_the_kernels_have_no_data_race(tmp_path: Path) -> None:
     done = check(program(tmp_path, "portable", THREADS))
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]

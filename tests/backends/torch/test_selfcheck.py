@@ -49,7 +49,7 @@ def test_few_pages_and_a_short_context_are_not_exceeded(
     monkeypatch.setattr(selfcheck, "make_inputs", lambda *given, **named: seen.append(make(*given, **named)) or seen[-1])
     info = read_model_info(open_checkpoint(folder))
     ops = pick_ops("cpu", "f32", cache=default_cache_dir()) if kind == "kernels" else TorchOps(torch.device("cpu"))
-    backend = TorchBackend(  # larger than the check is told, so that a wrong place is seen here and not by the allocator
+    backend = TorchBackend(  # larger than the check knows, so that this test sees a wrong slot before the allocator does
         info.spec,
         info.weights,
         dtype="f32",
@@ -69,12 +69,12 @@ def test_few_pages_and_a_short_context_are_not_exceeded(
     assert report.passed, report.results
     assert seen
     for inputs in seen:
-        assert int(inputs.positions.max()) < max(max_context, page_size)  # padding stands on the scratch page
+        assert int(inputs.positions.max()) < max(max_context, page_size)  # padding is written to the padding page
         assert int(inputs.tables[0].max()) <= pages
 
 
-def test_padding_has_rope_angles_where_the_context_is_shorter_than_a_page(folder: Path) -> None:
-    """Where rows come in blocks of 64, padding has every position of a page."""
+def test_padding_has_rotary_angles_if_the_context_is_shorter_than_a_page(folder: Path) -> None:
+    """With blocks of 64 rows, padding rows have every position of a page."""
     info = read_model_info(open_checkpoint(folder))
     ops = TorchOps(torch.device("cpu"))
     ops.rule = RowRule(block=64)
@@ -85,11 +85,11 @@ def test_padding_has_rope_angles_where_the_context_is_shorter_than_a_page(folder
     assert backend.report.passed
 
 
-# ------------------------------------------------------------------ borders: where another kernel takes over
+# ------------------------------------------------------------------ borders: row counts at which another kernel is used
 
 
 class Bordered(Linear):
-    """A product whose rows differ in a low bit from some number of rows on."""
+    """A product whose rows change a low bit from `border` rows on if `differs`; `says`: whether it declares the border."""
 
     def __init__(self, border: int, *, says: bool, differs: bool) -> None:
         super().__init__(torch.randn(24, 32, generator=torch.Generator().manual_seed(3)), rule=RowRule(floor=2))
@@ -105,7 +105,7 @@ class Bordered(Linear):
 
 
 @pytest.mark.parametrize("border", [9, 65, 257, 1366])
-def test_a_kernel_that_takes_over_with_different_bits_is_found(border: int) -> None:
+def test_a_kernel_with_different_bits_past_its_border_is_found(border: int) -> None:
     assert not selfcheck._rows_agree(Bordered(border, says=True, differs=True), RowRule(floor=2))
     assert selfcheck._rows_agree(Bordered(border, says=True, differs=False), RowRule(floor=2))
 
@@ -143,7 +143,7 @@ def test_products_of_plain_weights_declare_every_border() -> None:
 
 
 class OtherSteps(TorchOps):
-    """Generated tokens of four rows or more by another kernel, with different bits where `differs`."""
+    """Operations with another kernel for generated tokens in four rows or more, with different bits if `differs`."""
 
     def __init__(self, *, differs: bool) -> None:
         super().__init__(CPU)
@@ -171,7 +171,7 @@ def test_generated_tokens_are_compared_across_the_borders_of_a_step(family: str,
         given = (backend.model, backend.states, backend.layout)
         with torch.inference_mode():
             counts = selfcheck._step_counts(*given)
-            assert counts == ([3, 4] if family == "qwen3_5" else [3, 4, 99, 100])  # as far as there are lanes
+            assert counts == ([3, 4] if family == "qwen3_5" else [3, 4, 99, 100])  # at most the number of lanes
             assert selfcheck._steps_agree(*given, counts) != differs
 
 
@@ -183,7 +183,7 @@ def test_comparisons_across_borders_are_reported(folder: Path) -> None:
 
 
 class OtherExperts:
-    """Experts with different bits past a border, where `differs`."""
+    """Experts with different bits past a border if `differs`."""
 
     def __init__(self, bank: ExpertBank, *, differs: bool, kind: str) -> None:
         self._bank, self._differs, self.kind = bank, differs, kind

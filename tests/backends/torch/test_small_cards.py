@@ -37,7 +37,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("capability", [SM86, 90])
 def test_attention_fits(heads: int, kv_heads: int, dim: int, kept: str, capability: int, tree: bool) -> None:
-    """For float and quantized caches: the tallest tile, and the lowest for tree nodes."""
+    """Float and quantized KV caches; the tallest tile, and the lowest one for tree nodes."""
     small, shared = capability == SM86, SMALL_SHARED if capability == SM86 else HOPPER_SHARED
     height = AttentionShape(heads, kv_heads, dim, None, 200, small_shared_memory=small).tile_heights[0 if tree else -1]
     kv_quant = {"bf16": 0, "int8": 1, "fp8": 2}[kept]

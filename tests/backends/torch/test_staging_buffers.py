@@ -24,11 +24,11 @@ def test_steps_with_equal_layouts_share_a_signature_and_addresses() -> None:
     assert found[0][0] == found[1][0]
     for first, second in zip(found[0][1], found[1][1], strict=True):
         assert first.data_ptr() == second.data_ptr()
-        assert torch.equal(first, second)  # the later turn's values, in the place of the former's
+        assert torch.equal(first, second)  # the values of the later step, at the addresses of the earlier one
     assert found[0][1][1].tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
-def test_another_shape_or_fact_is_another_signature() -> None:
+def test_another_shape_or_key_gives_another_signature() -> None:
     staging = StagingBuffer(CPU, 4096)
     signatures = set()
     for size, fact in ((3, 1), (4, 1), (3, 2)):
@@ -79,7 +79,7 @@ def test_a_value_made_from_a_tensor_and_its_layout_is_made_once() -> None:
     assert made[0][0].tolist() == [[3], [3]]  # a view: the latest content
 
 
-def test_a_replay_reads_the_buffer_and_a_stale_closure_is_noticed() -> None:
+def test_a_replay_reads_the_buffer_and_stale_closures_are_noticed() -> None:
     staging, graphs = StagingBuffer(CPU, 256), ReplayedWork()
     for value in (3, 5):
         staging.begin()

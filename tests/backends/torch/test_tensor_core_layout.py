@@ -1,4 +1,4 @@
-"""Units as a warp reads them: the numbers of the file bit by bit, found by a slow walk over lanes and registers."""
+"""The tensor core layout: a slow walk over the lanes and registers of a warp finds the values of the file bit by bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
 class Warp:
-    """One unit in the registers of a warp: what each of 32 lanes loads, 16 bytes at a time."""
+    """One unit in the registers of a warp, where each of 32 lanes loads 16 bytes at a time."""
 
     def __init__(self, unit: np.ndarray, kind: str) -> None:
         self.kind = kind
@@ -35,7 +35,7 @@ class Warp:
         self.scales = unit[(loads + high) * 512 :]
 
     def code(self, lane: int, i: int, register: int, e: int) -> int:
-        """What stands in half e of a register of the left side of step i, before it is a number."""
+        """Return the code in half e of a register of the left operand in step i."""
         u, h = register >> 1, register & 1
         if self.kind == "Q8_0":
             word = int(self.codes[i // 2, lane, 2 * (i % 2) + u])
@@ -54,7 +54,7 @@ class Warp:
         return code - CENTRES.get(self.kind, 0)
 
     def scale(self, lane: int, i: int, h: int) -> tuple[np.float32, np.float32]:
-        """The scale and the minimum of output g + 8 h at step i, as float32."""
+        """Return the scale and the minimum of output g + 8 h in step i, as float32."""
         g, block, zero = lane // 4, i // 2, np.float32(0)
         if self.kind in WHOLES:
             own = self.scales[16 * g : 16 * g + 16]
@@ -77,7 +77,7 @@ class Warp:
         pair = self.scales.view("<f2").astype(np.float32).reshape(8, 2, 8, -1)[g, h, block]
         return pair[0], pair[1] if len(pair) > 1 else zero
 
-    def numbers(self) -> np.ndarray:
+    def dequantized(self) -> np.ndarray:
         out = np.empty((16, 256), np.float32)
         for lane in range(32):
             for i in range(16):
@@ -97,28 +97,28 @@ class Warp:
         return out
 
 
-def numbers(made: PackedWeight, *, tall: int, span: int) -> np.ndarray:
-    return Warp(made.units[tall, span].numpy(), made.kind).numbers()
+def dequantized(made: PackedWeight, *, tall: int, span: int) -> np.ndarray:
+    return Warp(made.units[tall, span].numpy(), made.kind).dequantized()
 
 
-def stored_numbers(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
+def stored_values(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
     out = np.empty((len(raw), width), np.float32)
     dequantize_into(raw.reshape(-1), kind, out)
     return out
 
 
 @pytest.mark.parametrize("kind", KINDS_HERE)
-def test_a_warp_finds_the_numbers_of_the_file_in_its_registers(kind: str) -> None:
+def test_the_registers_of_a_warp_hold_the_values_of_the_file(kind: str) -> None:
     raw = random_blocks(kind, 16, 512, np.random.default_rng(1))
     made = empty_packed_weight(kind, rows=16, width=512, device=CPU)
     fill_packed_weight(made, torch.from_numpy(raw), first=0)
-    expected = stored_numbers(raw, kind, 512)
+    expected = stored_values(raw, kind, 512)
     for span in range(2):
-        assert np.array_equal(numbers(made, tall=0, span=span), expected[:, 256 * span :][:, :256])
+        assert np.array_equal(dequantized(made, tall=0, span=span), expected[:, 256 * span :][:, :256])
 
 
 @pytest.mark.parametrize("kind", KINDS_HERE)
-def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_may_be_filled_in_any_slices_and_padding_is_zero(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     width = 256 if QUANT_TYPES[kind].block_values == 256 else 192
     monkeypatch.setattr(fragments_module, "VALUES_AT_ONCE", 16 * width)
     raw = random_blocks(kind, 21, width, np.random.default_rng(2))
@@ -128,14 +128,14 @@ def test_rows_may_come_in_any_slices_and_the_rest_is_zero(kind: str, monkeypatch
     for part in slices:
         fill_packed_weight(made, torch.from_numpy(raw)[part], first=5 + part.start)
     expected = np.zeros((48, 256), np.float32)
-    expected[5:26, :width] = stored_numbers(raw, kind, width)
-    found = np.concatenate([numbers(made, tall=tall, span=0) for tall in range(3)])
+    expected[5:26, :width] = stored_values(raw, kind, width)
+    found = np.concatenate([dequantized(made, tall=tall, span=0) for tall in range(3)])
     assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS_HERE)
-def test_units_take_what_is_stored_and_what_the_plan_says(kind: str) -> None:
-    factors = 4 * UNIT_ROWS if kind == "NVFP4" else 0  # a file has them once per matrix
+def test_units_have_the_stored_bytes_and_the_planned_size(kind: str) -> None:
+    factors = 4 * UNIT_ROWS if kind == "NVFP4" else 0  # factors, which a file stores once per matrix
     assert gpu_unit_bytes(kind) == UNIT_ROWS * 256 // QUANT_TYPES[kind].block_values * QUANT_TYPES[kind].block_bytes + factors
     assert gpu_unit_bytes(kind) % 16 == 0  # loads of 16 bytes
     for rows, width in ((32, 512), (7, 768), (33, 256)):
@@ -145,8 +145,8 @@ def test_units_take_what_is_stored_and_what_the_plan_says(kind: str) -> None:
         )
 
 
-def test_matrices_of_a_stack_lie_one_behind_the_other_each_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether several are put in order at once or none as a whole, and with another stack's rows below them."""
+def test_each_matrix_of_a_stack_is_stored_like_a_single_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several matrices are filled at once, or in parts, also with the rows of another stack below them."""
     width, count = 256, 5
     above, below = (random_blocks("Q5_K", count * rows, width, np.random.default_rng(rows)) for rows in (21, 8))
     for at_once in (16 * width, 48 * width, 1 << 24):

@@ -1,4 +1,4 @@
-"""Where packed products write on the way: what fits, where it lies, and whose it is."""
+"""The workspace of packed products: its size, the positions of partial sums in it, and its owner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kind", list(SPAN_BYTES))
 @pytest.mark.parametrize("most", [300 << 10, 1 << 20])
-def test_slices_are_all_outputs_once_and_fit_where_they_are_opened(kind: str, most: int) -> None:
+def test_slices_cover_all_outputs_once_and_fit_the_dequantization_buffer(kind: str, most: int) -> None:
     weight = empty_packed_weight(kind, rows=600, width=512, device=CPU)
     room = Workspace(CPU, most)
     slices = list(room.slices(weight))
@@ -37,12 +37,12 @@ def test_slices_are_all_outputs_once_and_fit_where_they_are_opened(kind: str, mo
         assert len(dequantized.weights) == columns.stop - columns.start
         parts = [part for name in DequantizedWeight.__slots__ if (part := getattr(dequantized, name)) is not None]
         ends = sorted((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
-        assert all(stop <= start for (_, stop), (start, _) in pairwise(ends))  # nothing lies on another
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(ends))  # slices do not overlap
         assert ends[-1][1] - ends[0][0] <= most
         assert all((place - ends[0][0]) % 256 == 0 for place, _ in ends)
 
 
-def test_a_workspace_is_as_large_as_its_weights_ask_for_within_the_plan() -> None:
+def test_a_workspace_has_the_size_its_weights_need_within_the_plan() -> None:
     room = Workspace(CPU, 1 << 20)
     small, large = (empty_packed_weight("Q4_K", rows=rows, width=256, device=CPU) for rows in (16, 64))
     room.reserve(small)
@@ -50,12 +50,12 @@ def test_a_workspace_is_as_large_as_its_weights_ask_for_within_the_plan() -> Non
     (_, dequantized), *_ = room.slices(small)
     assert dequantized.weights.untyped_storage().nbytes() <= 128 * 600
     (_, again), *_ = room.slices(large)
-    assert again.weights.data_ptr() == dequantized.weights.data_ptr()  # it was there before
+    assert again.weights.data_ptr() == dequantized.weights.data_ptr()  # already allocated
     assert DEQUANT_BYTES == 256 << 20
 
 
-def test_sums_have_the_room_that_the_plan_counts() -> None:
-    """At 64 rows the head of a large model took 303 MiB beside the plan."""
+def test_partial_sums_take_the_planned_bytes() -> None:
+    """Regression: the head of a large model took 303 MiB more than planned at 64 rows."""
     room, most = Workspace(CPU), 0
     for rows, width in ((600, 512), (4096, 2304), (600, 512)):
         weight = empty_packed_weight("Q4_K", rows=rows, width=width, device=CPU)
@@ -65,18 +65,18 @@ def test_sums_have_the_room_that_the_plan_counts() -> None:
     assert partial_sum_bytes(128_256, 4096) == 4 * 128_256 * 64 * 4 < PARTIAL_SUM_BYTES
 
 
-def test_sums_that_recorded_turns_hold_stay_where_they_are() -> None:
+def test_partial_sums_of_captured_steps_keep_their_addresses() -> None:
     room = Workspace(CPU)
     first = room.partial_sums(empty_packed_weight("Q4_K", rows=16, width=256, device=CPU))
     where = first.data_ptr()
     del first
     second = room.partial_sums(empty_packed_weight("Q4_K", rows=64, width=2048, device=CPU))
-    others = [torch.empty(16 * 64) for _ in range(8)]  # what an allocator would put into memory that is free again
+    others = [torch.empty(16 * 64) for _ in range(8)]  # an allocator would reuse freed memory for this
     assert where not in {second.data_ptr(), *(other.data_ptr() for other in others)}
 
 
-def test_two_engines_on_one_device_share_no_workspace(kernel: _Recorded) -> None:
-    """Each may be in the middle of a product when the other begins one."""
+def test_two_engines_on_one_device_share_no_workspace(kernel: _RecordingKernel) -> None:
+    """One may be in the middle of a product when the other begins one."""
     tensors = [random_tensor("w", (128, 512), "Q4_K", np.random.default_rng(0))]
     engines = [PackedOps(CPU, torch.float16).packed_linear(tensors, bias=None, pad=1, pad_columns=1) for _ in range(2)]
     rooms = []
@@ -91,8 +91,8 @@ def test_two_engines_on_one_device_share_no_workspace(kernel: _Recorded) -> None
     assert rooms[0].isdisjoint(rooms[1])
 
 
-class _Recorded:
-    """Stands for the kernel: writes down what it was given."""
+class _RecordingKernel:
+    """Takes the place of the kernel and records the arguments of its launches."""
 
     def __init__(self) -> None:
         self.given: list[dict[str, int]] = []
@@ -102,9 +102,9 @@ class _Recorded:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> _Recorded:
-    """All products of few rows, as on a large card."""
-    found = _Recorded()
+def kernel(monkeypatch: pytest.MonkeyPatch) -> _RecordingKernel:
+    """Run all products with the few-rows kernel, as on a large GPU."""
+    found = _RecordingKernel()
     monkeypatch.setattr(packed_rows, "_few_rows_kernel", lambda *which: found)
     monkeypatch.setattr(packed_rows, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(packed_rows, "shared_memory", lambda device: 227 << 10)
@@ -112,8 +112,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> _Recorded:
 
 
 @pytest.mark.parametrize(("rows", "units"), [(64, 7), (20, 7), (64, 38), (3, 7)])
-def test_outputs_come_slab_by_slab_where_their_sums_do_not_fit_at_once(rows: int, units: int, kernel: _Recorded) -> None:
-    """Every output once, with its own weights, counters, bias, residual and place, and never more sums than there is room for."""
+def test_outputs_are_computed_in_slabs_if_their_partial_sums_do_not_fit_at_once(
+    rows: int, units: int, kernel: _RecordingKernel
+) -> None:
+    """Every output is computed once, with its weights, counters, bias, residual and address, and the partial sums always fit."""
     tiles = tiles_of(rows)
     weight = empty_packed_weight("Q4_K", rows=600, width=2304, device=CPU)  # 38 units, three segments
     parts = torch.empty(units * 3 * 16 * tiles * 8)
@@ -145,7 +147,7 @@ def test_outputs_come_slab_by_slab_where_their_sums_do_not_fit_at_once(rows: int
 # ------------------------------------------------------------------ products that read the same rows
 
 
-def launched(linear: PackedLinear, ready: PendingActivations, rows: int, kernel: _Recorded) -> list[dict[str, int]]:
+def launched(linear: PackedLinear, ready: PendingActivations, rows: int, kernel: _RecordingKernel) -> list[dict[str, int]]:
     x = torch.zeros(rows, 2304, dtype=torch.float16)
     ready.put(x, empty_packed_activations(rows, 2304, CPU))
     kernel.given.clear()
@@ -154,7 +156,7 @@ def launched(linear: PackedLinear, ready: PendingActivations, rows: int, kernel:
 
 
 @pytest.fixture
-def side_by_side(kernel: _Recorded) -> tuple[PackedLinear, PendingActivations, _Recorded]:
+def side_by_side(kernel: _RecordingKernel) -> tuple[PackedLinear, PendingActivations, _RecordingKernel]:
     ready, room = PendingActivations(), Workspace(CPU)
     weights = [
         empty_packed_weight(kind, rows=n, width=2304, device=CPU) for kind, n in (("Q5_K", 4096), ("Q4_K", 1024), ("Q6_K", 320))
@@ -166,10 +168,10 @@ def side_by_side(kernel: _Recorded) -> tuple[PackedLinear, PendingActivations, _
 
 
 @pytest.mark.parametrize("rows", [5, 16])
-def test_products_of_the_same_rows_join_and_have_their_sums_apart(
-    side_by_side: tuple[PackedLinear, PendingActivations, _Recorded], rows: int
+def test_concurrent_products_of_the_same_rows_have_separate_partial_sums(
+    side_by_side: tuple[PackedLinear, PendingActivations, _RecordingKernel], rows: int
 ) -> None:
-    """The first waits before it lets the next come, the others in the end."""
+    """The first product waits for its inputs before the next one may start; the others wait at their ends."""
     given = launched(*side_by_side[:2], rows, side_by_side[2])
     assert [one["pdl"] for one in given] == [
         PDL | OVERLAPS_NEXT,
@@ -185,25 +187,25 @@ def test_products_of_the_same_rows_join_and_have_their_sums_apart(
     assert places[-1][1] <= room.data_ptr() + room.nbytes
 
 
-def test_products_that_join_hand_sums_on_in_places_of_their_own(
-    side_by_side: tuple[PackedLinear, PendingActivations, _Recorded],
+def test_concurrent_products_carry_sums_in_separate_memory(
+    side_by_side: tuple[PackedLinear, PendingActivations, _RecordingKernel],
 ) -> None:
     given = launched(*side_by_side[:2], 1, side_by_side[2])
     places = sorted(one["carry"] for one in given)
     assert all(places)
     size = packed_rows.empty_carry(CPU).nbytes
     assert all(place + size <= behind for place, behind in pairwise(places))
-    assert all(size >= 4 * 132 * 16 * 8 * 2 for _ in given)  # as many blocks as there may be, of two tiles
+    assert all(size >= 4 * 132 * 16 * 8 * 2 for _ in given)  # the largest number of blocks, of two tiles each
 
 
 @pytest.mark.parametrize("rows", [64, 65, 200])
-def test_products_come_one_behind_the_other_where_sums_have_no_room_or_rows_do_not_come_at_once(
-    side_by_side: tuple[PackedLinear, PendingActivations, _Recorded], rows: int
+def test_products_run_one_after_the_other_if_partial_sums_or_rows_do_not_fit(
+    side_by_side: tuple[PackedLinear, PendingActivations, _RecordingKernel], rows: int
 ) -> None:
     assert {one["pdl"] for one in launched(*side_by_side[:2], rows, side_by_side[2])} == {PDL}
 
 
-def test_a_product_in_pieces_joins_with_its_first_and_is_joined_at_its_last(kernel: _Recorded) -> None:
+def test_a_product_in_slabs_overlaps_with_the_previous_and_the_next_product(kernel: _RecordingKernel) -> None:
     weight = empty_packed_weight("Q4_K", rows=600, width=2304, device=CPU)
     parts, out = torch.empty(13 * 3 * 16 * 16), torch.empty(9, 600).half()
     packed_rows.few_rows_product(

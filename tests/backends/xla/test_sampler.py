@@ -22,7 +22,7 @@ from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.noise import key
 from onedraw.sampling.noise import uniform_bits as defined_bits
 from onedraw.types import History, SampledToken, SamplingParams
-from tests.backends.torch.judge import Case, disagreements, random_case
+from tests.backends.torch.sampling_cases import Case, random_case, wrong_rows
 
 ROWS = 8
 assert making.SIZES  # importing `making` skips this module without jax
@@ -71,12 +71,12 @@ def test_every_row_follows_the_sampling_rule(sampler: SlabSampler) -> None:
     for seed in range(40):
         case = case_of(seed, whole_numbers=seed % 2 == 0)
         sampler.forget()
-        assert disagreements(case, sampler.sample(case.logits.numpy(), case.positions)) == [], seed
+        assert wrong_rows(case, sampler.sample(case.logits.numpy(), case.positions)) == [], seed
 
 
 def test_a_full_vocabulary_follows_the_sampling_rule() -> None:
     case = random_case(5, rows=16, vocab=49152)
-    assert disagreements(case, SlabSampler(49152).sample(case.logits.numpy(), case.positions)) == []
+    assert wrong_rows(case, SlabSampler(49152).sample(case.logits.numpy(), case.positions)) == []
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(sampler: SlabSampler) -> None:
@@ -121,7 +121,7 @@ def test_more_sparse_entries_than_the_largest_size_get_a_larger_program(
     sizes = {"rows": ROWS, "vocab": sampler.vocab, "width": sampler.width, "lanes": sampler.lanes}
     assert len(sampling_inputs(positions[:1], DryHistories(), **sizes)["bias_at"]) == 40
     case = Case(case.logits, positions)
-    assert disagreements(case, sampler.sample(case.logits.numpy(), positions)) == []
+    assert wrong_rows(case, sampler.sample(case.logits.numpy(), positions)) == []
 
 
 def test_penalties_follow_growing_histories_drafts_and_changing_lanes() -> None:
@@ -138,7 +138,7 @@ def test_penalties_follow_growing_histories_drafts_and_changing_lanes() -> None:
                 SamplingPosition(lane, params, histories[request], drafts[:n], f"r{request}") for n in range(len(drafts) + 1)
             ]
         case = Case(making_tensor(rng.normal(size=(len(positions), 20))), positions)
-        assert disagreements(case, sampler.sample(case.logits.numpy(), positions)) == []
+        assert wrong_rows(case, sampler.sample(case.logits.numpy(), positions)) == []
 
 
 def making_tensor(values: np.ndarray) -> object:

@@ -1,4 +1,4 @@
-"""Random positions, and the judgement of a sampler's choices by the law. Needs torch, numpy and pytest alone."""
+"""Random logits and sampling parameters, and a comparison of a sampler with the sampling rule. Needs torch, numpy and pytest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onedraw.sampling.noise import gumbel
 from onedraw.text.constraints.base import token_mask
 from onedraw.types import DryParams, History, Logprobs, SampledToken, SamplingParams, TokenMask
 
-NEAR = 5e-6  # two values this close under noise may change places between backends, whose logarithms differ
+NEAR = 5e-6  # values this close after adding noise may be ordered differently by backends, whose logarithms differ
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Case:
 
 
 def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
-    """Every parameter, each often neutral, so that rows of one call want different things."""
+    """Draw every parameter, each often neutral, so that rows of one batch use different features."""
 
     def maybe(value: Any, otherwise: Any, chance: float = 0.3) -> Any:
         return value if rng.random() < chance else otherwise
 
-    def tokens(most: int) -> list[int]:
-        return rng.integers(0, vocab, size=rng.integers(1, most + 1)).tolist()
+    def tokens(largest: int) -> list[int]:
+        return rng.integers(0, vocab, size=rng.integers(1, largest + 1)).tolist()
 
     return SamplingParams(
         temperature=float(rng.choice([0, 0.3, 0.7, 1, 1, 1.5, 100])),
@@ -58,7 +58,7 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedMask:
     """A constraint that always allows the same tokens."""
 
     bits: TokenMask
@@ -68,34 +68,34 @@ class Fixed:
 
 
 def random_case(seed: int, *, rows: int, vocab: int, whole_numbers: bool = False, tokens: int | None = None) -> Case:
-    """`whole_numbers`: logits with many ties. `tokens`: how many different ones the histories have."""
+    """`whole_numbers`: round the logits, so that many are equal. `tokens`: number of distinct tokens in the histories."""
     rng = np.random.default_rng(seed)
-    few = vocab if tokens is None else tokens
+    distinct = vocab if tokens is None else tokens
     logits = rng.normal(scale=rng.choice([1, 3, 8]), size=(rows, vocab)).astype(np.float32)
     if whole_numbers:
-        logits = np.round(logits)  # -0.0 among them
+        logits = np.round(logits)  # some become -0.0
     positions = []
     for row in range(rows):
         length = rng.integers(1, 12), rng.integers(0, 12), rng.integers(0, 4)
-        prompt, output, drafts = (rng.integers(0, few, size=n).tolist() for n in length)
-        constraint = Fixed(token_mask(rng.integers(0, vocab, size=rng.integers(1, 10)).tolist(), vocab))
+        prompt, output, drafts = (rng.integers(0, distinct, size=n).tolist() for n in length)
+        constraint = FixedMask(token_mask(rng.integers(0, vocab, size=rng.integers(1, 10)).tolist(), vocab))
         history = History(tuple(prompt), output, constraint if rng.random() < 0.2 else None)
         positions.append(SamplingPosition(row, random_params(rng, vocab), history, tuple(drafts), f"request-{row}"))
     return Case(torch.from_numpy(logits), positions)
 
 
-def make(vocab: int, *, lanes: int = 512, device: str = "cpu", kind: type[Sampler] = Sampler) -> Sampler:
+def make_sampler(vocab: int, *, lanes: int = 512, device: str = "cpu", kind: type[Sampler] = Sampler) -> Sampler:
     return kind(vocab=vocab, lanes=lanes, device=torch.device(device))
 
 
-def choices(sampler: Sampler, case: Case, device: str = "cpu") -> list[SampledToken | None]:
+def sample_all(sampler: Sampler, case: Case, device: str = "cpu") -> list[SampledToken | None]:
     return sampler.sample(case.logits.to(device), case.positions)
 
 
-def disagreements(case: Case, found: Sequence[SampledToken | None]) -> list[int]:
-    """Rows whose choice is not the law's."""
+def wrong_rows(case: Case, found: Sequence[SampledToken | None]) -> list[int]:
+    """Return the rows whose sampled token, logprobs or checksum differ from the sampling rule."""
     rows = zip(case.logits.numpy(), case.positions, found, strict=True)
-    return [row for row, (logits, position, given) in enumerate(rows) if not _agrees(logits, position, given)]
+    return [row for row, (logits, position, sampled) in enumerate(rows) if not _agrees(logits, position, sampled)]
 
 
 def _agrees(logits: np.ndarray, position: SamplingPosition, found: SampledToken | None) -> bool:
