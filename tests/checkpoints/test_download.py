@@ -155,7 +155,7 @@ def test_offline_names_the_missing_file(tmp_path: Path) -> None:
         get(tmp_path / "cache", offline=True)
 
 
-# ------------------------------------------------------------------ disks and neighbours
+# ------------------------------------------------------------------ full disks and concurrent downloads
 
 
 def test_a_full_disk_is_reported_before_the_download(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,6 @@ def test_recorded_replies_are_replayed_as_drafts_with_a_set_acceptance(terminal:
     report = terminal.json("bench", *FAKE, *given, "--draft", "replay:3")
     (measure,) = report["batches"]
     assert measure["tokens_per_turn"] > 3
-    assert measure["accepted_tokens"] < measure["draft_tokens"]  # the drafts made wrong on purpose
+    assert measure["accepted_tokens"] < measure["draft_tokens"]  # some recorded drafts are replaced by wrong tokens
     assert measure["plain_tokens_per_second"] > 0
     assert terminal.run("bench", *FAKE, *given, "--draft", "replay:many") == 2

@@ -1,4 +1,4 @@
-"""`prove` finds differences, reports where they are, and never reports "same" for a variation that did not happen."""
+"""`prove` finds differences, reports their positions, and never reports "same" for a variation that did not happen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def results(table: ProofTable) -> dict[str, str]:
 
 
 def build_with(kind: type[FakeBackend], **sizes: Any) -> Callable[[Settings], LLM]:
-    """Opens the fake model, with another backend inside."""
+    """Return a function that opens the fake model with another backend."""
 
     def build(settings: Settings) -> LLM:
         with build_llm(settings) as model:
@@ -56,14 +56,14 @@ def build_with(kind: type[FakeBackend], **sizes: Any) -> Callable[[Settings], LL
 
 
 class KeyedByLane(FakeBackend):
-    """Planted: a lane's number leaks into the noise, so company changes tokens."""
+    """Planted fault: the noise depends on the lane, so a batch changes tokens."""
 
     def run(self, row: Row) -> RowOutcome:
         return super().run(replace(row, params=replace(row.params, seed=row.params.seed + row.lane)))
 
 
 class NoiseByDraft(FakeBackend):
-    """Planted: the number of drafts before a position keys its noise."""
+    """Planted fault: the noise depends on the number of drafts before a position."""
 
     def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
         params = replace(row.params, seed=row.params.seed + len(drafts))
@@ -71,14 +71,14 @@ class NoiseByDraft(FakeBackend):
 
 
 class OtherHistory(FakeBackend):
-    """Planted: the history at a position has a wrong token for every draft before it, so penalties hit the wrong ones."""
+    """Planted fault: the history has a wrong token for every draft before a position, so penalties apply to wrong tokens."""
 
     def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
         return sample(logits, row.params, row.history, (0,) * len(drafts))
 
 
 class LogprobsBesideOthers(FakeBackend):
-    """Planted: in a step of several rows, logprobs lack the most likely token."""
+    """Planted fault: in a step with several rows, logprobs lack the most likely token."""
 
     def submit(self, plan: Plan) -> StepHandle:
         self.rows = len(plan.rows)
@@ -92,7 +92,7 @@ class LogprobsBesideOthers(FakeBackend):
 
 
 class MasksBesideOthers(LogprobsBesideOthers):
-    """Planted: in a step of several rows, masks are those of the position before."""
+    """Planted fault: in a step with several rows, the masks are those of the previous position."""
 
     def sample(self, row: Row, logits: Logits, drafts: tuple[int, ...]) -> SampledToken | None:
         history = row.history
@@ -110,7 +110,7 @@ class Stale:
 
 
 class LowBits(FakeBackend):
-    """Planted: rows in another lane than the first have other low bits, too small to flip a token."""
+    """Planted fault: rows outside the first lane have other low bits, too small to change a token."""
 
     def run(self, row: Row) -> RowOutcome:
         outcome = super().run(row)
@@ -120,7 +120,7 @@ class LowBits(FakeBackend):
 
 
 class StaleLogits(FakeBackend):
-    """Planted: a checkpoint keeps the first logits it ever held."""
+    """Planted fault: a checkpoint slot keeps the first logits that were saved in it."""
 
     def save(self, row: Row, save: CheckpointSave, state: bytes, logits: Logits | None) -> None:
         before = self._kept[0].logits
@@ -132,19 +132,19 @@ def honest() -> ProofTable:
     return prove(FAKE)
 
 
-def test_every_way_of_running_the_fake_model_is_the_same(honest: ProofTable) -> None:
+def test_every_variation_of_the_fake_model_is_the_same(honest: ProofTable) -> None:
     found = results(honest)
     threads = found.pop("2 threads")
     assert set(found.values()) == {"same"}
-    assert threads == "not exercised"  # no CPU threads compute a fake model
+    assert threads == "not exercised"  # the fake model uses no CPU threads
     assert honest.holds
 
 
-def test_a_quick_table_exercises_the_same_rows() -> None:
+def test_the_quick_table_exercises_the_same_variations() -> None:
     assert results(prove(FAKE, quick=True)) == results(prove(FAKE))
 
 
-def test_sampling_from_checkpoints_is_proved() -> None:
+def test_sampling_from_checkpoints_is_the_same() -> None:
     row = "the same prompt again, from its last logits"
     recurrent = {"recurrent": True, "chunk": 16, "checkpoints": 4}
     found = results(prove(FAKE, quick=True, build=build_with(FakeBackend, **recurrent)))
@@ -154,7 +154,7 @@ def test_sampling_from_checkpoints_is_proved() -> None:
 
 
 class AnothersLogits(FakeBackend):
-    """Planted: what comes back from the disk has the last logits of another prompt."""
+    """Planted fault: a restored snapshot has the last logits of another prompt."""
 
     def import_checkpoint(self, slot: int | None, page_maps: Any, arrays: Mapping[str, Any]) -> None:
         changed = {name: array[::-1] if name == "logits" else array for name, array in arrays.items()}
@@ -165,7 +165,7 @@ RESTORED = "restored from disk, after a restart"
 REQUESTED = "logprobs and constraints beside plain rows"
 
 
-def test_a_restart_with_snapshots_is_proved_and_a_wrong_one_found() -> None:
+def test_a_restart_with_snapshots_is_the_same_and_a_planted_fault_is_found() -> None:
     assert results(prove(FAKE, quick=True, build=build_with(FakeBackend, checkpoints=16)))[RESTORED] == "same"
     found = results(prove(FAKE, quick=True, build=build_with(AnothersLogits, checkpoints=16)))
     assert found.pop(RESTORED) == "different"
@@ -173,7 +173,7 @@ def test_a_restart_with_snapshots_is_proved_and_a_wrong_one_found() -> None:
 
 
 def some_rows(monkeypatch: pytest.MonkeyPatch, *wanted: str) -> None:
-    """Of the table, to be quick."""
+    """Limit the table to a few variations, so that the test is quick."""
     chosen = lambda base, threads: tuple(v for v in variations(base, threads=threads) if v.name in wanted)  # noqa: E731
     monkeypatch.setattr("onedraw.contract.prove.variations", chosen)
 
@@ -182,7 +182,7 @@ HALVES, TOGETHER = "split in two", "split in two, overlapped"
 
 
 @pytest.mark.parametrize(("name", "kv"), [("qwen3", "auto"), ("qwen3_5", "auto"), ("qwen3", "fp8")])
-def test_splits_and_restarts_of_a_real_model_are_proved(
+def test_splits_and_restarts_of_a_real_model_are_the_same(
     name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(model=str(tiny.write_safetensors(name, tmp_path / name)), device="cpu", threads=1, kv_dtype=kv)
@@ -211,7 +211,7 @@ def test_a_variation_that_cannot_be_built_is_not_exercised_with_its_reason(monke
     assert str(finding) == "not exercised (this disk is full)"
 
 
-def test_overlapped_stages_of_a_split_are_proved() -> None:
+def test_overlapped_stages_of_a_split_are_the_same() -> None:
     names = [v.name for v in variations(Settings(devices="cpu,cpu"), threads=1) if "split" in v.name]
     assert names == ["split, stages overlapped"]
 
@@ -224,7 +224,7 @@ def test_noise_that_depends_on_the_batch_is_found() -> None:
 
 
 @pytest.mark.parametrize("fault", [LogprobsBesideOthers, MasksBesideOthers])
-def test_what_a_row_requests_is_proved_beside_others_and_a_fault_is_found(
+def test_requests_with_logprobs_and_masks_are_the_same_in_a_batch_and_a_planted_fault_is_found(
     fault: type[FakeBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some_rows(monkeypatch, REQUESTED)
@@ -264,7 +264,7 @@ def test_every_drafter_in_use_has_its_row(honest: ProofTable) -> None:
     assert drafting(replace(FAKE, draft=("none",))) == ()
 
 
-def test_a_drafter_of_the_callers_own_has_its_row_under_its_name(tmp_path: Path) -> None:
+def test_a_drafter_given_by_path_has_its_own_row(tmp_path: Path) -> None:
     file = tmp_path / "guesser.gguf"
     file.touch()
     names = [v.name for v in drafting(replace(FAKE, draft=("auto", str(file))))]
@@ -272,8 +272,8 @@ def test_a_drafter_of_the_callers_own_has_its_row_under_its_name(tmp_path: Path)
     assert "drafts: built-in drafter" in names
 
 
-class Guessing(FakeBackend):
-    """A backend with a drafter of its own, right half of the time: it guesses what it would say, or one beside it."""
+class HalfRightDrafter(FakeBackend):
+    """A backend with a drafter whose drafts are right half of the time: the token it would sample, or the next id."""
 
     def __init__(self, **shape: Any) -> None:
         super().__init__(**shape)
@@ -282,12 +282,12 @@ class Guessing(FakeBackend):
     def run(self, row: Row) -> RowOutcome:
         outcome = super().run(row)
         token = outcome.sampled[-1].token if outcome.sampled else 0
-        beside = Draft((token + 1) % 2, parent=-1)  # makes a tree of what is else a chain
+        beside = Draft((token + 1) % 2, parent=-1)  # turns the chain into a tree
         return replace(outcome, next_drafts=(*chain((token, (token + row.stop) % 2)), beside))
 
 
 def test_a_drafter_of_the_backend_has_its_rows() -> None:
-    found = results(prove(FAKE, build=build_with(Guessing)))
+    found = results(prove(FAKE, build=build_with(HalfRightDrafter)))
     assert found["drafts: built-in drafter"] == "same"
     assert found["drafts: built-in drafter, as a tree"] == "same"
 
@@ -330,14 +330,14 @@ def test_a_short_context_shortens_the_prompts() -> None:
         assert max(len(a.prompt) for a in requests(llm, new_tokens=12)) == 52
 
 
-def test_the_row_of_the_plain_runs_own_thread_count_is_left_out() -> None:
+def test_the_variation_with_the_thread_count_of_the_plain_run_is_omitted() -> None:
     assert [v.name for v in variations(FAKE, threads=1) if "thread" in v.name] == ["2 threads"]
     assert [v.name for v in variations(FAKE, threads=4) if "thread" in v.name] == ["1 thread", "2 threads"]
 
 
 @pytest.mark.parametrize(("device", "exercised"), [("cpu-kernels", True), ("cpu-torch", True), ("cuda-torch", False)])
-def test_another_number_of_threads_is_a_variation_wherever_a_cpu_computes(device: str, exercised: bool) -> None:
-    """A device's name also says which operations computed on it."""
+def test_another_number_of_threads_is_a_variation_if_a_cpu_computes(device: str, exercised: bool) -> None:
+    """Whether a CPU computes is read from the device name, such as `cpu-kernels`."""
     settings = Settings(threads=1)
     plain = Evidence(Stats(), replies=1, pieces=0, cached=0, settings=settings, device=device)
     (row,) = (v for v in variations(settings, threads=1) if v.name == "2 threads")
@@ -347,11 +347,11 @@ def test_another_number_of_threads_is_a_variation_wherever_a_cpu_computes(device
 
 @pytest.mark.long
 @pytest.mark.weights
-def test_every_way_of_running_the_default_model_is_the_same() -> None:
+def test_every_variation_of_the_default_model_is_the_same() -> None:
     assert set(results(prove(Settings(model="smollm2", threads=1))).values()) == {"same"}
 
 
-def test_without_llguidance_the_rest_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_other_variations_run(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setitem(sys.modules, "llguidance", None)
     table = prove(FAKE, quick=True, notify=told.append)

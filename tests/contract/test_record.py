@@ -1,4 +1,4 @@
-"""Records: finished replies are on disk, complete and in order; nothing else is."""
+"""Records: finished replies are on disk, complete and in order, and nothing else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_record_holds_request_and_reply(llm: RecordingLLM, tmp_path: Path) -> 
     assert record.where == "requests-000001.jsonl:1"
 
 
-def test_every_choice_is_a_record_of_its_own(llm: RecordingLLM, tmp_path: Path) -> None:
+def test_every_choice_has_its_own_record(llm: RecordingLLM, tmp_path: Path) -> None:
     replies = llm.run(generation(llm, "one", n=3, seed=1), generation(llm, "two", n=2, seed=2))
     by_reply = {
         (r.generation.prompt, r.generation.params.seed): r.reply for r in read_records(tmp_path) if r.generation is not None
@@ -89,13 +89,13 @@ def test_text_is_written_only_on_request(tmp_path: Path) -> None:
             assert read_records(folder)[0].text == (("a secret prompt", reply.text) if text else None)
 
 
-def test_a_full_disk_costs_the_record_and_not_the_reply(
+def test_a_full_disk_loses_the_record_and_not_the_reply(
     llm: RecordingLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    caplog.set_level(logging.ERROR, logger="onedraw.contract.record")  # a server of another test may have made it silent
+    caplog.set_level(logging.ERROR, logger="onedraw.contract.record")  # a server of another test may have silenced the logger
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         (reply,) = llm.run(generation(llm))
@@ -104,7 +104,7 @@ def test_a_full_disk_costs_the_record_and_not_the_reply(
 
 
 def _fails_halfway(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> None:
-    """The disk takes half of the next write and is full then; `cut`: whether the file can be shortened again."""
+    """Make the disk full after half of the next write; `cut`: whether the file can be truncated again."""
     write = os.write
 
     def half(file: int, data: bytes) -> int:
@@ -120,10 +120,10 @@ def _fails_halfway(monkeypatch: pytest.MonkeyPatch, *, cut: bool) -> None:
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_disk_that_was_full_costs_only_the_records_of_that_time(
+def test_a_disk_that_was_full_loses_only_the_records_of_that_time(
     llm: RecordingLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
-    """Half a line stood in the file, the next record was appended to it, and `replay` refused the whole folder."""
+    """Regression: the next record was appended to half a line, and `replay` refused the whole folder."""
     caplog.set_level(logging.WARNING, logger="onedraw.contract.record")
     replies = llm.run(generation(llm, seed=1))
     with monkeypatch.context() as patched:
@@ -144,7 +144,7 @@ def test_files_are_rotated_by_size_and_read_in_order(tmp_path: Path) -> None:
     recorder = RecordWriter(tmp_path, size=200)
     for number in range(30):
         recorder.write({"number": number, "padding": "x" * 40})
-    recorder.write({"number": 30, "padding": "x" * 400})  # larger than a file may be: alone in one
+    recorder.write({"number": 30, "padding": "x" * 400})  # larger than the size limit, so it has a file of its own
     recorder.close()
     files = sorted(tmp_path.iterdir())
     lines = [json.loads(line)["number"] for file in files for line in file.read_text().splitlines()]
@@ -153,15 +153,15 @@ def test_files_are_rotated_by_size_and_read_in_order(tmp_path: Path) -> None:
     assert all(file.stat().st_size <= 200 for file in files[:-1])
 
 
-def test_a_new_process_begins_a_new_file(tmp_path: Path) -> None:
-    """The last file may end in half a line, and another process may still write to it."""
+def test_a_new_process_writes_to_a_new_file(tmp_path: Path) -> None:
+    """The last file may end with half a line, and another process may still write to it."""
     first, second = RecordWriter(tmp_path), RecordWriter(tmp_path)
     first.write({"by": 1})
     second.write({"by": 2})
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["requests-000001.jsonl", "requests-000002.jsonl"]
 
 
-def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
+def test_lines_written_by_many_threads_are_complete(tmp_path: Path) -> None:
     recorder = RecordWriter(tmp_path, size=2000)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: recorder.write({"number": number, "padding": "y" * 99}), range(100)))
@@ -187,7 +187,7 @@ def test_an_incomplete_last_line_is_skipped_with_a_warning(
 
 
 @pytest.mark.parametrize("damage", [b"nonsense", b"", b"[1]", b'{"version": 9}', b"\xff", b"[" * 100_000])
-def test_a_damaged_line_costs_itself_alone_and_is_named(llm: RecordingLLM, tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_line_is_named_and_the_others_are_read(llm: RecordingLLM, tmp_path: Path, damage: bytes) -> None:
     llm.run(*(generation(llm, seed=seed) for seed in range(3)))
     file = tmp_path / "requests-000001.jsonl"
     first, _, last, end = file.read_bytes().split(b"\n")

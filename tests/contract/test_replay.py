@@ -1,4 +1,4 @@
-"""Replay: the same tokens under any settings; edited records are found."""
+"""Replay gives the same tokens under any settings, and finds edited records."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def record(settings: Settings, folder: Path) -> list[Record]:
             for law in LAWS:
                 asked = make_generation(RequestOptions.of(max_tokens=24, seed=number, **law), llm=llm, prompt=llm.encode(text))
                 (reply,) = inner.run(asked)
-                # Right at first, then wrong: whoever drafts from it is kept and rejected.
+                # Right at first, then wrong, so that drafts from it are kept and rejected.
                 llm.run(replace(asked, predicted=(*reply.token_ids[:9], *reply.token_ids[:15])))
     return read_records(folder)
 
@@ -73,7 +73,7 @@ def test_a_drafter_does_not_change_a_real_models_tokens(tmp_path: Path) -> None:
 
 
 def edited(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """The sixth record, changed."""
+    """Change the sixth record."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     change(lines[5])
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -103,7 +103,7 @@ def test_a_record_that_was_edited_is_found(change: Callable[[dict[str, Any]], ob
 
 
 def test_the_same_token_with_other_scores_is_a_difference(tmp_path: Path) -> None:
-    """Tokens alone would hide it: a difference of 1e-7 almost never flips one."""
+    """A difference of 1e-7 almost never changes a token, so only the checksums show it."""
     records = record(FAKE, tmp_path)
     summed = next(r for r in records if r.checksums is not None)
     assert summed.checksums is not None
@@ -114,7 +114,7 @@ def test_the_same_token_with_other_scores_is_a_difference(tmp_path: Path) -> Non
 
 
 def test_a_fault_of_the_engine_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the second token of a turn's kept drafts is lost on the way."""
+    """Planted fault: the second of the kept drafts of a step is lost."""
     records = record(FAKE, tmp_path)
     with build_llm(replace(FAKE, draft_tokens=4)) as llm:
         backend = llm.service._engine.backend

@@ -40,7 +40,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Te
 
 
 def equal(one: PackedActivations, other: PackedActivations) -> bool:
-    """Bit for bit, except for NaN payloads."""
+    """Compare bit for bit; NaN equals any NaN."""
     pairs = ((one.x, other.x), (one.factors, other.factors), (one.sums, other.sums))
     return all(bool(((a == b) | (a.isnan() & b.isnan())).all()) and a.shape == b.shape for a, b in pairs)
 

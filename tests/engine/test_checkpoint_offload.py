@@ -19,7 +19,7 @@ PROMPT = tuple(i % 59 for i in range(100))
 
 
 def run(place: Path, *requests: Request, **changes: object) -> tuple[Engine, CheckpointOffload]:
-    """All requests, one after the other, through a new engine."""
+    """Run the requests one after the other in a new engine."""
     backend = FakeBackend(**{"pages": 60, "checkpoints": 4, **changes})  # type: ignore[arg-type]
     allocator = Allocator(backend.capacity, reuse=True)
     folder = SnapshotFolder(place, fingerprint="f", page_size=backend.capacity.page_size, budget=10**9)
@@ -61,12 +61,12 @@ def test_a_request_for_prompt_logprobs_restores_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"pages": 20}, {"checkpoints": 0}])
-def test_without_room_the_prompt_is_computed(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_without_free_pages_the_prompt_is_computed(tmp_path: Path, changes: dict[str, object]) -> None:
     run(tmp_path, request())
     engine, offload = run(tmp_path, request(PROMPT[:70]), **changes)
     assert engine.stats().completion_tokens == 2
     if changes.get("checkpoints") == 0:
-        assert offload.restored == 1  # without recurrent state, pages alone suffice
+        assert offload.restored == 1  # without recurrent state the pages are sufficient
 
 
 def test_a_snapshot_of_another_backend_is_discarded_with_a_warning(tmp_path: Path, snapshot_warnings: list[str]) -> None:
@@ -74,7 +74,7 @@ def test_a_snapshot_of_another_backend_is_discarded_with_a_warning(tmp_path: Pat
     folder.write(PROMPT, {}, logits=True, firsts=(0,))
     folder.close()
     engine, offload = run(tmp_path, request())
-    assert (offload.restored, offload.saved) == (0, 1)  # it was written anew
+    assert (offload.restored, offload.saved) == (0, 1)  # it was written again
     assert engine.stats().prompt_tokens == 100
     assert len(snapshot_warnings) == 1
     assert "is discarded" in snapshot_warnings[0]

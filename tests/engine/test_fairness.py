@@ -1,4 +1,4 @@
-"""The policy of turns, on numbers alone: shares, bounds on waiting, no row displaced back and forth."""
+"""The fair scheduling policy on plain numbers: shares of callers, bounded waiting, and no row that is preempted in a cycle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_new_request_displaces_a_row_of_a_request_with_several_choices() -> No
     assert displaced(TurnKey("a", "new"), rows) == [2]
 
 
-def test_among_equal_holders_the_one_longest_past_its_turn_makes_room() -> None:
+def test_among_callers_with_equal_shares_the_row_longest_past_its_turn_is_displaced() -> None:
     rows = [RunningRow(A, 3), RunningRow(B, -1), RunningRow(C, 7)]
     assert displaced(TurnKey("d", "1"), rows) == [2, 0]
 
@@ -52,8 +52,8 @@ def test_a_longer_history_has_a_longer_turn() -> None:
 
 @settings(max_examples=300)
 @given(KEYS, ROWS)
-def test_whoever_makes_room_still_holds_as_much_as_whoever_gets_it(key: TurnKey, rows: list[RunningRow]) -> None:
-    """Then the row that was displaced cannot displace the one that displaced it."""
+def test_a_displaced_caller_still_holds_as_many_rows_as_the_one_that_displaced_it(key: TurnKey, rows: list[RunningRow]) -> None:
+    """Therefore the displaced row cannot displace the other one in return."""
     for victim in displaced(key, rows):
         row = rows[victim]
         after = [other for index, other in enumerate(rows) if index != victim] + [RunningRow(key, -64)]
@@ -65,7 +65,7 @@ def test_whoever_makes_room_still_holds_as_much_as_whoever_gets_it(key: TurnKey,
 
 @settings(max_examples=300)
 @given(ROWS)
-def test_the_oldest_row_is_never_the_first_to_go_for_pages(rows: list[RunningRow]) -> None:
+def test_the_oldest_row_is_never_the_first_to_be_preempted_for_pages(rows: list[RunningRow]) -> None:
     if len(rows) > 1:
         assert newest_of_most([row.key for row in rows], range(len(rows))) != 0
 
@@ -75,7 +75,7 @@ def test_the_oldest_row_is_never_the_first_to_go_for_pages(rows: list[RunningRow
 def test_every_caller_is_served_within_a_bound_and_no_lane_is_idle(lanes: int, work: list[int], turn: int) -> None:
     """A model of lanes alone. `work`: tokens that each caller wants; all arrive at once and take turns of this many tokens."""
     left = dict(enumerate(work))
-    waiting, running = list(left), {}  # caller → tokens in its turn
+    waiting, running = list(left), {}  # tokens in its current turn, by caller
     first: dict[int, int] = {}
     for step in range(sum(work) + 1):
         while waiting:
@@ -103,7 +103,7 @@ def test_a_small_prompt_goes_before_the_rest_of_a_long_one() -> None:
     turns = PromptTurns()
     assert turns.order([A]) == [0]
     turns.record(A, 512)
-    assert turns.order([A, B]) == [0, 1]  # a newcomer is not ahead for the time before it came
+    assert turns.order([A, B]) == [0, 1]  # a new request gets no credit for the time before its arrival
     turns.record(A, 512)
     assert turns.order([A, B]) == [1, 0]
 

@@ -229,7 +229,7 @@ def test_callers_over_the_number_of_lanes_take_turns() -> None:
     assert sorted(first.values()) == [0, 0, 4, 4, 8]
 
 
-def test_short_pages_are_taken_from_whoever_holds_most_and_never_in_vain() -> None:
+def test_missing_pages_are_taken_from_the_caller_with_most_rows_and_only_if_that_is_sufficient() -> None:
     scheduler = make(step_tokens=64, lanes=8, pages=13)
     for choice in range(4):
         add(scheduler, f"n-{choice}", 8, caller="many", parent=f"n-{choice}")

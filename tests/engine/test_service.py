@@ -38,7 +38,7 @@ def start(backend: FakeBackend | None = None, *, queue_limit: int = 64) -> Servi
 
 
 def start_with_engine(backend: FakeBackend | None = None) -> tuple[Service, Engine]:
-    """A service whose engine the test can break."""
+    """Return a service and its engine, so that a test can replace methods of the engine."""
     made: list[Engine] = []
 
     def make_engine() -> Engine:

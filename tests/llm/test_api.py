@@ -1,4 +1,4 @@
-"""The Python API: load, generate, stream, the same for asyncio, close."""
+"""The Python API: load, generate, stream, their asyncio versions, close."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ def one(found: Reply | list[Reply]) -> Reply:
 
 
 def answer(reply: Reply) -> Reply:
-    """A reply without the number of guesses behind it, which follows the clock."""
+    """Return a reply without the counts of drafts, which depend on measured times."""
     return replace(reply, usage=replace(reply.usage, kept=0, rejected=0))
 
 
-def test_a_reply_names_the_seed_that_replays_it(model: onedraw.LLM) -> None:
+def test_a_reply_names_the_seed_that_reproduces_it(model: onedraw.LLM) -> None:
     first = one(model.generate("hello", max_tokens=12))
     again = one(model.generate("hello", max_tokens=12, seed=first.seed))
     assert answer(again) == answer(first)
 
 
-def test_a_prompt_is_a_text_or_its_ids(model: onedraw.LLM) -> None:
+def test_a_prompt_is_a_text_or_token_ids(model: onedraw.LLM) -> None:
     text = one(model.generate("hello", max_tokens=6, seed=1))
     ids = one(model.generate(list(text.prompt_ids), max_tokens=6, seed=1))
     assert ids.token_ids == text.token_ids
 
 
-def test_messages_go_through_the_template(model: onedraw.LLM) -> None:
+def test_messages_are_rendered_with_the_template(model: onedraw.LLM) -> None:
     reply = one(model.generate([{"role": "user", "content": "hello"}], max_tokens=2))
     assert len(reply.prompt_ids) > len(model.encode("hello"))
 
 
-def test_several_replies_are_a_list(model: onedraw.LLM) -> None:
+def test_several_choices_are_returned_as_a_list(model: onedraw.LLM) -> None:
     replies = model.generate("hello", n=3, max_tokens=4)
     assert isinstance(replies, list)
     assert len({reply.seed for reply in replies}) == 3
 
 
-def test_the_whole_reply_is_the_fold_of_its_pieces(model: onedraw.LLM) -> None:
+def test_the_whole_reply_equals_its_joined_pieces(model: onedraw.LLM) -> None:
     whole = one(model.generate("hello", max_tokens=20, seed=4))
     pieces = list(model.stream("hello", max_tokens=20, seed=4))
     assert "".join(piece.text for piece in pieces) == whole.text
     assert pieces[-1].finish == whole.finish
 
 
-def test_asyncio_gives_the_same(model: onedraw.LLM) -> None:
+def test_the_asyncio_methods_give_the_same_replies(model: onedraw.LLM) -> None:
     async def both() -> tuple[Reply, str]:
         reply = one(await model.agenerate("hello", max_tokens=20, seed=4))
         text = "".join([piece.text async for piece in model.astream("hello", max_tokens=20, seed=4)])
@@ -81,14 +81,14 @@ def test_leaving_a_stream_early_cancels_the_rest(model: onedraw.LLM) -> None:
     assert one(model.generate("hello", max_tokens=2)).finish is not None
 
 
-def test_a_mistake_in_a_stream_raises_before_the_loop(model: onedraw.LLM) -> None:
+def test_an_invalid_option_of_a_stream_raises_before_the_first_piece(model: onedraw.LLM) -> None:
     with pytest.raises(BadParameter, match="temperature"):
         model.stream("hello", temperature=-1)
     with pytest.raises(BadParameter, match="n: must be"):
         model.stream("hello", n=0)
 
 
-def test_unknown_options_and_settings_are_named(model: onedraw.LLM) -> None:
+def test_unknown_options_and_settings_are_refused_by_name(model: onedraw.LLM) -> None:
     with pytest.raises(BadParameter, match="temprature: unknown"):
         model.generate("hello", temprature=1)
     with pytest.raises(BadSetting, match="unknown setting 'max_contxt'"):
@@ -96,7 +96,7 @@ def test_unknown_options_and_settings_are_named(model: onedraw.LLM) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, "two"], [True], [{"role": "user", "content": "x"}, 3], [None]])
-def test_a_prompt_of_no_known_kind_is_refused(model: onedraw.LLM, prompt: list[object]) -> None:
+def test_a_prompt_of_an_unsupported_type_is_refused(model: onedraw.LLM, prompt: list[object]) -> None:
     with pytest.raises(BadRequest, match="a prompt is a text, a list of chat messages or a list of token ids"):
         model.generate(prompt)  # type: ignore[arg-type]
 
@@ -108,7 +108,7 @@ def test_a_closed_llm_refuses_requests() -> None:
         model.generate("hello")
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
+def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, onedraw; print(sorted({'torch', 'numpy', 'tokenizers', 'onedraw.api'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
@@ -118,14 +118,14 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
         _ = onedraw.lod  # type: ignore[attr-defined]
 
 
-def test_the_reply_to_messages_begins_a_text_and_any_other_continues_one(model: onedraw.LLM) -> None:
-    """As on the server: a first space that only marks a word belongs to a continuation, not to an answer."""
+def test_a_reply_to_messages_begins_a_text_and_a_completion_continues_one(model: onedraw.LLM) -> None:
+    """As on the server, the leading space of the first token is kept in a continuation and removed in an answer."""
     assert generation_from_keywords(model, [{"role": "user", "content": "hello"}], {}).syntax.opening
     assert not generation_from_keywords(model, "hello", {}).syntax.opening
     assert not generation_from_keywords(model, [1, 2, 3], {}).syntax.opening
 
 
-def test_tools_are_called_from_python_too(model: onedraw.LLM) -> None:
+def test_tools_can_be_used_from_python(model: onedraw.LLM) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
     closed = {**tool, "parameters": {**tool["parameters"], "additionalProperties": False}}
     reply = model.generate(

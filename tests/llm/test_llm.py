@@ -1,4 +1,4 @@
-"""The LLM: events after, before and beside the end of a reply, and what crosses its border to the engine."""
+"""The LLM: errors before and after the end of a reply, limits, and requests and errors that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Script = Callable[[Sequence[tuple[CheckedRequest, Sink]]], None]
 
 
 class Scripted:
-    """A service whose engine says what the test wrote down."""
+    """A service that delivers the events of a script."""
 
     max_requests = 8
 
@@ -56,8 +56,8 @@ def an_llm(script: Script) -> LLM:
     )
 
 
-def test_an_error_behind_a_stop_string_does_not_reach_the_other_choices() -> None:
-    """The engine runs on until it reads the cancellation, and may fail behind the stop string."""
+def test_an_error_after_a_stop_string_does_not_affect_the_other_choices() -> None:
+    """The engine continues until it reads the cancellation, and may fail after the stop string."""
 
     def script(requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         (first, to_first), (second, to_second) = requests
@@ -69,7 +69,7 @@ def test_an_error_behind_a_stop_string_does_not_reach_the_other_choices() -> Non
     assert [(reply.text, reply.finish) for reply in replies] == [("yes", "stop"), ("no", "length")]
 
 
-def test_an_error_before_the_end_reaches_the_caller() -> None:
+def test_an_error_before_the_end_of_a_reply_is_raised() -> None:
     def script(requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         ((request, sink),) = requests
         sink(Event(request.request.id, choices("no end")))
@@ -106,7 +106,7 @@ def test_closed_event_loops_are_forgotten() -> None:
         assert len(llm._wakeups) == 1
 
 
-def test_a_request_is_data_that_can_cross_a_process_border() -> None:
+def test_a_request_can_be_sent_to_another_process() -> None:
     options = RequestOptions.of(guided_json={"type": "object"}, thinking_budget=3, max_tokens=4, seed=1)
     with build_llm(Settings(backend="fake", model="fake")) as llm:
         messages = [{"role": "user", "content": "?"}]
@@ -125,7 +125,7 @@ def test_a_request_is_data_that_can_cross_a_process_border() -> None:
     assert pickle.loads(pickle.dumps(events)) == events
 
 
-def test_an_error_of_an_event_can_cross_a_process_border() -> None:
+def test_an_error_of_an_event_can_be_sent_to_another_process() -> None:
     errors: list[OnedrawError] = [
         NoTokenLeft("none left"),
         BadParameter("top_p", "too large"),

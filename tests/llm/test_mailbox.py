@@ -9,7 +9,7 @@ from onedraw.llm.mailbox import LoopWakeup, Mailbox
 
 
 class Counted(asyncio.SelectorEventLoop):
-    """A loop that counts how often other threads woke it."""
+    """An event loop that counts how often other threads wake it."""
 
     wakeups = 0
 
@@ -45,7 +45,7 @@ def test_messages_of_many_mailboxes_arrive_in_order() -> None:
     assert asyncio.run(main()) == [list(range(500))] * 20
 
 
-def test_a_long_backlog_is_taken_in_parts_and_other_tasks_run_between() -> None:
+def test_a_long_backlog_is_delivered_in_parts_and_other_tasks_run_in_between() -> None:
     async def main() -> tuple[list[int], list[int]]:
         mailbox = Mailbox[int](LoopWakeup(asyncio.get_running_loop()))
         for message in range(1000):
@@ -81,7 +81,7 @@ def test_one_wakeup_serves_many_mailboxes() -> None:
         readers = [asyncio.ensure_future(mailbox.take()) for mailbox in mailboxes]
         await asyncio.sleep(0)
         before = loop.wakeups
-        for mailbox in mailboxes:  # while the loop has no turn, as when the engine tells a whole turn
+        for mailbox in mailboxes:  # while the event loop is busy, as when the engine delivers the events of a whole step
             mailbox.put("first")
             mailbox.put("second")
         return loop.wakeups - before, await asyncio.gather(*readers)

@@ -29,7 +29,7 @@ def llm() -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("option", "name"),
     [
-        ({"bad_words": [""]}, "bad_words"),  # would ban the space
+        ({"bad_words": [""]}, "bad_words"),  # would ban the space token
         ({"bad_words": ["fine", "  "]}, "bad_words"),
         ({"dry_multiplier": 1.0, "dry_sequence_breakers": ["\n", ""]}, "dry_sequence_breakers"),  # would break everywhere
         ({"dry_multiplier": 1.0, "dry_range": -2}, "dry_range"),
@@ -45,7 +45,7 @@ def llm() -> Iterator[LLM]:
         ({"dry_multiplier": 1.0, "dry_sequence_breakers": ["text"] * 20_000}, "dry_sequence_breakers"),
         ({"logit_bias": {5: 1e39}}, "logit_bias"),
         ({"repetition_penalty": 1e-39}, "repetition_penalty"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),  # the prompt is no chat
+        ({"reasoning_effort": "high"}, "reasoning_effort"),  # the prompt is not a chat
         ({"guided_regex": "\ud800"}, "guided_regex"),
         ({"guided_choice": ["a", "\ud800"]}, "guided_choice"),
     ],

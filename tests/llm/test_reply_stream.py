@@ -47,8 +47,8 @@ def pieces(
     return found
 
 
-def told(found: Sequence[Piece]) -> tuple[list[tuple[int, str]], dict[str, str], Finish | None, object]:
-    """Tokens with their channels, texts by channel, and how it ended."""
+def summary(found: Sequence[Piece]) -> tuple[list[tuple[int, str]], dict[str, str], Finish | None, object]:
+    """Return the tokens with their channels, the texts by channel, and the finish reason."""
     channels = [
         (choice.token, f"{piece.channel}{'' if piece.call is None else piece.call.index}")
         for piece in found
@@ -75,12 +75,12 @@ def test_the_number_of_tokens_per_event_changes_nothing(name: str, stop: tuple[s
         tokens = [*ids(REPLIES[name]), *([EOS] if ends else [])]
         finish: Finish = "stop" if ends else "length"
         one_by_one = pieces(tokens, range(1, len(tokens)), syntax=syntax, stop=stop, finish=finish)
-        expected, expected_blocks = told(one_by_one), blocks(one_by_one)
+        expected, expected_blocks = summary(one_by_one), blocks(one_by_one)
         rng = random.Random(1)
         for _ in range(40):
             cuts = sorted(rng.sample(range(1, len(tokens)), rng.randrange(len(tokens) - 1)))
             found = pieces(tokens, cuts, syntax=syntax, stop=stop, finish=finish)
-            assert told(found) == expected
+            assert summary(found) == expected
             assert blocks(found) == expected_blocks
 
 
@@ -102,7 +102,7 @@ def test_held_back_text_comes_before_a_call_that_is_cut_off() -> None:
     tokens = ids('well st<tool_call>\n{"na')
     for stop in ((), ("stop",)):
         found = pieces(tokens, [3], syntax=SYNTAX, stop=stop, finish="length")
-        assert told(found)[1] == {"content": "well st"}
+        assert summary(found)[1] == {"content": "well st"}
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_held_back_text_comes_before_a_call_that_is_cut_off() -> None:
         (f"Sure.{CALL}", [("Sure.", 'Sure.<tool_call>\n{"name": "f')]),
     ],
 )
-def test_a_text_has_its_own_tokens(reply: str, texts: list[tuple[str, str]]) -> None:
+def test_a_text_block_has_the_tokens_of_its_text(reply: str, texts: list[tuple[str, str]]) -> None:
     tokens = ids(reply)
     found = pieces(tokens, range(1, len(tokens)), syntax=SYNTAX, stop=(), finish="stop")
     assert [(text, TOKENIZER.decode(own)) for kind, text, own, _ in blocks(found) if kind == "content"] == texts
 
 
-def test_only_the_open_block_is_cut() -> None:
+def test_a_stop_string_shortens_only_the_open_block() -> None:
     begun = '<tool_call>\n{"name": "f", "arguments": {"a"'
     found = pieces(ids(CALL + begun), [5], syntax=SYNTAX, stop=(), finish="length")
     assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("tool", False), ("tool", True)]
@@ -127,7 +127,7 @@ def test_only_the_open_block_is_cut() -> None:
     assert [(kind, cut) for kind, _, _, cut in blocks(found)] == [("tool", False)]
 
 
-def test_a_token_behind_a_broken_character_begins_behind_it() -> None:
+def test_a_token_after_an_incomplete_character_begins_after_it() -> None:
     class Bytes:
         def token_bytes(self, token: int) -> bytes:
             return [b"\xe6\x97", b"y", b"\xa5", b"z", b"\xff"][token]
@@ -148,7 +148,7 @@ def test_a_token_behind_a_broken_character_begins_behind_it() -> None:
     assert places(4, 3) == [(4, "\ufffd"), (5, "z")]
 
 
-def test_the_token_that_ends_a_reply_has_a_text_of_its_own_and_adds_none() -> None:
+def test_the_stop_token_of_a_reply_adds_no_text() -> None:
     params = SamplingParams(stop_ids=frozenset(ids("!")))
     stream = ReplyStream(0, Generation(prompt=(1,), params=params), TOKENIZER)
     tokens = [*ids("é")[:1], *ids("!")]  # half a character, then the stop token

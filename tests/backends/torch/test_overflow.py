@@ -11,6 +11,7 @@ import torch
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.device import pick_ops
 from onedraw.backends.torch.model.layer import FeedForward
+from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.registry import read_model_info
@@ -105,11 +106,9 @@ class Loud:
     def __init__(self, inner: FeedForward) -> None:
         self._inner, self.linears = inner, inner.linears
 
-    def __call__(self, *given: object) -> torch.Tensor:
-        return self._inner(*given) * 1e5  # type: ignore[arg-type]
-
-    def added(self, h: torch.Tensor, x: torch.Tensor, ops: object) -> torch.Tensor:
-        return x + self(h, x, ops).to(x.dtype)
+    def __call__(self, h: torch.Tensor, residual: torch.Tensor, ops: Ops, *, add: bool = False) -> torch.Tensor:
+        output = self._inner(h, residual, ops) * 1e5
+        return residual + output.to(residual.dtype) if add else output
 
 
 @pytest.mark.parametrize(("dtype", "activation"), [("f32", "f16"), ("f16", "f16"), ("bf16", "f16")])
