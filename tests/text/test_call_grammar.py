@@ -9,7 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from onedraw.errors import BadParameter
+from onedraw.errors import BadParameter, BadRequest
 from onedraw.sampling.adjustments import mask_to_bools
 from onedraw.text.constraints.grammar import GrammarCompiler
 from onedraw.text.constraints.response_format import LarkFormat
@@ -66,15 +66,19 @@ WITH_MARKERS = tokenizer_with("<tool_call>", "</tool_call>", "<|tool_call>", "<t
 class RandomWriter:
     """Samples allowed tokens at random, and sometimes tries the text that ends a value in some dialect."""
 
-    def __init__(self, tokenizer: Tokenizer, lark: str, seed: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, lark: str, seed: int, *, grammars: GrammarCompiler | None = None, most: int = 3000
+    ) -> None:
         self.tokenizer = tokenizer
-        self.constraint = GrammarCompiler(tokenizer, (EOS,)).constraint(LarkFormat(lark, "tools", numbers=True), PLAIN_TEXT)
+        self.most = most
+        grammars = grammars or GrammarCompiler(tokenizer, (EOS,))
+        self.constraint = grammars.constraint(LarkFormat(lark, "tools", numbers=True), PLAIN_TEXT)
         self.rng = np.random.default_rng(seed)
 
     def write(self) -> str | None:
         tokens: list[int] = []
         phrase: list[int] = []
-        for _ in range(3000):
+        for _ in range(self.most):
             bits = self.constraint.allowed(tokens, [])
             assert bits is not None
             choices = np.flatnonzero(mask_to_bools(bits, self.tokenizer.vocab_size)).tolist()
@@ -199,14 +203,17 @@ def test_a_value_between_tags_is_parsed_as_it_was_written(dialect: Dialect, part
 @pytest.mark.parametrize(
     ("dialect", "part", "path"),
     [
-        ("qwen_xml", {"type": "string", "enum": ["a\n</parameter>b"]}, ".properties.a.enum"),
-        ("laguna", {"type": "string", "const": "</arg_value>"}, ".properties.a.const"),
+        ("qwen_xml", {"type": "string", "enum": ["a\n</parameter>\n</function>b"]}, ".properties.a.enum"),
+        ("laguna", {"type": "string", "const": "</arg_value> <arg_key>"}, ".properties.a.const"),
         ("qwen_xml", {"type": "string", "enum": [1, 2]}, ".properties.a.enum"),
+        ("gemma", {"enum": [{"a": 'x<|"|>'}]}, ".properties.a.enum"),
+        ("gemma", {"const": {"a:b": 1}}, ".properties.a.const"),
+        ("gemma", {"type": "object", "properties": {"}": {"type": "string"}}}, ".properties.a.properties.}"),
+        ("gemma", {"$ref": "#/$defs/a", "properties": {}, "$defs": {}}, ".properties.a.$ref"),
         ("hermes", {"type": "array", "uniqueItems": True}, ".properties.a.uniqueItems"),
         ("qwen_xml", {"type": "string", "format": "date"}, ".properties.a.format"),
         ("gemma", {"type": "array", "items": {"type": "string"}, "minItems": 2}, ".properties.a.minItems"),
         ("pythonic", {"description": "anything"}, ".properties.a.type"),
-        ("qwen_xml", {"type": "string", "anyOf": [{"maxLength": 2}]}, ".properties.a.anyOf"),
         ("laguna", {"type": "string", "$ref": "#/$defs/a"}, ".properties.a.$ref"),
         ("qwen_xml", {"type": "string", "enum": ["long"], "maxLength": 2}, ".properties.a.enum"),
         ("gemma", {"type": "integer", "enum": ["text"]}, ".properties.a.enum"),
@@ -228,6 +235,8 @@ def test_a_keyword_that_a_strict_tool_cannot_enforce_is_refused_by_its_path(dial
         ("qwen_xml", {"anyOf": [{"type": "object"}]}, ".anyOf"),
         ("laguna", {"type": "object", "required": ["b"]}, ".required"),
         ("pythonic", {"type": "object", "properties": {"a=b": {"type": "string"}}}, ".properties.a=b"),
+        ("pythonic", {"type": "object", "properties": {")": {"type": "string"}}}, ".properties.)"),
+        ("gemma", {"type": "object", "properties": {"": {"type": "string"}}}, ".properties."),
         ("qwen_xml", {"type": "object", "properties": {"a>b": {"type": "string"}}}, ".properties.a>b"),
         ("gemma", {"$ref": "#"}, ".$ref"),
     ],
@@ -350,3 +359,12 @@ def test_a_keyword_beside_constants_is_enforced_or_refused(part: dict[str, Any])
 def test_a_tool_that_is_not_strict_takes_any_object_if_its_schema_is_unsupported() -> None:
     tool = Tool("f", parameters='{"type": "object", "not": {}}')
     assert '"type": "object"' in lark("hermes", PLAIN_BYTES, tool)
+
+
+@pytest.mark.parametrize("dialect", NOT_JSON)
+def test_references_that_double_at_every_level_are_refused_in_a_moment(dialect: Dialect) -> None:
+    chain = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0", "maxLength": 3}}, "required": ["a"]}
+    tool = Tool("f", parameters=json.dumps({**schema, "$defs": {**chain, "d30": {"type": "string"}}}), param="tools[0].x")
+    with pytest.raises(BadRequest):
+        lark(dialect, PLAIN_BYTES, tool)

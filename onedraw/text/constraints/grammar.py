@@ -224,7 +224,8 @@ def lark_string(text: str) -> str:
 
 
 def bound_whitespace(schema: Any) -> Any:
-    """Return a schema with a limit on the white space between JSON tokens."""
+    """Return a schema with a limit on the white space between JSON tokens, and with bounds of numbers that stay exact."""
+    schema = exact_numbers(schema, "schema")
     if not isinstance(schema, dict):
         return schema
     given = schema.get("x-guidance")

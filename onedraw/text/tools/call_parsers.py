@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from collections import deque
 from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +17,7 @@ from typing import Any, TypeAlias
 
 from onedraw.text.reasoning import SPACE
 from onedraw.text.tokenizer import replace_surrogates
-from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, CallableTools, Dialect
+from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, VALUE_ENDS, CallableTools, Dialect
 from onedraw.text.tools.schema import json_type, parameter_types
 
 
@@ -36,7 +38,7 @@ class CallEnd:
 
 CallEvent: TypeAlias = CallStart | CallArguments | CallEnd
 Parser: TypeAlias = Generator[None, str, None]
-ParameterTypes: TypeAlias = dict[str, tuple[str, ...]]  # parameter → the JSON types it may have; none means any
+ParameterTypes: TypeAlias = dict[str, frozenset[str]]  # parameter → the JSON types it may have; none means any
 
 
 class NotACall(Exception):
@@ -203,16 +205,17 @@ def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Pars
     yield from expect("<function=", (yield from skip_space((yield))))
     name, _ = yield from read_until((">",))
     out.append(CallStart(name.strip()))
-    arguments = _TaggedArguments(out, types.get(name.strip(), {}))
-    while True:
-        head, which = yield from read_until(("<parameter=", "</function>"))
-        require(not head.strip(SPACE))
-        if which == "</function>":
-            break
+    arguments = _TaggedArguments(out, "qwen_xml", types.get(name.strip(), {}))
+    head, which = yield from read_until(("<parameter=", "</function>"))
+    require(not head.strip(SPACE))
+    while which == "<parameter=":
         key, _ = yield from read_until((">",))
-        yield from arguments.read(key, "</parameter>", trim=True)
+        which = yield from arguments.read(key)
     arguments.end()
-    yield from close_marker("qwen_xml")
+    if which == "</function>":
+        yield from close_marker("qwen_xml")
+    elif which == MARKERS["qwen_xml"][0]:
+        raise NextCallStarted
 
 
 def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
@@ -223,12 +226,11 @@ def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser
         raise NextCallStarted
     require(bool(name.strip(SPACE)))
     out.append(CallStart(name.strip(SPACE)))
-    arguments = _TaggedArguments(out, types.get(name.strip(SPACE), {}))
+    arguments = _TaggedArguments(out, "laguna", types.get(name.strip(SPACE), {}))
     while which == "<arg_key>":
         key, _ = yield from read_until(("</arg_key>",))
         yield from read_until(("<arg_value>",))
-        yield from arguments.read(key.strip(SPACE), "</arg_value>", trim=False)
-        _, which = yield from read_until(("<arg_key>", close, opens))
+        which = yield from arguments.read(key.strip(SPACE))
     arguments.end()
     if which == opens:
         raise NextCallStarted
@@ -237,49 +239,69 @@ def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser
 class _TaggedArguments:
     """Emits tagged parameters as a JSON object: a string as it arrives, any other value once it is complete."""
 
-    def __init__(self, out: list[CallEvent], types: ParameterTypes) -> None:
+    def __init__(self, out: list[CallEvent], dialect: Dialect, types: ParameterTypes) -> None:
         self._out = out
+        self._close, self._next = VALUE_ENDS[dialect]
+        self._trim = dialect == "qwen_xml"  # the line breaks beside the tags are not part of a value
         self._types = types
         self._any = False
 
-    def read(self, key: str, close: str, *, trim: bool) -> Parser:
-        """Read a value up to its closing tag. With `trim` the line breaks beside the tags are not part of the value."""
+    def read(self, key: str) -> Generator[None, str, str]:
+        """Read a value and its closing tag. Return the text after it, which is one of those that can come next."""
         self._out.append(CallArguments((", " if self._any else "{") + json.dumps(key, ensure_ascii=False) + ": "))
         self._any = True
-        types = self._types.get(key, ())
-        if types == ("string",):
-            yield from self._string(close, trim=trim)
-            return
-        value, _ = yield from read_until((close,))
-        while types and "string" not in types and _ends_inside_string(value):  # A string in the JSON contains the closing tag.
-            value += close + (yield from read_until((close,)))[0]
-        if trim:
-            value = value.removeprefix("\n").removesuffix("\n")
-        self._out.append(CallArguments(_as_json(value, types)))
+        types = self._types.get(key, frozenset())
+        if types == {"string"}:
+            self._out.append(CallArguments('"'))
+            found = yield from self._value(self._emit, lambda end: False)
+            self._out.append(CallArguments('"'))
+            return found
+        parts: list[str] = []
+        found = yield from self._value(parts.append, lambda end: _ends_inside_string("".join(parts) + end))
+        self._out.append(CallArguments(_as_json("".join(parts), types)))
+        return found
 
     def end(self) -> None:
         self._out.append(CallArguments("}" if self._any else "{}"))
         self._out.append(CallEnd())
 
-    def _string(self, close: str, *, trim: bool) -> Parser:
-        ends = ("\n" + close, close) if trim else (close,)
-        held, first = "", trim
-        self._out.append(CallArguments('"'))
+    def _value(self, write: Callable[[str], object], goes_on: Callable[[str], bool]) -> Generator[None, str, str]:
+        """Read a value and write its text in parts as soon as they are certain.
+
+        A closing tag ends the value if one of the texts that can come next follows, after white space. It does not if `goes_on`,
+        which is called with the text that is not written yet up to the white space, returns True.
+        """
+        ends = ("\n" + self._close, self._close) if self._trim else (self._close,)
+        again = deque[str]()  # characters that turned out not to follow the end of the value
+        held, first = "", self._trim
         while True:
-            character = yield
+            character = again.popleft() if again else (yield)
             if first and character == "\n":
                 first = False
                 continue
             first = False
             held += character
-            ended = next((end for end in ends if held.endswith(end)), None)
-            if ended is not None:
-                self._emit(held[: -len(ended)])
-                break
-            keep = max((n for n in range(len(ends[0])) if held.endswith(ends[0][:n]) or held.endswith(close[:n])), default=0)
-            self._emit(held[: len(held) - keep])
-            held = held[len(held) - keep :]
-        self._out.append(CallArguments('"'))
+            end = next((end for end in ends if held.endswith(end)), None)
+            if end is None:
+                keep = max(n for end in ends for n in range(len(end)) if held.endswith(end[:n]))
+                write(held[: len(held) - keep])
+                held = held[len(held) - keep :]
+                continue
+            space: list[str] = []
+            after, found = "", None
+            while found is None and any(text.startswith(after) for text in self._next):
+                character = again.popleft() if again else (yield)
+                if not after and character in SPACE:
+                    space.append(character)
+                else:
+                    after += character
+                    found = next((text for text in self._next if text == after), None)
+            if found is not None and not goes_on(held + "".join(space)):
+                write(held[: -len(end)])
+                return found
+            write(held)
+            held = ""
+            again.extendleft(reversed([*space, *after]))
 
     def _emit(self, text: str) -> None:
         if text:
@@ -287,11 +309,12 @@ class _TaggedArguments:
 
 
 def _ends_inside_string(text: str) -> bool:
-    """Whether this text is an object or array that ends inside a string."""
-    if not text.lstrip().startswith(("{", "[")):
+    """Whether this text is the beginning of a JSON value and ends inside a string. A string in JSON has no line breaks."""
+    text = text.lstrip()
+    if not text.startswith(('"', "{", "[")):
         return False
     try:
-        json.JSONDecoder(strict=False).decode(text.strip())
+        json.loads(text)
     except json.JSONDecodeError as error:
         return error.msg.startswith("Unterminated string")
     except (ValueError, RecursionError):
@@ -299,10 +322,14 @@ def _ends_inside_string(text: str) -> bool:
     return False
 
 
-def _as_json(text: str, types: tuple[str, ...]) -> str:
+def _not_json(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _as_json(text: str, types: Set[str]) -> str:
     """Return a value as JSON. Text that is JSON of an allowed type stays as it is; any other text becomes a string."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_not_json)
     except (ValueError, RecursionError):
         value = text
     if (
@@ -373,7 +400,7 @@ def _gemma_value(out: list[CallEvent], first: str) -> Generator[None, str, str]:
     while character not in ",}]":
         text += character
         character = yield
-    out.append(CallArguments(_as_json(text.strip(SPACE), ())))
+    out.append(CallArguments(_as_json(text.strip(SPACE), frozenset())))
     return character
 
 
@@ -416,16 +443,34 @@ def _python_literal(out: list[CallEvent]) -> Generator[None, str, str]:
         else:
             depth += (character in "([{") - (character in ")]}")
         text += character
-    out.append(CallArguments(replace_surrogates(json.dumps(_python_value(text.strip(SPACE)), ensure_ascii=False))))
+    out.append(CallArguments(_python_as_json(text.strip(SPACE))))
     return character
 
 
-def _python_value(text: str) -> Any:
-    for read in (json.loads, ast.literal_eval):
+_PYTHON_STRING = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""", re.DOTALL)
+_NOT_A_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+
+def _python_as_json(text: str) -> str:
+    """Return a Python literal as JSON. In double quotes JSON's escapes come before Python's, since the grammar writes those."""
+    parts = _PYTHON_STRING.split(text)
+    try:
+        parts[::2] = [re.sub(r"\b(True|False|None)\b", lambda name: _PYTHON_NAMES[name[0]], part) for part in parts[::2]]
+        parts[1::2] = map(_string_as_json, parts[1::2])
+        found = "".join(parts)
+        json.loads(found, parse_constant=_not_json)
+    except _NOT_A_LITERAL:
         try:
-            value = read(text)
-            json.dumps(value)
-            return value
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-    raise NotACall
+            found = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        except _NOT_A_LITERAL:
+            raise NotACall from None
+    return replace_surrogates(found)
+
+
+def _string_as_json(text: str) -> str:
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        value = ast.literal_eval(text)
+    return json.dumps(value, ensure_ascii=False)

@@ -70,6 +70,12 @@ MARKERS: dict[Dialect, tuple[str, str]] = {
     "laguna": ("<tool_call>", "</tool_call>"),
     "gemma": ("<|tool_call>", "<tool_call|>"),
 }
+# In dialects with tags: the tag that closes the value of a parameter, and the texts that can come next. A closing tag before any
+# other text is part of the value.
+VALUE_ENDS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
+    "qwen_xml": ("</parameter>", ("<parameter=", "</function>", "</tool_call>", "<tool_call>")),
+    "laguna": ("</arg_value>", ("<arg_key>", "</tool_call>", "<tool_call>")),
+}
 GEMMA_QUOTE = '<|"|>'  # Gemma writes this before and after a string.
 
 

@@ -16,23 +16,30 @@ from typing import Any
 from onedraw import limits
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.text.constraints.grammar import bound_whitespace, lark_string
+from onedraw.text.constraints.numbers import exact_numbers
 from onedraw.text.tokenizer import Tokenizer
-from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, Dialect, Tool
+from onedraw.text.tools.dialects import GEMMA_QUOTE, MARKERS, VALUE_ENDS, Dialect, Tool
 from onedraw.text.tools.schema import (
     ANY_TYPE_KEYWORDS,
     ARRAY_KEYWORDS,
-    DEFINITIONS,
+    COMBINATORS,
     JSON_TYPES,
     NOT_SUPPORTED,
+    NUMBER_KEYWORDS,
     OBJECT_KEYWORDS,
+    RESTRICTIONS,
     SCHEMA_ERRORS,
+    STRING_KEYWORDS,
+    alternatives,
+    can_write_key,
     constants,
     object_properties,
     only,
+    parameter_types,
     refuse,
     refuse_missing,
     resolve_pointer,
-    schema_types,
+    standalone,
     unwritable_key,
 )
 
@@ -40,8 +47,6 @@ LarkText = Callable[[str], str]  # writes a text in Lark's notation, with specia
 CheckSchema = Callable[[Any, str], Any]  # (schema, path of the schema in the request) → the schema, or raises BadParameter
 
 _ANY_TEXT = r"/(.|\n)*/"
-_NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
-_STRING_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
 _UNESCAPED_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")
 
 
@@ -55,14 +60,14 @@ class _Rules:
 
     def add(self, *rules: str) -> None:
         for rule in rules:
-            self._spend(len(rule))
+            self.spend(len(rule))
             self.lines.append(rule)
 
     def check(self, schema: Any, param: str) -> Any:
-        self._spend(limits.TOOL_CHECK_WORK + len(json.dumps(schema)))
+        self.spend(limits.TOOL_CHECK_WORK + len(json.dumps(schema)))
         return self._check(schema, param)
 
-    def _spend(self, work: int) -> None:
+    def spend(self, work: int) -> None:
         """Count work; over the limit raise BadRequest. A BadParameter would be caught where a tool is not strict, and the work
         would go on."""
         self._work += work
@@ -140,11 +145,11 @@ class ToolCallGrammar:
                 head = lark_string(f'{{"name": {json.dumps(tool.name)}, "{word}": ')
                 self._rules.add(f'{name}: {head} {name}_a "}}"', f"{name}_a: %json {json.dumps(bound_whitespace(schema))}")
             case "qwen_xml":
-                body = self._tagged(name, tool, schema, head="<parameter={}>\n", tail="\n</parameter>")
+                body = self._tagged(name, tool, schema, head="<parameter={}>\n", before="\n")
                 self._rules.add(f'{name}: {lark_string(f"<function={tool.name}>" + chr(10))} {body} "</function>"')
             case "laguna":
                 head = "<arg_key>{}</arg_key>\n<arg_value>"
-                body = self._tagged(name, tool, schema, head=head, tail="</arg_value>")
+                body = self._tagged(name, tool, schema, head=head)
                 self._rules.add(f"{name}: {lark_string(tool.name + chr(10))} {body}")
             case "gemma":
                 literals = self._literals(_GEMMA, name, tool)
@@ -161,8 +166,7 @@ class ToolCallGrammar:
             self._rules,
             lark_text=self._lark_text,
             tokenizer=self._tokenizer,
-            param=tool.param,
-            strict=tool.strict,
+            tool=tool,
         )
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
@@ -178,56 +182,74 @@ class ToolCallGrammar:
                 return {"type": "object"}
         return schema if as_json else object_properties(schema, tool.param, self._dialect, strict=tool.strict)
 
-    def _tagged(self, name: str, tool: Tool, schema: dict[str, Any], *, head: str, tail: str) -> str:
-        """Write tagged parameters in the order of the schema. Those that are not required may be left out."""
-        definitions: dict[str, Any] = {key: schema[key] for key in DEFINITIONS if key in schema}
-        required = schema.get("required", ())
+    def _tagged(self, name: str, tool: Tool, schema: dict[str, Any], *, head: str, before: str = "") -> str:
+        """Write tagged parameters in the order of the schema. Those that are not required may be left out. `before` is the text
+        between a value and its closing tag."""
+        close, following = VALUE_ENDS[self._dialect]
+        end = rf"{_in_pattern(close)}[ \t\r\n]*({'|'.join(map(_in_pattern, following))})"
+        values = _TaggedValues(tool, tail=before + close, end=end, rules=self._rules)
+        required, types = schema.get("required", ()), parameter_types(tool.schema)
         parts = []
         for number, (key, part) in enumerate((schema.get("properties") or {}).items()):
             rule = f"{name}_p{number}"
-            try:
-                value = self._tagged_value(rule, part, definitions, tail=tail, param=f"{tool.param}.properties.{key}")
-            except SCHEMA_ERRORS:
-                if tool.strict:
-                    raise
-                value = self._value_of_types(rule, part, tail)
+            value = values.write(rule, part, types.get(key, frozenset()), f"{tool.param}.properties.{key}")
             self._rules.add(f"{rule}: {lark_string(head.format(key))} {value} {lark_string(chr(10))}")
             parts.append(rule if key in required else f"{rule}?")
         return " ".join(parts)
 
-    def _tagged_value(self, rule: str, part: Any, definitions: dict[str, Any], *, tail: str, param: str) -> str:
-        if not isinstance(part, dict) or schema_types(part) != ("string",):
-            schema = self._check({**definitions, **part} if isinstance(part, dict) else part, param)
-            self._rules.add(f"{rule}_v: %json {json.dumps(bound_whitespace(schema))}")
-            return f"{rule}_v {lark_string(tail)}"
-        if "enum" in part or "const" in part:
-            texts = constants({**part, "type": "string"}, param)
-            if any(tail.strip() in text for text in texts):
-                keyword = "const" if "const" in part else "enum"
-                raise BadParameter(
-                    f"{param}.{keyword}", f"contains {tail.strip()}, which ends a value in this model's tool call syntax"
+
+# ---------------------------------------------------------------------- values between tags
+
+
+class _TaggedValues:
+    """Adds the rules for the values of one tool, written between tags, to a ToolCallGrammar.
+
+    `tail` is the text after a value. `end` is a pattern of what ends a value for the parser, so no text may contain it.
+    """
+
+    def __init__(self, tool: Tool, *, tail: str, end: str, rules: _Rules) -> None:
+        self._tail, self._end = tail, end
+        self._strict = tool.strict
+        self._root = {"type": "object", **tool.schema}
+        self._rules = rules
+        self._check = rules.check
+
+    def write(self, rule: str, part: Any, types: frozenset[str], param: str) -> str:
+        """Write a value and its tail. If it cannot be enforced and the tool is not strict, write a value of its types."""
+        try:
+            if types == {"string"}:
+                return self._text(
+                    rule, [self._string(one, param) for one in alternatives(part, self._root, param, self._rules.spend)]
                 )
-            return "(" + " | ".join(map(lark_string, texts)) + f") {lark_string(tail)}"
-        refuse(part, ANY_TYPE_KEYWORDS, param)
-        self._check(only(part, _STRING_KEYWORDS), param)
-        terminal = _text_terminal(part, avoiding=tail, param=param)
-        if terminal is None:
-            return self._any_text(rule, tail)
-        self._rules.add(f"{rule.upper()}_V: {terminal}")
-        return f"{rule.upper()}_V {lark_string(tail)}"
+            return self._json(rule, self._check(standalone(part, self._root, param), param))
+        except SCHEMA_ERRORS:
+            if self._strict:
+                raise
+        if not types or "string" in types or not types <= JSON_TYPES:
+            return self._text(rule, [_ANY_TEXT])
+        return self._json(rule, {"type": sorted(types)})
 
-    def _value_of_types(self, rule: str, part: Any, tail: str) -> str:
-        """Write a JSON value of the types in the schema, or any text up to the closing tag if the value may be a string."""
-        types = schema_types(part) if isinstance(part, dict) else ()
-        if not types or "string" in types or not set(types) <= JSON_TYPES:
-            return self._any_text(rule, tail)
-        self._rules.add(f"{rule}_l: %json {json.dumps(bound_whitespace({'type': list(types)}))}")
-        return f"{rule}_l {lark_string(tail)}"
+    def _json(self, rule: str, schema: Any) -> str:
+        self._rules.add(f"{rule}_v: %json {json.dumps(bound_whitespace(schema))}")
+        return f"{rule}_v {lark_string(self._tail)}"
 
-    def _any_text(self, rule: str, tail: str) -> str:
-        """Write a rule that matches any text up to the closing tag."""
-        self._rules.add(f"{rule}_v[suffix={lark_string(tail)}]: {_ANY_TEXT}")
+    def _text(self, rule: str, texts: Sequence[str]) -> str:
+        """Write a text that matches one of these expressions. It ends at the first tail after which it matches."""
+        text = f"({' | '.join(texts)}) & ~/(.|\\n)*{self._end}(.|\\n)*/"
+        self._rules.add(f"{rule}_v[lazy]: {rule.upper()}_V", f"{rule.upper()}_V: ({text}) {lark_string(self._tail)}")
         return f"{rule}_v"
+
+    def _string(self, part: dict[str, Any], param: str) -> str:
+        """Write the expression of a text that follows a schema without combinators."""
+        if "enum" not in part and "const" not in part:
+            refuse(part, ANY_TYPE_KEYWORDS, param)
+            self._check(only(part, STRING_KEYWORDS), param)
+            return _text_expression(part, param)
+        texts = constants({**part, "type": "string"}, param)
+        if any(re.search(self._end, text) for text in texts):
+            keyword = "const" if "const" in part else "enum"
+            raise BadParameter(f"{param}.{keyword}", "contains a text that ends a value in this model's tool call syntax")
+        return f"({' | '.join(map(lark_string, texts))})"
 
 
 # ---------------------------------------------------------------------- values written as Gemma or Python literals
@@ -262,51 +284,68 @@ class _LiteralGrammar:
         *,
         lark_text: LarkText,
         tokenizer: Tokenizer,
-        param: str,
-        strict: bool,
+        tool: Tool,
     ) -> None:
-        self._style, self._strict, self._check = style, strict, rules.check
+        self._style, self._strict, self._check = style, tool.strict, rules.check
         self._name = name
         self._rules = rules
         self._lark_text = lark_text
         quote = tokenizer.encode(GEMMA_QUOTE, add_special=False)
         self._quote_is_special = len(quote) == 1 and tokenizer.is_special(quote[0])
-        self._param = param
+        self._param = tool.param
         self._count = 0
         self._depth = 0
-        self._root: dict[str, Any] = {}
+        self._root = {"type": "object", **tool.schema}  # to which references point
         self._references: dict[str, str] = {}
         self._any: str | None = None
 
     def members(self, schema: dict[str, Any]) -> str:
         """Write the arguments of a call: the properties of the schema in their order."""
-        self._root = schema
         return self._members(schema, self._param, top=True)
 
     def _members(self, schema: dict[str, Any], path: str, *, top: bool = False) -> str:
         style = self._style
         required, properties = schema.get("required") or (), schema.get("properties") or {}
+        extra = None if top else self._extra_member(schema, path)
         if self._strict:
             refuse_missing(required, properties, path)
         parts: list[tuple[str, bool]] = []
         for key, part in properties.items():
-            if not style.quoted_keys and style.inner in key:
+            if not style.quoted_keys and not can_write_key(key, "gemma"):
                 if self._strict:
                     raise unwritable_key(key, path)
                 continue
             name = lark_string(key + style.member) if top else self._key(key)
             rule = self._rule(f"{name} {self._value(part, f'{path}.properties.{key}')}")
             parts.append((rule, key in required))
-        return self._sequence(parts)
+        return self._sequence(parts, extra)
+
+    def _extra_member(self, schema: dict[str, Any], path: str) -> str | None:
+        """Write a member that is not one of the properties; None if there may be none. Without `additionalProperties`, they are
+        written for objects that have no properties."""
+        style, properties = self._style, schema.get("properties") or {}
+        allowed = schema.get("additionalProperties", not properties)
+        if allowed is False:
+            return None
+        self._count += 1
+        name = f"{self._name}_K{self._count}".upper()
+        pattern = r'/"[^"\\\x00-\x1f\x7f]*"/' if style.quoted_keys else r'/[^ \t\r\n:,{}\[\]<>|"]+/'
+        taken = [lark_string(json.dumps(key, ensure_ascii=False) if style.quoted_keys else key) for key in properties]
+        self._rules.add(f"{name}: {pattern}" + (f" & ~({' | '.join(taken)})" if taken else ""))
+        value = self._anything() if allowed in (True, {}) else self._value(allowed, f"{path}.additionalProperties")
+        return self._rule(f"{name} {lark_string(style.inner)} {value}")
 
     def _key(self, key: str) -> str:
         return lark_string((json.dumps(key, ensure_ascii=False) if self._style.quoted_keys else key) + self._style.inner)
 
-    def _sequence(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Write members in their order, with separators between those that are present. `first` matches the members from one on
-        if none came before; `rest` matches them, with a separator, if one did."""
+    def _sequence(self, parts: Sequence[tuple[str, bool]], extra: str | None) -> str:
+        """Write members in their order, with separators between those that are present, and then any number of members `extra`.
+        `first` matches the members from one on if none came before; `rest` matches them, with a separator, if one did."""
         separator = lark_string(self._style.separator)
         first, rest = '""', '""'
+        if extra is not None:
+            rest = self._rule(f"({separator} {extra})*")
+            first = self._rule(f"({extra} {rest})?")
         for rule, required in reversed(parts):
             begun = f"{rule} {rest}" if rest != '""' else rule
             first = self._rule(begun if required else f"{begun} | {first}")
@@ -356,16 +395,19 @@ class _LiteralGrammar:
             raise BadParameter(path, f"is more than {limits.MAX_LITERAL_DEPTH} levels deep, which {NOT_SUPPORTED}")
         if not isinstance(schema, dict):
             raise BadParameter(path, "must be a schema object: this model's tool call syntax needs the type of every value")
+        combinators = [name for name in COMBINATORS if name in schema]
+        if combinators and (len(combinators) > 1 or combinators == ["allOf"] or not RESTRICTIONS.isdisjoint(schema)):
+            return f"({' | '.join(self._value(one, path) for one in alternatives(schema, self._root, path, self._rules.spend))})"
         if "$ref" in schema:
             return self._reference(str(schema["$ref"]), path)
         if "const" in schema or "enum" in schema:
-            return "(" + " | ".join(self._constant(value) for value in constants(schema, path)) + ")"
-        for name in ("anyOf", "oneOf"):
-            if name in schema:
-                parts = [self._value(part, f"{path}.{name}[{number}]") for number, part in enumerate(schema[name])]
-                if not parts:
-                    raise BadParameter(f"{path}.{name}", "is empty; it needs at least one schema")
-                return "(" + " | ".join(parts) + ")"
+            keyword = "const" if "const" in schema else "enum"
+            return f"({' | '.join(self._constant(value, f'{path}.{keyword}') for value in constants(schema, path))})"
+        for name in combinators:
+            parts = [self._value(part, f"{path}.{name}[{number}]") for number, part in enumerate(schema[name])]
+            if not parts:
+                raise BadParameter(f"{path}.{name}", "is empty; it needs at least one schema")
+            return f"({' | '.join(parts)})"
         types = schema.get("type")
         if isinstance(types, list) and types:
             return "(" + " | ".join(self._value({**schema, "type": kind}, path) for kind in types) + ")"
@@ -373,7 +415,7 @@ class _LiteralGrammar:
 
     def _typed(self, kind: Any, schema: dict[str, Any], path: str) -> str:
         refuse(schema, ANY_TYPE_KEYWORDS, path)
-        bounds = only(schema, _NUMBER_KEYWORDS | _STRING_KEYWORDS)
+        bounds = only(schema, NUMBER_KEYWORDS | STRING_KEYWORDS)
         if kind not in JSON_TYPES or len(bounds) > 1:
             self._check(bounds, path)
         refuse(schema, ARRAY_KEYWORDS if kind == "array" else OBJECT_KEYWORDS if kind == "object" else (), path)
@@ -381,7 +423,7 @@ class _LiteralGrammar:
             case "string":
                 return self._string(schema, path)
             case "number" | "integer":
-                return self._json(only(schema, _NUMBER_KEYWORDS))
+                return self._json(only(schema, NUMBER_KEYWORDS))
             case "boolean":
                 return f"({lark_string(self._style.true)} | {lark_string(self._style.false)})"
             case "null":
@@ -396,20 +438,19 @@ class _LiteralGrammar:
 
     def _string(self, schema: dict[str, Any], path: str) -> str:
         if self._style.json_strings:
-            return self._json(only(schema, _STRING_KEYWORDS))
-        terminal = _text_terminal(schema, avoiding=GEMMA_QUOTE, param=path)
+            return self._json(only(schema, STRING_KEYWORDS))
         quote = self._lark_text(GEMMA_QUOTE)
-        if terminal is None and not self._quote_is_special:
-            self._count += 1
-            rule = f"{self._name}_s{self._count}"
-            self._rules.add(f"{rule}[suffix={lark_string(GEMMA_QUOTE)}]: {_ANY_TEXT}")
-            return f"{quote} {rule}"
+        text = rf"{_text_expression(schema, path)} & ~/(.|\n)*{_in_pattern(GEMMA_QUOTE)}(.|\n)*/"
         self._count += 1
         name = f"{self._name}_S{self._count}".upper()
-        self._rules.add(f"{name}: {terminal or _ANY_TEXT}")
-        return f"{quote} {name} {quote}"
+        if self._quote_is_special:
+            self._rules.add(f"{name}: {text}")
+            return f"{quote} {name} {quote}"
+        rule = f"{self._name}_s{self._count}"
+        self._rules.add(f"{rule}[lazy]: {name}", f"{name}: ({text}) {lark_string(GEMMA_QUOTE)}")
+        return f"{quote} {rule}"
 
-    def _constant(self, value: Any) -> str:
+    def _constant(self, value: Any, path: str) -> str:
         style = self._style
         match value:
             case None:
@@ -419,11 +460,17 @@ class _LiteralGrammar:
             case str():
                 if style.json_strings:
                     return lark_string(json.dumps(value, ensure_ascii=False))
+                if GEMMA_QUOTE in value:
+                    raise BadParameter(path, f"contains {GEMMA_QUOTE}, which ends a string in this model's tool call syntax")
                 return f"{self._lark_text(GEMMA_QUOTE)} {lark_string(value)} {self._lark_text(GEMMA_QUOTE)}"
             case list():
-                return self._between("[", [self._constant(item) for item in value], "]")
+                return self._between("[", [self._constant(item, path) for item in value], "]")
             case dict():
-                return self._between("{", [f"{self._key(key)} {self._constant(item)}" for key, item in value.items()], "}")
+                for key in value:
+                    if not style.quoted_keys and not can_write_key(key, "gemma"):
+                        raise BadParameter(path, f"contains the name {key!r}, which this model's tool call syntax cannot write")
+                members = [f"{self._key(key)} {self._constant(item, path)}" for key, item in value.items()]
+                return self._between("{", members, "}")
             case _:
                 return lark_string(json.dumps(value))
 
@@ -439,7 +486,7 @@ class _LiteralGrammar:
         return self._references[pointer]
 
     def _json(self, schema: dict[str, Any]) -> str:
-        return self._rule(f"%json {json.dumps(schema)}")
+        return self._rule(f"%json {json.dumps(exact_numbers(schema, self._param))}")
 
     def _rule(self, body: str) -> str:
         self._count += 1
@@ -448,9 +495,8 @@ class _LiteralGrammar:
         return rule
 
 
-def _text_terminal(part: dict[str, Any], *, avoiding: str, param: str) -> str | None:
-    """Return a terminal for an unquoted string with the keywords of its schema, in which `avoiding` does not occur. None if the
-    schema allows any text."""
+def _text_expression(part: dict[str, Any], param: str) -> str:
+    """Return a Lark expression for an unquoted string with the keywords of its schema."""
     if "format" in part:
         raise BadParameter(f"{param}.format", f"{NOT_SUPPORTED}, which writes strings without quotes")
     bounds = []
@@ -461,7 +507,9 @@ def _text_terminal(part: dict[str, Any], *, avoiding: str, param: str) -> str | 
         before = "" if pattern.startswith("^") else r"(.|\n)*"
         after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else r"(.|\n)*"
         bounds.append(f"/{before}({pattern.removeprefix('^').removesuffix('$' if not after else '')}){after}/")
-    if not bounds:
-        return None
-    excluded = avoiding.strip().replace("/", "\\/").replace("|", "[|]")
-    return " & ".join([*bounds, rf"~/(.|\n)*{excluded}(.|\n)*/"])
+    return f"({' & '.join(bounds or [_ANY_TEXT])})"
+
+
+def _in_pattern(text: str) -> str:
+    """Write a text inside a regular expression of a Lark grammar."""
+    return text.replace("/", "\\/").replace("|", "[|]")
