@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from bench.cpu_quality import SIDES, measure
+from bench.cpu_quality import CONFIGURATIONS, measure
 from bench.peer import llama_in_transformers
 from onedraw.build.llm import build_llm
 from onedraw.llm.llm import LLM
@@ -139,7 +139,7 @@ def test_temperature_zero_and_top_k_one_are_greedy_and_seeds_matter(llm: LLM) ->
 @pytest.mark.long
 def test_quantized_products_cost_less_than_half_a_percent_of_perplexity(smollm2_path: Path) -> None:
     """Perplexity of a fixed text against float32; with float32 activations it does not change at all."""
-    found = {name: measure(str(smollm2_path), settings, new_tokens=1) for name, settings in SIDES.items()}
+    found = {name: measure(str(smollm2_path), settings, new_tokens=1) for name, settings in CONFIGURATIONS.items()}
     exact = found["float32"]["perplexity"]
     assert found["packed, f32 activations"]["perplexity"] == exact
     assert found["packed, int8 activations"]["perplexity"] == pytest.approx(exact, rel=0.005)
