@@ -12,6 +12,7 @@ from onedraw.checkpoints.base import Checkpoint
 from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_weights import is_random, open_random, open_random_drafter
+from onedraw.errors import ModelError
 from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.text.chat_template import ChatTemplate
@@ -40,6 +41,9 @@ def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
     if checkpoint.format == "plain":
         return synthetic_tokenizer(read_model_info(checkpoint).spec.vocab), fake_chat_template()
     if checkpoint.format == "gguf":
-        return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
+        try:
+            return Tokenizer.from_gguf(checkpoint.config), ChatTemplate.from_gguf(checkpoint.config)
+        except ModelError as error:
+            raise type(error)(f"{checkpoint.path}: {error}") from None
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)

@@ -58,7 +58,10 @@ class ChatTemplate:
         if source is None:
             return None
         bos, eos = (special_text(config, name) or "" for name in ("bos_token", "eos_token"))
-        return cls(source, bos_token=bos, eos_token=eos)
+        try:
+            return cls(source, bos_token=bos, eos_token=eos)
+        except CorruptFile as error:
+            raise CorruptFile(f"{file if file.is_file() else folder / 'tokenizer_config.json'}: {error}") from None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
