@@ -9,12 +9,16 @@ Axes
 Glossary
     row      the work of one sequence in one step          plan     the rows of one step
     lane     a slot of per-sequence state                  page     memory for S key/value positions
-    lease    lane, pages and slots held by a sequence      draft    a proposed token, not yet verified
+    lease    what a sequence holds: lane, pages, checkpoint  draft    a proposed token, not yet verified
     position absolute index of a token, prompt included    outcome  the result of a step
     known    tokens of the prompt and sampled ones         computed positions whose state is committed
     piece    a part of a reply, as a client receives it    channel  content, reasoning or tool call
     constraint  restricts the tokens of a reply            call     a tool call in a reply
     group    layers with the same attention window         checkpoint  state and last logits of a prompt, in a slot
+    caller   who sends requests: an API key or an address  choice   one of the n replies that a caller asks for
+    host     the CPU program, as opposed to the device that runs the model
+    commit   after a step, advance the state by the tokens that were kept
+    chunk    number of prompt positions that recurrent layers compute at once; chunks begin at multiples of it
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ import numpy.typing as npt
 from onedraw.errors import BadParameter
 
 SEED_LIMIT = 2**53  # Seeds travel as JSON numbers, which many programs hold exactly only below this.
-SEED_RANGE = 2**63  # A caller's seed is a 64-bit integer.
-MAX_TOP_LOGPROBS = 128  # most alternatives with logprobs per token
-PENDING_TOKEN = -1  # stands for the token of a row with `awaits_token`, which is not sampled yet
+SEED_RANGE = 2**63  # A caller may give any signed 64-bit integer as the seed.
+MAX_TOP_LOGPROBS = 128  # the limit on `logprobs`: how many of the most likely tokens are returned with each token
+PENDING_TOKEN = -1  # stands in Row.tokens for a token that the previous step is still sampling; see Row.awaits_token
 
 LogprobsMode = Literal["raw", "processed"]
 Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # The engine never sets "tool_calls": it does not see text.
@@ -44,7 +48,7 @@ EMPTY_MASK: TokenMask = np.zeros(0, dtype=np.uint32)  # allows no token
 class Constraint(Protocol):
     """Restricts the tokens that may follow a reply, as a pure function of its output so far and the drafts after it.
 
-    It may cache the state of a parser, so every request has one of its own, used on one thread at a time.
+    It may cache the state of a parser, so every request has a Constraint object of its own, used on one thread at a time.
     """
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
@@ -54,8 +58,8 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSpec:
-    """Describes a constraint as data; a grammar is its text. The service builds the Constraint from it. The engine never looks
-    inside."""
+    """Describes a constraint as plain data, for example by the text of a grammar. `engine/service.py` has the Constraint object
+    built from it. The engine itself never reads the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +67,14 @@ class DryParams:
     """ "Don't repeat yourself": a penalty on the token that would extend a repetition.
 
     If the last n tokens also occur earlier in the history, followed by token x, and n >= allowed_length, the logit of x is
-    reduced by multiplier * base ** (n - allowed_length). Matches never cross a breaker.
+    reduced by multiplier * base ** (n - allowed_length). A repetition never extends across a breaker, such as a line break.
     """
 
     multiplier: float
     base: float = 1.75
     allowed_length: int = 2
     range: int = 0  # number of last tokens that are searched for repetitions; 0 means all
-    breakers: frozenset[int] = frozenset()  # tokens that end a match
+    breakers: frozenset[int] = frozenset()  # tokens that end a repetition
 
     def __post_init__(self) -> None:
         _check("dry_multiplier", self.multiplier, low=0.0)
@@ -79,7 +83,7 @@ class DryParams:
         _check("dry_range", self.range, low=0)
 
 
-LARGEST = 1e9  # the limit of logit bias and repetition penalty, well within float32
+LARGEST = 1e9  # the limit on logit bias and repetition penalty; far below the largest float32, so scores stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ class SamplingParams:
     max_tokens: int = 16  # 0, to score the prompt and sample nothing, is only allowed with prompt_logprobs
     min_tokens: int = 0  # no stop id is sampled before the reply has this many tokens
     stop_ids: frozenset[int] = frozenset()  # tokens that end the reply; its token ids include the one that did
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token is banned after the others
+    bad_words: tuple[tuple[int, ...], ...] = ()  # banned token sequences: the last token is banned where the others precede it
     logprobs: int | None = None  # number of alternatives that are returned with each token's logprob; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
     prompt_logprobs: int | None = None  # like `logprobs`, for every prompt token but the first
@@ -151,7 +155,7 @@ def _check(name: str, value: float, *, low: float, high: float = math.inf, open_
 
 
 def _shown(value: float) -> str:
-    """Return a number as text, in full if it is an integer of reasonable size."""
+    """Return a number as text for an error message: in full if it is an integer that is not too long."""
     if not isinstance(value, int):
         return f"{value:g}"
     return str(value) if abs(value) < 2**64 else "a number of that size"
@@ -159,9 +163,10 @@ def _shown(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt that is continued once, as plain data that could be sent to another process. n choices are n requests.
+    """A prompt that is continued once, as plain data that could be sent to another process. A call for n choices makes n of them.
 
-    `caller` and `parent` decide whose turn it is when requests wait; they decide no token.
+    `caller` and `parent` decide which request goes first when requests wait for a lane (see `engine/fairness.py`). They do not
+    affect the sampled tokens.
     """
 
     id: str
@@ -171,14 +176,14 @@ class Request:
     speculate: bool = True  # whether its rows may carry drafts
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both
     caller: str = ""  # the name of an API key, or a client address; empty for callers of the library
-    parent: str = ""  # names the call that this is one choice of; empty if it is the only one
+    parent: str = ""  # an id that all choices of one call share; empty if there is only one choice
 
 
 @dataclass(slots=True)
 class History:
-    """The prompt and output tokens of a sequence, which changes them on the engine's thread.
+    """The prompt and output tokens of a sequence, to which the sequence appends on the engine's thread.
 
-    A backend may read them between submit and collect, because they do not change then.
+    A backend may read them while it computes a step (between `submit` and `collect`), because they do not change then.
     """
 
     prompt: tuple[int, ...]
@@ -207,7 +212,8 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Before a row runs, copy page `source`, to which another sequence may still write, to the sequence's own page `target`."""
+    """An order to copy KV page `source` to the sequence's own page `target` before its row runs. The source is a partly filled
+    page of a cached prefix, to which another sequence may still write."""
 
     group: int  # index of the layer group
     source: int
@@ -216,9 +222,10 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSave:
-    """Save in checkpoint slot `slot` the state after positions [0, position): a multiple of the chunk, or the prompt's end.
+    """An order to save the recurrent state after positions [0, position) in checkpoint slot `slot`, while a row runs.
 
-    At the prompt's end the logits of the last position are saved as well, if the row samples.
+    `position` is a multiple of the chunk, or the prompt's end. At the prompt's end the logits of the last position are saved as
+    well, if the row samples.
     """
 
     position: int
@@ -238,7 +245,9 @@ class Row:
 
     request_id: str
     lane: int  # slot of the sequence's state on the device
-    pages: tuple[Sequence[int], ...]  # per group, position p is in page [p // page_size]; -1: freed; drafts are covered too
+    # For each group, entry i is the page of positions [i * page_size, (i + 1) * page_size), or -1 if a sliding window has moved
+    # beyond it. The positions of the drafts have pages too.
+    pages: tuple[Sequence[int], ...]
     start: int
     tokens: tuple[int, ...]  # the known tokens at positions [start, start + len(tokens))
     drafts: tuple[Draft, ...]
@@ -250,7 +259,8 @@ class Row:
     restore: int | None = None  # checkpoint slot whose state is loaded first
     copies: tuple[PageCopy, ...] = ()
     saves: tuple[CheckpointSave, ...] = ()  # in order of position, each within (start, stop]
-    # The row's only token is being sampled by the sequence's row in flight. It is PENDING_TOKEN and not in the history yet.
+    # Whether the row's only token is still being sampled by the previous step. `tokens` has PENDING_TOKEN in its place then, and
+    # the history lacks it.
     awaits_token: bool = False
     draft_limit: int = MAX_DRAFTS  # the backend's own drafter makes at most this many drafts for the sequence's next row; 0: none
 
@@ -260,7 +270,8 @@ class Row:
 
     @property
     def samples_by_history(self) -> bool:
-        """Whether sampling needs tokens that the host computes with: for a constraint, DRY or bad words."""
+        """Whether the host must know all earlier tokens before it can prepare sampling, as a constraint, DRY and bad words
+        require."""
         return self.history.constraint is not None or self.params.dry is not None or bool(self.params.bad_words)
 
 
@@ -279,7 +290,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A sampled token. `kept` and `rejected` are not compared, so that a run with drafts equals one without."""
+    """A sampled token. `==` ignores `kept` and `rejected`, so that the result of a run with drafts equals that of one without."""
 
     token: int
     logprobs: Logprobs | None = None
@@ -297,7 +308,7 @@ class RowOutcome:
     kept: tuple[int, ...] = ()  # indices of the kept drafts, which are all tokens of `sampled` but the last
     next_drafts: tuple[Draft, ...] = ()  # drafts for the next row, from a drafter on the device
     no_token_left: bool = False  # whether no token is allowed at the position after `sampled`
-    fault: str = ""  # why no token is left, if the sampling rule is not the reason
+    fault: str = ""  # why no token is left, if not because of the sampling parameters: the logits were not finite
 
 
 @dataclass(frozen=True, slots=True)

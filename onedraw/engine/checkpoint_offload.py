@@ -1,5 +1,8 @@
 """Moves prompt checkpoints between device memory and disk, where they survive a restart as snapshots.
 
+A checkpoint is the recurrent state and last logits after a prefix of a prompt, in a numbered slot on the device. A snapshot is a
+checkpoint and its KV pages, in a file. A chunk is the number of prompt positions that recurrent layers compute at once.
+
 Checkpoints that rows have saved are exported to files. Before a prompt is admitted, a snapshot that covers more of it than the
 prefix cache is loaded into the cache, where admission finds it like any other prefix. The engine's thread exports and reads; the
 thread of a SnapshotFolder writes.
@@ -52,7 +55,7 @@ class CheckpointOffload:
             if len(tokens) < self._min_tokens or self._folder.busy or tokens in self._folder:
                 continue
             held = checkpoint_pages(self._allocator, checkpoint)
-            if held is None:  # It was evicted within the same step.
+            if held is None:  # The checkpoint, or a page that it needs, was evicted within the same step.
                 continue
             firsts, pages = [first for first, _ in held], [pages for _, pages in held]
             try:
@@ -61,7 +64,7 @@ class CheckpointOffload:
                 log.warning("a checkpoint could not be exported to a snapshot: %s", error)
                 return
             if not checkpoint.logits:
-                arrays.pop("logits", None)  # The slot may still contain the logits of an earlier checkpoint.
+                arrays.pop("logits", None)  # These are the logits of an earlier checkpoint in the same slot.
             self._folder.write(tokens, arrays, logits=checkpoint.logits, firsts=firsts)
 
     def fetch(self, history: History) -> None:

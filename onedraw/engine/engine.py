@@ -3,9 +3,10 @@
 Requests come with a sink, a function that the engine calls with the request's events. All state here belongs to one thread, which
 `service.py` runs.
 
-A plan is a list of rows, and a row is what one sequence computes in a step. Plans with different sequences may be in flight at
-once. With asynchronous scheduling a plan is submitted before the tokens of the previous one are known, so the host prepares a
-step while the device computes another. Where `submit` returns before the step is computed, the events of a step are delivered
+A plan is a list of rows, and a row is what one sequence computes in a step; with the sequence it is called a member of the plan.
+A plan is in flight from its submission until its outcome is collected. Several plans with different sequences may be in flight
+at once. With asynchronous scheduling a plan is submitted before the tokens of the previous one are known, so the host prepares
+a step while the device computes another. Where `submit` returns before the step is computed, the events of a step are delivered
 after the next one is submitted, so the device does not wait for them. If a step raises, its own rows fail and release their
 pages, and the engine continues.
 """
@@ -101,8 +102,8 @@ class Engine:
         self.scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Remove a request. An unknown id has already finished. The pages of a row in flight are released when it is
-        collected."""
+        """End a request early. An unknown id belongs to a request that has finished, so it is ignored. If the request has a row
+        in flight, its pages are released when that row is collected."""
         if request_id in self._live:
             sequence, sink = self._remove(request_id)
             self._undelivered.append((sink, Event(request_id, finish="cancelled", usage=sequence.usage)))
@@ -120,7 +121,7 @@ class Engine:
         handle, members = self._in_flight.popleft()
         try:
             outcome = self.backend.collect(handle)
-        except BaseException as error:  # A panic in native code is not an Exception.
+        except BaseException as error:  # not only Exception, since a panic in native code is raised as a BaseException
             ended = self._release_ended(members)
             self._step_raised([member for member in members if member.sequence not in ended], error)
             return
@@ -130,7 +131,7 @@ class Engine:
         for member, result in zip(members, outcome.rows, strict=True):
             if member.sequence not in ended:
                 self._commit(member, result)
-        saved = self.scheduler.allocator.take_saved()  # This empties a list that would otherwise grow, even without offload.
+        saved = self.scheduler.allocator.take_saved()  # called even without offload, because the list would grow without end
         offloads = self._offload is not None and bool(saved)
         if offloads or not self.backend.capacity.async_tokens:
             self._deliver()
@@ -245,7 +246,8 @@ class Engine:
                 self._deliver()
             except BaseException as failure:
                 log.error("the error event of a request could not be delivered", exc_info=failure)
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:  # these were cancelled while a row was in flight
+        # The sequences that are left were cancelled while a row was in flight, so they still hold their pages.
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             try:
                 self.scheduler.finish(sequence)
             except BaseException as failure:
@@ -274,7 +276,7 @@ class Engine:
             stop_id = sampled[-1].token if finish == "stop" else None
             kept = sequence.kept - kept_before
             self._undelivered.append((sink, Event(row.request_id, sampled, finish, stop_id, sequence.usage, scored, kept=kept)))
-        if error is not None:  # This is an event of its own: a stop string before it may end the reply without an error.
+        if error is not None:  # An event of its own, because a stop string in the text before it may end the reply first.
             self._undelivered.append((sink, Event(row.request_id, usage=sequence.usage, error=error)))
 
     def _prompt_logprobs(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
@@ -290,12 +292,13 @@ class Engine:
             self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
         sequence.ended = True
-        del self._live[request_id]  # Last, so that the request still gets its error event if something above raises.
+        del self._live[request_id]  # This comes last, so that the request still gets its error event if something above raises.
         return sequence, sink
 
     def _step_raised(self, members: list[ScheduledRow], error: BaseException) -> None:
-        """The step of these rows raised. If the device had no memory for it, the rows are computed again in smaller steps, from
-        the beginning, since the states of their lanes are undefined. Otherwise their requests end with an error."""
+        """Handle an error that was raised in the step of these rows. If the device had no memory for the step, the sequences are
+        preempted and computed again from the beginning in smaller steps, since the state on the device is undefined. After any
+        other error their requests end with that error."""
         if not isinstance(error, OutOfMemory):
             error_id = secrets.token_hex(6)
             log.error("step failed, error id %s", error_id, exc_info=error)
@@ -309,7 +312,7 @@ class Engine:
         if not self.scheduler.shrink_steps(rows=rows, tokens=tokens):
             self._fail(members, OutOfMemory(_NO_MEMORY))
             return
-        for member in reversed(members):  # The oldest is put back last, so it is the first to be admitted again.
+        for member in reversed(members):  # Each goes to the front of the queue, the oldest last, so it is admitted first again.
             member.sequence.lost = True
             self._preempt_lost(member.sequence)
 

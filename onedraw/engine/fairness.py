@@ -1,10 +1,17 @@
-"""Whose turn it is: numbers in, an order out. The scheduler acts on it; nothing here touches a sequence, a lane or a page.
+"""Fair shares: in which order waiting requests are admitted, and which running sequences are preempted for them.
 
-Callers (an API key, else a client address) share the lanes evenly, and so do the requests of one caller; the choices of one
-request share its turn. The rank of a running row is the number of rows that its caller holds before it, counted round robin over
-the caller's requests. A waiting request displaces a row of higher rank than its own row would get, and a row of equal rank after
-that row's turn. So rows are displaced only in favour of a caller or request that holds less, never back and forth, and every row
-samples a whole turn before another of equal rank takes its place.
+These are pure functions from numbers to an order, on which the scheduler acts.
+
+    lane     the place of a running sequence; at most `--max-batch` sequences run at once
+    row      here: a running sequence, which holds a lane and computes one row in each step
+    caller   who sends requests: an API key, else a client address
+    request  one call with all its choices (the n replies that it asks for), which may be several rows
+    turn     the number of tokens that a row samples before another of equal rank may take its lane
+
+Callers share the lanes evenly, and so do the requests of one caller. The rank of a row is the number of rows that its caller
+holds before it, counted round robin over the caller's requests. A waiting request displaces (preempts) a row of higher rank than
+its own row would get, and a row of equal rank after that row's turn. So rows are displaced only in favour of a caller or request
+that holds less, never back and forth, and every row samples a whole turn before another of equal rank takes its place.
 """
 
 from __future__ import annotations
@@ -13,14 +20,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-TURN_TOKENS = 64  # a row samples at least so many in a turn
-RESUME_SHARE = 8  # a turn samples at least a token per so many that have to be computed again after it
-PATIENCE = 8  # how often smaller requests may pass one that waits for pages
-TRIES = 4  # waiting requests that are tried in one step
+TURN_TOKENS = 64  # the shortest turn, in sampled tokens
+RESUME_SHARE = 8  # A preempted row computes all its tokens again, so its turn samples at least 1 token for every 8 of them.
+PATIENCE = 8  # A request that waits for KV pages is passed by smaller ones at most so often; then all others wait for it.
+TRIES = 4  # In one step the scheduler tries to admit at most the first so many of the waiting requests.
 
 
 class TurnKey(NamedTuple):
-    """Who a row belongs to: the lanes are shared among callers, a caller's lanes among its requests."""
+    """The caller and the request that a row belongs to."""
 
     caller: str
     request: str
@@ -37,12 +44,14 @@ class Rank(NamedTuple):
 
 
 def turn_length(known: int, least: int) -> int:
-    """Return how many tokens a row samples before its turn ends. `known`: what it computes again if it is preempted."""
+    """Return how many tokens a row samples in a turn, at least `least`. `known` is the number of tokens that it has to compute
+    again if it is preempted."""
     return max(least, known // RESUME_SHARE)
 
 
 def ranks(keys: Sequence[TurnKey]) -> list[Rank]:
-    """The rank of every row among its caller's rows, and among its request's. `keys`: oldest row first."""
+    """Return the rank of every row among the rows of its caller and among those of its request. `keys` has the oldest row
+    first."""
     held: Counter[TurnKey] = Counter()
     in_request, by_caller = [], defaultdict(list)
     for index, key in enumerate(keys):
@@ -57,7 +66,8 @@ def ranks(keys: Sequence[TurnKey]) -> list[Rank]:
 
 
 def displaced(key: TurnKey, rows: Sequence[RunningRow]) -> list[int]:
-    """The rows that may be preempted for one more row of `key`, in the order in which they are. `rows`: oldest first."""
+    """Return the indices of the rows that may be preempted so that `key` gets one more row, in the order in which to preempt
+    them. `rows` has the oldest first."""
     callers, requests = Counter(row.key.caller for row in rows), Counter(row.key for row in rows)
     found: list[tuple[bool, int, int, int]] = []
     for index, (row, rank) in enumerate(zip(rows, ranks([row.key for row in rows]), strict=True)):
@@ -71,25 +81,26 @@ def displaced(key: TurnKey, rows: Sequence[RunningRow]) -> list[int]:
 
 
 def newest_of_most(keys: Sequence[TurnKey], candidates: Sequence[int]) -> int:
-    """Which of the candidates (indices of `keys`) is preempted first when pages are short: the newest row of the caller that
-    holds most. The oldest row of all is preempted last, so it always advances."""
+    """Return which of the candidates (indices of `keys`) to preempt first when KV pages are short: the newest row of the caller
+    that holds most. The oldest row of all is preempted last, so it always advances."""
     found = ranks(keys)
     return max(candidates, key=lambda index: (found[index].in_caller, index))
 
 
 class PromptTurns:
-    """In which order prompts get tokens of a step: first those of the caller that has received fewest tokens, then of its request
-    that has, then the oldest row. Owner: the scheduler.
+    """Decides which prompts are computed first when a step has too few tokens for all of them.
 
-    A caller or request without a prompt in progress is forgotten. When it returns it counts as much as the one that has received
-    fewest: neither ahead for the time it was away, nor behind those that come after it.
+    The caller goes first whose prompts have received the fewest tokens so far; of its requests, the one that has received the
+    fewest; then the oldest row. A caller or request without a prompt in progress is forgotten. When it returns, it starts with
+    the count of the one that has received fewest: it gains nothing from the time it was away, and loses nothing. The scheduler
+    owns this object.
     """
 
     def __init__(self) -> None:
         self._received: dict[str | TurnKey, int] = {}  # by caller and by request
 
     def order(self, keys: Sequence[TurnKey]) -> list[int]:
-        """Indices of the rows with these keys, oldest first."""
+        """Return the indices of `keys` in the order in which their rows get tokens. `keys` has the oldest row first."""
         levels: tuple[Sequence[str | TurnKey], ...] = ([key.caller for key in keys], keys)
         known = self._received
         self._received = {}

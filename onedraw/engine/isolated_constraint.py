@@ -43,5 +43,5 @@ class IsolatedConstraint:
             return self._constraint.allowed(output, drafts)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # A panic in native code is not an Exception.
+        except BaseException as error:  # not only Exception, since a panic in native code is raised as a BaseException
             return error

@@ -1,16 +1,19 @@
 """The scheduler: it decides which sequences run in the next step and how many tokens each of them computes.
 
-It reads the waiting and running sequences, the allocator and a token budget, and returns rows with their sequences.
+It reads the waiting and running sequences, the allocator and a token budget (the most tokens of a step), and returns rows, which
+are what single sequences compute in the step, each with its sequence.
 
-Lanes go to callers in turn, then to the requests of a caller (see `fairness.py`). A waiting request may preempt the newest rows
-of the caller that holds most. With strict order of arrival, all sequences count as one request. Each generating sequence gets one
+Lanes (the places of running sequences) go to callers in turn, then to the requests of a caller (see `fairness.py`). A waiting
+request may preempt sequences of a caller that holds more, the newest first. With strict order of arrival
+(`--scheduling-policy fcfs`), all sequences count as one request. Each generating sequence gets one
 token, and drafts if there is room; the rest of the budget goes to prompts, one after the other. A prompt row that does not reach
-the end of its prompt stops at a multiple of the backend's chunk. If a sequence needs pages and none is free, a sequence without a
-row in this plan is preempted. A sequence whose whole prompt comes from a checkpoint generates at once, with a row that has no
-tokens to compute.
+the end of its prompt stops at a multiple of the backend's chunk, the number of positions that recurrent layers compute at once.
+If a sequence needs KV pages and none is free, a sequence without a row in this plan is preempted. A sequence whose whole prompt
+comes from a checkpoint (saved state and last logits) generates at once, with a row that has no tokens to compute.
 
 If the backend takes several plans at once, each plan gets an even share of the sequences, or more if more rows cost no extra
-time, so that the next plan has sequences too. A sequence with a row in flight gets no second row and is not preempted.
+time, so that the next plan has sequences too. A row is in flight from its submission until its outcome is collected; meanwhile
+its sequence gets no second row and is not preempted.
 
 With asynchronous scheduling, `plan_ahead` follows a plan of plain decode rows with a plan of the same sequences, one token
 further, before the first one is collected. If there is anything else to do, the next plan waits until then.
@@ -42,9 +45,9 @@ from onedraw.memory.pages import longest_row
 from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import History, Row
 
-MIN_STEP_TOKENS = 16  # steps are not made smaller than this after the device ran out of memory
-GROW_STEPS = 64  # computed steps after which they may be twice as large again
-SHARED_TURN = TurnKey("", "")  # key of every sequence under strict order of arrival
+MIN_STEP_TOKENS = 16  # After the device ran out of memory, the token budget of a step is halved, but not below this.
+GROW_STEPS = 64  # After so many computed steps, a budget that was halved is doubled again.
+SHARED_TURN = TurnKey("", "")  # the key of every sequence under strict order of arrival, so that none takes another's turn
 
 Fetch = Callable[[History], None]  # loads a snapshot of the prompt into the prefix cache, if there is one on disk
 
@@ -85,15 +88,17 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.in_flight: Counter[Sequence] = Counter()  # sequence → number of its rows that are submitted and not collected
         self.preemptions = 0
-        self.turn_preemptions = 0  # of them, those that gave another caller or request its turn
+        self.turn_preemptions = 0  # those of `preemptions` that gave the lane to another caller or request
         self._fetch = fetch
         self.fair, self._turn_tokens = fair, turn_tokens
         self._prompt_turns = PromptTurns()
-        self._most_rows = capacity.lanes  # running sequences; fewer after a step for which the device had no memory
-        self._most_tokens = self.step_tokens  # tokens of one step; fewer likewise
+        self._most_rows = capacity.lanes  # most running sequences; lowered after a step for which the device had no memory
+        self._most_tokens = self.step_tokens  # most tokens of one step; lowered in the same case
         self._steps_since_shrunk = 0
-        self._full_with: int | None = None  # all lanes are taken and rightly so, with so many rows past their turn
-        self._awaits_victim = False  # a sequence that is to be preempted has a row in flight
+        # Set when all lanes are taken and no waiting sequence may displace a running one: the number of sequences past their turn
+        # at that time. Until it changes, another try to admit a sequence would fail too.
+        self._full_with: int | None = None
+        self._awaits_victim = False  # whether admission waits until a sequence to be preempted has no row in flight
 
     def add(self, sequence: Sequence) -> None:
         if not self.fair:
@@ -127,8 +132,8 @@ class Scheduler:
         return self._with_draft_limits(members)
 
     def shrink_steps(self, *, rows: int, tokens: int) -> bool:
-        """The device had no memory for a step of this size. Plan at most half of it from now on; return whether that is
-        possible."""
+        """Plan at most half of this size from now on, because the device had no memory for a step of this size. Return whether
+        that is possible."""
         least = max(self.capacity.chunk, MIN_STEP_TOKENS)
         self._most_rows = max(min(rows, self._most_rows) // 2, 1)
         self._most_tokens = max(min(tokens, self._most_tokens) // 2, least)
@@ -136,7 +141,7 @@ class Scheduler:
         return rows > 1 or tokens > least
 
     def count_step(self) -> None:
-        """A step was computed. Steps that were made smaller grow again after a while."""
+        """Count a computed step. After enough of them, steps that were made smaller may grow again."""
         if self._most_rows < self.capacity.lanes or self._most_tokens < self.step_tokens:
             self._steps_since_shrunk += 1
             if self._steps_since_shrunk % GROW_STEPS == 0:
@@ -149,8 +154,8 @@ class Scheduler:
 
     def plan_ahead(self, members: List[ScheduledRow]) -> list[ScheduledRow]:
         """Return the plan after the one in flight: one row per sequence, for the token that is being sampled. It is empty if the
-        next plan must wait for the collection, because a sequence is not in flight, has drafts, gets no page or is to be
-        preempted."""
+        next plan must wait until the one in flight is collected: because a sequence is not in flight, has drafts, gets no page or
+        is to be preempted."""
         if not self.capacity.async_scheduling or any(member.row.drafts or member.sequence.lost for member in members):
             return []
         self._admit()
@@ -193,7 +198,8 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _admit(self) -> None:
-        """Admit waiting sequences, each time the one whose turn it is. Those that wait for pages may be passed a few times."""
+        """Admit waiting sequences, each time the one whose turn it is. A sequence for which there are too few KV pages may be
+        passed by others PATIENCE times; then the others wait for it."""
         self._awaits_victim = False
         while self.waiting and not self._rightly_full():
             blocked: list[Sequence] = []
@@ -211,7 +217,8 @@ class Scheduler:
                 sequence.passed += 1
 
     def _rightly_full(self) -> bool:
-        """Whether all lanes are taken, and nothing has changed since no waiting sequence could take one of them."""
+        """Whether all lanes are taken and nothing has changed since the last admission found no sequence to displace, so that
+        another attempt would be in vain."""
         return self._full_with is not None and not self._has_lane() and self._full_with == self._past_turn()
 
     def _has_lane(self) -> bool:
@@ -221,7 +228,8 @@ class Scheduler:
         return sum(sequence.overtime >= 0 for sequence in self.running)
 
     def _admit_one(self, sequence: Sequence) -> bool:
-        """Admit a sequence if lanes and pages suffice, or do after the preemption of rows that hold more than their share."""
+        """Admit a sequence if there are a lane and enough pages, if necessary by preempting sequences of callers or requests that
+        hold more. Return whether it was admitted."""
         lease = self._allocate(sequence) if self._has_lane() else None
         if lease is None:
             victims = self._victims(sequence)
@@ -247,8 +255,8 @@ class Scheduler:
         return self.allocator.allocate(sequence.history, reuse=reuse, more=more, step=self.longest_row)
 
     def _victims(self, sequence: Sequence) -> list[Sequence]:
-        """The fewest rows whose preemption makes room for a sequence, of those that hold more than their share; empty if all of
-        them together do not."""
+        """Return the fewest sequences whose preemption makes room for this one, among those that it may displace (see
+        `fairness.displaced`). Empty if all of them together do not make enough room."""
         rows = [RunningRow(s.key, s.overtime) for s in self.running]
         order = [self.running[index] for index in displaced(sequence.key, rows)]
         leases = [s.lease for s in order if s.lease is not None]
@@ -269,7 +277,7 @@ class Scheduler:
         proposal = self.speculator.propose(*known, room=room, running=running, tentative=tentative)
         drafts = proposal.drafts[:room]
         vocab, legal = self.capacity.vocab, 0
-        for token, parent in drafts:  # keep drafts while tokens are in the vocabulary and parents come before them
+        for token, parent in drafts:  # A drafter may err: keep only the drafts before the first invalid token or parent.
             if not (0 <= token < vocab and -1 <= parent < legal):
                 break
             legal += 1
@@ -320,7 +328,8 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence, *, last: bool) -> None:
-        """Release a sequence's lease; it is computed again later. `last`: its turn is over, so other requests go first."""
+        """Release a sequence's lease and put it back into the waiting queue; its tokens are computed again later. With `last` its
+        turn is over, so it goes behind the other requests, else before them."""
         sequence.rewind()
         self.running.remove(sequence)
         self.waiting.put_back(sequence, last=last)

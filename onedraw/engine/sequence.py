@@ -1,6 +1,7 @@
 """A request that is being generated: its known tokens, how far they are computed, and the memory it holds.
 
-Row outcomes come in; newly sampled tokens and the finish reason go out. A Sequence belongs to the engine's thread.
+Row outcomes come in; newly sampled tokens and the finish reason go out. A Sequence belongs to the engine's thread. A row is the
+work of the sequence in one step: n known tokens, then drafts, of which `kept` are right. A lease is the memory that it holds.
 
     known    = len(history)                 prompt and everything sampled so far
     computed <= known                       positions whose state is committed
@@ -47,8 +48,8 @@ class Sequence:
     lost: bool = False  # its state on the device is undefined, so it is preempted as soon as it has no row in flight
     logprobs_sent: bool = False  # the prompt's logprobs were sent, so a preempted sequence need not compute them again
     key: TurnKey = field(init=False)  # the caller and request that it belongs to
-    turn_stop: int = 0  # its turn ends when its output has this many tokens
-    passed: int = 0  # how often others were admitted while it was next and waited for pages
+    turn_stop: int = 0  # its turn (see `fairness.py`) ends when its output has this many tokens
+    passed: int = 0  # how often other sequences were admitted before it because it needs more KV pages than are free
 
     def __post_init__(self, constraint: Constraint | None) -> None:
         self.history = History(self.request.prompt, constraint=constraint)
@@ -65,12 +66,12 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """How many tokens may still be sampled."""
+        """How many tokens may still be sampled, by max_tokens."""
         return self.request.params.max_tokens - len(self.history.output)
 
     @property
     def overtime(self) -> int:
-        """Tokens sampled since its turn ended; negative while it lasts."""
+        """Tokens sampled since its turn ended; negative while the turn lasts."""
         return len(self.history.output) - self.turn_stop
 
     @property

@@ -1,7 +1,8 @@
 """The service connects callers on any thread with the engine, which runs on a thread of its own.
 
-Any thread may submit and cancel requests. Events are delivered on the engine's thread, so a sink must not block. A request that
-the backend cannot serve is refused before it is queued. A cancellation takes effect at the start of the next step.
+Any thread may submit and cancel requests. With each request comes a sink, the function that gets its events. Events are delivered
+on the engine's thread, so a sink must not block. A request that the backend cannot serve is refused before it is queued. A
+cancellation takes effect at the start of the next step. An arrival is a submitted request that the engine has not taken yet.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Service:
 
     @property
     def max_requests(self) -> int:
-        """How many requests may run and wait together. A call with more of them could never be accepted."""
+        """The most requests that may run and wait together. A call for more choices than this could never be accepted."""
         return self._queue_limit + self.capacity.lanes
 
     def stats(self) -> Stats:
@@ -120,7 +121,7 @@ class Service:
         return CheckedRequest(request, constraint)
 
     def check_count(self, replies: int, *, param: str | None = None) -> None:
-        """Raise if so many requests could never be submitted together."""
+        """Raise if so many replies could never be submitted together, because the queue is too short."""
         if replies > self.max_requests:
             raise BadRequest(
                 f"{replies} replies at once are more than the {self.max_requests} that may run and wait; "
@@ -144,8 +145,8 @@ class Service:
             self._changed.notify()
 
     def _refuse_over_share(self, callers: Sequence[str]) -> None:
-        """The queue is full. Raise unless each of these callers stays within an even share of it, so that the requests of one
-        caller cannot keep all others out."""
+        """Raise QueueFull unless each of these callers stays within an even share of the queue, which is full. So the requests of
+        one caller cannot keep all others out."""
         waiting = Counter(dict(self._engine.scheduler.waiting.counts))  # a copy, since the engine's thread changes it
         waiting.update(one.request.caller for one, _ in self._arrivals)
         waiting.update(callers)
@@ -171,7 +172,7 @@ class Service:
         self._thread.join()
 
     def _has_work(self) -> bool:
-        with self._changed:  # Under the lock, an arrival is either in the queue or in the engine, never between them.
+        with self._changed:  # While the lock is held, every arrival is either in the queue or in the engine, never between them.
             return bool(self._arrivals) or self._engine.busy
 
     def _free_lanes(self) -> int:
@@ -213,7 +214,7 @@ class Service:
             engine.step()
             if not engine.busy:
                 engine.scheduler.allocator.audit()
-        except BaseException:  # A bug outside the backend or a panic in native code. Every caller must still get its last event.
+        except BaseException:  # a bug outside the backend, or a panic in native code; every request must still get its last event
             log.exception("the engine failed between steps")
             engine.fail_all(StepFailed("the engine failed; see the server's log"))
         self._stats = engine.stats()
@@ -231,7 +232,7 @@ class Service:
                 checked, sink = self._arrivals.popleft()
                 engine.add(checked.request, sink, checked.constraint)
             if arrived:
-                self._stats = engine.stats()  # `submit` compares the number of waiting requests with the queue limit.
+                self._stats = engine.stats()  # must be current, since `submit` compares its waiting requests with the queue limit
             cancelled, self._cancelled = self._cancelled, deque()
         for request_id in cancelled:
             engine.cancel(request_id)

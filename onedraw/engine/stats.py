@@ -1,5 +1,8 @@
 """The engine's counters as one frozen value, which any thread may read.
 
+A row is the work of one sequence in one step. A checkpoint is the saved state after a prompt prefix, from which another prompt
+can resume. A draft is kept if it equals the token that is sampled at its position.
+
 The engine, scheduler, allocator and speculator count; `/metrics`, `onedraw bench` and `onedraw prove` read.
 """
 
@@ -21,7 +24,8 @@ class DraftStats:
 
 @dataclass(frozen=True, slots=True)
 class DraftingEstimates:
-    """What the drafting policy reckons with now. Costs are (per step or call, per row, per token) in seconds."""
+    """The estimates with which the number of drafts is chosen now. A cost is three durations in seconds: of a step (or of a call
+    of the drafter), and in addition of each row and each token in it."""
 
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of a step without its drafter
     drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the backend's drafter; a token is a drafted position
@@ -30,7 +34,8 @@ class DraftingEstimates:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since the start. `running`, `waiting`, `pages_*`, `checkpoints_used`, `checkpoints_total`, `drafting`: of now."""
+    """Counters since the start, except for `running`, `waiting`, `pages_*`, `checkpoints_used`, `checkpoints_total` and
+    `drafting`, which are gauges: they tell the present state."""
 
     running: int = 0
     waiting: int = 0
@@ -51,7 +56,7 @@ class Stats:
     prompt_tokens: int = 0  # prompt tokens computed; those computed again after preemption count again
     completion_tokens: int = 0
     preemptions: int = 0
-    turn_preemptions: int = 0  # of them, those that gave another caller or request its turn
+    turn_preemptions: int = 0  # those of `preemptions` that gave the lane to another caller or request
     drafts: int = 0  # rows that carried drafts
     draft_trees: int = 0  # rows whose drafts branch
     draft_tokens: int = 0
@@ -61,9 +66,9 @@ class Stats:
     propose_seconds: float = 0.0  # time spent in proposers and decisions on the host
     drafter_steps: int = 0  # generating steps after which the backend's own drafter drafted
     drafter_seconds: float = 0.0  # time that it took in generating steps
-    probe_seconds: float = 0.0  # estimated time of drafts that were only tried
+    probe_seconds: float = 0.0  # estimated time of probes: drafts that did not pay off before and were tried again
     drafting: DraftingEstimates = field(default_factory=DraftingEstimates)
-    middle_chunks: int = 0  # rows that stopped before the end of the known tokens
+    middle_chunks: int = 0  # rows of long prompts that stopped before the end of the prompt, so that nothing was sampled
     mixed_steps: int = 0  # steps with more than one row
     mixed_logprobs: int = 0  # steps in which some rows have logprobs and some have none
     mixed_constraints: int = 0  # steps in which some rows are constrained and some are not

@@ -1,7 +1,7 @@
-"""The queue of waiting sequences: one queue per request, requests in a ring per caller, callers in a ring.
+"""The queue of waiting sequences, which knows in which order they are to be admitted.
 
-In: sequences with their keys. Out: the order in which they are admitted. Within a request it is the order of arrival; with one
-key for all sequences it is the order of arrival altogether.
+The sequences of one call (its choices) have the same key and wait in order of arrival. The keys of one caller are in a ring: the
+one that was admitted last goes to the end. So are the callers. If all sequences have the same key, the order is that of arrival.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Requests = OrderedDict[TurnKey, deque[Sequence]]
 
 
 class WaitingQueue:
-    """Owner: the scheduler. The caller or request that was admitted last is the last in its ring."""
+    """The rings of callers and of their requests. The scheduler owns it."""
 
     def __init__(self) -> None:
         self._callers: OrderedDict[str, Requests] = OrderedDict()
-        self.counts: Counter[str] = Counter()  # waiting sequences by caller; read by other threads
+        self.counts: Counter[str] = Counter()  # number of waiting sequences of each caller; other threads copy it
 
     def __len__(self) -> int:
         return self.counts.total()
@@ -38,7 +38,8 @@ class WaitingQueue:
         self.counts[sequence.key.caller] += 1
 
     def put_back(self, sequence: Sequence, *, last: bool) -> None:
-        """A preempted sequence: the first of its request. `last`: its turn is over, so the others go before its request."""
+        """Add a preempted sequence as the first of its request. With `last` its turn is over, so its request and its caller go to
+        the end of their rings; else they go to the front."""
         key = sequence.key
         self._queue(key).appendleft(sequence)
         self.counts[key.caller] += 1
@@ -46,7 +47,7 @@ class WaitingQueue:
         self._callers.move_to_end(key.caller, last=last)
 
     def admit(self, sequence: Sequence) -> None:
-        """Remove a sequence that is admitted. Its caller and its request had their turn."""
+        """Remove a sequence that is admitted, and move its caller and its request to the end of their rings."""
         key = sequence.key
         self.remove(sequence)
         if key.caller in self._callers:
@@ -58,7 +59,7 @@ class WaitingQueue:
         key = sequence.key
         assert self.counts[key.caller], "this sequence does not wait"
         requests = self._callers[key.caller]
-        requests[key].remove(sequence)  # fast for the first, as at admission
+        requests[key].remove(sequence)  # A deque finds its first entry at once, and admission removes only that one.
         self.counts[key.caller] -= 1
         if not requests[key]:
             del requests[key]
@@ -67,8 +68,8 @@ class WaitingQueue:
             del self.counts[key.caller]
 
     def candidates(self, running: List[TurnKey], most: int) -> list[Sequence]:
-        """The next sequences to admit, one per request: those of callers that hold fewest rows first, then of requests that hold
-        fewest, then in the order of the rings."""
+        """Return the next sequences to admit, the best first, at most one per request. `running` has the key of every running
+        sequence: callers with the fewest of them go first, then requests with the fewest, then the order of the rings decides."""
         callers, requests = Counter(key.caller for key in running), Counter(running)
         found = []
         for place, (caller, waiting) in enumerate(self._callers.items()):

@@ -1,8 +1,9 @@
 """The allocator gives out lanes, KV pages and checkpoint slots. A Lease is the part of them that one sequence holds.
 
-A lane is a slot of per-sequence state on the device, and a page is a block of KV positions. Only numbers are handled here; the
-backend owns the memory. `Lease.release` returns everything. `audit` compares the counts whenever the engine is idle, and tests
-call `audit_all` after every step.
+A lane is a slot of per-sequence state on the device, a page is a block of KV positions, and a checkpoint slot holds the recurrent
+state and last logits after a prefix of a prompt. Layers with the same attention window form a group, which has pages of its own.
+Only numbers are handled here; the backend owns the memory. `Lease.release` returns everything. `audit` compares the counts
+whenever the engine is idle, and tests call `audit_all` after every step.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Allocator:
     def releases_needed(
         self, leases: Sequence[Lease], history: History, *, reuse: bool, more: int = 1, step: int | None = None
     ) -> int | None:
-        """How many of these leases, from the first on, must be released before `allocate` succeeds; None: all are too few."""
+        """Return how many of these leases, from the first on, must be released before `allocate` succeeds. None if releasing all
+        of them is not enough."""
         needs = Needs(history, reuse, length=len(history) + more, step=step or len(history) + more)
         tokens = self._reusable_tokens(needs)
         points = list(self._resume_points(needs, tokens, self.prefix_cache.match(tokens)))
@@ -132,14 +134,15 @@ class Allocator:
         return None
 
     def _reusable_tokens(self, needs: Needs) -> tuple[int, ...]:
-        """The tokens to look up in the prefix cache."""
+        """Return the tokens to look up in the prefix cache: none for a sequence that does not use it."""
         if not (needs.reuse and self.reuse):
             return ()
         return needs.history.prompt if self.rules.recurrent else tuple(needs.history.slice(0, len(needs.history)))
 
     def _resume_points(self, needs: Needs, tokens: tuple[int, ...], path: list[Node]) -> Iterator[ResumePoint]:
-        """The longest cached prefix. Copying a partly filled page takes one page more than a cold run, maybe too many: then also
-        the longest one that ends with a page."""
+        """Yield the points to resume from, to be tried in this order. The first is the end of the longest cached prefix. If its
+        last page is partly filled, that page must be copied, which takes a page more than a run without cache and may be too
+        much. The second is then the longest prefix that ends with a full page."""
         known, prompt = len(needs.history), len(needs.history.prompt)
         for copies in (True, False):
             resume = longest_resume(path, tokens, prompt=prompt, known=known, rules=self.rules, copies=copies)

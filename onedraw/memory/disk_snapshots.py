@@ -126,7 +126,7 @@ class SnapshotFolder:
             stop = start + 4 * header["tokens"]
             if np.frombuffer(content[start:stop], "<u4").tolist() != list(snapshot.tokens):
                 raise ValueError("it belongs to another prompt")
-            os.utime(snapshot.path)  # `_evict` takes the file's time for the time of its last use.
+            os.utime(snapshot.path)  # The file's time stands for its last use, by which `_evict` decides.
             return dict(_arrays(content, header["arrays"], stop))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.discard(snapshot, error)

@@ -46,7 +46,8 @@ def most_pages(length: int, *, window: int | None, step: int, page_size: int) ->
 
 
 def longest_row(groups: Sequence[GroupSizes], *, page_size: int, max_context: int, chunk: int) -> int:
-    """Return the longest row for which a sequence that runs alone always gets pages, with those of its sliding windows."""
+    """Return the most tokens that a row may have, so that a sequence that runs alone always gets the pages of that row and of its
+    sliding windows."""
     longest = max_context
     for group in groups:
         if group.window is not None and group.pages * page_size < max_context:
@@ -91,7 +92,7 @@ class PagePool:
         return page in self._idle
 
     def take(self) -> int:
-        """Return a page for new content; the caller has checked that one is available. If none is free, the page that has been
+        """Return a page for new content. One must be available. If none is free, the page that has been
         idle for longest is evicted from the prefix cache."""
         if self._free:
             page = self._free.pop()

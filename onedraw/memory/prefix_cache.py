@@ -5,7 +5,8 @@ group still has the pages to which position n attends. A model with recurrent st
 which is saved at chunk boundaries inside a prompt and at its end. If nothing is left to compute, the checkpoint must have the
 logits of the last position as well.
 
-A checkpoint is in a numbered slot; the least recently used one is evicted.
+A checkpoint is in a numbered slot on the device; if all slots are used, the least recently used checkpoint is evicted. The chunk
+is the number of prompt positions that recurrent layers compute at once. A lease is the memory that a running sequence holds.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ class PrefixCache:
 def longest_resume(
     path: list[Node], tokens: Sequence[int], *, prompt: int, known: int, rules: ReuseRules, copies: bool = True
 ) -> ResumePoint:
-    """Return the farthest point from which `tokens`, whose nodes are `path`, can resume. Without `copies` it is at a page end."""
+    """Return the farthest point from which a prompt with these tokens, whose nodes are `path`, can resume. Without `copies` no
+    page may be copied, so the point is at the end of a page."""
     available = _page_availability(path, rules)
     for node in reversed(path):
         for checkpoint in _matching_checkpoints(node, tokens, rules.page_size):
@@ -212,7 +214,8 @@ def longest_resume(
 
 
 def _on_cold_path(position: int, prompt: int, rules: ReuseRules) -> bool:
-    """Whether a run without cache passes through the same state at `position`, given the length of its prompt."""
+    """Whether a run without cache would have the same bits of state at `position`: only at chunk boundaries and the prompt's
+    end."""
     return position == prompt or (position < prompt and rules.boundary(position))
 
 

@@ -1,7 +1,8 @@
 """The part of sampling that only the host can compute, as adjustments of single tokens.
 
-From the parameters, the history and the drafts before a position follows an Adjustment: DRY penalties, and the tokens banned by
-bad words, the minimum length or a constraint. The reference sampler and every fast sampler use the same adjustments.
+The input is the sampling parameters, the history and the drafts before a position. The output is an Adjustment: DRY penalties,
+and the tokens banned by bad words, the minimum length or a constraint. DRY ("don't repeat yourself") penalizes the token that
+would extend a repetition. The reference sampler and every fast sampler use the same adjustments.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from onedraw.types import DryParams, History, SamplingParams, TokenMask
 
 LONGEST_MATCH = 64  # A longer repetition is penalized as if it had this length, which bounds the work per token.
-_LARGEST = float(np.finfo(np.float32).max)  # a penalty is limited to this, so that scores stay finite
+_LARGEST = float(np.finfo(np.float32).max)  # the limit on a penalty, so that scores stay finite
 
 Tokens = npt.NDArray[np.int64]
 

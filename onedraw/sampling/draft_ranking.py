@@ -81,7 +81,8 @@ def _penalized(ids: Ids, scores: Floats, params: SamplingParams, seen: tuple[Cou
 
 
 def _filtered(scores: Floats, params: SamplingParams) -> int:
-    """Return how many candidates min-p, top-k and top-p keep, at least one. Scores are sorted, and the best is 0."""
+    """Return how many of the candidates min-p, top-k and top-p keep, at least one. `scores` is sorted, and the best score is
+    0."""
     kept = max(int((scores >= -np.float32(min_p_limit(params.min_p))).sum()), 1)
     if params.top_k:
         kept = min(kept, params.top_k)

@@ -1,7 +1,7 @@
 """The sampling rule ("the law") as a definition: slow and plain, one position at a time. Every fast sampler is tested against it.
 
-From the logits of a position, the parameters, the history and the drafts before it follow scores, a token, logprobs and a
-checksum.
+The input is the logits of a position, the sampling parameters, and the history and drafts before it. The output is scores, a
+token, logprobs and a checksum. V in shape comments is the size of the vocabulary.
 
 Order of the rule, all in float32:
     1  logit bias
@@ -43,8 +43,8 @@ Integers = npt.NDArray[np.int64]
 class Filters:
     """The parameters of steps 4 to 7 in the form in which fast samplers use them."""
 
-    divisor: float = 1.0  # the temperature
-    limit: float = math.inf  # the largest deficit that min-p keeps
+    divisor: float = 1.0  # the temperature, by which scores are divided
+    limit: float = math.inf  # min-p as a number: tokens whose deficit (best score - score) is larger are excluded
     top_k: int = 0  # 0 turns it off
     top_p: float = 1.0  # 1 turns it off
 
@@ -90,7 +90,8 @@ def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
 
 
 def log_shares(deficit: Floats, total: int) -> Floats:
-    """Return the logprobs of deficits, given that all masses add up to `total`. They are rounded from float64 to float32.
+    """Return the logprobs of tokens from their deficits (best score - score), given that the masses of all tokens add up to
+    `total`. They are rounded from float64 to float32.
 
     If a logit is NaN, the total is not positive, since NaN becomes the lowest integer; then every logprob is -inf.
     """
@@ -100,12 +101,13 @@ def log_shares(deficit: Floats, total: int) -> Floats:
 
 
 def masses(deficit: Floats) -> Integers:
-    """Return floor(exp(-deficit) * 2^40), which for the best token is exactly 2^40."""
+    """Return the mass of each token, floor(exp(-deficit) * 2^40), where deficit = best score - score. That of the best token is
+    exactly 2^40."""
     return (np.exp(-deficit) * np.float32(2.0**MASS_BITS)).astype(np.int64)
 
 
 def min_p_limit(min_p: float) -> float:
-    """Return the largest deficit that min-p keeps. The caller rounds it to float32."""
+    """Return the largest deficit (best score - score) of a token that min-p keeps. The caller rounds it to float32."""
     return -math.log(min_p) if min_p > 0 else math.inf
 
 
@@ -167,7 +169,7 @@ def _adjusted(logits: Floats, params: SamplingParams, history: History, drafts: 
 
 
 def _limit(deficit: Floats, params: SamplingParams) -> np.float32:
-    """Return steps 5 to 7 as one threshold: the largest deficit that is kept."""
+    """Return min-p, top-k and top-p as one threshold: the largest deficit (best score - score) of a token that is kept."""
     limit = np.float32(min_p_limit(params.min_p))
     if 0 < params.top_k < len(deficit):
         limit = min(limit, np.sort(deficit)[params.top_k - 1])

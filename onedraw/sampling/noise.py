@@ -1,6 +1,7 @@
 """Noise as a pure function of (seed, position, token id). There is no random generator with state.
 
-From a seed below 2^53, an absolute position and the size of the vocabulary follow integers, and from these the Gumbel noise.
+The input is a seed below 2^53, an absolute position and the size of the vocabulary V. The output is one integer for each token
+id, and from these the Gumbel noise that sampling adds to the scores.
 
 The integers are the definition, so every backend must compute the same ones:
 
@@ -101,7 +102,7 @@ def prompt_seed(seed: int, index: int) -> int:
 
 
 def hashed_seed(seed: int) -> int:
-    """A seed below SEED_LIMIT from any 64-bit integer."""
+    """Return a seed below SEED_LIMIT that is computed from any 64-bit integer by a hash."""
     return _hash(seed & _MASK_64, 0, _WIDE_DOMAIN) % SEED_LIMIT
 
 

@@ -1,7 +1,9 @@
-"""How many drafts a row carries: pure functions of acceptance, step cost and batch size, and the estimates of these.
+"""The formula for the best number of drafts, and the estimates of acceptance and cost that it is computed from.
 
-The estimates learn from the duration of past steps and the number of kept drafts. The result is the number of drafts that
-gives the most tokens per second, under this model:
+A row is the work of one sequence in one step: its known tokens, then drafts. Acceptance is the probability that a draft is kept,
+which means that it equals the token that the target model samples. `speculator.py` owns the estimates, feeds them with the
+results of steps, and decides with this formula which source's drafts a row carries. The formula returns the number of drafts
+that gives the most tokens per second, under this model:
 
     drafts are kept one after the other with probability a    expected_kept(k) = a + a² + … + a^k
     a step of R rows with k drafts each                       base + R · (row + token · (1 + k)) seconds
@@ -25,11 +27,11 @@ PRIOR_WEIGHT = 3.0  # this assumption counts as much as this many observed draft
 PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, assumed until it is measured
 CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
 PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
-REFINEMENTS = 3  # times that the speed of a step is estimated anew from the drafts chosen
+REFINEMENTS = 3  # rounds of computing the best drafts for the speed of the step, and the new speed that they give
 PROBE_TOKENS = 2  # drafts that a probe of a proposer carries
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
 PROBE_SHARE = 0.01  # all probes together take at most this share of the time
-PROBE_SAVINGS = 8.0  # time for probes that may be saved up, in base costs of a step
+PROBE_SAVINGS = 8.0  # the most time for probes that can be saved up, as a multiple of the base cost of a step
 
 
 # ---------------------------------------------------------------------- decision
@@ -175,13 +177,14 @@ class Acceptance:
             self.kept, self.lost = self.kept / excess, self.lost / excess
 
     def prior_for_new_request(self) -> Acceptance:
-        """Return the first estimate of a new request: this rate, with little weight, because requests differ."""
+        """Return the first estimate of a new request: this acceptance, with little weight, because requests differ."""
         return Acceptance(self.rate * PRIOR_WEIGHT, (1.0 - self.rate) * PRIOR_WEIGHT)
 
 
 @dataclass(slots=True)
 class Probe:
-    """Decides when a source that does not pay off is tried again: after 4 steps, then 8, and so on up to 64."""
+    """Decides when a source of drafts that does not pay off is tried again: after 2 steps, then after 4, 8 and so on up to 64
+    further ones."""
 
     gap: int = FIRST_PROBE_GAP
     waited: int = 0
@@ -229,7 +232,7 @@ class CostMeter:
             cost = self.cost
             usual = cost.base_seconds + cost.row_seconds * rows + cost.token_seconds * tokens
             if seconds * 8.0 < usual:
-                self._weight = 0.0  # So much faster: the steps until now were warm-up, and are discarded.
+                self._weight = 0.0  # This step is so much faster that those before must have been warm-up; they are discarded.
             elif self._weight > 4.0:
                 seconds = min(seconds, 2.0 * usual)  # limits the influence of an outlier
         self._add(float(tokens), float(rows), seconds)
@@ -242,7 +245,7 @@ class CostMeter:
         by_tokens, by_rows, by_seconds = tokens - was[0], rows - was[1], seconds - was[2]
         share = 1.0 / self._weight
         self._means = (was[0] + share * by_tokens, was[1] + share * by_rows, was[2] + share * by_seconds)
-        rest = 1.0 - share  # the deviation from the new mean is the deviation from the old one times this
+        rest = 1.0 - share  # A step's deviation from the new mean is its deviation from the old mean times this.
         self._tokens_tokens = fade * self._tokens_tokens + rest * by_tokens * by_tokens
         self._tokens_rows = fade * self._tokens_rows + rest * by_tokens * by_rows
         self._rows_rows = fade * self._rows_rows + rest * by_rows * by_rows

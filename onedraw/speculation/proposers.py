@@ -53,7 +53,7 @@ class NgramProposer:
         if room <= 0:
             return ()
         index = self._indexes.get(request.id)
-        if index is None or index.stop > length:  # A shorter history belongs to another request with the same id.
+        if index is None or index.stop > length:  # A history never shrinks, so this is another request with the same id.
             index = SuffixIndex(longest=self._longest, shortest=self._shortest, start=max(length - self._reach, 0))
             self._indexes[request.id] = index
         end = index.latest(history)
@@ -80,7 +80,7 @@ class SuffixIndex:
         self._longest = longest
         self._start = start
         self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(longest, shortest - 1, -1)}
-        self.stop = start  # n-grams that end here or earlier are in the index; a position in the history
+        self.stop = start  # position in the history; n-grams that end here or earlier are in the index
 
     def latest(self, history: History) -> int | None:
         """Return where the last earlier occurrence of the longest known suffix ends, or None."""
@@ -123,7 +123,7 @@ class PredictionProposer:
         alignment = self._alignments.get(request.id)
         if alignment is None or alignment.seen > len(
             history.output
-        ):  # A shorter output belongs to another request with the same id.
+        ):  # An output never shrinks, so this is another request with the same id.
             alignment = self._alignments[request.id] = Alignment(request.predicted)
         alignment.follow(history.output)
         if alignment.lost:

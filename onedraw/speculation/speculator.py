@@ -1,7 +1,14 @@
-"""Decides which drafts a row carries: from the proposers, cheapest first, or from the backend's own drafter; as many as pay off.
+"""Chooses among the sources of drafts for each row, and pays for probes.
 
-The decision depends on the request, its history, the backend's drafts, the room in the step, and how many earlier drafts were
-kept. It affects speed only, never a token. Everything here runs on the engine's thread.
+A row is the work of one sequence in one step: its known tokens, then drafts. Sources are the proposers on the host, asked in
+order of their cost, and the backend's own drafter, which runs on the device. `draft_length.py` has the formula for the number of
+drafts that pays off, and the estimates of acceptance and cost; this file keeps one set of estimates per request and source,
+updates them after each step, and compares the sources by the formula.
+
+A source whose drafts do not pay off is tried again from time to time with a few drafts, because the text may have changed. This
+is called a probe. Probes are paid from a small share of the step time, which is saved up.
+
+The choice affects speed only, never a token. Everything here runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -66,30 +73,30 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class SourceEstimates:
-    """What is known about one source of drafts for one request: how often drafts are kept, and when to try it again."""
+    """The estimates for one source of drafts in one request: how often its drafts are kept, and when to probe it again."""
 
     acceptance: Acceptance
-    overall: Acceptance  # the same over all requests with about this temperature
+    overall: Acceptance  # the acceptance of this source over all requests with about the same temperature
     probe: Probe = field(default_factory=Probe)
 
 
 @dataclass(slots=True)
 class RequestEstimates:
     sources: dict[str, SourceEstimates] = field(default_factory=dict)
-    host_drafts: int = 0  # drafts of a proposer that pay off and that the row of this step carries
-    host_expected: float = 0.0  # how many of them it keeps on average
+    host_drafts: int = 0  # number of drafts in this step's row, if they are from a proposer and pay off
+    host_expected: float = 0.0  # how many of them are kept on average
 
 
 class Speculator:
     """Chooses the drafts of each row, and how many the backend's drafter makes for the row after it. `draft_tokens` forces their
-    number; with None it is as many as pay off, and a few occasionally if none do. `tree_nodes` is the size of the trees that the
-    backend's drafter makes, 0 for chains."""
+    number; None carries as many as pay off, or a probe if none do. `tree_nodes` is the size of the trees that the backend's
+    drafter makes, 0 for chains."""
 
     def __init__(self, proposers: Sequence[Proposer] = (), *, draft_tokens: int | None = None, tree_nodes: int = 0) -> None:
         self._proposers = tuple(proposers)
         self._forced = draft_tokens
         self._tree_nodes = tree_nodes
-        self._steps, self._calls = CostMeter(), CostMeter()  # of steps without their drafter, and of the backend's drafter
+        self._steps, self._calls = CostMeter(), CostMeter()  # cost of a step without the drafter; cost of the backend's drafter
         self._calls_measured = False
         self._requests: dict[str, RequestEstimates] = {}
         self._overall: dict[tuple[str, float], Acceptance] = {}  # by source and rounded temperature, over all requests
@@ -259,7 +266,7 @@ class Speculator:
         return RowCost(PRIOR_CALL_SHARE * cost.base_seconds, cost.token_seconds)
 
     def _pay_for_probe(self, drafting: RowCost, count: int) -> bool:
-        """Whether the savings cover a probe of `count` drafts; it is then paid for."""
+        """Return whether the saved time covers a probe of `count` drafts, and if so subtract the probe's cost from it."""
         price = drafting.base_seconds + drafting.row_seconds + count * (drafting.token_seconds + self._steps.cost.token_seconds)
         if price > self._savings:
             return False
