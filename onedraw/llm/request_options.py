@@ -1,8 +1,8 @@
 """Turn the options of a request, as the caller wrote them, into a Generation with checked SamplingParams.
 
 The input is keyword options from HTTP, the command line or Python, and the prompt. In the resulting Generation every value is
-decided: a missing one comes from the checkpoint's generation_config.json, else it is the neutral value that turns the option
-off.
+decided: a missing one is what the model's authors recommend (generation_config.json or the catalogue), else the neutral value
+that turns the option off.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ NO_LIMIT = -1  # the value of max_tokens that means: as many as the context has 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # texts across which DRY matches no repetition
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that are no fields of RequestOptions
 CONTINUE = "continue_final_message"  # an option of a chat too: the reply continues the last message
+# These values turn every filter and penalty off: the model's own distribution, whatever its authors recommend.
+NEUTRAL_SAMPLING: Mapping[str, float | int] = {
+    **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # effort → thinking budget in tokens, for models whose chat template has no variable for the effort. None means unlimited.
@@ -326,7 +331,7 @@ def _check_texts(name: str, texts: Sequence[str], *, most: int = MAX_CHARACTERS)
 
 def _sampling_values(options: RequestOptions, defaults: Mapping[str, float | int]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+    for name in NEUTRAL_SAMPLING:
         value = getattr(options, name)
         if value is None:
             value = defaults.get(name)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from onedraw.checkpoints import download
-from onedraw.checkpoints.download import BUILT_IN_MODELS, BuiltInModel, resolve_model
+from onedraw.checkpoints.catalogue import BUILT_IN_MODELS, BuiltInModel
+from onedraw.checkpoints.download import resolve_model
 from onedraw.errors import ModelError, ModelNotFound, OutOfMemory
 
 CONTENT = bytes(range(256)) * 1000

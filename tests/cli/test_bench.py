@@ -7,7 +7,8 @@ import re
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.cli.bench import BenchRun, Prompts, Timing, constrained_options, summarise
+from onedraw.cli.bench import BenchRun, Prompts, Timing, constrained_options, measured_options, summarise
+from onedraw.cli.main import parse
 from onedraw.engine.stats import Stats
 from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
@@ -144,3 +145,8 @@ def test_recorded_replies_are_replayed_as_drafts_with_a_set_acceptance(terminal:
     assert measure["accepted_tokens"] < measure["draft_tokens"]  # some recorded drafts are replaced by wrong tokens
     assert measure["plain_tokens_per_second"] > 0
     assert terminal.run("bench", *FAKE, *given, "--draft", "replay:many") == 2
+
+
+def test_values_that_were_not_given_are_neutral_and_never_a_models_own() -> None:
+    options = measured_options(parse(("bench", *FAKE, "--top-p", "0.95")))
+    assert (options.temperature, options.top_k, options.top_p, options.repetition_penalty) == (1.0, 0, 0.95, 1.0)

@@ -338,3 +338,11 @@ def test_the_bytes_of_a_drafter_are_part_of_the_total(terminal: Terminal) -> Non
         assert abs(memory["total_bytes"] - sum(stage["total_bytes"] for stage in report["stages"])) < 1 << 22
     assert totals[0][0] == 0
     assert totals[1][0] > 10**9
+
+
+def test_a_built_in_model_shows_what_its_authors_recommend(terminal: Terminal, tmp_path: Path) -> None:
+    """Found by the file name of the built-in model, so its path has the same defaults as its short name."""
+    file = tiny.write_gguf("llama", tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert terminal.json("inspect", str(file))["defaults"] == {"temperature": 0.2, "top_p": 0.9}
+    other = file.rename(tmp_path / "another.gguf")
+    assert terminal.json("inspect", str(other))["defaults"] == {}

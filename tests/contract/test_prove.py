@@ -359,3 +359,10 @@ def test_without_llguidance_the_other_variations_run(monkeypatch: pytest.MonkeyP
     assert table.requests == sum(not constrained(options) for _, options in PROMPTS)
     assert table.holds
     assert results(table)["drafts: constrained output"] == "not exercised"
+
+
+def test_the_requests_of_prove_have_explicit_values_whatever_a_model_recommends() -> None:
+    with build_llm(Settings(backend="fake")) as llm:
+        plain = [generation.params for generation in requests(llm, new_tokens=4)]
+        llm.card = replace(llm.card, defaults={"temperature": 0.2, "top_p": 0.9, "top_k": 3, "repetition_penalty": 1.5})
+        assert [generation.params for generation in requests(llm, new_tokens=4)] == plain
