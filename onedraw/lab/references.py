@@ -95,7 +95,7 @@ def transformers_rates(
     dtype: str,
     batches: Sequence[int],
     prompt_tokens: int,
-    sampling: Mapping[str, float],
+    sampling: Mapping[str, float | None],
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[int, float]:
     """Decoded tokens per second by batch size. `source`: a checkpoint folder, or a config for random weights."""
@@ -144,7 +144,7 @@ def _random_model(transformers: Any, source: Mapping[str, Any], torch_device: to
     return model
 
 
-def _token_interval(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float]) -> float:
+def _token_interval(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float | None]) -> float:
     """Median seconds between two tokens of every sequence."""
     import torch
 
@@ -178,7 +178,7 @@ def peer_rates(
     *,
     batches: Sequence[int],
     prompt_tokens: int,
-    sampling: Mapping[str, float],
+    sampling: Mapping[str, float | None],
 ) -> dict[int, float]:
     """Decoded tokens per second of transformers with the same model, by batch size."""
     from onedraw.backends.torch.device import find_devices
