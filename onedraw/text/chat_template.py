@@ -93,12 +93,12 @@ class ChatTemplate:
         return self._rendered(self._placed(messages), add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
 
     def _placed(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the messages so that the template renders all of them. A system message at a place where the template would drop
+        """Return the messages in a form in which the template renders all of them. A system message where the template would drop
         or refuse it becomes part of a user message, between tags, so that no earlier token of the prompt changes."""
         if not any(message.get("role") == "system" for message in messages) or self.system_messages == "anywhere":
             return list(messages)
         placed: list[Mapping[str, Any]] = []
-        joins = False  # whether the next user message continues the last one
+        joins = False  # whether the next user message is appended to the last one
         for message in messages:
             before = placed[-1] if placed else {}
             opens = self.system_messages == "first" and len(placed) == (before.get("role") == "system")
@@ -165,7 +165,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-_END = "7f3e9a51c0d24b86"  # stands for the end of a message that is to be continued; no template changes it
+_END = "7f3e9a51c0d24b86"  # is appended to a message that is to be continued, to find its end in the rendered text
 
 
 def final_content(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -184,7 +184,7 @@ def render_to_end(
 ) -> str:
     """Render messages up to the end of the last one's content, without what the template writes after it."""
     text, _, rest = render([*messages[:-1], {**messages[-1], "content": content + _END}], False).partition(_END)
-    if _END in rest or not text.endswith(content.lstrip()):  # templates may strip the space before a content
+    if _END in rest or not text.endswith(content.lstrip()):  # `lstrip`, since templates may strip white space before a content
         raise BadParameter(
             f"messages[{len(messages) - 1}].content", "cannot be continued: the chat template writes it differently"
         )
@@ -196,7 +196,7 @@ def _are_texts(*messages: Mapping[str, Any]) -> bool:
 
 
 def _default_source(found: Any) -> str | None:
-    """Return the template. If the configuration has several, it is the one named `default`."""
+    """Return the text of the template. If the configuration has several templates, it is the one named `default`."""
     if isinstance(found, list):
         found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):
@@ -254,7 +254,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """Reads `{% generation %} … {% endgeneration %}`. It marks the assistant's text for training; here it only makes a scope."""
+    """Allows `{% generation %} … {% endgeneration %}` in templates. The tag marks the assistant's text for training; for
+    rendering it only begins a scope of variables."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares this attribute as a set
 

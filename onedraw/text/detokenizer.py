@@ -18,15 +18,17 @@ class TokenText(NamedTuple):
     """The text that a token adds to a reply."""
 
     text: str  # the characters of the reply that this token made final
-    own: str  # like `text`, but a leading space is kept, and it is empty for markers of reasoning and tool calls
-    after_broken: bool = False  # `text` begins with U+FFFD, for an earlier character that this token left incomplete
+    # The text to show beside the token's logprob: `text` with any leading space, or empty for a marker of reasoning or a call.
+    own: str
+    after_broken: bool = False  # whether `text` begins with U+FFFD for a character that an earlier token began and none completed
 
 
 class Detokenizer:
     """The detokenizer of one reply.
 
-    With `opening` the reply begins a text of its own, and the space that SentencePiece encoding adds in front is removed; a
-    continuation of the prompt's text keeps it. `spelled` are special tokens that stay in the text even with `skip_special`.
+    With `opening` the reply is a text of its own, so the space that SentencePiece encoding adds in front is removed; a
+    continuation of the prompt's text keeps it. `skip_special` leaves special tokens out of the text, except those in `spelled`,
+    which are markers of reasoning or tool calls that the parser must see.
     """
 
     def __init__(

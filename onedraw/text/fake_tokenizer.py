@@ -39,7 +39,7 @@ def fake_tokenizer() -> Tokenizer:
 
 def synthetic_tokenizer(size: int) -> Tokenizer:
     """Return a byte-level BPE of `size` tokens: those of the fake tokenizer, then words and all their beginnings, the most
-    frequent words first, then pairs of words. Where that is fewer than the fake tokenizer has, the fake tokenizer."""
+    frequent words first, then pairs of words. If `size` is less than the size of the fake tokenizer, return that one."""
     vocab, merges = _bytes_and_special(), list[tuple[str, str]]()
     if size <= len(vocab):
         return fake_tokenizer()
@@ -66,7 +66,8 @@ def _byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], *, use
 
 
 def _spellings() -> Iterator[str]:
-    """Words in the alphabet of byte-level BPE, each at the begin of a text and after a space, and pairs of words."""
+    """Yield words in the alphabet of byte-level BPE, each once as at the beginning of a text and once as after a space, and then
+    pairs of words."""
     counts: Counter[str] = Counter()
     for text in _sources(resources.files("onedraw")):
         counts.update(word[:LONGEST] for word in _WORDS.findall(text) if word.isascii())
@@ -81,7 +82,7 @@ def _spellings() -> Iterator[str]:
 
 
 def _sources(folder: Traversable) -> Iterator[str]:
-    """The texts of all Python files, in order of their names."""
+    """Yield the texts of all Python files in a folder, in the order of their names, from which the words are taken."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.is_dir():
             yield from _sources(entry)

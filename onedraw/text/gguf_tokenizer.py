@@ -24,7 +24,7 @@ _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r
 _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
-_PADDING = re.compile(r"\[PAD(\d+)\]")  # Converters write this name for a row of the embedding that has no token.
+_PADDING = re.compile(r"\[PAD(\d+)\]")  # the name that converters write for an entry of the embedding matrix without a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,8 @@ def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _fallback(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Options of a BPE that encodes a character without a token as byte tokens, or as unknown tokens if there are none."""
+    """Return the options with which a BPE encodes a character without a token as byte tokens, or as unknown tokens if the
+    vocabulary has no byte tokens."""
     unknown = vocabulary.id("unknown", 0)
     return {"byte_fallback": True, "fuse_unk": True, "unk_token": None if unknown is None else vocabulary.tokens[unknown]}
 
@@ -250,7 +251,8 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Derive merges from scores: every split of a token into two tokens, sorted by descending score, then longer left part.
+    """Derive merges from scores. A merge is a split of a token into two tokens. Merges are sorted by the token's score, the
+    highest first, and among equals by the length of the left part, the longest first.
 
     Only normal tokens take part, since merging never produces control, byte or unknown tokens.
     """

@@ -1,14 +1,15 @@
-"""How many tokens a text needs at least, without tokenizing it: what can never fit into the context is refused by this number.
+"""A lower bound on the number of tokens of a text, found without tokenizing it.
 
-In: a tokenizer. Out: for any text a number that its tokens never fall below. To tokenize ten megabytes takes seconds and more
-than a gigabyte; to count their bytes takes milliseconds.
+A text whose bound exceeds the context can never fit, so it is refused at once: tokenizing ten megabytes takes seconds and more
+than a gigabyte of memory, while counting their bytes takes milliseconds. The bound is the weight of the text:
 
-    weight(b) = 1 / length in bytes of the longest token that contains the byte b
-    a token of L bytes, each of weight at most 1/L, weighs at most 1, so a text has at least as many tokens as it weighs
+    weight of a byte b    1 / (length in bytes of the longest token that contains b)
+    weight of a token     at most 1, since each of its L bytes weighs at most 1/L
+    weight of a text      the sum over its bytes, so it has at least as many tokens
 
-Bytes that might be dropped, or joined into one token without limit, weigh nothing: those of unknown characters, and white space
-where an added token takes in the white space around it. A tokenizer with a part whose effect on the text is not known weighs
-nothing at all.
+Bytes that the tokenizer might drop, or join into one token without limit, weigh 0: those of unknown characters, and white space
+if an added token takes in the white space around it. If a part of the tokenizer has an unknown effect on the text, every byte
+weighs 0, and the bound is useless but right.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from tokenizers import models
 
 from onedraw.text.gguf_tokenizer import SPACE
 
-BLOCK = 1 << 16  # Characters that are weighed at once.
-# A normalizer may join characters across the ends of a block, or write a space before it: a few characters of four bytes each,
-# and no byte weighs more than 1.
+BLOCK = 1 << 16  # characters that are normalized and weighed at once, which bounds memory
+# Subtracted from the weight of each normalized block. A normalizer may treat the characters at the ends of a block differently
+# than inside a whole text, or write a space before it. That affects a few characters of at most four bytes, each of weight 1.
 EDGE = 64
 _KEEP_TEXT = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts", "Sequence"})
 _BYTES = 256
 
 
 class LeastTokens:
-    """Weighs texts for one tokenizer. Immutable; safe to use from several threads."""
+    """Weighs texts for one tokenizer. It is immutable, so several threads may use it."""
 
     def __init__(self, backend: tokenizers.Tokenizer, pieces: Iterable[bytes], *, byte_level: dict[int, str] | None) -> None:
-        """`pieces`: the bytes of every token. `byte_level`: the character of each byte, if tokens are written in these."""
+        """`pieces` has the bytes of every token. `byte_level` maps each byte to its character in the alphabet of byte-level BPE;
+        None if the tokens are not written in that alphabet."""
         self._normalizer = backend.normalizer
-        self._spaced = byte_level is None  # Tokens have ▁ in place of a space.
+        self._spaced = byte_level is None  # whether tokens have ▁ in place of a space
         self._weights = np.zeros(_BYTES)
         if not _keeps_text(backend):
             return
@@ -58,7 +60,7 @@ class LeastTokens:
                 self._weights[byte] = 1 / longest[byte]
 
     def of(self, text: str, *, enough: int) -> int:
-        """The least number of tokens of a text. Weighing stops once it is `enough`."""
+        """Return a lower bound on the number of tokens of a text. Weighing stops once it reaches `enough`."""
         total = 0.0
         for start in range(0, len(text), BLOCK):
             block = text[start : start + BLOCK]
@@ -69,14 +71,14 @@ class LeastTokens:
             total += weight if self._normalizer is None else max(weight - EDGE, 0.0)
             if total >= enough + 1:
                 break
-        return max(math.floor(total - 1e-6 * total), 0)  # The sum of many weights is rounded.
+        return max(math.floor(total - 1e-6 * total), 0)  # a little less, because rounding may have made the sum too large
 
     def _bytes(self, text: str) -> bytes:
         return (text.replace(SPACE, " ") if self._spaced else text).encode()
 
 
 def _white_space() -> set[int]:
-    """The bytes of all white space, in UTF-8."""
+    """Return all bytes that occur in the UTF-8 of white space."""
     return {byte for code in range(0x3001) if chr(code).isspace() for byte in chr(code).encode()}
 
 
@@ -84,7 +86,8 @@ _WHITE = _white_space()
 
 
 def _keeps_text(backend: tokenizers.Tokenizer) -> bool:
-    """Whether the tokens of a text spell all of the normalized text, unknown characters aside."""
+    """Whether the tokens of a text, joined, spell all of the normalized text except unknown characters. Only then does every byte
+    belong to a token, so that its weight counts."""
     model = backend.model
     if not isinstance(model, models.BPE | models.Unigram):
         return False
@@ -92,7 +95,8 @@ def _keeps_text(backend: tokenizers.Tokenizer) -> bool:
         return False
     if not all(step["type"] in _KEEP_TEXT and step.get("behavior") != "Removed" for step in _steps(backend.pre_tokenizer)):
         return False
-    # An added token is cut out before the rest is normalized; here the two are normalized together.
+    # The tokenizer cuts out added tokens before it normalizes the rest, while `of` normalizes all of a text together. The results
+    # may differ if a character at the end of an added token can join with its neighbour.
     return not any(
         _joins(end) for token in backend.get_added_tokens_decoder().values() for end in token.content[:1] + token.content[-1:]
     )
@@ -111,14 +115,14 @@ def _joins(character: str) -> bool:
 
 
 def _unknown(backend: tokenizers.Tokenizer, byte_level: dict[int, str] | None) -> list[int]:
-    """The bytes of characters that may have no token."""
+    """Return the bytes that belong to characters without a token, which the tokenizer may drop."""
     if byte_level is not None:
         return [byte for byte in range(_BYTES) if backend.token_to_id(byte_level[byte]) is None]
     if getattr(backend.model, "byte_fallback", False) and all(
         backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(_BYTES)
     ):
         return []
-    # A space counts only where it is written as another character before it is looked up, and that one has a token.
+    # A space has a token only if the tokenizer replaces it with ▁ and ▁ has a token.
     spaces = any(
         SPACE in part.__getstate__().decode() for part in (backend.normalizer, backend.pre_tokenizer) if part is not None
     )

@@ -56,7 +56,8 @@ def initial_thinking(prompt: str, reasoning: ReasoningSyntax | None) -> InitialT
 
 
 def continued_thinking(begun: str, reasoning: ReasoningSyntax | None) -> InitialThinking:
-    """Return where the rest of a message begins of which `begun` was given: inside its reasoning, or after it."""
+    """Return the state in which a reply begins that continues a message: inside the message's reasoning or after it. `begun` is
+    the text of the message so far."""
     return "open" if reasoning is not None and begun.rfind(reasoning.opens) > begun.rfind(reasoning.closes) else "over"
 
 
@@ -66,7 +67,7 @@ class ReasoningState:
 
     mode: Literal["start", "reasoning", "content"]
     held: str = ""  # text that may still become a marker, or white space that only counts if more text follows
-    trim_left: bool = False  # only white space has followed the last marker, and leading white space is dropped
+    trim_left: bool = False  # whether only white space has followed the last marker; such white space is dropped
 
     @property
     def reasoning(self) -> bool:

@@ -96,7 +96,7 @@ class ReplyParser:
         return self._counter.count
 
     def count_token(self, token: bytes) -> None:
-        """Count a token, given by its bytes, if it belongs to the reasoning."""
+        """Count a token as part of the reasoning if it belongs to it. `token` is the token's bytes."""
         self._counter.push(token)
 
     def push(self, text: str) -> list[ReplyPart]:
@@ -122,7 +122,8 @@ class ReplyParser:
             match event:
                 case CallStart(name):
                     index = 0 if self._call is None else self._call.index + 1
-                    # The id is random, not made from the seed: a client may send calls of several replies in one request.
+                    # The id is random and not made from the seed, because a client may send the calls of several replies with the
+                    # same seed in one request, and ids must differ.
                     self._call = Call(index, f"call_{secrets.token_hex(12)}", name)
                     parts.append(ReplyPart("tool", "", self._call))
                 case CallArguments(text):

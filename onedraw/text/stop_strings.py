@@ -1,6 +1,7 @@
-"""Find stop strings in a stream of text.
+"""Find stop strings in a stream of text, and hold back text that may become one.
 
-`StopFinder.push` takes text in chunks of any size, and returns the text that may be shown and the stop string that was found.
+`StopFinder.push` takes text in chunks of any size, and returns the text that may be shown and the stop string that was found. It
+knows nothing of tokens or channels: `llm/reply_stream.py` passes it the content of a reply and ends the reply at a stop string.
 
 A stop string is found at the first character that completes any of them, so a reply never waits for a longer one. If one
 character completes several, the longest is reported. The text before the stop string is shown; the stop string and all text
@@ -50,7 +51,7 @@ class StopFinder:
         return held
 
 
-@lru_cache(maxsize=8)  # The n replies of a request share one automaton.
+@lru_cache(maxsize=8)  # so that the n replies of a request, which have the same stop strings, share one automaton
 def _automaton(stops: tuple[str, ...]) -> _AhoCorasick:
     return _AhoCorasick(stops)
 

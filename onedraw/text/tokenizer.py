@@ -50,7 +50,7 @@ class ByteLevel:
     def bytes_of(self, token: str) -> bytes:
         try:
             return bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # An added token is plain text and may contain any character.
+        except KeyError:  # An added token is not in the byte alphabet: it is plain text and may contain any character.
             return token.encode()
 
 
@@ -124,7 +124,8 @@ class Tokenizer:
             raise
 
     def least_tokens(self, text: str, *, enough: int) -> int:
-        """A number that the tokens of a text never fall below, found without tokenizing it. It may stop at `enough`."""
+        """Return a lower bound on the number of tokens of `text`, without tokenizing it. Counting may stop once the bound reaches
+        `enough`."""
         return self._least.of(text, enough=enough)
 
     @cached_property
@@ -162,7 +163,7 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The text of every special token."""
+        """The texts of all special tokens, which `encode` recognizes in a text and `encode_plain` does not."""
         return tuple(self.token_bytes(i).decode("utf-8", "replace") for i in sorted(self._special))
 
     def ids_containing(self, texts: Sequence[str]) -> frozenset[int]:
@@ -170,14 +171,15 @@ class Tokenizer:
         return self._containing(tuple(texts))
 
     def _search(self, texts: tuple[str, ...]) -> frozenset[int]:
-        # One regular expression searches all texts at once. Without texts, (?!) matches nothing.
+        # One regular expression searches for all texts at once. If there are no texts it is (?!), which matches nothing.
         search = re.compile(b"|".join(re.escape(_utf8(text)) for text in texts) if texts else b"(?!)").search
         special = self._special
         return frozenset(i for i in range(self.vocab_size) if search(self.token_bytes(i)) and i not in special)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of every token's bytes. Tokenizers with equal ids and bytes have equal hashes, whatever file they came from."""
+        """Return a hash of every token's bytes. Tokenizers with equal ids and bytes have equal hashes, whatever file they came
+        from."""
         digest = hashlib.sha256()
         for i in range(self.vocab_size):
             token = self.token_bytes(i)
@@ -307,7 +309,8 @@ def special_text(config: dict[str, Any], name: str) -> str | None:
 
 
 def has_surrogate(text: str) -> bool:
-    """Whether a string contains half of a surrogate pair. JSON can spell it as an escape, but UTF-8 cannot encode it."""
+    """Whether a string contains half of a surrogate pair. JSON can spell it as an escape such as \\ud83d, but UTF-8 cannot encode
+    it, so such a text cannot be tokenized or sent."""
     return _SURROGATE.search(text) is not None
 
 

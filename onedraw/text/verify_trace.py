@@ -1,7 +1,8 @@
 """Print how every draft was verified, for the flag `--trace-verify`.
 
-There is one line per draft: the request, the position, the draft, the token that was sampled at that position, and whether the
-draft was kept. Printing does not influence sampling.
+A draft is a token that was proposed before it was sampled; it is kept if it equals the sampled token. There is one line per
+draft: the request, the position, the draft, the token that was sampled at that position, and whether the draft was kept.
+Printing does not influence sampling.
 """
 
 from __future__ import annotations

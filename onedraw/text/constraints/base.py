@@ -14,7 +14,7 @@ import numpy as np
 
 from onedraw.types import Constraint, TokenMask
 
-LONGEST_NUMBER = 48  # A number with more digits in a row is taken for a model that repeats digits without end.
+LONGEST_NUMBER = 48  # the most digits in a row; a model that writes more of them is likely to repeat digits without end
 _DIGITS = b"0123456789"
 
 StateT = TypeVar("StateT")
@@ -33,8 +33,8 @@ def intersect(first: TokenMask, second: TokenMask) -> TokenMask:
 
 
 class PrefixStates(Generic[StateT]):
-    """Caches the state after every prefix of a token sequence. When the sequence changes, only the states behind the common
-    prefix are computed again. Each constraint has one of its own."""
+    """Caches the state of a constraint after every prefix of a token sequence. When the sequence changes, as it does when drafts
+    are rejected, only the states after the common prefix are computed again. Each constraint has a cache of its own."""
 
     def __init__(self, first: StateT, step: Callable[[StateT, int], StateT]) -> None:
         self._step = step
@@ -52,7 +52,8 @@ class PrefixStates(Generic[StateT]):
 
 
 def common_prefix(known: list[int], tokens: list[int]) -> int:
-    """Return the length of the common prefix. It mostly is close to the shorter length, so the search begins there."""
+    """Return the length of the common prefix. Mostly it is close to the length of the shorter list, so the search begins
+    there."""
     length = min(len(known), len(tokens))
     for back in range(0, min(length, 16) + 1):
         if known[: length - back] == tokens[: length - back]:
@@ -83,7 +84,7 @@ class AllOf:
 
 class BoundedNumbers:
     """Limits the digits in a row of a reply to LONGEST_NUMBER, in addition to a grammar. Where the grammar allows nothing but
-    digits, the limit does not apply. Each request has one of its own."""
+    digits, the limit does not apply. Each request has an object of its own, since it has state."""
 
     def __init__(self, grammar: Constraint, *, token_bytes: Callable[[int], bytes], digits: TokenMask) -> None:
         self._grammar = grammar

@@ -1,7 +1,8 @@
-"""The helper process that compiles a format before the server does: `python -m onedraw.text.constraints.check_process`.
+"""The helper process that compiles a response format (JSON schema or grammar) before the server does.
 
-In, one JSON object per line: first the vocabulary and the limits, then checks. Out: one line per answer. A check that exceeds the
-limits on processor time, memory or stack ends this process and nothing else. It ends by itself when its input is closed.
+`checker.py` starts it with `python -m onedraw.text.constraints.check_process`. It reads one JSON object per line: first the
+vocabulary and the limits, then formats to check. It writes one line per answer. A format whose compilation exceeds the limits on
+processor time, memory or stack ends this process and not the server. The process ends by itself when its input is closed.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from typing import Any
 
 from onedraw.text.constraints.schema_parts import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
-SEARCH_SECONDS = 1.0  # of processor time, for the keyword that is to blame
-GROWTH = 64 << 20  # bytes of address space that checks may leave behind before this process asks to be replaced
+SEARCH_SECONDS = 1.0  # the most processor time for finding which keyword of a schema cannot be compiled
+GROWTH = 64 << 20  # When checks have left behind so many bytes of address space, this process asks to be replaced.
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaError:
-    path: str  # ".properties.a.pattern"
+    path: str  # where in the schema, for example ".properties.a.pattern"
     reason: str
 
 
 class GrammarCheck:
-    """Compiles grammars for one vocabulary. Owner: the helper process."""
+    """Compiles grammars for one vocabulary, with llguidance."""
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos_ids: Sequence[int]) -> None:
         import llguidance
@@ -42,7 +43,8 @@ class GrammarCheck:
             bos_token_id = None
 
             def __call__(self, text: bytes | str) -> list[int]:
-                """Any tokens with this text: which of them are the model's decides no error."""
+                """Return any tokens that spell this text. The model's own tokenizer might choose others, but whether a grammar
+                compiles does not depend on that."""
                 found: list[int] = tokenizer.greedy_tokenize(text if isinstance(text, str) else text.decode("utf-8", "replace"))
                 return found
 
@@ -56,7 +58,8 @@ class GrammarCheck:
         self._tokenizer = tokenizer
 
     def answer(self, request: Mapping[str, Any]) -> SchemaError | None:
-        """Why a grammar cannot be used, with the path of the keyword for a schema; None if it can."""
+        """Return why a format cannot be used, or None if it can. If the format is a schema, the error has the path of the keyword
+        that cannot be compiled."""
         schema = request.get("schema")
         if "grammar" in request:
             matcher = self._matcher(request["grammar"])
@@ -72,7 +75,8 @@ class GrammarCheck:
         return found or SchemaError("", f"cannot be compiled: {error}")
 
     def _reason_for_no_text(self, matcher: Any) -> str | None:
-        """Why no text matches: only an end token is allowed first, and the empty text does not match either."""
+        """Return an error if no text matches the grammar, else None. No text matches if only an end token is allowed first, and
+        the empty text does not match either."""
         first = matcher.deep_copy()
         bits = first.compute_bitmask()
         if first.is_error():
@@ -87,13 +91,13 @@ class GrammarCheck:
         return self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
 
     def _schema_error(self, schema: Any) -> str:
-        """Why a schema cannot be compiled; empty if it can."""
+        """Return why a schema cannot be compiled; an empty text if it can."""
         matcher = self._matcher(json.dumps({"grammars": [{"json_schema": schema}]}))
         return first_line(matcher.get_error()) if matcher.is_error() else ""
 
 
 def first_line(error: str) -> str:
-    """The first line of llguidance's message that begins with "error:", else its first line."""
+    """Return the first line of llguidance's message that begins with "error:", or else its first line."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     return (errors or lines or ["no reason given"])[0].removeprefix("error: ")[:1000]
@@ -101,13 +105,14 @@ def first_line(error: str) -> str:
 
 # ---------------------------------------------------------------------- which keyword of a schema cannot be compiled
 
-_SchemaCheck = Callable[[Any], str | None]  # why a schema cannot be compiled; empty if it can; None: no time left to find out
+_SchemaCheck = Callable[[Any], str | None]  # returns why a schema cannot be compiled; "" if it can; None if no time is left
 
-_DEFINITIONS = ("$defs", "definitions")  # a subschema may refer to them, so they are added when it is checked alone
+_DEFINITIONS = ("$defs", "definitions")  # A subschema may refer to these, so they are added to it when it is checked alone.
 
 
 def find_schema_error(schema: Any, check: _SchemaCheck, seconds: float = SEARCH_SECONDS) -> SchemaError | None:
-    """The innermost part of a schema that cannot be compiled, as far as it is found in time; None if all of it can."""
+    """Return the error of the innermost part of a schema that cannot be compiled, or of an outer part if the time ends before
+    that. None if the whole schema can be compiled."""
     definitions = {name: schema[name] for name in _DEFINITIONS if isinstance(schema, dict) and name in schema}
     stop = time.process_time() + seconds
 
@@ -162,13 +167,13 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the server, which then closes the input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the server, which then closes the input
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # native code that prints does not reach the answers
+    os.dup2(2, 1)  # Native code that prints to stdout must not write between the answers.
     setup = json.loads(requests.readline())
     check = GrammarCheck([token.encode("latin-1") for token in setup["tokens"]], setup["special"], setup["eos_ids"])
     silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)  # from here on only native code writes there, about the texts of strangers
+    os.dup2(silence, 2)  # From here on only native code writes to stderr, and its messages repeat what clients sent.
     size = _address_space()
     if size:
         _limit_memory(size + setup["memory"])
@@ -184,23 +189,24 @@ def _answer(check: GrammarCheck, line: bytes, answers: Any, seconds: float, size
     _limit_time(seconds)
     try:
         found = check.answer(json.loads(line))
-    except BaseException:  # out of memory, or a panic in native code: this process may be damaged
+    except BaseException:  # After a lack of memory or a panic in native code, the state of this process may be damaged.
         os._exit(1)
     _limit_time(0)
-    # After an answer with `last` nothing more is asked: memory that earlier checks left behind would count against later ones.
+    # After an answer with `last` the server starts a new process, because memory that earlier checks have left behind would count
+    # against the limit of later ones.
     last = _address_space() > size + GROWTH
     error = None if found is None else {"path": found.path, "reason": found.reason}
     answers.write(json.dumps({"error": error, "last": last}).encode() + b"\n")
 
 
 def _limit_time(seconds: float) -> None:
-    """The signal of this timer, which nothing handles, ends the process after that much processor time. 0: no limit."""
+    """End this process after so much processor time, by the signal of a timer, which is not handled. 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _limit_memory(size: int) -> None:
-    with suppress(ImportError, ValueError, OSError):  # where the system has no such limit, the one on time remains
+    with suppress(ImportError, ValueError, OSError):  # On systems without this limit, the limit on time remains.
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,8 +1,9 @@
-"""Compiles formats in a helper process first, so that a format which is too costly, or which crashes the native compiler, ends
-that process and not the server.
+"""Compiles response formats in a helper process first, so that a format which is too costly, or which crashes the native
+compiler, ends that process and not the server.
 
-In: the text of a grammar, or a schema. Out: why it cannot be used, or None. The process starts with the first check, is replaced
-after its death and ends with the checker, or with the server however that ends, since it reads the server's pipe.
+The input is the text of a grammar, or a schema; the output is a Refusal, which says why it cannot be used, or None. The process
+(`check_process.py`) starts with the first check and is replaced if it dies. It ends with the checker, and also if the server is
+killed, because its input, a pipe from the server, is closed then.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from onedraw.errors import QueueFull, StepFailed
 
 log = logging.getLogger("onedraw.constraints")
 
-_SIGKILL, _SIGPROF = -9, -27  # exit statuses
-START_SECONDS = 120.0  # until a new process has read the vocabulary, on a busy machine
+_SIGKILL, _SIGPROF = -9, -27  # exit statuses of a process that these signals ended
+START_SECONDS = 120.0  # how long a new process may take to read the vocabulary, on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a format cannot be used. `path`: of the keyword in a schema, below the caller's parameter."""
+    """Why a format cannot be used. `path` leads to the keyword inside a schema, for example ".properties.a.pattern"; it is
+    appended to the name of the caller's parameter."""
 
     path: str
     reason: str
 
 
 class GrammarChecker:
-    """Checks one format at a time, for one vocabulary. Safe to use from several threads. Owner: the compiler, which closes it."""
+    """Checks one format at a time, for one vocabulary. Several threads may use it. The GrammarCompiler owns and closes it."""
 
     def __init__(self, *, tokens: Sequence[bytes], special: Sequence[int], eos_ids: Sequence[int]) -> None:
         setup = {
@@ -54,14 +56,14 @@ class GrammarChecker:
         self._closed = False
 
     def check(self, request: Mapping[str, Any]) -> Refusal | None:
-        """Why a format cannot be used; None if it can. `request`: a `grammar` as text, with its `schema` if it is made of one, or
-        a `schema` alone."""
+        """Return why a format cannot be used, or None if it can. `request` has a `grammar` as text, with its `schema` if it is
+        made of one, or a `schema` alone."""
         line = _line(request)
         if not self._lock.acquire(timeout=limits.COMPILE_WAIT_SECONDS):
             raise QueueFull("other response formats are being compiled; try again in a moment")
         try:
             answer = self._ask(line)
-            if answer is None:  # killed by the system, perhaps for the memory of others
+            if answer is None:  # The system killed the process, perhaps because others use too much memory. Try once more.
                 answer = self._ask(line)
         finally:
             self._lock.release()
@@ -81,7 +83,8 @@ class GrammarChecker:
             self._end()
 
     def _ask(self, line: bytes) -> dict[str, Any] | None:
-        """The answer of the process. None: something outside killed it."""
+        """Send a line to the process and return its answer, or None if something outside killed it. A format that ends the
+        process is refused."""
         process = self._running()
         process.wait_until_ready()
         answer = process.ask(line, limits.COMPILE_WALL_SECONDS)
@@ -112,10 +115,11 @@ class GrammarChecker:
 
 
 class _Process:
-    """One helper process. Owner: the checker."""
+    """One helper process, which the checker owns."""
 
     def __init__(self, setup: bytes) -> None:
-        # The same packages as this process has, found in the same places. One malloc arena: each reserves address space.
+        # The helper process finds packages in the same places as this one. It has a single malloc arena, because each arena
+        # reserves address space, which is limited.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"}
         command = [sys.executable, "-P", "-m", "onedraw.text.constraints.check_process"]
@@ -123,7 +127,7 @@ class _Process:
         self._end = weakref.finalize(self, _end_process, self._process)
         self._ready = False
         self.timed_out = False
-        # Written by a thread, since the setup is longer than a pipe holds and the process is still starting.
+        # A thread writes the setup: it is longer than a pipe's buffer, so writing waits until the process has started and reads.
         self._writer = threading.Thread(target=self._write, args=(setup,), daemon=True)
         self._writer.start()
 
@@ -149,7 +153,8 @@ class _Process:
         self._end()
 
     def ask(self, line: bytes, seconds: float) -> dict[str, Any] | None:
-        """The answer to one line; None if the process died, or was killed after so many seconds."""
+        """Send a line and return the answer to it; None if the process died, or was killed because it took more than
+        `seconds`."""
         assert self._process.stdout is not None
         timer = threading.Timer(seconds, self._time_out)
         timer.start()
@@ -162,7 +167,7 @@ class _Process:
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it died, or was closed, which its reader sees
+        with suppress(OSError, ValueError):  # If the process died or was closed, the read that follows finds that out.
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
@@ -175,7 +180,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # what was not written is lost with the process
+            with suppress(OSError):  # Data that was not written yet does not matter, since the process has ended.
                 pipe.close()
     process.wait()
 

@@ -37,7 +37,8 @@ def reply_constraint(
 
 
 class ConstraintFactory:
-    """Builds a new constraint for each request, since constraints have state. Any thread may use it; the LLM closes it."""
+    """Builds a new constraint for each request, since constraints have state. Any thread may use the factory; the LLM closes
+    it."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer

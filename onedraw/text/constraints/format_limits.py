@@ -1,7 +1,9 @@
-"""Check schemas and grammars against the limits in `onedraw/limits.py`, before anything compiles them or walks them recursively.
+"""Check schemas and grammars against the limits in `onedraw/limits.py`, before they are compiled or walked recursively.
 
-The input is a JSON schema or the text of a grammar. What is over a limit raises BadParameter with the caller's parameter and the
-limit. All checks are iterative. What passes can still be too costly, so it is compiled in a helper process first (`checker.py`).
+The input is a JSON schema or the text of a grammar, and `param`, the caller's name of it. If a limit is exceeded, BadParameter
+names the parameter and the limit. The checks use loops instead of recursion, so no depth can exhaust the stack. A format that
+passes can still be too costly, so `checker.py` then compiles it in a helper process first. A symbol of a grammar is a name, a
+literal, a pattern or a bracket; a group is a part of a rule in parentheses.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def schema_text(schema: Any, param: str) -> str:
-    """A schema as JSON text, if it is within the limits."""
+    """Return a schema as JSON text, or raise BadParameter if it is over a limit."""
     check_schema(schema, param)
     text = json.dumps(schema)
     check_characters(text, param)
@@ -42,7 +44,7 @@ def check_choices(texts: Sequence[str], param: str) -> None:
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """BadParameter if a schema is over a limit. Its size is checked first, so the second walk is bounded."""
+    """Raise BadParameter if a schema is over a limit. Its size is checked first, which bounds the work of checking its depth."""
     _check_size(schema, param)
     _check_depth(schema, param)
 
@@ -78,7 +80,8 @@ def _check_size(schema: Any, param: str) -> None:
 
 
 def _check_depth(schema: Any, param: str) -> None:
-    """The depth at which a compiler meets each value for the first time, where it follows a `$ref` as soon as it meets it."""
+    """Raise BadParameter if a compiler that walks the schema recursively would get too deep. It is assumed to follow each `$ref`
+    at once, and to walk each value only where it meets it first."""
     seen: set[int] = set()
     path: list[Iterator[Any]] = [iter((schema,))]
     while path:
@@ -97,8 +100,8 @@ def _check_depth(schema: Any, param: str) -> None:
 
 
 def _parts(value: dict[str, Any] | list[Any], root: Any) -> list[Any]:
-    """What a compiler descends into from a value: its parts, and the targets of its references. Definitions are only met through
-    references."""
+    """Return the values into which a compiler descends from a value: those directly inside it and the targets of its references.
+    Definitions are left out, because a compiler gets to them only through references."""
     if isinstance(value, list):
         return value
     parts = [part for name, part in value.items() if name not in _DEFINITIONS]
@@ -106,7 +109,7 @@ def _parts(value: dict[str, Any] | list[Any], root: Any) -> list[Any]:
 
 
 def _target(root: Any, pointer: str) -> Any:
-    """The value that a reference inside the same schema points to; None if there is none."""
+    """Return the value to which a reference points in the same schema; None if there is none."""
     if not pointer.startswith("#"):
         return None
     target = root
@@ -123,7 +126,7 @@ def _target(root: Any, pointer: str) -> Any:
 
 # ---------------------------------------------------------------------- grammars
 
-# A rule and what follows it: (name of a rule that it uses, groups around the use).
+# For each rule of a grammar, the rules that it uses: (name of the used rule, number of groups around it).
 Uses = Mapping[str, Sequence[tuple[str, int]]]
 
 _DEFINITION = re.compile(r"\s*[!?]*([A-Za-z_][\w-]*)[^:\"/|]*:(?!:=)")
@@ -134,7 +137,7 @@ _JSON_RULE = re.compile(r"%json\s*")
 
 
 def check_lark(text: str, param: str, *, most: int | None = None) -> None:
-    """BadParameter if a Lark grammar, or a JSON schema inside it, is over a limit."""
+    """Raise BadParameter if a Lark grammar, or a JSON schema inside it, is over a limit."""
     check_characters(text, param, most=most)
     uses: dict[str, list[tuple[str, int]]] = {}
     current: list[tuple[str, int]] = []
@@ -155,7 +158,7 @@ def check_lark(text: str, param: str, *, most: int | None = None) -> None:
 
 
 def _without_schemas(text: str, param: str) -> str:
-    """A Lark grammar without the JSON schemas in it, which are checked."""
+    """Return a Lark grammar without the JSON schemas in it, after checking these."""
     kept, end, decoder = [], 0, json.JSONDecoder()
     for found in _JSON_RULE.finditer(text):
         if found.start() < end:
@@ -164,7 +167,7 @@ def _without_schemas(text: str, param: str) -> str:
             schema, stop = decoder.raw_decode(text, found.end())
         except RecursionError:
             raise BadParameter(param, f"has a schema that is nested more than {limits.MAX_FORMAT_NESTING} levels deep") from None
-        except ValueError:  # not JSON: the compiler says so
+        except ValueError:  # It is not JSON. The compiler, which comes later, refuses it with a better message.
             continue
         check_schema(schema, param)
         kept.append(text[end : found.end()])
@@ -173,7 +176,8 @@ def _without_schemas(text: str, param: str) -> str:
 
 
 def check_rules(uses: Uses, first: str, param: str) -> None:
-    """BadParameter if a grammar has too many rules, or a compiler that follows each rule where it is first used gets too deep."""
+    """Raise BadParameter if a grammar has too many rules, or if a compiler that descends into each rule where it is first used
+    would get too deep. `first` is the start rule."""
     if len(uses) > limits.MAX_FORMAT_RULES:
         raise BadParameter(param, f"has {len(uses):,} rules; at most {limits.MAX_FORMAT_RULES:,} are allowed")
     seen = {first}

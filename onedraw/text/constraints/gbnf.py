@@ -1,7 +1,8 @@
-"""Grammars in llama.cpp's notation (GBNF) → Lark grammars of llguidance.
+"""Translate grammars in llama.cpp's notation (GBNF) into llguidance's notation (Lark).
 
-In: the text of a grammar whose first rule is `root`. Out: its Lark text, one rule per line, with the place of each rule in the
-source, so that errors can name places of the caller's text. Groups keep their parentheses wherever something repeats them.
+The input is the text of a grammar with a rule `root`, where every reply begins. The output is Lark text with one rule per line,
+and for each line the place of its rule in the caller's text, so that the compiler's errors can name that place. A symbol is a
+literal, a character class, the name of a rule, or a group (alternatives in parentheses).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from onedraw.errors import BadParameter
 from onedraw.limits import MAX_FORMAT_VALUES
 from onedraw.text.constraints.format_limits import check_characters, check_rules
 
-MAX_GROUPS = 28  # inside each other; the compiler takes no more
-MAX_REPEATS = 3  # of one symbol, as in "a"*?
-_COUNT_DIGITS = 6  # of a number in {m,n}
+MAX_GROUPS = 28  # groups inside each other, of which the compiler accepts no more
+MAX_REPEATS = 3  # repetitions of one symbol one after the other, such as the two in "a"*?
+_COUNT_DIGITS = 6  # digits of a number in a repetition {m,n}
 _SPACE = re.compile(r"(?:[ \t]+|#[^\r\n]*)*")
 _SPACE_AND_LINES = re.compile(r"(?:\s+|#[^\r\n]*)*")
 _NAME = re.compile(r"[\w-]+")
@@ -29,13 +30,13 @@ _POSITION = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """`lines[i]`: the line of the source that line i of the Lark text comes from."""
+    """A translated grammar. `lines[i]` is the line of the caller's text from which line i of the Lark text was made."""
 
     lark: str
     lines: tuple[int, ...]
 
     def in_source(self, reason: str) -> str:
-        """An error of the compiler, with the line of the source instead of the place in the Lark text."""
+        """Return an error of the compiler with the line of the caller's text in place of that in the Lark text."""
         found = _POSITION.search(reason.removeprefix(prefix := "cannot be compiled: "))
         if found is None or not 0 < int(found[1]) <= len(self.lines):
             return reason
@@ -52,14 +53,14 @@ class _Literal:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """A character class, as a regular expression."""
+    """A character class such as [a-z], as a regular expression."""
 
     pattern: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A rule that is used; `at`: where, for errors."""
+    """The use of a rule by its name inside another rule. `at` is its position in the caller's text, for errors."""
 
     name: str
     at: int
@@ -68,7 +69,7 @@ class _Use:
 @dataclass(frozen=True, slots=True)
 class _Repeat:
     part: _Part
-    suffix: str  # as Lark writes it
+    suffix: str  # the repetition in Lark's notation, such as "*" or "{1,3}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,16 @@ _Part = _Literal | _Class | _Use | _Repeat | _Group
 
 @dataclass(slots=True)
 class _Rule:
-    """Owner: the translation."""
+    """A rule of the caller's grammar, defined on this line of the text."""
 
     line: int
     body: _Group
-    uses: list[tuple[_Use, int]] = field(default_factory=list)  # with the groups around each use
+    uses: list[tuple[_Use, int]] = field(default_factory=list)  # the rules that it uses, each with the number of groups around it
 
 
 def translate(source: str, param: str) -> Translation:
-    """The Lark text of a GBNF grammar; BadParameter with the place in the source if it is none, or over a limit."""
+    """Return the translation of a GBNF grammar. If the text is not valid GBNF or exceeds a limit, raise BadParameter with the
+    line and column."""
     check_characters(source, param)
     rules = _Parser(source, param).rules()
     for rule in rules.values():
@@ -111,7 +113,7 @@ def _error(source: str, at: int, message: str, param: str) -> BadParameter:
 
 
 class _Parser:
-    """Owner: one translation."""
+    """Parses the text of one grammar by recursive descent."""
 
     def __init__(self, source: str, param: str) -> None:
         self._source, self._param = source, param
@@ -119,7 +121,7 @@ class _Parser:
         self._symbols = 0
 
     def rules(self) -> dict[str, _Rule]:
-        """The rules by name; of two with one name the last."""
+        """Return the rules by name. If a name is defined twice, the last definition counts."""
         found: dict[str, _Rule] = {}
         self._skip(_SPACE_AND_LINES)
         line, counted = 1, 0
@@ -191,7 +193,7 @@ class _Parser:
         return None if name is None else _Use(name[0], at)
 
     def _suffix(self) -> str:
-        """The repetition that follows; empty if none does."""
+        """Read the repetition after a symbol, if there is one, and return it in Lark's notation; empty if there is none."""
         if (sign := self._source[self._at : self._at + 1]) in ("*", "+", "?"):
             self._at += 1
             return sign
@@ -236,7 +238,7 @@ class _Parser:
         return _Class(f"[{'^' if negated else ''}{''.join(ranges)}]" if ranges else r"(.|\n)")
 
     def _character(self) -> str:
-        """A character of a literal or a class, which may be escaped."""
+        """Read one character of a literal or a character class, which may be escaped."""
         source, at = self._source, self._at
         if at >= len(source):
             raise self._error("the text ends inside a literal or a character class")
@@ -281,7 +283,7 @@ def _repeats(part: _Part) -> int:
 
 
 def _uses(group: _Group) -> Iterator[tuple[_Use, int]]:
-    """The rules that a group uses, in order, each with the groups around it."""
+    """Yield the rules that a group uses, in order, each with the number of groups around it."""
     pending: list[tuple[_Part, int]] = [(group, -1)]
     while pending:
         part, groups = pending.pop()
@@ -295,7 +297,8 @@ def _uses(group: _Group) -> Iterator[tuple[_Use, int]]:
 
 
 def _terminals(rules: dict[str, _Rule]) -> frozenset[str]:
-    """Rules that the lexer can match as one regular expression: those that only use such rules, and never themselves."""
+    """Return the names of the rules that can become terminals, which Lark matches as one regular expression: those that only use
+    such rules, and so never themselves. Terminals are faster to match."""
     missing = {name: {use.name for use, _ in rule.uses} for name, rule in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, used in missing.items():
@@ -316,8 +319,8 @@ def _terminals(rules: dict[str, _Rule]) -> frozenset[str]:
 
 
 def _names(rules: dict[str, _Rule], terminals: frozenset[str]) -> dict[str, str]:
-    """Names as Lark writes them: lower case for a rule, upper case for a terminal, `start` for the first."""
-    names, taken = {"root": "start"}, {"start": 1}  # with the next number for a name that is taken
+    """Map each rule to a name that Lark allows: lower case for a rule, upper case for a terminal, `start` for `root`."""
+    names, taken = {"root": "start"}, {"start": 1}  # `taken` has the number to append when a name is needed again
     for name in rules:
         if name == "root":
             continue

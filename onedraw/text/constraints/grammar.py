@@ -41,8 +41,8 @@ from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import EMPTY_MASK, Constraint, TokenMask
 
 _GAP = r"gap: /[ \t\r\n]{0,8}/"  # the rule for white space between reasoning and answer
-CACHED_RESULTS = 256  # formats whose compiled form, or refusal, is kept; the least recently used is dropped
-CACHED_CHARACTERS = 1 << 21  # of these formats together, since the memory of a compiled format grows with its text
+CACHED_RESULTS = 256  # formats whose compiled form, or whose error, is cached; the least recently used is dropped first
+CACHED_CHARACTERS = 1 << 21  # characters of these formats together, since the memory of a compiled format grows with its text
 
 ResultT = TypeVar("ResultT")
 
@@ -58,7 +58,7 @@ def structured_output_available() -> bool:
 
 class GrammarConstraint:
     """Follows one reply with llguidance's matcher, which consumes new tokens, and rolls back to the common prefix when drafts
-    change. Each request has one of its own."""
+    change. Each request has a constraint of its own, since it has state."""
 
     def __init__(self, compiled: Any, vocab: int, param: str) -> None:
         self._compiled, self._matcher, self._vocab, self._param = compiled, compiled.deep_copy(), vocab, param
@@ -67,7 +67,7 @@ class GrammarConstraint:
 
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask | None:
         tokens = [*output, *drafts]
-        # A new matcher may get further before it fails, so the error is kept: these tokens give it whenever they are asked for.
+        # The error is kept, so that the same tokens always give the same error: a new matcher might get further before it fails.
         if self._failed is not None and tokens[: len(self._failed[0])] == self._failed[0]:
             raise BadParameter(self._param, self._failed[1])
         if any(token >= self._vocab for token in drafts):  # The model's head can have more rows than the tokenizer has tokens.
@@ -76,16 +76,16 @@ class GrammarConstraint:
         consumed = self._matcher.try_consume_tokens(tokens[common:])
         self._tokens = tokens[: common + consumed]
         if len(self._tokens) < len(tokens) and not self._matcher.is_error():
-            return EMPTY_MASK  # The grammar rejects a draft, so verification never reaches the positions after it.
+            return EMPTY_MASK  # The grammar rejects a draft, so that draft is not kept, and this mask is never used.
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        if self._matcher.is_error():  # In this state the mask would allow the end token alone and cut the reply off silently.
+        if self._matcher.is_error():  # The mask of a failed matcher allows only the end token and would end the reply silently.
             self._failed = tokens, f"cannot be followed any further: {first_line(self._matcher.get_error())}"
             raise BadParameter(self._param, self._failed[1])
         return bits
 
     def _roll_back(self, common: int) -> int:
-        """Roll the matcher back to the first `common` tokens and return how many stay consumed. A matcher of a grammar whose
-        rules have limits cannot roll back; it starts again with 0."""
+        """Roll the matcher back to the first `common` tokens and return how many stay consumed. If the grammar's rules have
+        limits such as `max_tokens`, llguidance cannot roll back; then a new matcher starts with 0 tokens."""
         if common < len(self._tokens):
             self._matcher.rollback(len(self._tokens) - common)
         if not self._matcher.is_error():
@@ -108,7 +108,7 @@ class GrammarCompiler:
         tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
         special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]
         self._checker = GrammarChecker(tokens=tokens, special=special, eos_ids=eos_ids)
-        self._checker.start()  # The helper process reads the vocabulary while this process does.
+        self._checker.start()  # now, so that the helper process reads the vocabulary while this process does
         self._vocabulary = _vocabulary(self._library, tokenizer, tokens=tokens, special=special, eos_ids=eos_ids)
         self._digits = token_mask([i for i, token in enumerate(tokens) if token[:1].isdigit()], tokenizer.vocab_size)
         self._results = ResultCache[Any](most=CACHED_RESULTS, weight=CACHED_CHARACTERS)
@@ -176,7 +176,8 @@ class GrammarCompiler:
             case RegexFormat(pattern):
                 return {"lark_grammar": f"start: /{self._library.regex_to_lark(pattern, '')}/"}, None
             case ChoiceFormat(texts):
-                # All texts are alternatives of one terminal, since one rule for each would exceed the parser's limits.
+                # All texts are alternatives of one terminal (a regular expression), because one rule for each text would exceed
+                # the limits of llguidance's parser.
                 return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(lark_string(text) for text in texts)}, None
             case LarkFormat(lark, param, written):
                 check_lark(lark, param, most=MAX_TOOL_CHARACTERS if written else MAX_FORMAT_CHARACTERS)
@@ -204,7 +205,7 @@ class GrammarCompiler:
 
 
 def _content(format: ReplyFormat) -> str:
-    """Return the text that decides the compiled result; the caller's name of the field does not."""
+    """Return the text that identifies a format in the cache. The caller's name of the field is not part of it."""
     match format:
         case JsonFormat(text) | RegexFormat(text) | LarkFormat(text) | GbnfFormat(text):
             return text

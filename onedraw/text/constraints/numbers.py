@@ -19,7 +19,7 @@ LARGEST = 2**63 - 1
 # The widest bounds that llguidance compiles: of integers, and of numbers that may have a fraction.
 INTEGER_BOUNDS = (-(2**63) + 1024, LARGEST)
 NUMBER_BOUNDS = (-9_223_372_036_854_775_000, 9_223_372_036_854_775_000)
-_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}  # the side on which each bounds a number
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}  # -1: a lower bound; 1: an upper bound
 
 
 def exact_numbers(schema: Any, param: str) -> Any:
@@ -46,7 +46,7 @@ def exact_numbers(schema: Any, param: str) -> Any:
 
 
 def _kept_bound(bound: int | float, side: int, path: str, *, fractions: bool) -> int | float:
-    """Return a bound that llguidance keeps exactly, for numbers up to this one (`side` 1) or from this one on (-1)."""
+    """Return a bound in the form that llguidance keeps exactly. `side` is 1 for an upper bound and -1 for a lower one."""
     if bound * side >= LARGEST:
         return (NUMBER_BOUNDS if fractions else INTEGER_BOUNDS)[side > 0]
     if abs(bound) > LARGEST or not (_prints_exactly(bound) if fractions else int(float(bound)) == bound):

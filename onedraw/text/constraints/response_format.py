@@ -70,7 +70,7 @@ class LarkFormat:
 
     lark: str
     param: str
-    numbers: bool = False  # written for tool calls: limit runs of digits as for JSON, since it contains JSON numbers
+    numbers: bool = False  # whether to limit runs of digits: set for grammars of tool calls, which contain JSON numbers
 
 
 @dataclass(frozen=True, slots=True)

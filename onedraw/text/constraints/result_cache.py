@@ -1,6 +1,6 @@
-"""Results by key, each computed once however many threads ask for it at the same time, and the latest kept.
+"""A cache of results in which each result is computed only once, even if several threads ask for it at the same time.
 
-What raises is not kept: every caller gets an error of its own.
+The least recently used results are dropped first. A computation that raises is not cached, so the next caller tries again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class _Entry(Generic[ResultT]):
 
 
 class ResultCache(Generic[ResultT]):
-    """At most `most` results, of together at most `weight` or a single one. Safe to use from several threads."""
+    """Holds at most `most` results, whose weights add up to at most `weight` unless there is only one. Several threads may use
+    it."""
 
     def __init__(self, *, most: int, weight: int) -> None:
         self._most, self._weight = most, weight
@@ -39,7 +40,7 @@ class ResultCache(Generic[ResultT]):
                     self._total += weight
                     break
                 self._entries.move_to_end(key)
-            if found.result.exception() is None:  # waits for the thread that computes it
+            if found.result.exception() is None:  # This waits until the thread that computes the result has finished.
                 return found.result.result()
         try:
             made = make()

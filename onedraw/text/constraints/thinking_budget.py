@@ -22,7 +22,7 @@ NOT_CLOSING = -1  # value of BudgetState.closing while no closing text is forced
 @dataclass(frozen=True, slots=True)
 class BudgetState:
     reasoning: ReasoningState
-    used: int = 0  # tokens of reasoning so far
+    used: int = 0  # number of reasoning tokens so far
     closing: int = NOT_CLOSING  # index of the closing token that is forced next
     missing: int = 0  # bytes that the last, incomplete UTF-8 character still needs
 
@@ -60,7 +60,7 @@ class ThinkingBudget:
             return self._close_if_spent(BudgetState(reasoning, used, missing=missing_bytes(state.missing, data)))
         if state.closing + 1 < len(self._closing):
             return replace(state, reasoning=reasoning, closing=state.closing + 1)
-        # Reasoning is over now in any case: the text before may have kept the end marker from being recognized.
+        # The whole closing text was forced, so reasoning is over, even if text right before it has hidden the end marker.
         if reasoning.reasoning:
             reasoning = ReasoningState("content", trim_left=True)
         return replace(state, reasoning=reasoning, closing=NOT_CLOSING)

@@ -99,7 +99,8 @@ def _text_after(
     eos_texts: Sequence[str],
     special_texts: Sequence[str],
 ) -> str | None:
-    """Return the prompt's text after message `number`, from a special token on; None if that place cannot be found."""
+    """Return the part of the prompt's text after message `number`, which must begin with a special token; None if it cannot be
+    found or does not."""
     until = render(messages[: number + 1], False)
     last = max((until.rfind(eos) for eos in eos_texts if eos), default=-1)
     if last > 0 and text.startswith(until[:last]) and any(text.startswith(eos, last) for eos in eos_texts):

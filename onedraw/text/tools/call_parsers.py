@@ -1,7 +1,9 @@
-"""Parsers of one tool call, one for each dialect. They read characters and emit the call's name and its arguments as JSON.
+"""Parsers of one tool call, one for each dialect (call syntax of a model family).
 
-A parser is a generator. It is sent one character at a time, appends events to a list, and returns when the call is complete. Text
-that cannot be a call raises NotACall. A part of the arguments is emitted as soon as its JSON is certain.
+A parser reads the characters of a call after its opening marker, and emits the call's name and its arguments as JSON. It is a
+generator, which is sent one character at a time, appends events to a list, and returns when the call is complete. Text that
+cannot be a call raises NotACall. A part of the arguments is emitted as soon as its JSON is certain. `call_stream.py` finds where
+calls begin in a reply, runs the parsers, and decides what is content.
 """
 
 from __future__ import annotations
@@ -111,13 +113,13 @@ def close_marker(dialect: Dialect) -> Parser:
 
 
 def _hermes(out: list[CallEvent]) -> Parser:
-    """Parse {"name": …, "arguments": {…}} and the closing marker."""
+    """Parse a call of Hermes or Qwen3: {"name": …, "arguments": {…}} and the closing marker."""
     yield from _json_call(out, (yield from skip_space((yield))))
     yield from close_marker("hermes")
 
 
 def _llama(out: list[CallEvent]) -> Parser:
-    """Parse {"name": …, "parameters": {…}}, which has no markers around it."""
+    """Parse a call of Llama: {"name": …, "parameters": {…}}, which has no markers around it."""
     yield from _json_call(out, (yield from skip_space((yield))))
 
 
@@ -125,7 +127,7 @@ def _json_call(out: list[CallEvent], first: str) -> Parser:
     """Parse an object with a name and arguments, in either order. The text of the arguments is emitted unchanged."""
     require(first == "{")
     name: str | None = None
-    early: list[str] = []  # text of the arguments, if they come before the name
+    early: list[str] = []  # the text of the arguments if they come before the name, since the name must be emitted first
     given = False
     character = yield from skip_space((yield))
     while character != "}":
@@ -242,7 +244,7 @@ class _TaggedArguments:
     def __init__(self, out: list[CallEvent], dialect: Dialect, types: ParameterTypes) -> None:
         self._out = out
         self._close, self._next = VALUE_ENDS[dialect]
-        self._trim = dialect == "qwen_xml"  # the line breaks beside the tags are not part of a value
+        self._trim = dialect == "qwen_xml"  # whether line breaks next to the tags are removed, since they are not part of a value
         self._types = types
         self._any = False
 
@@ -272,7 +274,7 @@ class _TaggedArguments:
         which is called with the text that is not written yet up to the white space, returns True.
         """
         ends = ("\n" + self._close, self._close) if self._trim else (self._close,)
-        again = deque[str]()  # characters that turned out not to follow the end of the value
+        again = deque[str]()  # characters to read again, because the closing tag before them turned out to be part of the value
         held, first = "", self._trim
         while True:
             character = again.popleft() if again else (yield)
@@ -453,7 +455,8 @@ _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 
 def _python_as_json(text: str) -> str:
-    """Return a Python literal as JSON. In double quotes JSON's escapes come before Python's, since the grammar writes those."""
+    """Return a Python literal as JSON. A string in double quotes is read as JSON if possible, else as Python, because the grammar
+    of constrained calls writes JSON strings."""
     parts = _PYTHON_STRING.split(text)
     try:
         parts[::2] = [re.sub(r"\b(True|False|None)\b", lambda name: _PYTHON_NAMES[name[0]], part) for part in parts[::2]]

@@ -1,8 +1,9 @@
-"""Separate tool calls from content in a stream of text.
+"""Separate tool calls from content in a stream of text: find where a call begins, run its parser, and decide what is content.
 
-The input is the content of a reply in chunks of any size, and the dialect of its calls. The output is events: content, the start
-of a call with its name, JSON of its arguments, the end of a call. Parsers read one character at a time, so the division into
-chunks does not change the result. Text that turns out not to be a call before it has a name becomes content, so none is lost.
+The input is the content of a reply in chunks of any size, and the dialect (call syntax) of the model family. The output is
+events: content, the start of a call with its name, JSON of its arguments, the end of a call. `call_parsers.py` has the parsers
+of single calls, one per dialect. Text is handled one character at a time, so the division into chunks does not change the
+result. Text that turns out not to be a call before it has a name becomes content, so none is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from onedraw.text.tools.dialects import MARKERS, CallableTools
 @dataclass(frozen=True, slots=True)
 class Content:
     text: str
-    truncated_call: bool = False  # the reply ended inside a call before its name; the text so far is content
+    truncated_call: bool = False  # whether this is the text of a call that the end of the reply cut off before its name
 
 
 class ToolCallParser:
@@ -37,10 +38,10 @@ class ToolCallParser:
         self._new_parser = call_parser(calls)
         self._markers = MARKERS.get(calls.dialect)
         self._opens = None if self._markers is None else self._markers[0]
-        self._held = ""  # text that may become an opening marker, or white space that belongs to a call if one follows
+        self._held = ""  # text that may become an opening marker, or white space that is dropped if a call follows
         self._call: _OpenCall | None = None
-        self._content_begun = False  # the reply has content other than white space
-        self._after_call = False  # only white space has followed the last call
+        self._content_begun = False  # whether the reply has content other than white space
+        self._after_call = False  # whether only white space has followed the last call
         self._completed = 0
 
     @property
@@ -60,8 +61,8 @@ class ToolCallParser:
         return _merged(out)
 
     def finish(self, *, cut: bool = False) -> list[CallEvent | Content]:
-        """Return the text that was held back, at the end of the reply. `cut` says that a length ended it: what began with a
-        marker, or with more than half of one, would have become a call, so it is dropped."""
+        """Return the text that was held back, at the end of the reply. `cut` means that max_tokens ended the reply. Then text
+        that begins with a marker, or with more than half of one, is dropped, because it would have become a call."""
         out: list[CallEvent | Content] = []
         if self._call is not None and cut and self._opens is not None and not self._call.started:
             self._call = None
@@ -148,7 +149,7 @@ class _OpenCall:
         self._events: list[CallEvent] = []
         self._parser = new_parser(self._events)
         next(self._parser)
-        self.text = text  # everything since the opening marker, in case it turns out not to be a call
+        self.text = text  # all text from the opening marker on, which becomes content if it turns out not to be a call
         self.started = self.ended = 0
         self.unparsed = ""  # text since the last event that the parser emitted
 

@@ -1,5 +1,8 @@
 """Tools as data, and the dialects (call syntaxes) in which model families write tool calls.
 
+A marker is the text before or after a call, such as <tool_call>. Constrained calls follow a grammar; a strict tool is one whose
+schema the calls must follow completely.
+
 The source of a chat template shows the dialect. If the template has no tools, or a call syntax that is not supported, calls have
 the Hermes syntax, and a system message explains it to the model.
 """
@@ -82,7 +85,7 @@ GEMMA_QUOTE = '<|"|>'  # Gemma writes this before and after a string.
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
     dialect: Dialect
-    native: bool  # the chat template can render tools and calls itself
+    native: bool  # whether the chat template can render tools and calls itself
 
 
 # Texts that occur together only in templates of the dialect. More specific dialects come first.

@@ -1,7 +1,9 @@
 """Grammars of tool calls, which combine the tools' JSON schemas with the call syntax of a dialect.
 
-The input is tools, the dialect and a tokenizer. The output is a Lark grammar of a reply that must call a tool, or may. In a reply
-that may, text is free until a call begins; from there on, every character must match one of the tools and its schema.
+The input is tools, the dialect (call syntax of a model family) and a tokenizer. The output is a Lark grammar of a reply that must
+call a tool, or may. In a reply that may, text is free until a call begins; from there on, every character must match one of the
+tools and its schema. The schema of a strict tool is enforced completely or refused; that of any other tool as far as possible.
+Methods that "write" an element add rules for it to the grammar and return the Lark text that refers to it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _UNESCAPED_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")
 
 
 class _Rules:
-    """Collects the rules of one grammar and limits the work of writing and checking them."""
+    """The rules of one grammar, with a limit on the work of writing and checking them."""
 
     def __init__(self, check: CheckSchema) -> None:
         self._check = check
@@ -68,8 +70,8 @@ class _Rules:
         return self._check(schema, param)
 
     def spend(self, work: int) -> None:
-        """Count work; over the limit raise BadRequest. A BadParameter would be caught where a tool is not strict, and the work
-        would go on."""
+        """Count work, and raise BadRequest when it exceeds the limit. BadParameter would not do: it is caught where a tool is not
+        strict, and the work would go on."""
         self._work += work
         if self._work > limits.MAX_TOOL_WORK:
             raise BadRequest(
@@ -81,7 +83,7 @@ class _Rules:
 
 
 class ToolCallGrammar:
-    """Collects the rules of one grammar. Create a new one for each request."""
+    """Writes the grammar of one request from its tools. Create a new object for each request."""
 
     def __init__(self, dialect: Dialect, *, tokenizer: Tokenizer, lark_text: LarkText, check: CheckSchema) -> None:
         self._dialect = dialect
@@ -295,7 +297,7 @@ class _LiteralGrammar:
         self._param = tool.param
         self._count = 0
         self._depth = 0
-        self._root = {"type": "object", **tool.schema}  # to which references point
+        self._root = {"type": "object", **tool.schema}  # the schema in which references are resolved
         self._references: dict[str, str] = {}
         self._any: str | None = None
 

@@ -1,6 +1,7 @@
 """The JSON schemas of tools, for call syntaxes that are not JSON: types of parameters, and keywords that can be enforced.
 
-The functions take a JSON schema and its path in the caller's request, for errors. A keyword that restricts a value but cannot be
+Combinators are keywords that name other schemas which a value has to follow, such as `anyOf` and `$ref`. The functions take a
+JSON schema and its path in the caller's request, for errors. A keyword that restricts a value but cannot be
 enforced is refused by its path if the tool is strict. A keyword that restricts nothing is ignored.
 """
 
@@ -37,7 +38,7 @@ RESTRICTIONS = frozenset(
 ).difference(COMBINATORS)
 MEMBER_KEYWORDS = frozenset(("properties", "patternProperties", "additionalProperties"))  # these depend on each other
 MAX_ALTERNATIVES = 100  # schemas that one value may follow, in a syntax that is not JSON
-SCHEMA_WORK = 100  # the work of looking at one of these, as characters that are written
+SCHEMA_WORK = 100  # the work of looking at one alternative counts as much as writing so many characters of a grammar
 MAX_DEPTH = 100  # combinators inside each other, with references followed
 _KEY_TERMINATOR = {"qwen_xml": ">", "laguna": "</arg_key>", "gemma": ":", "pythonic": "="}  # ends a key, so no key may contain it
 
@@ -116,7 +117,7 @@ def _value_types(part: Any, root: Any, known: dict[str, frozenset[str] | None], 
                 found.append(frozenset().union(*restricted) if len(restricted) == len(inner) else None)
     types: frozenset[str] | None = None
     for one in found:
-        if one is not None:  # If no type is left, no value follows the schema, which is reported where it is written.
+        if one is not None:  # If no type is left, no value can follow the schema; the grammar refuses it where it writes it.
             types = one if types is None else common_types(types, one) or types
     return types
 
@@ -165,7 +166,8 @@ def standalone(part: Any, root: Any, path: str) -> Any:
 
 
 def alternatives(schema: Any, root: Any, path: str, spend: Callable[[int], None], depth: int = 0) -> list[dict[str, Any]]:
-    """Return schemas without combinators, of which a value that follows this schema follows one. `spend` limits the work."""
+    """Return schemas without combinators that are together equivalent to this one: a value follows it if it follows one of them.
+    `spend` counts the work and raises over the limit."""
     spend(SCHEMA_WORK)
     if not isinstance(schema, dict):
         raise BadParameter(path, f"{NOT_SUPPORTED}, which needs the type of every value")
@@ -190,8 +192,8 @@ def alternatives(schema: Any, root: Any, path: str, spend: Callable[[int], None]
 
 
 def conjunction(first: dict[str, Any], second: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the schema of the values that follow both schemas, which have no combinators; refuse them if one schema cannot say
-    that."""
+    """Return one schema for the values that follow both of these, which have no combinators. Raise BadParameter if no single
+    schema can express that."""
     both = dict(first)
     if not MEMBER_KEYWORDS.isdisjoint(first) and not MEMBER_KEYWORDS.isdisjoint(second):
         raise BadParameter(path, f"and the schema beside it both restrict members, which {NOT_SUPPORTED}")
