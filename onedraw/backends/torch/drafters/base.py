@@ -94,9 +94,9 @@ class DraftedPosition(NamedTuple):
     depth: int
 
 
-def drafting_sampler(target: Transformer, lanes: int) -> tuple[Sampler, int]:
-    """Return a sampler for drafted positions, and the size of the vocabulary."""
-    vocab = target.spec.vocab
+def drafting_sampler(target: Transformer, lanes: int, vocab: int | None = None) -> tuple[Sampler, int]:
+    """Return a sampler for drafted positions, and the size of its vocabulary: the first `vocab` tokens of the target's."""
+    vocab = vocab or target.spec.vocab
     return target.ops.sampler(vocab=vocab, lanes=lanes, device=target.device), vocab
 
 

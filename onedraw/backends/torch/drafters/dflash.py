@@ -18,7 +18,7 @@ from torch import Tensor
 from onedraw.backends.torch.drafters.base import CompletedStep, DraftedPosition, Ranker, drafting_sampler, room_ahead
 from onedraw.backends.torch.model.layer import AttentionMixer, Layer, load_layer, rope_tables, run_layer
 from onedraw.backends.torch.model.transformer import Transformer
-from onedraw.backends.torch.model.weight_loader import WeightLoader
+from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
 from onedraw.backends.torch.ops.base import PreparedInputs
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
@@ -28,6 +28,9 @@ from onedraw.models.dflash import DrafterWeights
 from onedraw.models.spec import DrafterSpec
 from onedraw.types import Draft, Row, RowOutcome
 
+# On a CPU the drafter proposes the first third of the vocabulary, at least this many tokens: BPE vocabularies begin with the most
+# frequent tokens, and a draft is hardly ever kept beyond them, but every token costs a row of the head and noise.
+SMALL_VOCAB = 16_384
 LONGEST_WAIT = 64  # positions of a row whose context is written together, at most, while no drafts are wanted
 # Candidates per depth, best first → a tree of drafts.
 Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
@@ -79,6 +82,13 @@ class DflashDrafter:
         self._embedding = loader.kept(None, "embed") if spec.own_embedding else None
         self._head = loader.linear(None, "head") if spec.own_head else target.head
         ids = weights.target_ids()
+        vocab = spec.draft_vocab
+        if ids is None and width == 1:
+            vocab = min(vocab, max(SMALL_VOCAB, vocab // 3) // LANE * LANE)
+            self._head = self._head.first_outputs(vocab)
+            if self._head.out_features != vocab:  # these operations have whole products only, which cost little on a GPU
+                vocab = spec.draft_vocab
+        self._vocab = vocab
         self._target_ids = None if ids is None else torch.from_numpy(ids).to(self._device)
         self._width = width
         self._layers: list[Layer] = []
@@ -89,7 +99,7 @@ class DflashDrafter:
         sizes = StateSizes(pages=self._layout.scratch, page_size=layout.page_size)
         self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=self._device)
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
-        self._ranker = Ranker(lanes, *drafting_sampler(target, lanes))
+        self._ranker = Ranker(lanes, *drafting_sampler(target, lanes, None if vocab == spec.draft_vocab else vocab))
         self._waiting: dict[int, Context] = {}  # by lane
 
     @property
@@ -194,7 +204,7 @@ class DflashDrafter:
         slots = [span.first + slot for span in spans for slot in range(1, span.count)]
         padding = self._layout.rule.padded(len(slots)) - len(slots)
         index = torch.tensor([*slots, *slots[-1:] * padding], dtype=torch.long, device=self._device)
-        logits = self._head(x.index_select(0, index))[: len(slots), : self._spec.draft_vocab].float()
+        logits = self._head(x.index_select(0, index))[: len(slots), : self._vocab].float()
         return self._arranged(blocks, logits)
 
     def _embed(self, tokens: Tensor) -> Tensor:

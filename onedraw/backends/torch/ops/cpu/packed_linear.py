@@ -74,7 +74,7 @@ class CpuLinear(Linear):
         # Columns of an input row, which may have more than the weight; the others are not read.
         self.in_features = in_features or parts[0].width
         self.dtype, self.device, self.rule, self.bias = torch.float32, torch.device("cpu"), RowRule(floor=1), bias
-        self.parts = tuple(parts)
+        self.parts, self._coded = tuple(parts), coded
         self._kernels = kernels
         self._array = (_Part * len(parts))()
         column = 0
@@ -99,6 +99,14 @@ class CpuLinear(Linear):
         memory = kernels.scratch(len(x) * self._row_bytes) if self._row_bytes else None
         kernels.linear(self.address, x.data_ptr(), self.in_features, y.data_ptr(), len(x), memory, kernels.thread_pool)
         return y
+
+    def first_outputs(self, count: int) -> Linear:
+        """The panels of the first outputs. `count` is a multiple of 32, so that it ends where a panel of any type does."""
+        if len(self.parts) > 1 or self.bias is not None or not 0 < count < self.out_features or count % 32:
+            return self
+        (part,) = self.parts
+        first = Panels(part.kind, count, part.width, part.data)
+        return CpuLinear(self._kernels, [first], bias=None, coded=self._coded, in_features=self.in_features)
 
     def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
         """Rows of the weight as floats, by number; only for a product of a single weight: [T] → [T, in]."""

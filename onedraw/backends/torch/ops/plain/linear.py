@@ -52,6 +52,10 @@ class Linear:
         this. `thread_pool`: the pool to use, see `Products.thread_pool`; None: the product's own."""
         raise NotImplementedError("this product's weight cannot be read back")
 
+    def first_outputs(self, count: int) -> Linear:
+        """A product with at least the first `count` outputs, which shares the weight. Here the whole product."""
+        return self
+
     def __call__(self, x: Tensor) -> Tensor:
         block = self.rule.block
         if block is None or len(x) == block:
