@@ -253,3 +253,14 @@ def test_more_threads_than_cores_change_nothing() -> None:
     alone = linear_of([tensor], threads=1)(x)
     crowded = linear_of([tensor], threads=13)
     assert all(torch.equal(crowded(x), alone) for _ in range(50))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K", "F32"])
+def test_the_first_outputs_have_the_bits_of_the_whole_product(kind: str) -> None:
+    whole = linear_of([random_tensor("w", (160, 256), kind, np.random.default_rng(3), 0.1)])
+    first = whole.first_outputs(96)
+    x = torch.randn(5, 256)
+    assert first.out_features == 96
+    assert torch.equal(first(x), whole(x)[:, :96])
+    for count in (0, 40, 160, 320):  # not a whole number of panels, or no fewer outputs
+        assert whole.first_outputs(count) is whole
