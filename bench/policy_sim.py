@@ -143,7 +143,8 @@ def simulate(
     """Return seconds and tokens of these replies, `batch` at a time, under the real policy or a fixed number of drafts."""
     by_id = {str(number): trace for number, trace in enumerate(traces)}
     speculator = Speculator([TracedProposer(by_id)] if "ngram" in sources else [], draft_tokens=draft_tokens)
-    waiting, running = list(by_id), []
+    waiting = list(by_id)
+    running: list[str] = []
     seconds, tokens = 0.0, 0
     histories: dict[str, History] = {}
     own: dict[str, tuple[Draft, ...]] = {}
@@ -253,11 +254,11 @@ def main() -> int:
         print(json.dumps([asdict(cell) for cell in found], indent=2))
         return 0
     heads = ("machine", "text", "T", "batch", "x none", "best fixed", "regret %")
-    rows = [
+    lines = [
         [c.machine, c.kind, f"{c.temperature:g}", str(c.batch), f"{c.to_none:.2f}", c.best, f"{100 * c.regret:.1f}"]
         for c in found
     ]
-    table("", heads, rows)
+    table("", heads, lines)
     print(f"worst to none {min(c.to_none for c in found):.3f}, worst regret {100 * max(c.regret for c in found):.1f} %")
     return 0
 
