@@ -323,7 +323,7 @@ def decode() -> None:
     model = DenseModel(shape, TritonOps(DEVICE, pdl=True), positions=140_000, pages=10_000)
     report(
         "uses the library kernel, by shape",
-        {f"{x.out_features}x{x.in_features}": x.library for x in [*model.layers[0], model.head]},
+        {f"{x.out_features}x{x.in_features}": x.library_rows for x in [*model.layers[0], model.head]},
     )
     _time_steps("8B", model, LLAMA_8B.matrix_bytes, 2 * 8 * 128 * 2 * 32)
     _time_steps_with_host(model)
@@ -504,14 +504,14 @@ def prefill() -> None:
         inputs = model.inputs([(0, count, ())])
         prepared = model.ops.prepare_attention(inputs, model.mixer, model.rope)
         for use_library in (True, False):
-            replaced = {}
+            replaced: dict[TritonLinear, tuple[int, ...]] = {}
             if not use_library:
                 for layer in model.layers:
                     for product in layer:
-                        replaced[product], product.library = product.library, False
+                        replaced[product], product.library_rows = product.library_rows, ()
             ms = device_ms(lambda i=inputs, p=prepared: model.hidden(i.tokens, p), repeats=5)  # type: ignore[misc]
             for product, value in replaced.items():
-                product.library = value
+                product.library_rows = value
             flops = 2 * count * (shape.matrix_bytes / 2 - shape.vocab * shape.hidden)
             flops += 2 * 2 * count * count / 2 * shape.heads * shape.dim * shape.layers
             name = f"8B prefill of {count}, {'library where equal' if use_library else 'Triton alone'}"

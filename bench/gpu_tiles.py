@@ -4,6 +4,7 @@
 
 Sections:
     products   the matrices of the two model shapes, by number of rows
+    many_rows  the same for 65 rows and more, with cuBLAS beside the tiles
     attention  one layer, by keys per block, split size, tile height, warps and stages
     profile    times of the kernels in steps through the backend
 
@@ -30,9 +31,12 @@ from bench.gpu_decode import DEVICE, MATRICES, PAGE, TREE, normal
 from bench.measuring import replay_ms, report
 from onedraw.backends.torch.ops.cuda import attention as attention_kernels
 from onedraw.backends.torch.ops.cuda import attention_inputs
+from onedraw.backends.torch.ops.cuda import ops as cuda_ops
 from onedraw.backends.torch.ops.cuda.attention import FIRST_SPLIT, attend
 from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, stage_attention_inputs
+from onedraw.backends.torch.ops.cuda.cublas import multiply
 from onedraw.backends.torch.ops.cuda.linear import Tile, choose_tile, linear, shared_memory
+from onedraw.backends.torch.ops.cuda.ops import TritonGated, TritonLinear, TritonOps
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
 from onedraw.types import Draft
@@ -107,6 +111,125 @@ def tile_name(tile: Tile) -> str:
 def _multiply_all(x: Tensor, weights: list[Tensor], tile: Tile, gate: int) -> None:
     for weight in weights:
         linear(x, weight, tile=tile, gate=gate, pdl=True)
+
+
+# ------------------------------------------------------------------ products of many rows
+
+
+FUSED = {(4096, 4096): "residual", (28672, 4096): "gate", (4096, 14336): "residual", (2048, 4096): "residual"}
+MANY = [*MATRICES[:5], (12352, 2048), (2048, 4096), (37888, 3584), (5120, 17408)]
+CHECKED_ROWS = (65, 96, 128, 192, 256, 512)
+
+
+def _wide(rows: int, columns: int, depth: int, warps: int, stages: int, group: int = 1, *, swapped: bool = False) -> Tile:
+    return Tile(rows, columns, depth, warps, stages, group=group, swapped=swapped)
+
+
+_turned = partial(_wide, swapped=True)
+MANY_TILES = {
+    128: [
+        _wide(64, 64, 64, 4, 4, 8),  # for comparison: one tile for every shape
+        _turned(64, 64, 128, 4, 6), _turned(64, 64, 128, 4, 3), _turned(128, 64, 128, 8, 4), _turned(128, 64, 128, 4, 4),
+        _turned(128, 128, 128, 8, 3), _turned(128, 128, 64, 4, 4), _wide(128, 64, 64, 4, 6), _turned(128, 128, 64, 8, 5),
+    ],
+    256: [
+        _wide(128, 64, 64, 4, 4, 8), _wide(128, 64, 128, 8, 4, 2), _turned(128, 64, 128, 4, 4, 2), _turned(64, 64, 128, 4, 3, 4),
+        _wide(128, 128, 64, 8, 4, 8), _wide(128, 128, 64, 4, 4, 8), _turned(128, 128, 128, 8, 3, 2), _turned(256, 64, 64, 4, 4),
+        _turned(256, 128, 64, 8, 3), _wide(128, 256, 64, 8, 3, 8), _wide(128, 64, 128, 4, 4, 2),
+    ],
+    512: [
+        _wide(128, 128, 64, 8, 4, 8), _wide(128, 256, 64, 8, 3, 8), _wide(128, 256, 64, 8, 4, 8), _turned(256, 128, 64, 8, 3, 2),
+    ],
+}  # fmt: skip
+
+
+def many_rows() -> None:
+    """With --check, compare every tile and cuBLAS with one row alone; else report times with residual or activation, in us."""
+    TritonOps(DEVICE)  # cuBLAS adds partial sums in float32 only
+    shapes = [shape for shape in MANY if not CHECK or shape in MATRICES]
+    jobs = [(shape, tiles) for shape in shapes for tiles in MANY_TILES.items()]
+    if CHECK:
+        jobs = [(shape, (rows, [tile])) for shape, (rows, tiles) in jobs for tile in tiles]
+    compared = different = 0
+    for (n, k), (rows, tiles) in jobs[PART::PARTS]:
+        for case, wrong in _check_many(n, k, tiles) if CHECK else ():
+            compared, different = compared + 1, different + wrong
+            report(f"{n} x {k}, {case}: differs", wrong) if wrong else None
+        if not CHECK:
+            _time_many(n, k, rows, tiles)
+    if CHECK:
+        print(f"many rows: {compared} compared, {different} differ", flush=True)
+
+
+def _check_many(n: int, k: int, tiles: list[Tile]) -> Iterator[tuple[str, bool]]:
+    """Every comparison and whether it found a difference."""
+    gate, weight = FUSED.get((n, k)) == "gate", normal(n, k, spread=k**-0.5)
+    x = normal(max(CHECKED_ROWS), k)
+    one = choose_tile(1, n, k, x.dtype, shared_memory(DEVICE))
+    alone = linear(x, weight, tile=one)
+    for row in (0, 64, 300, 511):
+        yield f"row {row} alone", not torch.equal(linear(x[row : row + 1], weight), alone[row : row + 1])
+    product = TritonLinear(weight, bias=None, pdl=True)
+    activated = linear(x, weight, tile=one, gate=1)
+    for rows in CHECKED_ROWS:
+        for tile in list(tiles):
+            try:
+                linear(x[:rows], weight, tile=tile)
+            except Exception as problem:  # the tile needs more shared memory or registers than the GPU has
+                report(f"{n} x {k}, {tile_name(tile)}", repr(problem)[:80])
+                tiles.remove(tile)
+                continue
+            yield f"{rows} rows, {tile_name(tile)}", not torch.equal(linear(x[:rows], weight, tile=tile), alone[:rows])
+            if gate:
+                found = linear(x[:rows], weight, tile=tile, gate=1)
+                yield f"{rows} rows, {tile_name(tile)}, activated", not torch.equal(found, activated[:rows])
+        yield f"{rows} rows, in use", not torch.equal(product(x[:rows]), alone[:rows])
+        if rows in product.library_rows:
+            yield f"{rows} rows, cuBLAS", not torch.equal(multiply(x[:rows], weight), alone[:rows])
+
+
+def _time_many(n: int, k: int, rows: int, tiles: list[Tile]) -> None:
+    fused, copies = FUSED.get((n, k)), max(2, int(400e6 // (2 * n * k)) + 1)
+    weights = [normal(n, k, spread=k**-0.5) for _ in range(copies)]
+    x, residual = normal(rows, k), normal(rows, n) if fused == "residual" else None
+    gate, agrees = int(fused == "gate"), TritonLinear(weights[0], bias=None, pdl=True)
+
+    def us(work: Callable[[Tensor], Any]) -> float:
+        return round(1000 * replay_ms(lambda: [work(weight) for weight in weights], repeats=4) / copies, 1)
+
+    def by_products(**patches: Any) -> float:
+        """With the products of a model, whose activations and residuals may be kernels of their own."""
+        products = [TritonLinear(weight, bias=None, pdl=True) for weight in weights]
+        if gate:
+            products = [TritonGated(product, "silu") for product in products]
+        calls = [one.gated if isinstance(one, TritonGated) else partial(one, residual=residual) for one in products]
+        with mock.patch.multiple(cuda_ops, **patches) if patches else nullcontext():
+            return round(1000 * replay_ms(lambda: [call(x) for call in calls], repeats=4) / copies, 1)
+
+    times = {
+        "in use": by_products(),
+        "cuBLAS alone": us(lambda weight: multiply(x, weight)),
+        f"cuBLAS where equal ({rows in agrees.library_rows})": by_products(is_faster=lambda *_, **__: True),
+        "cuBLAS without split K": _without_split(x, weights[0], us),
+    }
+    found = [(us(partial(linear, x, tile=tile, residual=residual, gate=gate, pdl=True)), tile_name(tile)) for tile in tiles]
+    report(f"{n} x {k}, {rows} rows (floor {2 * n * k / 4.2e6:.1f}), {fused or 'plain'}", times)
+    print(f"    first tile {found[0]}, sorted {sorted(found)}", flush=True)
+
+
+def _without_split(x: Tensor, weight: Tensor, us: Callable[[Callable[[Tensor], Any]], float]) -> Any:
+    """cuBLASLt with algorithms that split K excluded: microseconds, and whether the bits are those of the tiles."""
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        same = torch.equal(multiply(x, weight), linear(x, weight))
+        return us(lambda weight: multiply(x, weight)), same
+    except Exception as problem:  # this version of torch has no such setting
+        return repr(problem)[:80]
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 # ------------------------------------------------------------------ attention
@@ -254,7 +377,12 @@ def profile() -> None:
                 print(f"{name}: {kernel:28s} {sum(times) / 10:8.1f} us, {len(times) // 10} launches", flush=True)
 
 
-SECTIONS: dict[str, Callable[[], None]] = {"products": products, "attention": attention, "profile": profile}
+SECTIONS: dict[str, Callable[[], None]] = {
+    "products": products,
+    "many_rows": many_rows,
+    "attention": attention,
+    "profile": profile,
+}
 
 
 def main() -> None:

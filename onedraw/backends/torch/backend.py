@@ -394,7 +394,8 @@ class TorchBackend:
         """What computes the bits: operations, hardware, library and the row rule; not the split."""
         stages = self.model.stages
         parts = sorted({f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages})
-        choices = sorted({text for stage in stages for text in stage.ops.choices.texts()})
+        named = {text for stage in stages for text in stage.ops.choices.texts()}
+        choices = sorted(named | {text for linear in self.model.linears() for text in linear.choices})
         return f"{', '.join(parts)}; torch {torch.__version__}; {self.layout.rule}; {choices}"
 
     def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:

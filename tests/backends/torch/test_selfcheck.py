@@ -134,8 +134,9 @@ def test_packed_products_declare_every_border(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_products_of_plain_weights_declare_every_border() -> None:
-    for n, k in ((6144, 4096), (1000, 576)):
+    for n, k in ((1000, 576), (28672, 4096), (4096, 14336), (152064, 3584)):
         assert tile_borders(n, k, torch.bfloat16, 227 << 10) == (17, 33, 65, 129, 257)
+    assert tile_borders(6144, 4096, torch.bfloat16, 227 << 10) == (17, 33, 65, 129)
     assert choose_tile(MAX_TILED_ROWS, 6144, 4096, torch.bfloat16, 227 << 10) == choose_tile(
         10**6, 6144, 4096, torch.bfloat16, 227 << 10
     )

@@ -113,6 +113,11 @@ def test_products_of_few_rows_under_the_interpreter(tmp_path: Path) -> None:
     assert passed_under_the_interpreter(tmp_path, "test_few_row_products.py", tests) == set(tests)
 
 
+def test_products_of_many_rows_under_the_interpreter(tmp_path: Path) -> None:
+    tests = ["test_a_row_has_the_same_bits_alone_and_in_a_large_batch", "test_products_by_cublas_have_the_bits_of_the_kernel"]
+    assert passed_under_the_interpreter(tmp_path, "test_many_row_products.py", tests) == set(tests)
+
+
 def test_large_offsets_under_the_interpreter(tmp_path: Path) -> None:
     """Some of them are skipped where the system does not overcommit memory."""
     assert passed_under_the_interpreter(tmp_path, "test_large.py")

@@ -235,9 +235,9 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
         low, middle, high = SKINNY_TILES.get((n, k)) or _default_skinny_tiles(n)
         tile = low if rows <= 16 else middle if rows <= 32 else high
     elif rows <= 128:
-        tile = Tile(64, 64, 64, 4, 4, group=8)
+        tile = _tile_of_128_rows(n)
     elif rows <= 256:
-        tile = Tile(128, 64, 64, 4, 4, group=8)
+        tile = _tile_of_256_rows(n)
     else:
         tile = Tile(128, 128, 64, 8, 4, group=8)
     return fit_tile(tile, dtype.itemsize, shared)
@@ -257,6 +257,23 @@ def _default_skinny_tiles(n: int) -> SkinnyTiles:
     if n <= 12288:
         return _plain(16, 64, 256, 4), _swapped(32, 64, 128, 7), _swapped(64, 64, 128, 6)
     return _plain(16, 64, 128, 4), _swapped(32, 64, 128, 4), _swapped(64, 128, 128, 4, 8)
+
+
+# Tiles for 65 to 256 rows, measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py many_rows): the smallest tile with
+# which one program per multiprocessor computes the whole product, and for wider products the largest.
+FILLED = 132  # multiprocessors
+
+
+def _tile_of_128_rows(n: int) -> Tile:
+    if 2 * -(-n // 64) <= FILLED:
+        return _swapped(64, 64, 128, 6)
+    return _swapped(128, 64, 128, 4, 8) if -(-n // 64) <= FILLED else _swapped(128, 128, 128, 3, 8)
+
+
+def _tile_of_256_rows(n: int) -> Tile:
+    if 2 * -(-n // 64) <= FILLED:
+        return Tile(128, 64, 64, 4, 4, group=8)
+    return Tile(128, 128, 64, 8, 4, group=8) if 2 * -(-n // 128) <= FILLED else Tile(128, 256, 64, 8, 3, group=8)
 
 
 def fit_tile(tile: Tile, itemsize: int, shared: int) -> Tile:

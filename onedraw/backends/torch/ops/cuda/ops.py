@@ -20,6 +20,7 @@ from onedraw.backends.torch.ops.cuda import delta as delta_kernels
 from onedraw.backends.torch.ops.cuda.attention import FIRST_SPLIT, attend
 from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, DeviceAttentionInputs, stage_attention_inputs
 from onedraw.backends.torch.ops.cuda.commit import move_kept_kv, resolve_pending_tokens, store_last_tokens, verify_drafts
+from onedraw.backends.torch.ops.cuda.cublas import WHOLE_ROWS, forbid_reduced_precision, is_faster, library_rows, multiply
 from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
 from onedraw.backends.torch.ops.cuda.delta_inputs import DeltaTables, commit_tables, run_paths
 from onedraw.backends.torch.ops.cuda.delta_recurrent import MANY_PATHS, commit_states
@@ -39,7 +40,6 @@ from onedraw.backends.torch.state.recurrent_state import LaneStore, recurrent_sp
 from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
-LIBRARY_ROWS = 2048  # cuBLAS always gets exactly so many rows, so that it picks the kernel whose bits `_library_agrees` compared
 OLDEST = (8, 0)  # the compute capability from which Triton has bf16 products
 
 
@@ -51,30 +51,23 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class TritonLinear(Linear):
-    """A weight [N, K]. Blocks of 2,048 rows are computed by cuBLAS if its bits equal those of the Triton kernel for this
-    shape."""
+    """A weight [N, K]. At row counts where cuBLAS is faster and gives the bits of the Triton kernel, it computes the product."""
 
     def __init__(self, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype, self.device, self.rule = weight.dtype, weight.device, RowRule(floor=1)
         self.bias, self._weight, self._pdl = bias, weight.contiguous(), pdl
-        self.library = _library_agrees(self._weight)
+        self.library_rows = library_rows(self._weight)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K] → x Wᵀ + b + residual, each sum rounded."""
         x = _straight(x)
-        whole = self._for_library(len(x))
-        if not whole:
+        if not self._uses_library(x, fuses=self.bias is not None or residual is not None):
             return linear(x, self._weight, bias=self.bias, residual=residual, pdl=self._pdl)
         y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
-        for start in range(0, whole, LIBRARY_ROWS):
-            part = slice(start, start + LIBRARY_ROWS)
-            self._library_product(x[part], y[part])
-            if residual is not None:
-                y[part] += residual[part]
-        if whole < len(x):
-            rest = None if residual is None else residual[whole:]
-            y[whole:] = linear(x[whole:], self._weight, bias=self.bias, residual=rest, pdl=self._pdl)
+        for start in range(0, len(x), WHOLE_ROWS):
+            part = slice(start, start + WHOLE_ROWS)
+            self._write(x[part], y[part], None if residual is None else residual[part])
         return y
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -82,19 +75,34 @@ class TritonLinear(Linear):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Row counts at which the Triton kernel changes its tile. cuBLAS is compared when the weight is loaded instead."""
+        """Row counts at which the Triton kernel changes its tile, and those of cuBLAS, each of which is a range of one count."""
         # Triton's interpreter would take seconds for so many rows.
         if self.device.type != "cuda":
             return ()
-        return tile_borders(self.out_features, self.in_features, self.dtype, shared_memory(self.device))
+        tiles = tile_borders(self.out_features, self.in_features, self.dtype, shared_memory(self.device))
+        return tuple(sorted({*tiles, *self.library_rows, *(count + 1 for count in self.library_rows)}))
 
-    def _for_library(self, rows: int) -> int:
-        return rows // LIBRARY_ROWS * LIBRARY_ROWS if self.library else 0
+    @property
+    def choices(self) -> tuple[str, ...]:
+        counts = " ".join(map(str, self.library_rows))
+        return (f"{self.out_features} x {self.in_features} by cuBLAS at {counts} rows",) if counts else ()
 
-    def _library_product(self, x: Tensor, y: Tensor) -> None:
-        torch.mm(x, self._weight.t(), out=y)
+    def _by_library(self, rows: int, *, fuses: bool) -> bool:
+        return rows in self.library_rows and is_faster(rows, self._weight, fuses=fuses)
+
+    def _uses_library(self, x: Tensor, *, fuses: bool) -> bool:
+        """Whether cuBLAS computes x, or its parts of WHOLE_ROWS rows. It was compared with rows that are neighbours in memory."""
+        return x.is_contiguous() and self._by_library(min(len(x), WHOLE_ROWS), fuses=fuses)
+
+    def _write(self, x: Tensor, y: Tensor, residual: Tensor | None) -> None:
+        if not self._by_library(len(x), fuses=self.bias is not None or residual is not None):
+            linear(x, self._weight, bias=self.bias, residual=residual, out=y, pdl=self._pdl)
+            return
+        multiply(x, self._weight, out=y)
         if self.bias is not None:
             y += self.bias
+        if residual is not None:
+            y += residual
 
 
 class TritonGated(TritonLinear):
@@ -111,29 +119,13 @@ class TritonGated(TritonLinear):
     def gated(self, x: Tensor) -> Tensor:
         """activation(gate x) · up x: [T, K] → [T, F]."""
         x = _straight(x)
-        whole = self._for_library(len(x))
-        if not whole:
+        if not self._uses_library(x, fuses=True):
             return linear(x, self._weight, bias=self.bias, gate=ACTIVATIONS[self._activation], pdl=self._pdl)
         return gated_activation(self(x), self._activation, paired=True, pdl=self._pdl)
 
 
 def _straight(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-_AGREEMENTS: dict[tuple[int, int, torch.dtype, torch.device], bool] = {}
-
-
-def _library_agrees(weight: Tensor) -> bool:
-    """Whether cuBLAS and the Triton kernel give the same bits for 2,048 rows; compared once per shape."""
-    shape = (*weight.shape, weight.dtype, weight.device)
-    if weight.device.type != "cuda":
-        return False
-    if shape not in _AGREEMENTS:
-        generator = torch.Generator(device=weight.device).manual_seed(3)
-        x = torch.randn(LIBRARY_ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-        _AGREEMENTS[shape] = weight.dtype != torch.float32 and torch.equal(x @ weight.t(), linear(x, weight))
-    return _AGREEMENTS[shape]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +283,8 @@ class TritonOps(FloatOps):
     def __init__(self, device: torch.device, *, pdl: bool = False) -> None:
         self.name = f"{device.type}-triton"
         self._device, self._pdl = device, pdl
+        if device.type == "cuda":
+            forbid_reduced_precision()
 
     @property
     def capture(self) -> CaptureOps:

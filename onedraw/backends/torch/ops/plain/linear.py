@@ -47,6 +47,11 @@ class Linear:
         """Row counts from which another kernel or tile is used; the self-check compares results across each of them."""
         return ()
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What a check when the weight was loaded chose for this product, as texts of a backend's identity."""
+        return ()
+
     def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
         """Rows of the weight as floats, by number: [T] → [T, K]. Only operations with `Products.reads_weight_rows` implement
         this. `thread_pool`: the pool to use, see `Products.thread_pool`; None: the product's own."""

@@ -1,0 +1,103 @@
+"""Matrix products through cuBLAS, at the row counts where it gives the bits of the Triton kernel.
+
+In: a weight [N, K]. Out: the row counts at which cuBLAS may compute its products. cuBLAS picks an algorithm by the shape of the
+product, and some algorithms split K. So every row count is compared by itself when the weight is loaded, and cuBLAS is called
+with these counts only. Below 512 rows they are the sizes to which captured steps are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from onedraw.backends.torch.ops.cuda.linear import linear
+from onedraw.backends.torch.runner.inputs import PADDED
+
+LIBRARY_ROWS = (*(count for count in PADDED if count > 64), 512, 1024, 2048)  # in order
+WHOLE_ROWS = LIBRARY_ROWS[-1]  # products of more rows are cut into parts of so many
+CHECK_BYTES = 256 * 2**20  # the largest result of a comparison
+CHECK_SEEDS = (3, 4, 5)
+# In bf16 about one number in 5,000 shows that a sum of 4,096 was split. With so many columns, nine products of 96 rows have 170.
+LEAST_COLUMNS = 1024
+# From so many rows on cuBLAS is used for every weight at whose row count it agrees; for large weights also below. With a bias, a
+# residual or an activation, which cuBLAS leaves to a kernel of its own, from MANY_ROWS on.
+ALL_WEIGHTS_FROM = 512
+LARGE_WEIGHT = 2**24  # numbers
+MANY_ROWS = 192
+
+Product = Callable[[Tensor, Tensor], Tensor]  # x [T, K], weight [N, K] → [T, N]
+
+
+def forbid_reduced_precision() -> None:
+    """cuBLAS may not add partial sums in the dtype of the result."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mm(x, weight.t(), out=out)
+
+
+def is_faster(rows: int, weight: Tensor, *, fuses: bool) -> bool:
+    """Whether cuBLAS is faster than the Triton kernel. `fuses`: the kernel would fuse further operations."""
+    if rows >= ALL_WEIGHTS_FROM:
+        return True
+    return weight.numel() >= LARGE_WEIGHT and (rows >= MANY_ROWS or not fuses)
+
+
+_AGREEMENTS: dict[tuple[int, int, torch.dtype, torch.device], tuple[int, ...]] = {}
+
+
+def library_rows(weight: Tensor) -> tuple[int, ...]:
+    """The row counts at which cuBLAS gives the bits of the Triton kernel; compared once per shape."""
+    # Where all rows are aligned to 16 bytes, no choice of cuBLAS depends on where a product's rows begin.
+    fits = len(weight) >= LEAST_COLUMNS and all(size % 8 == 0 for size in weight.shape)
+    if weight.device.type != "cuda" or weight.dtype == torch.float32 or not fits:
+        return ()
+    shape = (*weight.shape, weight.dtype, weight.device)
+    if shape not in _AGREEMENTS:
+        found = agreeing_rows(weight, multiply, linear)
+        if found is None:
+            return ()
+        _AGREEMENTS[shape] = found
+    return _AGREEMENTS[shape]
+
+
+def agreeing_rows(
+    weight: Tensor, library: Product, kernel: Product, counts: Sequence[int] = LIBRARY_ROWS
+) -> tuple[int, ...] | None:
+    """The row counts at which `library` has the bits of `kernel`, for random rows at several places of a product. None if this
+    weight cannot show a difference, because its sums over K are the same in every order."""
+    counts = [count for count in counts if count * len(weight) * weight.itemsize <= CHECK_BYTES]
+    most, agreeing = max(counts, default=0), list(counts)
+    for seed in CHECK_SEEDS if counts else ():
+        x = _random_rows(most, weight, seed)
+        expected = kernel(x, weight)
+        few = weight[:256]
+        if same_bits(kernel(x.flip(1), few.flip(1)), expected[:, : len(few)]):
+            return None
+        agreeing = [
+            count
+            for count in agreeing
+            if all(
+                same_bits(library(x[start : start + count], weight), expected[start : start + count])
+                for start in {0, min(1, most - count), most - count}
+            )
+        ]
+    return tuple(agreeing)
+
+
+def _random_rows(count: int, weight: Tensor, seed: int) -> Tensor:
+    """Every second seed has columns of very different sizes, as activations have."""
+    generator = torch.Generator(device=weight.device).manual_seed(seed)
+    x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device)
+    if seed % 2 == 0:
+        x *= torch.randn(weight.shape[1], generator=generator, device=weight.device).exp2()
+    return x.to(weight.dtype)
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    integers = {2: torch.int16, 4: torch.int32}[x.itemsize]
+    return torch.equal(x.contiguous().view(integers), y.contiguous().view(integers))
