@@ -1,1 +1,1 @@
-"""Settings to a running model."""
+"""Builds a running model from Settings: checkpoint, memory plan, devices, drafters, backend, engine."""

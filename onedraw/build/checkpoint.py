@@ -1,7 +1,4 @@
-"""A model's name → its open checkpoint, tokenizer and chat template.
-
-In: Settings, or an open checkpoint. Out: the checkpoint; its description; its tokenizer and chat template.
-"""
+"""Open the checkpoint of a model by its name or path, and read its description, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.fake_tokenizer import fake_chat_template, synthetic_tokenizer
 from onedraw.text.tokenizer import Tokenizer
 
-Progress = Callable[[str], None]  # receives one line per stage
+Progress = Callable[[str], None]  # receives one line of text for each stage of loading
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:
@@ -45,8 +42,8 @@ def open_drafter(path: Path) -> Checkpoint:
 
 
 def read_text(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Tokenizer and chat template, from the folder's files or the GGUF metadata. Random weights have neither and get a made-up
-    tokenizer."""
+    """Return the tokenizer and chat template, from the files of a folder or the metadata of a GGUF file. Random weights have
+    neither and get a synthetic tokenizer."""
     if checkpoint.format == "plain":
         return synthetic_tokenizer(read_model_info(checkpoint).spec.vocab), fake_chat_template()
     if checkpoint.format == "gguf":

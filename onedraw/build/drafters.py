@@ -1,7 +1,9 @@
-"""Drafters for a model: proposers on the host, and at most one drafter on the device.
+"""Select and build the drafters of a model: proposers on the host, and at most one drafter on the device.
 
-In: Settings, and for a device drafter the open target checkpoint. Out: a Speculator; a DrafterBuilder, which makes the drafter
-once the target is loaded; the drafter's bytes. A drafter that does not fit the target is an error that says why.
+The target is the model whose tokens are drafted. A proposer drafts from text that is known already (the history or a prediction);
+a device drafter is a trained model: a DFlash drafter, the target's own MTP head, or a smaller model. The input is Settings, and
+for a device drafter the target's open checkpoint. The output is a Speculator, and a DrafterBuilder, which makes the drafter once
+the target is loaded. A drafter that does not fit the target is an error that says why.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Pro
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
 
-DRAFT_MODEL_TOKENS = 4  # drafts of a draft model without --draft-tokens
-NAME_KEYS = ("general.name", "general.basename", "_name_or_path")  # where a checkpoint names its model
+DRAFT_MODEL_TOKENS = 4  # how many tokens a draft model drafts if --draft-tokens is not given
+NAME_KEYS = ("general.name", "general.basename", "_name_or_path")  # metadata keys under which a checkpoint names its model
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
 
 
 def make_speculator(settings: Settings) -> Speculator:
-    """The proposers on the host. Drafts of the backend's own drafter reach the Speculator with every step's outcome."""
+    """Return a Speculator with the proposers on the host. The drafts of the backend's own drafter reach it with the outcome of
+    every step."""
     return Speculator(
         [PROPOSERS[name]() for name in proposer_names(settings)],
         draft_tokens=settings.draft_tokens,
@@ -48,18 +51,18 @@ def make_speculator(settings: Settings) -> Speculator:
 
 
 def proposer_names(settings: Settings) -> tuple[str, ...]:
-    """Host proposers that --draft enables, cheapest first regardless of their order in --draft."""
+    """Return the names of the host proposers that --draft enables, the cheapest first whatever their order in --draft."""
     return tuple(name for name in PROPOSERS if name in settings.draft or "auto" in settings.draft)
 
 
 def drafter_paths(settings: Settings) -> tuple[Path, ...]:
-    """Paths in --draft: drafters and draft models that run on the device."""
+    """Return the paths in --draft, which name drafters and draft models that run on the device."""
     return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
 
 
 def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
-    """The drafter on the device: the one that --draft names; with auto, a drafter shipped for this model or the model's MTP
-    head."""
+    """Return the drafter on the device: the one that --draft names, or with `auto` a drafter that ships for this model, else the
+    model's MTP head. None if there is none."""
     named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
     if "mtp" in settings.draft:
         named.append("mtp")
@@ -75,7 +78,8 @@ def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) 
 
 
 def known_drafter(info: ModelInfo, *, packed: bool) -> Path | None:
-    """A DFlash drafter of a known shape that fits this model, for planning without a named drafter. `packed`: as the model is."""
+    """Return a DFlash drafter of a known shape that fits this model, so that memory can be planned although no drafter is named.
+    `packed` is whether the model's weights stay quantized."""
     for name in DRAFTER_SHAPES:
         path = Path(f"random:{name}-q4_k_m" if packed else f"random:{name}")
         try:
@@ -87,11 +91,12 @@ def known_drafter(info: ModelInfo, *, packed: bool) -> Path | None:
 
 
 def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpoint: Checkpoint) -> DrafterBytes | None:
-    """Bytes of a drafter as a function of the memory plan. It shares the model's embedding and head."""
+    """Return the bytes of a drafter as a function of the memory plan. The model's embedding and head are not counted, because the
+    drafter shares them."""
     if source is None:
         return None
     spec: DrafterSpec | ModelSpec | MtpSpec
-    saved = twice = 0  # bytes that packed weights save; values that are stored twice
+    saved = twice = 0  # bytes that packed weights save; number of weights that are stored twice
     if isinstance(source, Path):
         own = open_drafter(source)
         try:
@@ -132,8 +137,8 @@ class DrafterBuilder:
 
     @property
     def fingerprint(self) -> str:
-        """Of its weights; the MTP head's weights are part of the model's fingerprint. Part of snapshot fingerprints, so it
-        never changes."""
+        """The fingerprint of the drafter's weights; a constant for an MTP head, whose weights are in the model's fingerprint. It
+        is part of the fingerprint of snapshots, so its definition must never change."""
         if not isinstance(self.source, Path):
             return "its own head"
         checkpoint = open_drafter(self.source)
@@ -143,7 +148,8 @@ class DrafterBuilder:
             checkpoint.close()
 
     def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
-        """A function that makes the drafter once the target is loaded; UnsupportedModel if the drafter does not fit."""
+        """Return a function that makes the drafter once the target is loaded. Raise UnsupportedModel if the drafter does not
+        fit."""
         from onedraw.backends.torch.drafters.base import CANDIDATES
         from onedraw.backends.torch.drafters.dflash import DflashDrafter
         from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, MtpHead, SmallModel
@@ -226,7 +232,7 @@ def find_built_in_drafter(spec: ModelSpec, source: ModelSource) -> Path | None:
     _name_or_path of a config, or the name of the file or folder. A wrong match only makes drafts worse; it never changes a token.
     """
     given = [source.config.get(key) for key in NAME_KEYS]
-    # Only the file and its folder: folders further up are places, not model names.
+    # Only the names of the file and of its folder count, because folders further up are not named after the model.
     given += [source.path.name, source.path.parent.name]
     names = [re.sub(r"[^a-z0-9]", "", value.lower()) for value in given if isinstance(value, str)]
     for drafter in BUILT_IN_DRAFTERS:

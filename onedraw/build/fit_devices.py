@@ -1,8 +1,9 @@
 """Fit a model to devices: choose dtypes, KV memory and layer placement from Settings, before anything is allocated.
 
-In: Settings, a model's description, devices, the bytes of a drafter. Out: MemoryPlan and SplitPlan, or OutOfMemory that names
-settings that fit. `onedraw inspect` and `build/llm.py` both call `plan_devices`, so `inspect` shows what a start allocates. The
-arithmetic is in `backends/memory_plan.py` and `backends/placement.py`.
+The input is Settings, a model's description, the devices, and the bytes of a drafter. The output is a MemoryPlan (sizes) and a
+SplitPlan (the layers and bytes of each device), or OutOfMemory, which names settings that fit. `onedraw inspect` and
+`build/llm.py` both call `plan_devices`, so `inspect` shows what a start allocates. The arithmetic is in `backends/memory_plan.py`
+and `backends/placement.py`. The workspace of a step is the memory that it needs besides weights and state.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ DrafterBytes = Callable[[MemoryPlan], int]
 
 
 def longest_draft(settings: Settings) -> int:
-    """Drafts per row to allocate for: --draft-tokens, or the usual maximum."""
+    """Return the number of drafts of one sequence in one step for which memory is allocated: --draft-tokens, or the usual
+    maximum."""
     return 0 if "none" in settings.draft else settings.draft_tokens or DRAFTS_PER_LANE
 
 
@@ -66,7 +68,7 @@ KV_SEARCH_STEP = 64 << 20  # precision in bytes of the search for the largest KV
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """A model on devices, for any context length. `kv_bytes`: memory for KV pages if --kv-memory is not given."""
+    """A model on devices, for any context length. `kv_bytes` is the memory for KV pages if --kv-memory is not given."""
 
     settings: Settings
     info: ModelInfo
@@ -76,7 +78,8 @@ class DeviceFit:
     kv_bytes: int
 
     def split(self, context: int, kv_dtype: str | None = None, *, drafter: DrafterBytes | None = None) -> SplitPlan:
-        """The bytes of every device with this context, or OutOfMemory. The workspace of a step is subtracted from each device."""
+        """Return the layers and bytes of every device with this context length, or raise OutOfMemory. The workspace of a step is
+        subtracted from the memory of each device first."""
         adjusted = replace(self.settings, max_context=context)
         sizes = plan_memory(adjusted, self.info, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.kv_bytes)
         scratch = step_memory(adjusted, self.info, sizes, self.devices).total
@@ -92,13 +95,14 @@ class DeviceFit:
 
 
 def step_memory(settings: Settings, info: ModelInfo, plan: MemoryPlan, devices: Sequence[Device]) -> StepBytes:
-    """The workspace of a step on each of these devices, which the memory plan does not contain."""
+    """Return the workspace of a step on each of these devices, which the memory plan does not contain."""
     recorded = len(devices) == 1  # CUDA graphs are counted for one device only
     return step_bytes(info.spec, plan.dtype, step_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
 
 
 def without_scratch(device: Device, scratch: int) -> Device:
-    """The device with `scratch` bytes less memory; a CPU's memory is not counted this closely."""
+    """Return the device with `scratch` bytes less memory. A CPU is returned unchanged, because its memory is not planned so
+    exactly."""
     if device.memory is None or device.kind == "cpu":
         return device
     return replace(device, memory=max(device.memory - int(scratch / (1 - RUNTIME_RESERVE)), 0))
@@ -112,9 +116,10 @@ def plan_devices(
     drafter: DrafterBytes | None = None,
     no_kernels: str = "",
 ) -> tuple[MemoryPlan, SplitPlan]:
-    """Sizes for these devices and the bytes of each, or OutOfMemory that names settings that fit. One device is a split of one.
+    """Return the sizes for these devices and the bytes of each, or raise OutOfMemory, which names settings that fit. A single
+    device is a split with one part.
 
-    `no_kernels`: why kernels for packed weights cannot run on these devices; empty if they can.
+    `no_kernels` says why kernels for packed weights cannot run on these devices; it is empty if they can.
     """
     fit, plan = _fit(settings, info, devices, drafter=drafter, no_kernels=no_kernels)
     try:
@@ -149,7 +154,7 @@ def _fit(
     kv_bytes = DEFAULT_KV_BYTES
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
         given = {"memory": devices[0].memory, "step_tokens": settings.turn_tokens}
-        for _ in range(2):  # a drafter has as many pages as the model, so its bytes follow from the first plan
+        for _ in range(2):  # twice, because a drafter has as many pages as the model, and the first plan decides their number
             kv_bytes = page_budget(plan, info.spec, drafter_bytes=0 if drafter is None else drafter(plan), **given)
             plan = plan_memory(settings, info, dtype=dtype, default_kv_bytes=kv_bytes)
     fit = DeviceFit(settings, info, tuple(devices), dtype, activation, kv_bytes)
@@ -160,7 +165,8 @@ def _fit(
 
 
 def _largest_kv_bytes(fit: DeviceFit, drafter: DrafterBytes | None) -> int:
-    """The largest KV memory that fits on all devices together; the default if not even an empty one fits."""
+    """Return the largest KV memory that fits on all devices together, or the default if the model does not fit even without
+    any."""
 
     def fits(kv_bytes: int) -> bool:
         candidate = replace(fit, kv_bytes=kv_bytes)
@@ -184,18 +190,18 @@ def _largest_kv_bytes(fit: DeviceFit, drafter: DrafterBytes | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """The longest context that fits with one KV dtype and one drafter. Field names are keys of `inspect --json`."""
+    """The longest context that fits with one KV dtype and one drafter. `inspect --json` prints the field names as keys."""
 
     kv_dtype: str
-    drafter: str  # name; empty for none
+    drafter: str  # the drafter's name; empty if there is none
     context: int
 
 
 def longest_contexts(
     settings: Settings, info: ModelInfo, devices: Sequence[Device], *, drafters: Mapping[str, DrafterBytes]
 ) -> tuple[ContextLimit, ...]:
-    """The longest context of a single sequence on these devices: with the planned and a smaller KV dtype, without a drafter and
-    with each of `drafters`."""
+    """Return the longest context of a single sequence on these devices: with the planned and each smaller KV dtype, without a
+    drafter and with each of `drafters`."""
     fit, plan = _fit(replace(settings, max_batch=1, kv_memory=None), info, devices, drafter=None)
     fit = replace(fit, kv_bytes=0)
     found = []
@@ -207,7 +213,7 @@ def longest_contexts(
 
 
 def smaller_kv_dtypes(plan: MemoryPlan, devices: Sequence[Device]) -> list[str]:
-    """KV dtypes that these devices support and that are smaller than the plan's. All of them have the same size."""
+    """Return the KV dtypes that these devices support and that are smaller than the plan's. All of them have the same size."""
     found = []
     for name in ("int8", "fp8") if plan.kv_dtype not in KV_QUANT_DTYPES else ():
         try:

@@ -1,6 +1,6 @@
-"""Settings → a running LLM: checkpoint, backend, engine, service. Only the `build` package names concrete backends.
+"""Build a running LLM from Settings: checkpoint, backend, engine, service. Only the `build` package names concrete backends.
 
-In: Settings. Out: an LLM whose service is ready. If a step fails, everything built before it is closed.
+The LLM that is returned is ready to serve. If a part cannot be built, everything built before it is closed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ log = logging.getLogger("onedraw")
 def build_llm(
     settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None, warm_up: bool = True
 ) -> LLM:
-    """Load a model and start its engine. `progress` receives one line per stage. `warm_up`: capture CUDA graphs before the first
-    request, on devices that use them."""
+    """Load a model and start its engine. `progress` receives one line for each stage of loading. With `warm_up`, CUDA graphs are
+    captured before the first request, on devices that use them."""
     notify = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:
@@ -70,7 +70,8 @@ def make_service(
     observer: Observer | None = None,
     constraints: ConstraintFactory | None = None,
 ) -> Service:
-    """A service whose engine and backend are made on the engine's thread. `weights`: fingerprint of the model and its drafter."""
+    """Return a service whose engine and backend are made on the engine's thread. `weights` is the fingerprint of the model and of
+    its drafter."""
 
     def make_engine() -> Engine:
         backend = make_backend()
@@ -93,7 +94,8 @@ def make_service(
 
 
 def _checkpoint_offload(settings: Settings, backend: Backend, allocator: Allocator, weights: str) -> CheckpointOffload | None:
-    """Disk snapshots, if --cache-budget is set. Their fingerprint contains everything that influences the bits of a state."""
+    """Return the object that keeps prompts as snapshots on disk, or None without --cache-budget. The fingerprint of snapshots
+    contains everything that influences the bits of their state, so that no other model or setting reads them."""
     if settings.cache_budget is None:
         return None
     assert isinstance(backend, SupportsSnapshots)
@@ -115,7 +117,7 @@ def _snapshot_dir(settings: Settings) -> Path:
 
 
 def _require_snapshot_dir(settings: Settings) -> None:
-    """Check the snapshot folder before a model is loaded."""
+    """Raise if the snapshot folder cannot be written, before the slow loading of a model."""
     if settings.cache_budget is None:
         return
     root = _snapshot_dir(settings)
@@ -171,7 +173,7 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
 
 
 def _build_model(settings: Settings, notify: Progress, speculator: Speculator, *, warm_up: bool) -> LLM:
-    """An LLM that runs a checkpoint."""
+    """Build the LLM of a checkpoint, in contrast to the fake backend, which has no weights."""
     if settings.backend == "xla":
         require_jax()
     checkpoint = find_checkpoint(settings, notify)
@@ -285,14 +287,14 @@ def _stage_devices(
     from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 
     given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
-    made: dict[object, Ops] = {}  # stages on one device share its thread pool, unless they run in parallel
+    made: dict[object, Ops] = {}  # Stages on one device share an Ops and its thread pool, unless they run in parallel.
     stage_devices, openings = [], []
     for number, stage in enumerate(split.stages):
         device, key = stage.device, number if overlap else stage.device.name
         place = "cpu" if device.kind == "cpu" else device.name
         threads = min(settings.threads or len(device.cores), len(device.cores)) if device.cores else settings.threads
         if key not in made:
-            with on_cores(device.cores):  # a thread pool keeps the cores it was created on
+            with on_cores(device.cores):  # A thread pool stays on the cores on which it was created.
                 made[key] = pick_ops(place, dtype, threads=threads, **given)
         stage_devices.append(StageDevice.named(place, made[key], stop=stage.stop))
         openings.append(partial(set_threads, settings.threads, [made[key]], device.cores))
@@ -306,7 +308,7 @@ def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
 
 
 def _report_layers(notify: Progress, done: int, layers: int) -> None:
-    """Report every loaded quarter of a model with many layers."""
+    """Report progress after each quarter of a model's layers, if it has many."""
     if layers >= 16 and done < layers and 4 * done // layers != 4 * (done - 1) // layers:
         notify(f"loaded {done} of {layers} layers")
 
@@ -346,13 +348,15 @@ def _card(
 
 
 def _dtypes(capacity: Capacity) -> str:
-    """The dtype of the products; those of the residual stream and of keys and values only if they differ from the default."""
+    """Return the dtypes to show at start: that of matrix products, and those of the residual stream and of keys and values if
+    they differ from it."""
     usual = float_dtype(capacity.dtype)
     stream = "" if capacity.activation in (usual, capacity.dtype) else f"-{capacity.activation}"
     return capacity.dtype + stream + ("" if capacity.kv_dtype in (usual, "") else f"-kv-{capacity.kv_dtype}")
 
 
 def _name_of(model: str) -> str:
-    """The default model name for clients: the last part of a path without .gguf, or the name as given (hub ids contain dots)."""
+    """Return the default model name for clients: the last part of a path without .gguf, or else the name as given, since a hub id
+    may contain dots."""
     path = Path(model)
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model

@@ -1,7 +1,6 @@
-"""The xla backend from Settings: its construction, the shapes it compiles (for `inspect`), and the export of graphs.
+"""Build the xla backend from Settings, list the step shapes that it compiles (for `inspect`), and export graphs.
 
-In: Settings and a model's description. Out: an XlaBackend, lines for `inspect`, the path of exported graphs. jax is imported
-only when one of these functions runs.
+jax is imported only when one of these functions runs, since most installations do not have it.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def xla_backend(settings: Settings, info: ModelInfo, notify: Progress, *, progre
 
 
 def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
-    """The settings with the dtypes that --backend xla uses on these devices: f32 or bf16, never packed."""
+    """Return the settings with the dtypes that --backend xla uses on these devices: f32 or bf16, never packed weights."""
     found = product_precision(devices, requested=settings.dtype)
     dtype = "f32" if found == "f16" else found
     stream = activation_precision(devices, requested=settings.activation_dtype, products=dtype)
@@ -77,8 +76,8 @@ def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
 
 
 def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device: Device) -> list[str]:
-    """The step shapes that --backend xla compiles with its last stage on this device; UnsupportedModel if it cannot run the
-    model."""
+    """Return the step shapes that --backend xla compiles with its last stage on this device. Raise UnsupportedModel if it cannot
+    run the model."""
     from onedraw.backends.xla.inputs import compiled_shapes, product_rows, require_supported
 
     require_supported(info.spec)
@@ -97,7 +96,8 @@ def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device
 
 
 def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
-    """Write a model as StableHLO graphs with the sizes of these settings; returns the manifest's path."""
+    """Write a model as StableHLO graphs with the sizes of these settings, and return the path of the manifest, which lists
+    them."""
     require_jax()
     from onedraw.backends.xla.export import export_model
 

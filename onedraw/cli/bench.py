@@ -1,8 +1,9 @@
 """`onedraw bench`: time to first token, inter-token latency and tokens per second for growing batch sizes.
 
 Each run submits all requests at once in one event loop, as clients do. Every request has a prompt of its own, so that the
-prefix cache is never hit, and generates its full number of tokens. With drafts the table also shows how many were kept; on a
-GPU, the share of the floor: the least time a step can take, which is the bytes it reads divided by the memory bandwidth.
+prefix cache is never hit, and generates its full number of tokens. With drafts the table also shows how many were kept (equal to
+the sampled token); on a GPU, the share of the floor: the least time a step can take, which is the bytes it reads divided by the
+memory bandwidth. A row is the work of one sequence in a step.
 `--draft replay:K` runs everything twice: without drafts, then with the recorded answers as drafts of which K are kept.
 `--guided-json` holds replies, or some of each batch, to a JSON schema that no reply can complete early.
 """
@@ -42,8 +43,8 @@ EXAMPLES = """examples:
   onedraw bench random:qwen3.6-27b --batch 1 --draft replay:4 --draft-tokens 15
   onedraw bench random:qwen3.6-27b-q4_k_m --batch 1 --draft random:qwen3.6-27b-dflash-q4_k_m --draft-tokens 15
 """
-REPLAY = "replay:"  # prefix of a value of --draft that only this command accepts
-# The benchmark decides these request options itself, so they are no flags of this command.
+REPLAY = "replay:"  # the prefix of `--draft replay:K`, which only this command accepts
+# Request options that are not flags of this command, because the benchmark decides them.
 SET_HERE = (
     *("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation"),
     *("reasoning_effort", "thinking_budget", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -85,7 +86,8 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The result for one batch size over all repeats. A turn is an engine step; the names are part of the JSON output."""
+    """The result for one batch size over all repeats. The field names are keys of the JSON output; `turn` in them means an engine
+    step."""
 
     batch: int
     first_token_ms: float  # median over requests, in milliseconds
@@ -98,7 +100,7 @@ class Measure:
     tokens_per_turn: float  # new tokens that one step gives one request; 1 without drafts
     turns_per_second: float  # engine steps per second over the whole time
     drafter_share: float = 0.0  # share of the engine steps after which the model's own drafter drafted
-    drafter_ms: float = 0.0  # milliseconds that it took in such a step
+    drafter_ms: float = 0.0  # milliseconds that the drafter took after such a step
     floor_share: float | None = None  # least possible time of a step divided by its actual time
     plain_tokens_per_second: float | None = None  # decode rate without drafts, with --draft replay
     peer_tokens_per_second: float | None = None  # decode rate of the library named by --against
@@ -161,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
     with terminal.progress() as notify:
         floor = decode_step_floor(settings)
         speculator = None if recorded is None else Speculator([recorded], draft_tokens=recorded.length)
-        # Each batch size runs once before it is measured, which captures just the CUDA graphs it needs, so no warm-up here.
+        # There is no warm-up here: each batch size runs once before it is measured, which captures the CUDA graphs that it needs.
         with build_llm(settings, notify, speculator=speculator, warm_up=False) as llm:
             measures = measure_all(llm, options, batches=batches, notify=notify, recorded=recorded, **work)
             if arguments.plot is not None:
@@ -195,7 +197,7 @@ def _recorded(arguments: argparse.Namespace) -> RecordedProposer | None:
     kept = wanted[0].removeprefix(REPLAY)
     if len(arguments.draft) > 1 or not kept.isdecimal():
         raise BadSetting("--draft replay:K cannot be combined with other drafters; K is the number of drafts kept per step")
-    arguments.draft = ["ngram"]  # This value reserves memory for drafts and loads no drafter.
+    arguments.draft = ["ngram"]  # reserves memory for drafts and loads no drafter; the RecordedProposer takes its place
     length = arguments.draft_tokens or max(DEFAULT_LENGTH, int(kept))
     return RecordedProposer(kept=int(kept), length=int(length))
 
@@ -297,7 +299,7 @@ class Prompts:
 
 
 def constrained_options(options: RequestOptions) -> RequestOptions:
-    """The options with a schema of so many records that no reply completes it."""
+    """Return the options with a JSON schema that asks for so many records that no reply completes it."""
     return replace(options, guided_json={"type": "array", "minItems": options.max_tokens, "items": RECORD}, ignore_eos=False)
 
 
@@ -349,7 +351,7 @@ def summarise(batch: int, runs: Sequence[BenchRun]) -> Measure:
         decode_tokens_per_second=statistics.median(_decode_rate(run.timings) for run in runs),
         draft_tokens=sum(run.counted.draft_tokens for run in runs),
         accepted_tokens=accepted,
-        # A row that samples gives its kept drafts and one more token, so the number of rows is sampled - accepted.
+        # Each row gives its kept drafts and one more token, so the number of rows is that of sampled tokens minus kept drafts.
         tokens_per_turn=sampled / max(sampled - accepted, 1),
         turns_per_second=sum(run.counted.steps for run in runs) / seconds,
         drafter_share=sum(run.counted.drafter_steps for run in runs) / max(sum(run.counted.steps for run in runs), 1),

@@ -21,7 +21,8 @@ from onedraw.settings import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, Settings, siz
 if TYPE_CHECKING:
     from onedraw.llm.llm import LLM
 
-# A switch that is on by default becomes the option --no-…, so its line describes what turning it off does.
+# The help text of each setting. A switch that is on by default becomes the option --no-…, so its text says what turning it off
+# does.
 SETTINGS_HELP: Mapping[str, str] = {
     "served_name": "model name in the API (default: MODEL as given)",
     "backend": "torch, xla (through jax), or fake (no weights, for testing clients)",
@@ -106,7 +107,7 @@ NO_DRAFT_WINDOW = (
 
 Parsed = TypeVar("Parsed")
 
-SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # written as sizes, such as 2GiB
+SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # settings whose values are sizes such as 2GiB
 NOT_FLAGS = ("model",)  # fields of Settings that are positional arguments
 
 
@@ -187,7 +188,7 @@ def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
 
 
 class Refused(argparse.Action):
-    """An option that other servers have and Onedraw does not. Using it prints the reason."""
+    """An option that other servers have and Onedraw does not. Its use is an error with a reason, which names an alternative."""
 
     def __init__(self, option_strings: list[str], dest: str, *, reason: str) -> None:
         super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -265,7 +266,8 @@ def _value_options(name: str, kind: Any) -> dict[str, Any]:
 
 
 def _without_none(hint: Any) -> Any:
-    """Return a type without None. Of a union it is the first member, which is the one that a command line can express."""
+    """Return a type without None. Of a union of several other types it is the first, which must be the one that a command line
+    can express."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     return hint

@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   onedraw inspect ./my-model --devices cuda/sm86/24GiB,cuda/sm86/24GiB --max-context 262144
   onedraw inspect ./my-model --dtype bf16 --max-context 32768 --max-batch 16 --json
 """
-# Settings that change nothing in this report.
+# Settings that are not flags of this command, because they change nothing in its report.
 NO_EFFECT = (
     *("served_name", "queue_limit", "xla_platform", "threads", "prefix_cache", "self_check", "overlap", "ahead"),
     *("draft_tokens", "tree_budget", "trace_verify", "cache_budget", "snapshot_dir"),
@@ -97,8 +97,8 @@ def reach_rows(
     checkpoint: Checkpoint,
     chosen: Path | Literal["mtp"] | None,
 ) -> list[dict[str, Any]]:
-    """Return the longest contexts that fit into the devices' memory, if that is known, without a drafter and with one: the
-    selected drafter, or one whose shape is known for this model."""
+    """Return the table rows with the longest contexts that fit into the devices' memory, if its size is known: without a drafter
+    and with one, which is the selected drafter or one whose shape is known for this model."""
     from onedraw.build.drafters import drafter_bytes, known_drafter
     from onedraw.build.fit_devices import longest_contexts
 
@@ -117,8 +117,8 @@ def reach_words(fit: Mapping[str, Any]) -> str:
 
 
 def planned_devices(settings: Settings) -> list[Device]:
-    """Return the devices as the settings name or describe them. The machine is not probed, so torch is not needed. A CUDA device
-    without an architecture is taken for an sm90."""
+    """Return the devices that the settings name or describe. The machine is not probed, so torch is not needed. If no
+    architecture is given for a CUDA device, it is assumed to be sm90."""
     found = [parse_device("cpu" if name == "auto" else name) for name in settings.device_names]
     return [replace(d, arch="sm90") if d.kind == "cuda" and not d.arch else d for d in found]
 

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _repair_streams()
     try:
         status = _run(given)
-        sys.stdout.flush()  # so that a write error is reported here and not when the interpreter exits
+        sys.stdout.flush()  # now, so that a write error is reported here and not when the interpreter exits
         return status
     except UsageError as error:
         return complain(str(error), status=2)
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of a pipe (such as `| head`) closed it early, which is no error to report.
+        # The reader of a pipe, such as `| head`, closed it early. That is not an error to report.
         _silence_output()
         return 1
-    except OSError as error:  # a file or an output stream cannot be used
+    except OSError as error:  # A file that the command reads or writes, or an output stream, cannot be used.
         if "--debug" in given:
             raise
         written = _flushed() and error.errno not in (errno.ENOSPC, errno.EIO)

@@ -21,7 +21,7 @@ EXAMPLES = """examples:
 Each variation is compared with the plain run (requests alone, one after the other, cold) by tokens and by a checksum of the
 scores behind every token. "not exercised" means that the condition of the row did not occur, so nothing was shown.
 """
-# The variations decide these settings themselves, so they are no flags of this command.
+# Settings that are not flags of this command, because the variations decide them.
 LEFT_OUT = (
     *("served_name", "queue_limit", "max_batch", "kv_memory", "prefix_cache", "trace_verify"),
     *("overlap", "ahead", "cache_budget", "snapshot_dir"),

@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         log_format=arguments.log_format,
         log_prompts=arguments.log_prompts,
     )
-    with closing(bind(options.host, options.port)) as listener:  # before the slow load, so that a taken port fails at once
+    with closing(bind(options.host, options.port)) as listener:  # bound before the slow load, so that a port in use fails at once
         with terminal.progress() as notify:
             llm = build_llm(settings, notify)
         with llm, recorded(llm, arguments) as llm:

@@ -17,7 +17,7 @@ from onedraw.types import Piece
 
 Progress = Callable[[str], None]
 
-PLAIN_INTERVAL = 2.0  # least number of seconds between two progress lines where stderr is not a terminal
+PLAIN_INTERVAL = 2.0  # the least seconds between two progress lines if stderr is not a terminal
 
 
 def decorated(stream: TextIO) -> bool:

@@ -32,7 +32,7 @@ Progress: TypeAlias = Callable[[str], None]
 
 NEW_TOKENS = 48  # tokens of each reply
 QUICK_NEW_TOKENS = 12  # tokens of each reply with --quick
-OTHER_CALLERS = 3  # callers besides the first one, with one request each, in "callers in turn"
+OTHER_CALLERS = 3  # In the variation "callers in turn", so many callers besides the first one send one request each.
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,8 @@ def _one_by_one(llm: LLM, generations: Sequence[Generation]) -> list[Reply]:
 
 
 def _run_one(llm: LLM, generation: Generation) -> Reply:
-    """Return one reply. If no token is left to sample, it ends there without a finish reason, which is compared like any other
-    ending."""
+    """Return one reply. If the sampling parameters leave no token to sample, the reply ends there without a finish reason, which
+    is compared like any other ending."""
     (reply,) = new_replies([generation])
     with contextlib.suppress(NoTokenLeft):
         for piece in llm.pieces(llm.prepare(generation)):
@@ -228,7 +228,8 @@ async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Re
 
 
 async def _callers_in_turn(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
-    """Send most requests as one caller, and one each as further callers once the first piece of a reply has come."""
+    """Send most requests as one caller. Once the first piece of a reply has come, send the others, each as a caller of its own,
+    so that they take their turns from the first caller's running requests."""
     running = asyncio.Event()
     others = range(len(generations) - OTHER_CALLERS, len(generations))
 
@@ -265,7 +266,7 @@ async def _folded(
 def _default_build(settings: Settings) -> LLM:
     from onedraw.build.llm import build_llm
 
-    return build_llm(settings, warm_up=False)  # Warming up first would take time, and gives the same bits.
+    return build_llm(settings, warm_up=False)  # A warm-up would take time and does not change the results.
 
 
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:

@@ -132,7 +132,7 @@ class RecordingLLM(LLM):
         super().__init__(
             service=llm.service, tokenizer=llm.tokenizer, template=llm.template, card=llm.card, constraints=llm.constraints
         )
-        self._numbers = llm._numbers  # shared, so that the request ids of both stay distinct
+        self._numbers = llm._numbers  # shared, so that both LLM objects never use the same request id
         self._writer = writer
         self._source = source
         self._text = text
@@ -168,7 +168,7 @@ class RecordingLLM(LLM):
         identity = f"{choice.generation.label or 'request'}-{index}"
         try:
             self._writer.write(self._line(identity, single, reply))
-        except (OSError, ValueError, TypeError) as error:  # the disk failed, or JSON cannot hold a value
+        except (OSError, ValueError, TypeError) as error:  # The disk failed, or the record has a value that JSON cannot express.
             log.error("%s is not recorded: %s", identity, getattr(error, "strerror", None) or error)
 
     def _line(self, identity: str, generation: Generation, reply: Reply) -> dict[str, Any]:
@@ -263,8 +263,9 @@ def _number(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-# ---------------------------------------------------------------------------------------------- JSON codec Turns frozen
-# dataclasses into JSON values and back, by their type hints. A field is named in JSON by its name, or by `key` in its metadata.
+# ---------------------------------------------------------------------------------------------- JSON codec
+# It turns frozen dataclasses into JSON values and back, by their type hints. A field's name in JSON is its own name, or `key` in
+# the field's metadata.
 
 Value = TypeVar("Value")
 RETIRED: Mapping[type, frozenset[str]] = {SamplingParams: frozenset({"constraint"})}  # removed fields, null in older records

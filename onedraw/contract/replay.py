@@ -43,7 +43,7 @@ class ReplayReport:
     fingerprint: str
     recorded_by: tuple[str, ...]  # all fingerprints that the records have
     verdicts: tuple[Verdict, ...]
-    counted: Stats  # the engine's counters during the replay
+    counted: Stats  # how much the engine's counters grew during the replay
 
     def of(self, result: Literal["same", "different", "not run"]) -> list[Verdict]:
         return [verdict for verdict in self.verdicts if verdict.result == result]

@@ -49,7 +49,8 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         {"temperature": 0.0, "repetition_penalty": 1.1, "logprobs": 5, "logprobs_mode": "processed"},
     ),
     ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # the reply repeats itself
-    ("The drum goes", {"temperature": 1.0, "logit_bias": {5: 60.0, 6: 60.0, 7: 60.0}}),  # the reply consists of three tokens
+    # The bias leaves only three tokens, so that the reply repeats and drafts are kept.
+    ("The drum goes", {"temperature": 1.0, "logit_bias": {5: 60.0, 6: 60.0, 7: 60.0}}),
     ("A lighthouse as JSON:\n", {"temperature": 1.0, "guided_json": LIGHTHOUSE, "logprobs": 2}),
     ("Its log, one line per day:\n", {"temperature": 1.2, "guided_regex": r"([a-z]{3,9}, [0-9]{1,2} knots\n){4,9}"}),
 )
@@ -75,13 +76,14 @@ def requests(llm: LLM, *, new_tokens: int) -> list[Generation]:
     return generations
 
 
-# How requests are sent. "after a part": each of them after a request with three quarters of its prompt; "each twice": each of
-# them twice in a row; "callers in turn": the last ones by callers of their own, while the replies to the first caller run.
+# How requests are sent. "after a part": before each request comes one with three quarters of its prompt, which fills the prefix
+# cache. "each twice": each request is sent twice in a row. "callers in turn": the last requests are sent by callers of their own
+# while the replies to the first caller run, so that they preempt these.
 Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part", "callers in turn"]
 
-SMALL_STEP = 16  # tokens that a step computes at most in the variation "small steps"
-RUN_AHEAD = ("model", "mtp")  # These drafters draft token by token, so their drafts are chains and never trees.
-TREE_BUDGET, WHOLE_TREE = 16, 64  # nodes of a draft tree, and a forced draft length that no tree is deeper than
+SMALL_STEP = 16  # the most tokens that a step computes in the variation "small steps"
+RUN_AHEAD = ("model", "mtp")  # drafters that draft token by token, so that their drafts are chains and never trees
+TREE_BUDGET, WHOLE_TREE = 16, 64  # number of nodes of a draft tree; a forced draft length that is larger than any tree's depth
 SNAPSHOT_BYTES = 2**30  # the limit on snapshots on disk
 DRAFT_TOKENS = 4  # Rows carry this many drafts unless --draft-tokens is given, even if drafting does not pay off.
 
@@ -91,8 +93,8 @@ class PlainRunFacts:
     """Sizes known after the plain run, on which the settings of variations depend."""
 
     settings: Settings  # the settings of the plain run
-    longest: int  # tokens of the longest request, prompt and reply together
-    page_bytes: int  # bytes of one page over all layers
+    longest: int  # number of tokens of the longest request, prompt and reply together
+    page_bytes: int  # bytes of one KV page (a fixed number of positions) in all layers together
     folder: Path  # an empty folder for the files of variations
 
 
@@ -124,7 +126,7 @@ class Variation:
     exercised: Callable[[Evidence, Evidence], bool]  # (plain run, this run) → whether the variation happened
     applies: Callable[[LLM], bool] = lambda llm: True  # whether the variation makes sense for this model
     predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # returns the predicted output of a request
-    warmed_up: bool = False  # first run all requests in another LLM and close it
+    warmed_up: bool = False  # whether to run all requests in another LLM first and close it, so that snapshots are on disk
 
 
 def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
@@ -214,10 +216,10 @@ def splits(base: Settings) -> tuple[Variation, ...]:
         lambda plain, now: now.counted.overlapped_steps > 0,
         applies=_is_split,
     )
-    # There are no layers, or no second device, to split over.
+    # The fake backend has no layers to split, and a single named device leaves nothing to split them over.
     if base.backend == "fake" or (base.devices and len(base.device_names) < 2):
         return ()
-    if base.backend == "xla":  # this backend does not overlap stages
+    if base.backend == "xla":  # The xla backend runs stages one after the other, so there is no variation with overlap.
         return (halves,) if twice else ()
     return (halves, together) if twice else (together,)
 
@@ -305,7 +307,8 @@ def _right(number: int, reply: Reply) -> tuple[int, ...]:
 
 
 def _scrambled(number: int, reply: Reply) -> tuple[int, ...]:
-    """Return the reply's own tokens in random order, of which some are still right."""
+    """Return the reply's own tokens in a random order as its prediction, so that some drafts are right and others are
+    rejected."""
     tokens = reply.token_ids
     random.Random(number).shuffle(tokens)
     return tuple(tokens)
@@ -320,7 +323,7 @@ def _half_right(number: int, reply: Reply) -> tuple[int, ...]:
 
 
 def _few_pages(facts: PlainRunFacts) -> Mapping[str, Any]:
-    """Return settings with pages for the longest request and two more, so that a batch causes preemption."""
+    """Return settings with so few KV pages (those of the longest request and two more) that a batch causes preemption."""
     pages = -(-facts.longest // facts.settings.page_size) + 2
     return {"max_context": facts.longest, "kv_memory": pages * facts.page_bytes}
 
@@ -330,5 +333,5 @@ def _threads(count: int) -> Callable[[PlainRunFacts], Mapping[str, Any]]:
 
 
 def _other_threads(plain: Evidence, now: Evidence) -> bool:
-    """Whether a CPU computed, with another number of threads than in the plain run."""
+    """Whether this run computed on a CPU with another number of threads than the plain run."""
     return now.device.startswith("cpu") and now.settings.backend != "fake" and now.settings.threads != plain.settings.threads

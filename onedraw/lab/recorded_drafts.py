@@ -12,10 +12,8 @@ DEFAULT_LENGTH = 15  # drafts per chain by default
 
 
 class RecordedProposer:
-    """Drafts the recorded answer of a prompt; only the first `kept` drafts are right. It drafts nothing until `answers` is set.
-
-    Owner: the benchmark that made it.
-    """
+    """Drafts the recorded answer of a prompt; only the first `kept` drafts of a chain are right. It drafts nothing until the
+    benchmark, which owns it, has set `answers`."""
 
     name = "replay"
 
@@ -32,4 +30,4 @@ class RecordedProposer:
         return chain(tuple(t if i < self._kept else (t + 1) % self.vocab for i, t in enumerate(expected)))
 
     def forget(self, request_id: str) -> None:
-        """No-op: answers belong to prompts, not to requests."""
+        """Do nothing: answers are stored by prompt, so there is no state of a request to drop."""

@@ -34,11 +34,12 @@ if TYPE_CHECKING:  # `onedraw bench --backend fake` needs no torch
 
 
 def step_bytes(spec: ModelSpec, sizes: Mapping[WeightKey, int], *, dtype: str, rows: int, context: int) -> int:
-    """Bytes that a decode step reads. `sizes`: bytes of every matrix; `dtype`: of the KV cache; `context`: tokens per row."""
+    """Return the bytes that a decode step reads. `sizes` has the bytes of every matrix, `dtype` is that of the KV cache, `rows`
+    the number of sequences in the step, and `context` the number of tokens of each."""
     weights = 0
     for (layer, weight), shape in weight_shapes(spec).items():
         if len(shape) < 2 or weight == "inputs_embed" or (weight == "embed" and not spec.tied):
-            continue  # small, or only a few rows are read
+            continue  # These are small, or only a few rows of them are read (the embedding).
         share = 1.0
         if weight.startswith("expert_") and layer is not None:
             experts = next(
@@ -60,7 +61,8 @@ def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
 
 
 def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
-    """The minimum seconds of a decode step by (rows, context), from the measured memory bandwidth; None unless on one GPU."""
+    """Return a function of (rows, context) that gives the least seconds of a decode step by the measured memory bandwidth. None
+    unless the model runs on one GPU."""
     if settings.backend != "torch":
         return None
     from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
@@ -98,7 +100,8 @@ def transformers_rates(
     sampling: Mapping[str, float | None],
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[int, float]:
-    """Decoded tokens per second by batch size. `source`: a checkpoint folder, or a config for random weights."""
+    """Return the decoded tokens per second of transformers for each batch size. `source` is a checkpoint folder, or a config for
+    random weights."""
     import torch
 
     from onedraw.backends.torch.device import DTYPES
@@ -111,7 +114,7 @@ def transformers_rates(
     torch_device, transformers = torch.device(device), cast(Any, library)
     gc.collect()
     if torch_device.type == "cuda":
-        torch.cuda.empty_cache()  # memory of the weights measured before
+        torch.cuda.empty_cache()  # frees the memory of the model that was measured before
     report("transformers: loading the model")
     if isinstance(source, str):
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).to(torch_device).eval()
@@ -127,12 +130,13 @@ def transformers_rates(
 
 
 def _random_model(transformers: Any, source: Mapping[str, Any], torch_device: torch.device, dtype: torch.dtype) -> Any:
-    """A model of this config with random weights generated on the device; the library does not initialize them if possible."""
+    """Return a model of this config with random weights, which are generated on the device. The library's own initialization,
+    which is slow, is skipped where its version allows that."""
     fields = {name: value for name, value in source.items() if name not in ("model_type", "architectures")}
     config = transformers.AutoConfig.for_model(source["model_type"], **fields)
     try:
         no_init = importlib.import_module("transformers.initialization").no_init_weights
-    except (ImportError, AttributeError):  # another version of the library
+    except (ImportError, AttributeError):  # Another version of the library does not have this function.
         no_init = nullcontext
     with torch_device, no_init():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -145,7 +149,7 @@ def _random_model(transformers: Any, source: Mapping[str, Any], torch_device: to
 
 
 def _token_interval(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float | None]) -> float:
-    """Median seconds between two tokens of every sequence."""
+    """Return the median of the seconds between two tokens of a sequence."""
     import torch
 
     times: list[float] = []
@@ -180,7 +184,7 @@ def peer_rates(
     prompt_tokens: int,
     sampling: Mapping[str, float | None],
 ) -> dict[int, float]:
-    """Decoded tokens per second of transformers with the same model, by batch size."""
+    """Return the decoded tokens per second of transformers with the model of these settings, for each batch size."""
     from onedraw.backends.torch.device import find_devices
 
     device = find_devices(settings.device_names)[0]

@@ -2,6 +2,7 @@
 
 The input is a prompt with options, or a Generation that an interface built itself. The output is pieces of the reply as they are
 generated, or whole replies. LLM connects the engine, which handles token ids only, with the text package, which handles text.
+A generation asks for n replies to one prompt, its choices. A piece is a part of a reply as an interface receives it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from onedraw.text.tools.call_cache import CachedReply, ToolCallCache, cached_pro
 from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, detect_tool_syntax, template_inputs
 from onedraw.types import ModelCard, Piece, Request
 
-IDLE_SECONDS = 10.0  # `idle_stats` waits at most this long for the engine to become idle.
+IDLE_SECONDS = 10.0  # the longest that `idle_stats` waits for the engine to become idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class PreparedChoice:
 
 @dataclass(frozen=True, slots=True)
 class ActiveChoice:
-    """A choice that was submitted. Pieces are added to `reply` only if its tool calls will be cached, see `_cache_calls`."""
+    """A choice that was submitted. `reply` collects its pieces if a reply with tool calls is to be cached, see `_cache_calls`."""
 
     prepared: PreparedChoice
     stream: ReplyStream
@@ -85,7 +86,7 @@ class LLM:
         self.card = card  # name, family, vocabulary, context, sampling defaults, fingerprint
         self.constraints = constraints  # The service builds its constraints with the same factory, so they share caches.
         self._call_cache = ToolCallCache()
-        self._numbers = itertools.count()  # Request ids end with these numbers, so no two of them are equal.
+        self._numbers = itertools.count()  # numbers at the end of request ids, which make every id unique
         self._wakeups: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # one for each event loop that a caller uses
 
     def __enter__(self) -> LLM:
@@ -109,7 +110,8 @@ class LLM:
         return _one_or_all(self.run(generation_from_keywords(self, prompt, options)))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
-        """Return an iterator over the reply's pieces. Closing it cancels the request. Wrong options raise already here."""
+        """Return an iterator over the reply's pieces. Closing it cancels the request. Errors in the options are raised by this
+        call, not by the first `next`."""
         return self.pieces(self.prepare(generation_from_keywords(self, prompt, options)))
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply]:
@@ -126,8 +128,8 @@ class LLM:
         return tuple(self.tokenizer.encode(text, add_special=add_special))
 
     def encode_within_context(self, text: str, *, param: str, add_special: bool = False) -> tuple[int, ...]:
-        """Tokenize a text that a stranger sent. A long one that cannot fit into the context is refused before
-        that, as `param`."""
+        """Tokenize a text that a client sent. A long text that cannot fit into the context is refused before it is tokenized;
+        `param` names it in the error."""
         most = self.card.max_context
         if len(text) > max(most, MAX_CHARACTERS_COUNTED) and self.tokenizer.least_tokens(text, enough=most) > most:
             raise TextTooLong(
@@ -200,7 +202,8 @@ class LLM:
         """Return the choices of these generations, in order. Each request and its constraint are built once, and an error is
         raised if one of them cannot run.
 
-        Callers take turns when requests wait, and so do the calls of this method by one caller.
+        `caller` names who sends the requests. When requests wait, callers take turns; so do the calls of this method by one
+        caller, while the choices of one call share a turn.
         """
         parent = f"call-{next(self._numbers)}"
         return [choice for generation in generations for choice in self._choices(generation, caller=caller, parent=parent)]
@@ -299,7 +302,7 @@ class LLM:
         if event.error is not None:
             raise event.error
         pieces = choice.stream.push(event)
-        if pieces[-1].finish is not None and event.finish is None:  # A stop string ended the reply: the engine sees no text.
+        if pieces[-1].finish is not None and event.finish is None:  # A stop string ended the reply, which the engine cannot see.
             self.service.cancel(choice.prepared.request.id)
         if choice.prepared.generation.origin:
             self._cache_calls(choice, pieces)
@@ -308,7 +311,7 @@ class LLM:
     def _push_all(
         self, active: Sequence[ActiveChoice], events: Sequence[tuple[int, Event]]
     ) -> tuple[list[Piece], OnedrawError | None]:
-        """Return the pieces of these events, and the first error, whose event and successors give no pieces."""
+        """Return the pieces of these events up to the first error, and that error if there is one. Later events are dropped."""
         found: list[Piece] = []
         for index, event in events:
             try:
@@ -341,7 +344,7 @@ class LLM:
         loop = asyncio.get_running_loop()
         found = self._wakeups.get(loop)
         if found is None:
-            for known in list(self._wakeups):  # A copy, since other threads may add their loops meanwhile.
+            for known in list(self._wakeups):  # a copy, because other threads may add their loops during the iteration
                 if known.is_closed():
                     self._wakeups.pop(known, None)
             found = self._wakeups[loop] = LoopWakeup(loop)

@@ -35,9 +35,9 @@ class Mailbox(Generic[MessageT]):
                 await self._waiting
             finally:
                 self._waiting = None
-        if len(self._messages) > MAX_MESSAGES:  # This task has not run for long, so the others have waited as well.
+        if len(self._messages) > MAX_MESSAGES:  # The event loop is behind, so let other tasks run before this one continues.
             await asyncio.sleep(0)
-        # Count first and remove one by one: other threads may append meanwhile.
+        # Take only as many messages as there are now, because other threads may append more during the loop.
         return [self._messages.popleft() for _ in range(min(len(self._messages), MAX_MESSAGES))]
 
     def wake(self) -> None:

@@ -26,7 +26,7 @@ class ContentBlock:
 
     index: int
     channel: Channel
-    call: Call | None = None  # set in the block of a tool call, whose `text` is the JSON of its arguments
+    call: Call | None = None  # set if this is the block of a tool call; `text` is then the JSON of its arguments
     text: str = ""
     tokens: list[ReplyToken] = field(default_factory=list)  # only content blocks list their tokens
     cut: bool = False  # max_tokens ended the reply before this block was complete
@@ -116,7 +116,7 @@ class Reply:
         if self._open is None or (self._open.channel, self._open.call) != (channel, call):
             changes += self._close()
             if channel != "content":
-                self._pending = ()  # These tokens were the beginning of a marker.
+                self._pending = ()  # These tokens began a marker of reasoning or of a call, so they belong to no content block.
             self._open = ContentBlock(len(self.blocks), channel, call)
             self.blocks.append(self._open)
             changes.append(BlockOpened(self._open))

@@ -1,7 +1,9 @@
 """Turn the engine's events into pieces of a reply: here token ids become text.
 
-The input is a Generation and the events of one of its requests; the output is Pieces. Each token is detokenized once. A parser
-separates reasoning, content and tool calls, and stop strings are searched in the content.
+The input is a Generation and the events of one of its requests; the output is Pieces, the parts of a reply that an interface
+receives. For each event the stream detokenizes its tokens, passes the text to the parser (`text/reply_parser.py`, which separates
+reasoning, content and tool calls), passes the content to the search for stop strings (`text/stop_strings.py`), and decides
+whether the reply ends.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ class ReplyStream:
         self._parser = ReplyParser(syntax)
         self._channel: Channel = "reasoning" if syntax.thinking == "open" else "content"
         self._call: Call | None = None
-        self._stop_ids = generation.params.stop_ids  # A stop token that ends the reply is among its ids but not in its text.
-        self._min_tokens = generation.params.min_tokens  # Stop strings are ignored in the text of earlier tokens.
-        self._searching = False  # whether the reply has min_tokens, so that stop strings count
-        self._count = 0  # tokens of the reply up to the last event
-        self._offset = 0  # characters of all tokens of the reply up to the last token
+        self._stop_ids = generation.params.stop_ids  # The stop token that ends a reply is in its token ids but not in its text.
+        self._min_tokens = generation.params.min_tokens  # Stop strings are ignored until the reply has this many tokens.
+        self._searching = False  # whether the reply has min_tokens, so that stop strings are searched
+        self._count = 0  # number of the reply's tokens so far
+        self._offset = 0  # number of characters of these tokens, where the next token's text begins
         self.done = False
 
     def push(self, event: Event) -> list[Piece]:
@@ -122,8 +124,8 @@ class ReplyStream:
         return "tool_calls" if finish == "stop" and self._parser.completed_calls else finish, hit
 
     def _usage(self, event: Event, count: int) -> Usage:
-        """Return the usage up to this event, of whose tokens the first `count` belong to the reply. Drafts that the engine kept
-        beyond a stop string count as rejected."""
+        """Return the usage after this event. Only the first `count` tokens of the event belong to the reply; drafts that the
+        engine kept after a stop string count as rejected."""
         usage, dropped = event.usage, max(event.kept - count, 0)
         return replace(
             usage,

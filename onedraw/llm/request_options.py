@@ -2,7 +2,7 @@
 
 The input is keyword options from HTTP, the command line or Python, and the prompt. In the resulting Generation every value is
 decided: a missing one is what the model's authors recommend (generation_config.json or the catalogue), else the neutral value
-that turns the option off.
+that turns the option off. DRY ("don't repeat yourself") is a penalty on tokens that would extend a repetition.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or chat messages
 
-DEFAULT_MAX_TOKENS = 256  # Python API and `onedraw generate` use this, or less if the context has less room.
+DEFAULT_MAX_TOKENS = 256  # the default in the Python API and `onedraw generate`, or less if the context has less room
 NO_LIMIT = -1  # the value of max_tokens that means: as many as the context has room for
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # texts across which DRY matches no repetition
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that are no fields of RequestOptions
@@ -221,7 +221,7 @@ def tool_call_format(use: ToolUse, other: ReplyFormat | None, *, llm: LLM) -> Re
     """Return the response format of a reply with tools. It is a grammar if a call is required, if some tools may not be called
     or are strict, or if the reply's content has a format of its own; otherwise None, and the model writes calls freely."""
     if use.required:
-        other = None  # a required call is the whole reply
+        other = None  # A required call is the whole reply, so there is no content that could have a format.
     if other is not None and not isinstance(other, JsonFormat):
         raise BadParameter(other.param, "only JSON can be combined with tools; send no tools with this format")
     if other is None and not use.required and not use.restricted and not any(tool.strict for tool in use.allowed):
@@ -275,7 +275,7 @@ def make_generation(
         bad_words=_bad_words(options.bad_words, llm),
         logprobs=options.logprobs,
         logprobs_mode=options.logprobs_mode,
-        # The engine runs a prompt without a reply only to score it, so max_tokens 0 implies prompt logprobs.
+        # A request without a reply only makes sense for the logprobs of its prompt, so max_tokens 0 implies prompt logprobs.
         prompt_logprobs=0 if max_tokens == 0 and options.prompt_logprobs is None else options.prompt_logprobs,
         checksums=options.checksums,
     )
@@ -356,14 +356,14 @@ def _dry(options: RequestOptions, llm: LLM) -> DryParams | None:
         range=0 if options.dry_range is None or options.dry_range == -1 else options.dry_range,
         breakers=llm.tokenizer.ids_containing(texts) if options.dry_multiplier else frozenset(),
     )
-    return found if options.dry_multiplier else None  # DryParams has checked the values, even if DRY is off
+    return found if options.dry_multiplier else None  # DryParams is built even if DRY is off, because it checks the values.
 
 
 def _budget(options: RequestOptions, syntax: ReplySyntax) -> int | None:
     limit, reasoning = options.thinking_budget, syntax.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")
-    if reasoning is None:  # A model that does not reason is within any budget and effort.
+    if reasoning is None:  # A model that does not reason never exceeds a budget.
         for name, value in (("thinking_budget", limit), ("reasoning_effort", options.reasoning_effort)):
             if syntax is PLAIN_TEXT and value not in (None, "none"):
                 raise BadParameter(name, "the prompt is not a chat")
@@ -418,7 +418,7 @@ def _bad_words(words: tuple[str, ...], llm: LLM) -> tuple[tuple[int, ...], ...]:
 
 def settle_seed(given: int | None) -> int:
     """Return the seed that a request runs with and that its reply reports. None and -1 mean a random one. Other 64-bit integers
-    outside [0, 2^53) are hashed into that range, because many JSON readers hold no larger ones exactly."""
+    outside [0, 2^53) are hashed into that range, because many JSON readers cannot represent larger integers exactly."""
     if given is None or given == -1:
         return secrets.randbelow(SEED_LIMIT)
     if not -SEED_RANGE <= given < SEED_RANGE:

@@ -177,7 +177,7 @@ def page() -> str:
 
 
 def _limits() -> list[str]:
-    """A row for each of the limits in `onedraw/limits.py`."""
+    """Return the Markdown table of the limits in `onedraw/limits.py`, one row for each."""
     rows: dict[str, float] = {
         "values of one body: commas outside of texts": limits.MAX_BODY_VALUES,
         "lists, objects and fields of one body": limits.MAX_BODY_PARTS,
@@ -206,7 +206,8 @@ def _limits() -> list[str]:
 
 
 def _inside(title: str, kinds: Mapping[str, tuple[Rule, ...]]) -> str:
-    """A table with one row per type of item or block: which of its fields are honoured, and which are accepted."""
+    """Return a Markdown table with one row per type of item or block: which of its fields have an effect (are honoured), and
+    which are accepted without one."""
     lines = [f"## {title}", "", "| type | honoured | accepted, cannot change the answer |", "|---|---|---|"]
     for kind, rules in kinds.items():
         named = [

@@ -52,7 +52,7 @@ from onedraw.server.work import Workers
 from onedraw.types import Piece, Usage
 
 IGNORED = "x-onedraw-ignored"  # the header that lists unknown fields and left-out tools
-LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on a thread, a few at once.
+LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on the few threads for long work, see `work.py`.
 
 Result = TypeVar("Result")
 
@@ -118,8 +118,9 @@ class Endpoints:
     def _conversation(
         self, body: ResponsesRequest, owner: str | None, **changes: Any
     ) -> tuple[Sequence[Json], Sequence[Json], Mapping[str, str], ChatRequest]:
-        """Return the messages up to the end of the previous response, this input with item references resolved, our names of
-        fields with the caller's, and the equivalent chat request."""
+        """Return four things: the messages up to the end of the previous response; this request's input, with item references
+        replaced by the items; a map from field names of the equivalent chat request to the caller's, for errors; and that chat
+        request."""
         before, items = self._store.before(body.previous_response_id, owner), self._store.resolved(body.items, owner)
         messages = numbered(items)
         names = body.names(before, messages)
@@ -163,7 +164,7 @@ class Endpoints:
         self._refuse_when_closed()
         who = turn_caller(request.scope)
         permit = request.scope[PERMIT] = self._accounts.begin(who)
-        gone = threading.Event()  # tells the thread to stop: nobody waits for it
+        gone = threading.Event()  # set if the client disconnects, so that the thread that prepares the request stops
         try:
             prepared = await self._work(
                 request,
@@ -281,7 +282,7 @@ class Endpoints:
         return parsed
 
     async def _convert(self, request: Request, work: Callable[[], Result]) -> Result:
-        """Run work whose time grows with the body alone: short work right here."""
+        """Run work whose time depends only on the size of the body: for a short body directly, for a long one on a thread."""
         return await self._work(request, work) if request.state.long else work()
 
     async def _work(self, request: Request, work: Callable[[], Result]) -> Result:
@@ -326,7 +327,8 @@ class Endpoints:
 
 
 def _equivalent(body: CountRequest, **changes: Any) -> tuple[Mapping[str, str], ChatRequest]:
-    """Our names of fields with the caller's, and the chat request that a Messages request means."""
+    """Return a map from field names of the equivalent chat request to those of a Messages request, for errors, and that chat
+    request."""
     names = body.names()
     return names, as_chat({**body.chat(), **changes}, names)
 

@@ -96,8 +96,9 @@ def caller(request: Request) -> str | None:
 
 
 def turn_caller(scope: Scope) -> str:
-    """Return who takes turns with other callers: the name of the request's key, else the client's address. Of an IPv6 address
-    it is the network, since one client may have all addresses of a /64. Without an address, it is the empty string."""
+    """Return the name of the request's caller, by which requests take turns and limits are counted: the name of its API key, else
+    the client's address. Of an IPv6 address it is the network, since one client may have all addresses of a /64. If the address
+    is not known, it is the empty string."""
     name: str | None = scope.get(CALLER)
     if name is not None:
         return name

@@ -1,7 +1,8 @@
-"""The bytes of a body → its JSON value.
+"""Read the body of a request and parse its JSON.
 
-In: an HTTP request, and later its bytes. Out: plain Python values. What is too large, too slow, too deep or not JSON is refused;
-the shape of a body is counted in its bytes, before anything is built from them.
+A body that is too large, too slow, too deep or not JSON is refused. The number of its values and their depth are counted in its
+bytes before it is parsed, because a small body can describe millions of Python objects. A text is a JSON string; commas and
+brackets inside texts do not count.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from onedraw.errors import BadRequest
 from onedraw.limits import MAX_BODY_DEPTH, MAX_BODY_PARTS, MAX_BODY_VALUES
 from onedraw.server.errors import BodyTooComplex, BodyTooLarge, BodyTooSlow
 
-BODY_SECONDS = 60.0  # The last byte of a body must arrive within this time.
-BLOCK = 1 << 18  # Bytes that are counted at once: other threads run in between.
+BODY_SECONDS = 60.0  # the time within which the last byte of a body must arrive
+BLOCK = 1 << 18  # bytes that are counted at once; between blocks other threads can run
 
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-_MARK = b"\xef\xbb\xbf"  # the byte order mark that some programs write before UTF-8
+_MARK = b"\xef\xbb\xbf"  # the byte order mark that some programs write before UTF-8, which is no part of the JSON
 _SHAPE = b'"[]{},:'
 _TEXT = bytes(byte for byte in range(256) if byte not in _SHAPE)
-_DEEPER = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: +1 and -1
+_DEEPER = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # brackets → the change of depth, +1 or -1 as signed bytes
 
 
 async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECONDS) -> bytes:
@@ -49,11 +50,11 @@ async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECON
 
 @dataclass(slots=True)
 class Shape:
-    """What a body contains, counted outside of its texts. Owner: `shape_of`."""
+    """How much a body contains, counted outside of its texts."""
 
-    values: int = 0  # commas
-    parts: int = 0  # lists, objects and fields of objects
-    depth: int = 0  # lists and objects inside each other
+    values: int = 0  # number of commas, which is about the number of values
+    parts: int = 0  # number of lists, objects and fields of objects
+    depth: int = 0  # most lists and objects inside each other
 
     def check(self) -> None:
         for found, most, what, advice in (
@@ -66,18 +67,18 @@ class Shape:
 
 
 def shape_of(body: bytes, *, block: int = BLOCK) -> Shape:
-    """The shape of a JSON text, or BodyTooComplex as soon as it is over a limit. What follows a mistake in the JSON may be
-    miscounted, and is never read."""
+    """Return the shape of a body, or raise BodyTooComplex as soon as it is over a limit. After a mistake in the JSON the counts
+    may be wrong, which does no harm, because the parser stops at the mistake."""
     shape = Shape()
-    inside = escaped = False  # inside a text; whether the next byte is escaped
+    inside = escaped = False  # whether the next byte is inside a text; whether it is escaped
     depth = 0
     for start in range(0, len(body), block):
         part = body[start + escaped : start + block]
         escaped = False
-        if b"\\" in part:  # Without escapes every quote begins or ends a text.
+        if b"\\" in part:  # Remove escaped quotes, so that every quote that is left begins or ends a text.
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
             escaped = part.endswith(b"\\")
-        texts = part.translate(None, _TEXT).split(b'"')  # by turns outside and inside of a text
+        texts = part.translate(None, _TEXT).split(b'"')  # alternately outside and inside of a text
         outside = b"".join(texts[inside::2])
         inside ^= len(texts) % 2 == 0
         shape.values += outside.count(b",")
@@ -90,7 +91,7 @@ def shape_of(body: bytes, *, block: int = BLOCK) -> Shape:
 
 
 def read_json(body: bytes) -> object:
-    """The JSON value of a body."""
+    """Return the JSON value of a body as plain Python values, or raise BadRequest."""
     shape_of(body)
     try:
         value: object = _DECODER.decode(body.removeprefix(_MARK))
@@ -100,8 +101,8 @@ def read_json(body: bytes) -> object:
 
 
 def _explained(body: bytes, error: Exception) -> BadRequest:
-    """The refusal of a body. Python's reader accepts what JSON lacks (NaN, infinite numbers, half of a surrogate pair); where
-    one of these is the reason, the field is named."""
+    """Return the error for a body that the parser refused. To name the field that is to blame, the body is parsed again with
+    Python's parser, which accepts more than JSON: NaN, infinite numbers, half of a surrogate pair."""
     try:
         value = json.loads(body.decode("utf-8-sig"))
     except ValueError as mistake:

@@ -28,7 +28,8 @@ class ServerOptions:
     root_path: str = ""  # A prefix below which a proxy serves this server, such as /llm.
     strict_model_names: bool = False  # Refuse requests that name another model.
     request_seconds: float | None = None  # The longest time from a request's arrival to its last token; None means no limit.
-    key_requests: int | None = None  # limits per API key, or per client address without keys; None: unlimited
+    # Limits for each API key, or for each client address on a server without keys. None means no limit.
+    key_requests: int | None = None
     key_tokens: int | None = None
     key_requests_per_minute: int | None = None
     key_tokens_per_minute: int | None = None

@@ -107,7 +107,7 @@ TextT = TypeVar("TextT", str, str | None)
 
 
 def _cut(text: TextT) -> TextT:
-    """A text that may repeat what the client sent, such as the name of an unknown field."""
+    """Cut a message to its greatest length. It may repeat what the client sent, such as the name of an unknown field."""
     return text if text is None or len(text) <= MAX_ERROR_CHARACTERS else text[:MAX_ERROR_CHARACTERS] + "…"
 
 

@@ -1,7 +1,8 @@
 """How the server treats every field of a request: bodies are checked by these tables, and docs/api.md is made from them.
 
-The input is a JSON object and the rules of its type; the output is its honoured fields, ready for the typed models of
-`protocol.py`. Rules of honoured fields are derived from those models; the rules of all other fields are listed here.
+A field is honoured if it has an effect. The input is a JSON object and the rules of its type; the output is its honoured fields,
+ready for the typed models of `protocol.py`. Rules of honoured fields are derived from those models; the rules of all other fields
+(accepted without effect, or refused) are listed here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic.fields import FieldInfo
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.types import SEED_RANGE
 
-LONGEST_NAME = 64  # No field has a longer name; a longer unknown one is not compared as a whole.
+LONGEST_NAME = 64  # longer than any known field name; a longer unknown name is cut before similar names are searched for
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 # Types of tools that the server leaves out of the prompt, because the provider would execute them or their arguments are not
 # JSON. Some types end with a date.
@@ -35,9 +36,10 @@ ItemT = TypeVar("ItemT")
 
 
 class FirstError(FailFast):
-    """Validation of a list ends at the first wrong item, so there is no list of a million errors."""
+    """Ends the validation of a list at the first wrong item, so that a list of a million wrong items does not give as many
+    errors."""
 
-    __hash__ = object.__hash__  # as members of a union need it
+    __hash__ = object.__hash__  # Pydantic needs members of a union to be hashable.
 
 
 ListOf = Annotated[list[ItemT], FirstError()]
@@ -50,7 +52,8 @@ class StrictModel(BaseModel):
 
 
 def field_doc(values: str, note: str, default: Any = None, **limits: Any) -> Any:
-    """A pydantic field, with the text of its row in docs/api.md: `values` is its type and range, `note` what it does."""
+    """Return a pydantic field together with the text of its row in docs/api.md: `values` is its type and range, `note` what it
+    does."""
     return Field(default, description=note, json_schema_extra={"values": values}, **limits)
 
 
@@ -92,7 +95,7 @@ def refused(name: str, note: str) -> Rule:
 
 
 def read(*names: str) -> tuple[Rule, ...]:
-    """Rules for the honoured fields of JSON objects that are checked by code and not by a pydantic model."""
+    """Return rules for the honoured fields of JSON objects that are checked by code and not by a pydantic model."""
     return tuple(Rule(name, Treatment.HONOURED, "") for name in names)
 
 
@@ -177,7 +180,7 @@ def left_out(types: Sequence[str | None], *, own: Collection[str | None]) -> tup
 
 
 def honoured(model: type[BaseModel]) -> tuple[Rule, ...]:
-    """Rules for the fields of a model, with the descriptions that `field_doc` gave them."""
+    """Return rules for the fields of a pydantic model, with the descriptions that `field_doc` gave them."""
     return tuple(
         Rule(info.alias or name, Treatment.HONOURED, info.description or "", values=_values(info))
         for name, info in model.model_fields.items()

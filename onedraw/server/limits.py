@@ -1,7 +1,8 @@
-"""Limits per caller: requests and tokens, in flight and per minute. A caller is an API key, or a client address without keys.
+"""Limits for each caller: requests and tokens, in flight and per minute.
 
-In: the limits, and what requests take and return. Out: permits, or RateLimited, which says which limit was reached and when to
-try again. All of it runs on the server's event loop.
+A caller is an API key, or a client address on a server without keys. What is in flight belongs to requests that have not ended
+yet. Each request gets a Permit, which counts what it has in flight and is closed when it ends, or it is refused with RateLimited,
+which says which limit was reached and when to try again. Everything here runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onedraw.errors import BadRequest, OnedrawError
 
-PERMIT = "onedraw.permit"  # entry of the ASGI scope: the request's permit, which is returned when its response has ended
-MANY_ACCOUNTS = 10_000  # accounts at which those that are as good as new are dropped for the first time
+PERMIT = "onedraw.permit"  # the entry of the ASGI scope with the request's Permit
+MANY_ACCOUNTS = 10_000  # When there are so many accounts, those that do not differ from a new one are dropped, to bound memory.
 
 
 class RateLimited(OnedrawError):
@@ -30,7 +31,7 @@ class RateLimited(OnedrawError):
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """The limits of every caller; None: unlimited. Names are those of the flags, without `--key-`."""
+    """The limits, which are the same for every caller. None means unlimited. A field is named like its flag, without `--key-`."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -39,7 +40,8 @@ class CallerLimits:
 
 
 class Allowance:
-    """An amount that refills evenly, by `limit` per minute and up to `limit`. It may become negative, and then refills first."""
+    """The amount that a caller may still use, as in a token bucket: it grows evenly by `limit` per minute, up to `limit`. It may
+    become negative, since the tokens of a reply are counted after they were sampled; then the caller waits longer."""
 
     def __init__(self, limit: int, now: float) -> None:
         self._limit, self._left, self._time = limit, float(limit), now
@@ -61,7 +63,7 @@ class Allowance:
 
 @dataclass(slots=True)
 class Account:
-    """What one caller has in flight, and what is left of its minute."""
+    """The requests and tokens that one caller has in flight, and what it may still use of its limits per minute."""
 
     minute_requests: Allowance | None
     minute_tokens: Allowance | None
@@ -69,13 +71,13 @@ class Account:
     tokens: int = 0
 
     def unused(self, now: float) -> bool:
-        """Whether it is as good as a new one."""
+        """Whether the account does not differ from a new one, so that it can be dropped."""
         allowances = (self.minute_requests, self.minute_tokens)
         return not self.requests and all(one is None or one.full(now) for one in allowances)
 
 
 class Accounts:
-    """Owner: the app."""
+    """The accounts of all callers. The app owns it."""
 
     def __init__(
         self,
@@ -92,11 +94,11 @@ class Accounts:
         return len(self._accounts)
 
     def in_flight(self) -> Iterator[tuple[str, int, int]]:
-        """Per caller: requests and tokens in flight."""
+        """Yield every caller with the numbers of its requests and tokens in flight."""
         return ((caller, account.requests, account.tokens) for caller, account in self._accounts.items())
 
     def begin(self, caller: str) -> Permit:
-        """Count a request, or raise RateLimited."""
+        """Count a request as in flight and return its permit, or raise RateLimited."""
         limits, account, now = self._limits, self._account(caller), self._clock()
         if limits.requests is not None and account.requests >= limits.requests:
             self.refuse(caller, "requests", f"{account.requests} requests in flight", "wait until one has ended", 1)
@@ -112,7 +114,8 @@ class Accounts:
         return Permit(self, caller, account)
 
     def reserve(self, caller: str, account: Account, *, prompt: int, reply: int) -> None:
-        """Count tokens as in flight, and those of prompts as used. `reply`: the most tokens that may be sampled."""
+        """Count a request's tokens as in flight, and those of its prompts as used, or raise an error. `reply` is the most tokens
+        that its replies may have."""
         most, tokens = self._limits.tokens, prompt + reply
         if most is not None and tokens > most:
             raise BadRequest(
@@ -156,7 +159,8 @@ def _later(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Permit:
-    """What one request has in flight. Owner: the request; the middleware below returns it."""
+    """The right of one request to run, with the number of tokens that it has in flight. PermitMiddleware closes it when the
+    request ends."""
 
     accounts: Accounts
     caller: str
@@ -169,7 +173,7 @@ class Permit:
         self.tokens += prompt + reply
 
     def use(self, tokens: int) -> None:
-        """Tokens were sampled."""
+        """Count tokens that were sampled for the request as used."""
         self.accounts.use(self.account, tokens)
 
     def close(self) -> None:
@@ -180,7 +184,7 @@ class Permit:
 
 
 class PermitMiddleware:
-    """Returns the permit of a request when its response has been sent, its client is gone or it failed."""
+    """Closes the permit of a request when its response has been sent, its client has disconnected or it has failed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

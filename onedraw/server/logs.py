@@ -118,8 +118,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_config(level: str, style: str) -> dict[str, Any]:
-    """A logging configuration that sends uvicorn's and onedraw's logs to stderr in one format. RequestLog replaces uvicorn's
-    access log, so that is off."""
+    """Return a logging configuration that sends uvicorn's and onedraw's logs to stderr in one format. Uvicorn's access log is
+    off, because RequestLog replaces it."""
     config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
     formatter = JsonFormatter if style == "json" else TextFormatter
     config["formatters"] = {"default": {"()": formatter}}

@@ -80,7 +80,7 @@ class EngineCollector(Collector):
         yield from self._estimates(stats.drafting)
 
     def _estimates(self, drafting: DraftingEstimates) -> Iterator[Family]:
-        """What the drafting policy reckons with."""
+        """Yield the estimates of step cost and acceptance by which the number of drafts is chosen."""
         labels = ["model_name", "of", "per"]
         costs = GaugeMetricFamily("spec_decode_cost_seconds", "Estimated cost of a step and of the drafter.", labels=labels)
         for of, cost in (("step", drafting.step_cost), ("drafter", drafting.drafter_cost)):
@@ -144,7 +144,8 @@ class Meters:
         return family.labels(self._model)
 
     def limited(self, caller: str, limit: str) -> None:
-        """A request was refused because of a limit per caller. Addresses are no labels: there may be any number of them."""
+        """Count a request that was refused because of a limit for each caller. A client address does not become a label, because
+        there may be any number of them."""
         self._limited.labels(self._model, caller if caller in self._keys else "", limit).inc()
 
     def show_keys(self, keys: Sequence[str], accounts: Accounts) -> None:

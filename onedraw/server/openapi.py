@@ -89,7 +89,7 @@ def _allowed(tool: Json) -> Json:
 
 
 def _choice(named: Json, allowed: Json) -> Json:
-    """The schema of `tool_choice`: a mode, one tool, or a list of allowed tools."""
+    """Return the schema of `tool_choice`: a mode such as "auto", one tool, or a list of allowed tools."""
     one = _object({"type": {"const": "function"}, **named})
     some = _object({"type": {"const": "allowed_tools"}, **allowed})
     return {"anyOf": [{"enum": ["none", "auto", "required"]}, one, some]}

@@ -1,4 +1,4 @@
-"""Turn the JSON object of a body into a typed request. Each of its fields is honoured, or refused by name.
+"""Turn the JSON object of a body into a typed request. Each of its fields is honoured (has its effect), or refused by name.
 
 The input is a JSON value and the type of request; the output is a frozen request model and the names of the fields that
 `--lenient` ignored.
@@ -199,7 +199,7 @@ def _explain(detail: ErrorDetails) -> BadRequest:
     param = ""
     for step in detail["loc"]:
         if param and isinstance(step, str) and _ALTERNATIVE.fullmatch(step):
-            continue  # This step names a member of a union, which is no part of the field's path.
+            continue  # This part of the location names a member of a union, which is not in the caller's JSON.
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     param += str(cast(Mapping[str, object], detail.get("ctx", {})).get("at", ""))
     if detail["type"] == "missing":

@@ -36,7 +36,8 @@ TEMPLATE_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What to generate, and what the reply shows. Choices are numbered over all prompts: c is choice c % n of prompt c // n."""
+    """What to generate, and what the reply shows. Choices (the n replies to each prompt) are numbered over all prompts: number c
+    is choice c % n of prompt c // n."""
 
     id: str
     kind: Literal["chat", "completion"]
@@ -48,7 +49,7 @@ class PreparedRequest:
     token_ids: bool  # whether the reply has the ids of prompt and reply
     checksums: bool  # whether the reply has a checksum of each token's scores
     details: bool = False  # whether the reply has the text of each token and whether it was drafted
-    names: tuple[Mapping[str, str], ...] = ()  # our field names → the caller's, applied in order to the params of errors
+    names: tuple[Mapping[str, str], ...] = ()  # maps from our field names to the caller's, applied in order to `param` of errors
 
     def generation_of(self, choice: int) -> Generation:
         return self.generations[choice // self.n]
@@ -74,10 +75,12 @@ def prepare(
     caller: str = "",
     cancelled: Callable[[], bool] = lambda: False,
 ) -> PreparedRequest:
-    """Check everything that can be wrong with a request, and tokenize its prompt. A long prompt takes long: call it on a thread.
+    """Check everything that can be wrong with a request, and tokenize its prompt. This takes long for a long prompt, so call it
+    on a thread.
 
-    `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ. `caller` takes
-    turns with other callers. Work on a list of prompts stops once it is `cancelled`.
+    `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ. `caller` names
+    who sent the request; requests of different callers take turns. The work on a list of prompts stops once `cancelled` returns
+    True.
     """
     spelled = {ours: theirs for theirs, (ours, _) in request.guided().items()}
     if request.repetition_penalty is None:

@@ -1,7 +1,8 @@
 """Request bodies of OpenAI's chat and completions, and of tokenize and detokenize, as typed models.
 
-The input is the honoured fields of a body, from `parsing.py`; the output is a frozen request model. Types are checked here.
-SamplingParams checks the ranges of sampling values, because every interface builds one.
+The input is the honoured fields of a body (those that have an effect), from `parsing.py`; the output is a frozen request model.
+Types are checked here. SamplingParams checks the ranges of sampling values, because every interface builds one. A strict tool is
+one whose calls must follow its schema completely.
 """
 
 from __future__ import annotations
@@ -508,7 +509,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def functions(self) -> list[tuple[int, FunctionTool]]:
-        """The tools that the prompt lists, each with its index among all tools of the request."""
+        """Return the tools that the prompt lists, each with its index among all tools of the request, for errors."""
         return [(number, tool.function) for number, tool in enumerate(self.tools) if tool.function is not None]
 
     @property

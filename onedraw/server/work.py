@@ -1,6 +1,6 @@
 """Runs the reading, checking and tokenizing of requests on threads, so that the event loop stays free for streams.
 
-In: a function. Out: its result. Long work has threads of its own, so that a few long requests leave the short ones a thread.
+Work on long requests has a few threads of its own, so that it cannot occupy the threads that short requests need.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """The threads of one server."""
+    """The threads for the work on long requests of one server. Short work runs on asyncio's default threads."""
 
     def __init__(self, most: int = MAX_LONG_WORK) -> None:
         self._turns = asyncio.Semaphore(most)
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="long-work")
 
     async def run(self, request: Request, work: Callable[[], Result], *, long: bool) -> Result:
-        """The result of the work. If the client disconnects first, ClientGone is raised: work that waits for its turn is dropped,
-        and work that runs keeps its turn until it ends."""
+        """Run work on a thread and return its result. If the client disconnects first, ClientGone is raised. Work that has not
+        started is then dropped; work that runs cannot be stopped and occupies its thread until it ends."""
         return await or_disconnect(request.receive, self._long(work) if long else asyncio.to_thread(work))
 
     async def _long(self, work: Callable[[], Result]) -> Result:
@@ -40,4 +40,4 @@ class Workers:
     def _end(self, ended: asyncio.Future[Result]) -> None:
         self._turns.release()
         if not ended.cancelled():
-            ended.exception()  # Mark it as seen: nobody awaits work whose client has gone.
+            ended.exception()  # Reading the exception keeps asyncio from logging it if the client has gone and nothing awaits it.

@@ -223,7 +223,7 @@ class CountRequest(StrictModel):
 
     @property
     def functions(self) -> list[tuple[int, MessageTool]]:
-        """The tools that the prompt lists, each with its index among all tools of the request."""
+        """Return the tools that the prompt lists, each with its index among all tools of the request, for errors."""
         return [(number, tool) for number, tool in enumerate(self.tools) if tool.type in OWN_TOOLS]
 
     @property
@@ -232,7 +232,8 @@ class CountRequest(StrictModel):
 
     @cached_property
     def chat_messages(self) -> list[tuple[int, dict[str, Any]]]:
-        """The equivalent chat messages, each with the index of the message it was made from."""
+        """Return the equivalent chat messages, each with the index of the Anthropic message from which it was made, for
+        errors."""
         return [(number, one) for number, message in enumerate(self.messages) for one in _to_chat(message)]
 
     def chat(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class OpenAIWriter:
         tokens = piece.tokens if prepared.shows_tokens else ()
         if prepared.kind == "chat":
             delta = self._delta(piece)
-            if delta and piece.finish is not None:  # clients expect the finish in a chunk of its own
+            if delta and piece.finish is not None:  # Clients expect the finish reason in a chunk of its own.
                 return [*written, *self.chunks(replace(piece, finish=None)), *self.chunks(closing(piece))]
             body: Json = {"delta": delta}
             shown = bool(delta)
@@ -90,7 +90,7 @@ class OpenAIWriter:
                 return self._call_delta(piece)
 
     def _call_delta(self, piece: Piece) -> Json:
-        """The first delta of a tool call has its id and name; the later ones only add to its arguments."""
+        """Return the delta of a tool call. The first one has the call's id and name; later ones only add to its arguments."""
         call = piece.call
         assert call is not None
         if (piece.index, call.index) not in self._named:
@@ -100,7 +100,7 @@ class OpenAIWriter:
         return {"tool_calls": [{"index": call.index, "function": {"arguments": piece.text}}]} if piece.text else {}
 
     def ending(self, usage: Usage) -> list[Json]:
-        """With `include_usage`, a stream ends with a chunk that has the usage and no choices."""
+        """Return the last chunks of a stream: with `include_usage` one that has the usage and no choices, else none."""
         if not self._include_usage:
             return []
         return [self._head | {"object": self._chunk_object, "choices": [], "usage": write_usage(usage)}]
@@ -177,7 +177,8 @@ class OpenAIWriter:
         return choice
 
     def _prompt_ids(self, ids: tuple[int, ...] | None) -> Json:
-        """With a single prompt its ids are also put beside `choices`, since some clients read them there."""
+        """Return the field with the prompt's ids that stands beside `choices`, where some clients read them; only for a single
+        prompt."""
         one_prompt = len(self._prepared.generations) == 1
         return {"prompt_token_ids": list(ids)} if ids is not None and self._prepared.token_ids and one_prompt else {}
 

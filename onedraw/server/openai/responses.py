@@ -62,7 +62,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def keep(self, stored: StoredResponse) -> None:
-        if stored.size > self._most:  # Storing it would drop every other response, and then itself.
+        if stored.size > self._most:  # Such a response is not stored, because it would displace all others and still not fit.
             return
         with self._lock:
             self._kept[stored.response["id"]] = stored

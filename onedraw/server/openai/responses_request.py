@@ -215,7 +215,7 @@ class ResponsesRequest(TokenFields):
 
     @property
     def functions(self) -> list[tuple[int, ResponseTool]]:
-        """The tools that the prompt lists, each with its index among all tools of the request."""
+        """Return the tools that the prompt lists, each with its index among all tools of the request, for errors."""
         return [(number, tool) for number, tool in enumerate(self.tools) if tool.type == "function"]
 
     @property
@@ -228,7 +228,7 @@ class ResponsesRequest(TokenFields):
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The input as items; a string is one message of the user."""
+        """Return the input as a list of items. A string counts as one message of the user."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         found: list[dict[str, Any]] = self.input
