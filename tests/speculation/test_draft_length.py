@@ -75,6 +75,12 @@ def test_rows_that_share_the_drafter_decide_as_well_as_any_fixed_choice(
     assert tokens_per_second(counts) >= 0.9 * best
 
 
+def test_a_step_in_which_no_row_samples_drafts_nothing() -> None:
+    """A meter may have found that a step has no base cost; such a step once divided by zero."""
+    free = RowCost(0.0, 0.01)
+    assert best_draft_counts([], cost=free, drafting=free, running=0, limit=7) == []
+
+
 def test_the_drafter_does_not_run_where_its_call_costs_more_than_it_brings() -> None:
     cost, call = RowCost(1.0, 0.05), RowCost(0.5, 0.02)
     assert best_draft_counts([0.25], cost=cost, drafting=call, running=1, limit=7) == [0]
