@@ -37,7 +37,7 @@ from onedraw.backends.torch.ops.cuda.delta_inputs import DeltaTables, run_paths
 from onedraw.backends.torch.ops.cuda.norm import apply_gate
 from onedraw.backends.torch.ops.cuda.ops import TritonAttentionInputs, TritonLinear, TritonOps
 from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
-from onedraw.backends.torch.ops.cuda.sampling import SamplingTable, sample_tokens
+from onedraw.backends.torch.ops.cuda.sampling_kernels import SamplingTable, sample_tokens
 from onedraw.backends.torch.ops.plain.elementwise import rope_table
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from onedraw.backends.base import Capacity, PageGroup, StepHandle, require_state_dtype
 from onedraw.backends.sampled_rows import row_outcome
-from onedraw.sampling.law import logprobs, sample
+from onedraw.sampling.law import sample
+from onedraw.sampling.logprobs import logprobs
 from onedraw.sampling.noise import gumbel
 from onedraw.sampling.verify import draft_paths, draft_prefixes
 from onedraw.types import CheckpointSave, Logprobs, Outcome, Plan, Row, RowOutcome, SampledToken

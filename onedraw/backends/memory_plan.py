@@ -1,7 +1,7 @@
 """Memory arithmetic: the bytes that weights, KV pages, recurrent states and steps of a model take. Nothing is allocated here.
 
-In: a ModelSpec and sizes. Out: a MemoryPlan, or OutOfMemory with the number of missing bytes. `build/fit_devices.py` calls this
-with the settings and the devices; `backends/placement.py` divides a plan among devices.
+In: a ModelSpec and sizes. Out: a MemoryPlan, or OutOfMemory with the number of missing bytes. `build/fit_devices.py` calls
+`memory_plan` with the settings and the devices; `backends/placement.py` divides a plan among devices.
 """
 
 from __future__ import annotations

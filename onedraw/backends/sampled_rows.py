@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.sampling.law import NO_TOKEN, log_shares
+from onedraw.sampling.law import NO_TOKEN
+from onedraw.sampling.logprobs import read_logprobs
 from onedraw.sampling.verify import kept_drafts
 from onedraw.types import History, Logprobs, Row, RowOutcome, SampledToken, SamplingParams
 
 Integers = npt.NDArray[np.int64]
 
-# Columns of a device sampler's row. From TOP on: the most likely tokens, each as (bits of its deficit) << 32 | token id.
-TOKEN, CHECKSUM, TOTAL, SAMPLED, TOP = range(5)
+TOKEN, CHECKSUM = 0, 1  # columns of a device sampler's row; those of logprobs follow (`sampling/logprobs.py`)
 
 
 class SamplingPosition(NamedTuple):
@@ -64,15 +64,6 @@ def _sample(token: int, params: SamplingParams, rows: Integers, index: int) -> S
         return SampledToken(token)
     logprobs = None if params.logprobs is None else read_logprobs(rows[index], params.logprobs)
     return SampledToken(token, logprobs, int(rows[index, CHECKSUM]) if params.checksums else None)
-
-
-def read_logprobs(row: Integers, top: int) -> Logprobs:
-    bits = np.concatenate([row[SAMPLED : SAMPLED + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
-    deficit = bits.view(np.float32)
-    values = log_shares(deficit, int(row[TOTAL])).tolist()
-    ids = (row[TOP : TOP + top] & 0xFFFFFFFF).tolist()
-    ranked = zip(ids, values[1:], np.isfinite(deficit[1:]).tolist(), strict=True)
-    return Logprobs(values[0], tuple((token, value) for token, value, finite in ranked if finite))
 
 
 def row_outcome(row: Row, samples: Sequence[SampledToken | None], scored: tuple[Logprobs, ...] = ()) -> RowOutcome:

@@ -38,7 +38,7 @@ def longest_draft(settings: Settings) -> int:
     return 0 if "none" in settings.draft else settings.draft_tokens or DRAFTS_PER_LANE
 
 
-def plan_memory(
+def memory_plan_for(
     settings: Settings,
     info: ModelInfo,
     *,
@@ -46,6 +46,7 @@ def plan_memory(
     kv_dtype: str | None = None,
     default_kv_bytes: int = DEFAULT_KV_BYTES,
 ) -> MemoryPlan:
+    """Call `memory_plan` with the sizes that the settings give."""
     return memory_plan(
         info.spec,
         dtype=dtype,
@@ -81,7 +82,7 @@ class DeviceFit:
         """Return the layers and bytes of every device with this context length, or raise OutOfMemory. The workspace of a step is
         subtracted from the memory of each device first."""
         adjusted = replace(self.settings, max_context=context)
-        sizes = plan_memory(adjusted, self.info, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.kv_bytes)
+        sizes = memory_plan_for(adjusted, self.info, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.kv_bytes)
         scratch = step_memory(adjusted, self.info, sizes, self.devices).total
         return plan_split(
             self.info.spec,
@@ -150,17 +151,17 @@ def _fit(
     )
     activation = activation_precision(devices, requested=settings.activation_dtype, products=settings.dtype)
     kv_precision(settings.kv_dtype, products=dtype, devices=devices)
-    plan = plan_memory(settings, info, dtype=dtype)
+    plan = memory_plan_for(settings, info, dtype=dtype)
     kv_bytes = DEFAULT_KV_BYTES
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
         given = {"memory": devices[0].memory, "step_tokens": settings.turn_tokens}
         for _ in range(2):  # twice, because a drafter has as many pages as the model, and the first plan decides their number
             kv_bytes = page_budget(plan, info.spec, drafter_bytes=0 if drafter is None else drafter(plan), **given)
-            plan = plan_memory(settings, info, dtype=dtype, default_kv_bytes=kv_bytes)
+            plan = memory_plan_for(settings, info, dtype=dtype, default_kv_bytes=kv_bytes)
     fit = DeviceFit(settings, info, tuple(devices), dtype, activation, kv_bytes)
     if len(devices) > 1 and all(device.kind != "cpu" and device.memory is not None for device in devices):
         fit = replace(fit, kv_bytes=_largest_kv_bytes(fit, drafter))
-        plan = plan_memory(settings, info, dtype=dtype, default_kv_bytes=fit.kv_bytes)
+        plan = memory_plan_for(settings, info, dtype=dtype, default_kv_bytes=fit.kv_bytes)
     return fit, plan
 
 
@@ -170,7 +171,7 @@ def _largest_kv_bytes(fit: DeviceFit, drafter: DrafterBytes | None) -> int:
 
     def fits(kv_bytes: int) -> bool:
         candidate = replace(fit, kv_bytes=kv_bytes)
-        sizes = plan_memory(candidate.settings, candidate.info, dtype=candidate.dtype, default_kv_bytes=kv_bytes)
+        sizes = memory_plan_for(candidate.settings, candidate.info, dtype=candidate.dtype, default_kv_bytes=kv_bytes)
         try:
             candidate.split(sizes.max_context, drafter=drafter)
         except OutOfMemory:

@@ -17,7 +17,7 @@ from onedraw.backends.base import require_state_dtype
 from onedraw.backends.devices import Device, activation_precision, product_precision
 from onedraw.backends.memory_plan import MemoryPlan
 from onedraw.build.checkpoint import Progress, find_checkpoint
-from onedraw.build.fit_devices import plan_devices, plan_memory
+from onedraw.build.fit_devices import memory_plan_for, plan_devices
 from onedraw.errors import BadSetting
 from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.settings import Settings, default_cache_dir
@@ -104,7 +104,7 @@ def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
     checkpoint = find_checkpoint(settings, notify)
     try:
         info = read_model_info(checkpoint)
-        plan = plan_memory(settings, info, dtype="f32")
+        plan = memory_plan_for(settings, info, dtype="f32")
         return export_model(
             info.spec,
             info.weights,

@@ -272,12 +272,12 @@ def _default_build(settings: Settings) -> LLM:
 def bytes_per_page(settings: Settings, *, dtype: str) -> int:
     """Return how many bytes of --kv-memory one page takes."""
     from onedraw.build.checkpoint import find_checkpoint
-    from onedraw.build.fit_devices import plan_memory
+    from onedraw.build.fit_devices import memory_plan_for
 
     if settings.backend == "fake":
         return 1
     checkpoint = find_checkpoint(settings)
     try:
-        return sum(group.page_bytes for group in plan_memory(settings, read_model_info(checkpoint), dtype=dtype).groups)
+        return sum(group.page_bytes for group in memory_plan_for(settings, read_model_info(checkpoint), dtype=dtype).groups)
     finally:
         checkpoint.close()

@@ -26,17 +26,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from onedraw.sampling.adjustments import adjustment, mask_to_bools, valid_ids
+from onedraw.sampling.logprobs import Integers, logprobs, masses
 from onedraw.sampling.noise import Floats, gumbel
 from onedraw.types import History, Logprobs, SampledToken, SamplingParams
 
-MASS_BITS = 40  # probabilities are counted in units of 2^-40 of the best token's
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one could become 0 in float32
 NO_TOKEN = -1  # stands for a token if every token is excluded
-
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +74,6 @@ def sample(logits: Floats, params: SamplingParams, history: History, drafts: Seq
     if params.logprobs is not None:
         found = logprobs(logits if params.logprobs_mode == "raw" else scores, token, params.logprobs)
     return SampledToken(token, found, checksum(logits, scores) if params.checksums else None)
-
-
-def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
-    """Return the log-softmax of `scores` at `token`, and the `top` most likely tokens, best first and the lowest id first among
-    equals, without excluded tokens. `scores` are logits for mode "raw", and scores of the rule for "processed".
-    """
-    deficit = (scores.max() + np.float32(0)) - scores
-    values = log_shares(deficit, int(masses(deficit).sum()))
-    order = np.argsort(deficit, kind="stable")[:top]
-    return Logprobs(float(values[token]), tuple((int(i), float(values[i])) for i in order if deficit[i] < np.inf))
-
-
-def log_shares(deficit: Floats, total: int) -> Floats:
-    """Return the logprobs of tokens from their deficits (best score - score), given that the masses of all tokens add up to
-    `total`. They are rounded from float64 to float32.
-
-    If a logit is NaN, the total is not positive, since NaN becomes the lowest integer; then every logprob is -inf.
-    """
-    if total <= 0:
-        return np.full(deficit.shape, -np.inf, dtype=np.float32)
-    return ((0.0 - deficit.astype(np.float64)) - math.log(total / 2**MASS_BITS)).astype(np.float32)
-
-
-def masses(deficit: Floats) -> Integers:
-    """Return the mass of each token, floor(exp(-deficit) * 2^40), where deficit = best score - score. That of the best token is
-    exactly 2^40."""
-    return (np.exp(-deficit) * np.float32(2.0**MASS_BITS)).astype(np.int64)
 
 
 def min_p_limit(min_p: float) -> float:

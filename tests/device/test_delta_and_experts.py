@@ -30,8 +30,9 @@ if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda import experts as expert_routing
     from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
     from onedraw.backends.torch.ops.cuda.delta_inputs import PathBuilder, add_span
-    from onedraw.backends.torch.ops.cuda.delta_recurrent import commit_states, recurrent_delta
+    from onedraw.backends.torch.ops.cuda.delta_recurrent import recurrent_delta
     from onedraw.backends.torch.ops.cuda.delta_tree import REPEAT, RESTART, tree_delta
+    from onedraw.backends.torch.ops.cuda.recurrent_rollback import commit_states
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16

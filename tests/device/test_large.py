@@ -23,12 +23,13 @@ pytestmark = [
 if torch.cuda.is_available() or INTERPRETED:
     from onedraw.backends.torch.ops.cuda import commit, delta
     from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
-    from onedraw.backends.torch.ops.cuda.delta_recurrent import commit_states, recurrent_delta
+    from onedraw.backends.torch.ops.cuda.delta_recurrent import recurrent_delta
     from onedraw.backends.torch.ops.cuda.experts import Routes, grouped_gemm
     from onedraw.backends.torch.ops.cuda.linear import linear
     from onedraw.backends.torch.ops.cuda.norm import gated_activation, rms_norm
     from onedraw.backends.torch.ops.cuda.ops import TritonOps
     from onedraw.backends.torch.ops.cuda.packed.activations import pack_activations
+    from onedraw.backends.torch.ops.cuda.recurrent_rollback import commit_states
     from onedraw.backends.torch.ops.plain.elementwise import rope_table
     from onedraw.backends.torch.ops.plain.linear import RowRule
     from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out

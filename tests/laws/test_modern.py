@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.ops.plain import delta
+from onedraw.backends.torch.ops.plain import delta, recurrent_rollback
 from onedraw.backends.torch.state import model_state as state
 from onedraw.backends.torch.state import recurrent_state as lanes
 from onedraw.backends.torch.state import recurrent_state as recurrent_spans
@@ -125,7 +125,8 @@ def forget_to_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def recur(run: recurrent_spans.RecurrentSpan, gated: delta.DeltaGates, out: torch.Tensor, store: lanes.LaneStore) -> None:
         real(run, gated, out, store)
         if run.drafts:
-            delta.commit(store, [lanes.KeptDrafts(run.lane, tuple(run.held + i for i in range(len(run.drafts))))])
+            kept = lanes.KeptDrafts(run.lane, tuple(run.held + i for i in range(len(run.drafts))))
+            recurrent_rollback.commit_states(store, [kept])
 
     monkeypatch.setattr(delta, "_recur", recur)
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from onedraw.sampling.law import NO_TOKEN, checksum, law, logprobs, sample
+from onedraw.sampling.law import NO_TOKEN, checksum, law, sample
+from onedraw.sampling.logprobs import logprobs
 from onedraw.sampling.noise import gumbel
 from onedraw.types import DryParams, History, SamplingParams
 

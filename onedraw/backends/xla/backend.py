@@ -20,7 +20,7 @@ import numpy.typing as npt
 from jaxlib.version import __version__ as jaxlib_version
 
 from onedraw.backends.base import Backend, Capacity, CheckResult, PageGroup, SelfCheck, StepHandle
-from onedraw.backends.sampled_rows import Integers, SamplingPosition, read_logprobs, read_samples, row_outcome
+from onedraw.backends.sampled_rows import Integers, SamplingPosition, read_samples, row_outcome
 from onedraw.backends.xla.inputs import (
     CHUNK,
     XlaInputs,
@@ -39,6 +39,7 @@ from onedraw.backends.xla.weights import VECTOR, Weights
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import checksum_weights
+from onedraw.sampling.logprobs import read_logprobs
 from onedraw.sampling.verify import draft_prefixes
 from onedraw.types import History, Logprobs, Outcome, Plan, Row, SampledToken, SamplingParams
 

@@ -28,7 +28,8 @@ from onedraw.backends.xla.inputs import round_up
 from onedraw.backends.xla.layers import linear, over, rms_norm, times
 from onedraw.backends.xla.platform import Array
 from onedraw.sampling.adjustments import HistoryTokens, adjustment, valid_ids
-from onedraw.sampling.law import MASS_BITS, NO_TOKEN, filters
+from onedraw.sampling.law import NO_TOKEN, filters
+from onedraw.sampling.logprobs import MASS_BITS
 from onedraw.sampling.noise import BITS, HALF, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import MAX_TOP_LOGPROBS
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.sampling import sampler as noise
 from onedraw.backends.torch.sampling.sampler import CountedHistory, LaneCounts, Sampler
-from onedraw.sampling.law import logprobs
+from onedraw.sampling.logprobs import logprobs
 from onedraw.sampling.noise import key
 from onedraw.types import History, SampledToken, SamplingParams
 from tests.backends.torch.sampling_cases import Case, make_sampler, random_case, sample_all, wrong_rows

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from onedraw.sampling.law import MASS_BITS
+from onedraw.sampling.logprobs import MASS_BITS
 
 WIDTH = 64  # elements; a multiple of every vector width in use
 LARGEST = torch.finfo(torch.float32).max

@@ -22,11 +22,8 @@ from torch import Tensor
 from onedraw.backends.sampled_rows import (
     CHECKSUM,
     TOKEN,
-    TOP,
-    TOTAL,
     CountedHistory,
     SamplingPosition,
-    read_logprobs,
     read_samples,
 )
 from onedraw.backends.torch.runner.staging_buffers import Staging
@@ -42,6 +39,7 @@ from onedraw.backends.torch.sampling.exact import (
 )
 from onedraw.sampling.adjustments import HistoryTokens, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, checksum_weights, filters
+from onedraw.sampling.logprobs import TOP, TOTAL, read_logprobs
 from onedraw.sampling.noise import BITS, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import Logprobs, SampledToken, TokenMask
 

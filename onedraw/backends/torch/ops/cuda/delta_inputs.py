@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from onedraw.backends.torch.ops.cuda.delta import DeltaQkv, DraftIncrements
@@ -22,7 +21,7 @@ from onedraw.backends.torch.ops.cuda.delta_recurrent import PATH_WORDS, recurren
 from onedraw.backends.torch.ops.cuda.delta_tree import REPEAT, RESTART, tree_delta
 from onedraw.backends.torch.runner.inputs import Bucket, Ints
 from onedraw.backends.torch.runner.staging_buffers import Staging
-from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, RecurrentSpan, RecurrentSpans
+from onedraw.backends.torch.state.recurrent_state import CHUNK, RecurrentSpan, RecurrentSpans
 from onedraw.speculation.draft_tree import chain_length
 from onedraw.types import Draft
 
@@ -183,22 +182,6 @@ def _depth_first(drafts: Sequence[Draft]) -> list[tuple[int, list[int]]]:
         nodes.append((index, ancestors))
         stack += [(child, [*ancestors, index]) for child in reversed(children.get(index, []))]
     return nodes
-
-
-def commit_tables(
-    kept: Sequence[KeptDrafts], *, conv: int, slot_count: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Lanes [n], rollback buffer slots [n, longest] and window sources [n, 1 + K] of a commit. `conv`: K; `slot_count`: slots of
-    the rollback buffer."""
-    longest = max(len(drafts.places) for drafts in kept)
-    slots = np.full((len(kept), longest), -1, dtype=np.int32)
-    sources = np.full((len(kept), conv + 1), -1, dtype=np.int32)
-    for row, drafts in enumerate(kept):
-        slots[row, : len(drafts.places)] = drafts.places
-        window = [*(slot_count + drafts.lane * (conv - 1) + i for i in range(conv - 1)), *drafts.places]
-        sources[row, 0], sources[row, 1:-1] = drafts.lane, window[len(window) - conv + 1 :]
-    lanes = torch.tensor([drafts.lane for drafts in kept], dtype=torch.int32).to(device)
-    return lanes, torch.from_numpy(slots).to(device), torch.from_numpy(sources).to(device)
 
 
 def _filled(values: list[int] | list[list[int]], shape: tuple[int, ...], fill: int = 0) -> Words:

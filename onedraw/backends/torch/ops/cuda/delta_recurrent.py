@@ -1,10 +1,10 @@
-"""Gated DeltaNet in recurrent form: the state updated token by token, for generated tokens and chains of drafts; and the commit.
+"""Gated DeltaNet in recurrent form: the state updated token by token, for generated tokens and chains of drafts.
 
 In: queries, keys, values and gates of every token, the lanes' states, and paths. Out: the state's output at every token; states
 are updated in place. A path is the work of one program: the known tokens of a row, then a chain of drafts (for trees, see
 `delta_tree.py`). Drafts never change a lane's state: they store decay, key and change in the rollback buffer, from which
-`commit_states` repeats the update of the drafts that are kept. Axes: T tokens, P paths, Hv value heads, Dv their size. A lane is
-the slot of a sequence's recurrent state.
+`recurrent_rollback.py` repeats the update of the drafts that are kept. Axes: T tokens, P paths, Hv value heads, Dv their size.
+A lane is the slot of a sequence's recurrent state. An entry names one token of a path, as 4 * token.
 
 A program is one warp that holds some columns of the state in registers. The rows of the state are divided into parts of ROWS
 rows, few enough that all threads that sum a column are in the warp; the inputs of later tokens are prefetched. The order of a sum
@@ -24,7 +24,6 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED, begin_kernel
 
 COLUMNS, MANY_COLUMNS, MANY_PATHS = 16, 32, 4  # state columns per warp: MANY_COLUMNS for MANY_PATHS or more paths without drafts
-COMMIT_COLUMNS = 32  # state columns per program of a commit
 # Columns of `paths`: lane, first entry, number of entries, entries of known tokens, whether the state starts at zero.
 PATH_WORDS = 5
 
@@ -221,85 +220,6 @@ def recurrent_delta(
             DRAFTS=drafts is not None,
             PDL=pdl,
             num_warps=1,
-            enable_fp_fusion=False,
-            **launch_options(pdl),
-        )
-
-
-@triton.jit(do_not_specialize=["width"])
-def _commit_states(
-    states,
-    decays,
-    keys,
-    changes,
-    lanes,
-    kept_slots,
-    width,
-    states_stride,
-    slots_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Repeat the updates of kept drafts with the same products and sums, so with the same bits. states_stride: elements of one
-    layer's states; slots_stride: slots of one layer in the rollback buffer."""
-    begin_kernel(PDL)
-    COLUMN_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    layer = (tl.program_id(2) // COLUMN_BLOCKS).to(tl.int64)
-    states += layer * states_stride
-    decays += layer * slots_stride * VALUE_HEADS
-    keys += layer * slots_stride * KEY_HEADS * KEY_DIM
-    changes += layer * slots_stride * VALUE_HEADS * VALUE_DIM
-    row_index = tl.program_id(0)
-    head = tl.program_id(1)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
-    lane = tl.load(lanes + row_index).to(tl.int64)
-    row = tl.arange(0, BLOCK_K)
-    column = tl.program_id(2) % COLUMN_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
-    column_mask, row_mask = column < VALUE_DIM, row < KEY_DIM
-    mask = row_mask[:, None] & column_mask[None, :]
-    state_ptrs = states + ((lane * VALUE_HEADS + head) * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
-    if tl.load(kept_slots + row_index * width) >= 0:
-        state = tl.load(state_ptrs, mask=mask, other=0.0)
-        for index in range(width):
-            slot = tl.load(kept_slots + row_index * width + index).to(tl.int64)
-            if slot >= 0:
-                key = tl.load(keys + (slot * KEY_HEADS + key_head) * KEY_DIM + row, mask=row_mask, other=0.0)
-                change = tl.load(changes + (slot * VALUE_HEADS + head) * VALUE_DIM + column, mask=column_mask, other=0.0)
-                decayed = state * tl.load(decays + slot * VALUE_HEADS + head)
-                state = _rank_one_update(key, change, decayed)
-        tl.store(state_ptrs, state, mask=mask)
-
-
-def commit_states(
-    states: Tensor, *, increments: tuple[Tensor, Tensor, Tensor], lanes: Tensor, kept_slots: Tensor, pdl: bool = False
-) -> None:
-    """Apply the increments (decays, keys, changes) of kept drafts to the states of their lanes [n]. kept_slots [n, longest]
-    int32: slots of a lane's kept drafts in order of position, -1 after the last. Tensors are of one layer, or contiguous with the
-    layers as leading dimension."""
-    layers = states.shape[0] if states.dim() == 5 else 1
-    value_heads, key_dim, value_dim = states.shape[-3:]
-    decays, keys, changes = increments
-    if len(lanes) and kept_slots.shape[1]:
-        _commit_states[(len(lanes), value_heads, layers * triton.cdiv(value_dim, COMMIT_COLUMNS))](
-            states,
-            decays,
-            keys,
-            changes,
-            lanes,
-            kept_slots,
-            kept_slots.shape[1],
-            states.numel() // layers,
-            decays.shape[-2],
-            **state_sizes(states, key_heads=keys.shape[-2]),
-            BLOCK_K=triton.next_power_of_2(key_dim),
-            BLOCK_V=COMMIT_COLUMNS,
-            PDL=pdl,
-            num_warps=4,
             enable_fp_fusion=False,
             **launch_options(pdl),
         )

@@ -22,11 +22,12 @@ from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, Dev
 from onedraw.backends.torch.ops.cuda.commit import move_kept_kv, resolve_pending_tokens, store_last_tokens, verify_drafts
 from onedraw.backends.torch.ops.cuda.cublas import WHOLE_ROWS, forbid_reduced_precision, is_faster, library_rows, multiply
 from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
-from onedraw.backends.torch.ops.cuda.delta_inputs import DeltaTables, commit_tables, run_paths
-from onedraw.backends.torch.ops.cuda.delta_recurrent import MANY_PATHS, commit_states
+from onedraw.backends.torch.ops.cuda.delta_inputs import DeltaTables, run_paths
+from onedraw.backends.torch.ops.cuda.delta_recurrent import MANY_PATHS
 from onedraw.backends.torch.ops.cuda.experts import add_shared_expert, choose_experts, route, route_borders, run_experts
 from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, linear, shared_memory, tile_borders
 from onedraw.backends.torch.ops.cuda.norm import ACTIVATIONS, MAX_WARPS, apply_gate, gated_activation, rms_norm
+from onedraw.backends.torch.ops.cuda.recurrent_rollback import commit_states, commit_tables
 from onedraw.backends.torch.ops.cuda.rope import norm_rope_and_cache
 from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights

@@ -16,24 +16,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, TOP, SamplingPosition
+from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, SamplingPosition
 from onedraw.backends.torch.ops.cuda.commit import resolve_pending_tokens
-from onedraw.backends.torch.ops.cuda.sampling import (
+from onedraw.backends.torch.ops.cuda.logprobs import NO_LOGPROBS, TOP_CAPACITIES, write_logprobs
+from onedraw.backends.torch.ops.cuda.sampling_kernels import (
     COLUMNS,
     GREEDY,
     KEY_0,
     LANE,
-    NO_LOGPROBS,
-    TOP_CAPACITIES,
     TOP_K,
     SamplingTable,
     sample_tokens,
-    write_logprobs,
 )
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging, StagingBufferFull
 from onedraw.backends.torch.sampling.sampler import LaneCounts, Sampler
 from onedraw.sampling.adjustments import NO_ADJUSTMENT, Adjustment, adjustment, valid_ids
 from onedraw.sampling.law import Filters, checksum_weights, filters
+from onedraw.sampling.logprobs import TOP
 from onedraw.sampling.noise import key
 from onedraw.types import PENDING_TOKEN, SamplingParams, TokenMask
 

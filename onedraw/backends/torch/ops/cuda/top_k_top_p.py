@@ -22,7 +22,7 @@ from triton.language.extra import libdevice
 
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED, begin_kernel, exp
-from onedraw.sampling.law import MASS_BITS
+from onedraw.sampling.logprobs import MASS_BITS
 
 # Programs are one warp each. At most FEW_ROWS rows use blocks of FEW_BLOCK tokens, since large blocks would leave the device
 # idle.

@@ -15,7 +15,6 @@ Value head i uses key head i // (value_heads // key_heads). Everything is float3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onedraw.backends.torch.ops.plain.elementwise import activated, opened
+from onedraw.backends.torch.ops.plain.recurrent_rollback import advance_state, replay_draft
 from onedraw.backends.torch.sampling.exact import apply_elementwise, ordered_sum
-from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, LaneStore, RecurrentSpan, RecurrentSpans
+from onedraw.backends.torch.state.recurrent_state import CHUNK, LaneStore, RecurrentSpan, RecurrentSpans
 from onedraw.models.spec import DeltaSpec
 from onedraw.sampling.verify import draft_paths
 
@@ -73,16 +73,6 @@ def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, sto
         tokens, places = runs.drafted
         store.fed[places] = fed[tokens]
     return _close(out, z, weights, spec)
-
-
-def commit(store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
-    """Advance lanes by their kept drafts: repeat the updates, with the same bits, from the increments in the rollback buffer."""
-    for one in kept:
-        window = store.windows[one.lane]
-        for place in one.places:
-            _replay(store.states[one.lane], store, place)
-        line = torch.cat([window, store.fed[list(one.places)]])
-        window.copy_(line[len(line) - len(window) :])
 
 
 # ------------------------------------------------------------------ before and after the state
@@ -146,22 +136,11 @@ def _draft(run: RecurrentSpan, state: Tensor, gated: DeltaGates, out: Tensor, st
         if draft.parent != last:
             work = state.clone()
             for index_before in paths[1 + draft.parent]:
-                _replay(work, store, run.held + index_before)
+                replay_draft(work, store, run.held + index_before)
         token, place = run.first + run.known + index, run.held + index
         store.decays[place], store.keys[place] = gated.decay[token], gated.k[token]
         store.changes[place] = _step(work, gated, token, out)
         last = index
-
-
-def _replay(state: Tensor, store: LaneStore, place: int) -> None:
-    repeats = store.spec.value_heads // store.spec.key_heads
-    _advance(state, store.decays[place], store.keys[place].repeat_interleave(repeats, 0), store.changes[place])
-
-
-def _advance(state: Tensor, decay: Tensor, key: Tensor, change: Tensor) -> None:
-    """state ← state · decay + key ⊗ change, in place. Each product is rounded before the sum, so a repeated update has the same
-    bits."""
-    state.mul_(decay[:, None, None]).add_(key.unsqueeze(2) * change.unsqueeze(1))
 
 
 def _step(state: Tensor, gated: DeltaGates, token: int, out: Tensor) -> Tensor:
@@ -172,7 +151,7 @@ def _step(state: Tensor, gated: DeltaGates, token: int, out: Tensor) -> Tensor:
     decay = gated.decay[token]
     held = ordered_sum((state * decay[:, None, None] * key.unsqueeze(2)).transpose(1, 2))  # [Hv, Dv]
     change = (gated.v[token] - held) * gated.beta[token].unsqueeze(1)
-    _advance(state, decay, key, change)
+    advance_state(state, decay, key, change)
     out[token] = ordered_sum((state * query.unsqueeze(2)).transpose(1, 2))
     return change
 

@@ -19,6 +19,7 @@ from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.elementwise import gated, rms_norm, rotate, times_gate
 from onedraw.backends.torch.ops.plain.experts import ExpertBank, PlainExpertBank, choose_experts, join_shared
 from onedraw.backends.torch.ops.plain.linear import Linear, default_rule
+from onedraw.backends.torch.ops.plain.recurrent_rollback import commit_states
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore, write_places
@@ -137,7 +138,7 @@ class TorchOps(RowOps, FloatOps):
         return TorchDeltaInputs(recurrent_spans(inputs, conv=spec.conv))
 
     def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
-        plain_delta.commit(store, kept)
+        commit_states(store, kept)
 
 
 @dataclass(frozen=True, slots=True)

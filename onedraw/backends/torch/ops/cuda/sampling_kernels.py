@@ -9,7 +9,7 @@ the slot in which a sequence's tokens are counted.
     limits    top-k and top-p as the largest deficit that is kept (`top_k_top_p.py`)
     argmax    of Gumbel noise (an integer hash) minus deficit; the lowest id among equals
     checksum  integer sums, where a row requests it
-    logprobs  mass of all tokens, deficit of the sampled one and the most likely tokens, where a row requests them
+    logprobs  in `logprobs.py`, where a row requests them
 
 Blocks of a row are combined only by maxima and integer sums, so their number and order do not change the result. The host neither
 reads nor waits for anything here, so that all of it can be captured in a CUDA graph.
@@ -25,15 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onedraw.backends.sampled_rows import SAMPLED, TOP, TOTAL
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.top_k_top_p import HISTOGRAM_WORDS, find_limits, limit_so_far, row_max, table_float
-from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, exp, log, log1p
-from onedraw.sampling.law import MASS_BITS
+from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, log, log1p
 
 BLOCK = 2048
-TOP_CAPACITIES = (32, 128)  # most likely tokens that a row's logprobs have room for; one of these for all rows of a step
-NO_LOGPROBS = -1
 
 # Columns of the table [C, COLUMNS] int64; the first six hold the bits of a float64. Kernels use the numbers, not these names.
 DIVISOR, LIMIT, REPETITION, FREQUENCY, PRESENCE, TOP_P, TOP_K, KEY_0, KEY_1, GREEDY, LANE = range(11)
@@ -331,141 +327,3 @@ def sample_tokens(
         tokens, block_maxima, best_values, best_ids, blocks, BLOCKS=padded_blocks, PDL=pdl, num_warps=1, **launch_options(pdl)
     )
     return SamplingResult(tokens, deficits, limits, block_maxima), None if checksums is None else checksums & (2**63 - 1)
-
-
-# ------------------------------------------------------------------ logprobs
-
-
-@triton.jit
-def _described_deficit(logits, deficits, limits, row, ids, mask, best, processed, logits_stride, width):
-    """Deficits whose log-softmax is reported: of the logits, or of the tokens that the filters keep."""
-    if processed != 0:
-        deficit = tl.load(deficits + row * width + ids, mask=mask, other=float("inf"))
-        deficit = tl.where(deficit > tl.load(limits + row), float("inf"), deficit)
-    else:
-        deficit = best - tl.load(logits + row * logits_stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    return deficit
-
-
-@triton.jit
-def _block_logprobs(
-    logits,
-    deficits,
-    limits,
-    block_maxima,
-    requests,
-    totals,
-    candidates,
-    logits_stride,
-    width,
-    blocks,
-    VOCAB: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Add a block's mass to its row's total, and store its most likely tokens, best first, as (bits of the deficit, id)."""
-    begin_kernel(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    request = tl.load(requests + row)
-    if request >= 0:
-        best = row_max(block_maxima + (row * 2 + 1) * blocks, blocks, BLOCKS) + 0.0  # -0.0 becomes 0.0
-        ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
-        mask = ids < VOCAB
-        deficit = _described_deficit(logits, deficits, limits, row, ids, mask, best, request % 2, logits_stride, width)
-        mass = tl.where(mask, exp(0.0 - deficit) * SCALE, 0.0).to(tl.int64)
-        tl.atomic_add(totals + row, tl.sum(mass, 0), sem="relaxed")
-        keys = (deficit.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids.to(tl.int64)
-        keys = tl.where(mask, keys, 9223372036854775807)
-        target = candidates + (row * blocks + block) * CAPACITY
-        for rank in range(request // 2):
-            smallest = tl.min(keys, 0)
-            tl.store(target + rank, smallest)
-            keys = tl.where(keys == smallest, 9223372036854775807, keys)
-
-
-@triton.jit
-def _row_logprobs(
-    logits,
-    deficits,
-    limits,
-    block_maxima,
-    requests,
-    totals,
-    candidates,
-    tokens,
-    samples,
-    logits_stride,
-    width,
-    samples_stride,
-    blocks,
-    TOTAL: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    TOP: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ROOM: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Fill the logprob columns of a row from the candidates of its blocks."""
-    begin_kernel(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    request = tl.load(requests + row)
-    if request >= 0:
-        target = samples + row * samples_stride
-        best = row_max(block_maxima + (row * 2 + 1) * blocks, blocks, BLOCKS) + 0.0
-        token = tl.maximum(tl.load(tokens + row), 0)
-        deficit = _described_deficit(logits, deficits, limits, row, token, token >= 0, best, request % 2, logits_stride, width)
-        tl.store(target + TOTAL, tl.load(totals + row))
-        tl.store(target + SAMPLED, deficit.to(tl.int32, bitcast=True).to(tl.int64))
-        top = request // 2
-        place = tl.arange(0, ROOM)
-        found = (place < blocks * CAPACITY) & (place % CAPACITY < top)
-        keys = tl.load(candidates + row * blocks * CAPACITY + place, mask=found, other=9223372036854775807)
-        for rank in range(top):
-            smallest = tl.min(keys, 0)
-            tl.store(target + TOP + rank, smallest)
-            keys = tl.where(keys == smallest, 9223372036854775807, keys)
-
-
-def write_logprobs(
-    samples: Tensor, logits: Tensor, result: SamplingResult, requests: Tensor, *, vocab: int, width: int, pdl: bool = False
-) -> None:
-    """Fill the columns TOTAL, SAMPLED and from TOP on of the rows of `samples` that request logprobs (`SamplingTable.logprobs`).
-    The number of columns is TOP and one of TOP_CAPACITIES."""
-    rows, blocks, capacity = len(samples), result.block_maxima.shape[2], samples.shape[1] - TOP
-    totals = torch.zeros(rows, dtype=torch.int64, device=samples.device)
-    candidates = torch.empty(rows, blocks, capacity, dtype=torch.int64, device=samples.device)
-    tensors = (logits, result.deficits, result.limits, result.block_maxima, requests, totals, candidates)
-    constants = {"CAPACITY": capacity, "BLOCKS": triton.next_power_of_2(blocks), "PDL": pdl, "enable_fp_fusion": False}
-    _block_logprobs[(rows, blocks)](
-        *tensors,
-        logits.stride(0),
-        width,
-        blocks,
-        VOCAB=vocab,
-        SCALE=2.0**MASS_BITS,
-        BLOCK_V=BLOCK,
-        **constants,
-        **launch_options(pdl),
-    )
-    room = triton.next_power_of_2(blocks * capacity)
-    _row_logprobs[(rows,)](
-        *tensors,
-        result.tokens,
-        samples,
-        logits.stride(0),
-        width,
-        samples.stride(0),
-        blocks,
-        TOTAL=TOTAL,
-        SAMPLED=SAMPLED,
-        TOP=TOP,
-        ROOM=room,
-        num_warps=min(max(room // 512, 1), 16),
-        **constants,
-        **launch_options(pdl),
-    )

@@ -1,0 +1,61 @@
+"""Logprobs as a definition, and as every backend reads them from the integers that its sampler returns.
+
+A logprob is a log-softmax. Its normalizer is a sum of masses, floor(exp(-deficit) * 2^40), where a token's deficit is the best
+score minus its own: sums of integers are exact in any order, so a logprob has the same bits for any number of rows, threads or
+blocks. `logprobs` is the definition; `read_logprobs` computes the same from a row of integers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from onedraw.sampling.noise import Floats
+from onedraw.types import Logprobs
+
+MASS_BITS = 40  # probabilities are counted in units of 2^-40 of the best token's
+
+# Columns of a device sampler's row that hold logprobs: the sum of all masses, the bits of the sampled token's deficit, and from
+# TOP on the most likely tokens, each as (bits of its deficit) << 32 | token id.
+TOTAL, SAMPLED, TOP = 2, 3, 4
+
+Integers = npt.NDArray[np.int64]
+
+
+def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
+    """Return the log-softmax of `scores` at `token`, and the `top` most likely tokens, best first and the lowest id first among
+    equals, without excluded tokens. `scores` are logits for mode "raw", and scores of the rule for "processed".
+    """
+    deficit = (scores.max() + np.float32(0)) - scores
+    values = log_shares(deficit, int(masses(deficit).sum()))
+    order = np.argsort(deficit, kind="stable")[:top]
+    return Logprobs(float(values[token]), tuple((int(i), float(values[i])) for i in order if deficit[i] < np.inf))
+
+
+def read_logprobs(row: Integers, top: int) -> Logprobs:
+    """Return the logprobs in a device sampler's row, which are the bits that `logprobs` gives for the same scores."""
+    bits = np.concatenate([row[SAMPLED : SAMPLED + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
+    deficit = bits.view(np.float32)
+    values = log_shares(deficit, int(row[TOTAL])).tolist()
+    ids = (row[TOP : TOP + top] & 0xFFFFFFFF).tolist()
+    ranked = zip(ids, values[1:], np.isfinite(deficit[1:]).tolist(), strict=True)
+    return Logprobs(values[0], tuple((token, value) for token, value, finite in ranked if finite))
+
+
+def log_shares(deficit: Floats, total: int) -> Floats:
+    """Return the logprobs of tokens from their deficits (best score - score), given that the masses of all tokens add up to
+    `total`. They are rounded from float64 to float32.
+
+    If a logit is NaN, the total is not positive, since NaN becomes the lowest integer; then every logprob is -inf.
+    """
+    if total <= 0:
+        return np.full(deficit.shape, -np.inf, dtype=np.float32)
+    return ((0.0 - deficit.astype(np.float64)) - math.log(total / 2**MASS_BITS)).astype(np.float32)
+
+
+def masses(deficit: Floats) -> Integers:
+    """Return the mass of each token, floor(exp(-deficit) * 2^40), where deficit = best score - score. That of the best token is
+    exactly 2^40."""
+    return (np.exp(-deficit) * np.float32(2.0**MASS_BITS)).astype(np.int64)
