@@ -1,7 +1,9 @@
 """The backend protocol: a backend takes a plan and returns an outcome. The engine knows devices only through this file.
 
 In: Plan. Out: Outcome. A capability that a backend lacks is a field of its Capacity; `engine/service.py` checks it once per
-request and rejects the request with an error that names it.
+request and rejects the request with an error that names it. A row is the work of one sequence in one step; a lane is the slot of
+a sequence's state on the device; a draft is a token that is proposed before it is sampled. A plan is in flight from its
+submission until its outcome is collected.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ class Capacity:
     page_size: int
     checkpoints: int = 0  # slots for the recurrent state and last logits of prompt prefixes
     chunk: int = 1  # a prompt row that does not reach the prompt's end stops at a multiple of this
-    recurrent: bool = False  # has recurrent layers: pages alone do not restore a prefix
-    returns_logits: bool = True  # supports every sampling parameter; otherwise greedy only
-    logits_per_position: bool = True  # can verify drafts
-    max_drafts: int = 64  # drafts of one row in one step
-    draft_positions: int | None = None  # drafts of all rows in one step, if a rollback buffer limits them
-    step_tokens: int | None = None  # tokens of one step, if buffers between devices limit them
-    stages: int = 1  # pipeline stages
-    max_in_flight: int = 1  # plans between submit and collect; one per stage if the stages run in parallel
+    recurrent: bool = False  # whether the model has recurrent layers, so that pages alone do not restore a prefix
+    returns_logits: bool = True  # whether every sampling parameter is supported; otherwise sampling is greedy
+    logits_per_position: bool = True  # whether drafts can be verified, which needs logits after each of them
+    max_drafts: int = 64  # most drafts of one row in one step
+    draft_positions: int | None = None  # most drafts of all rows in one step, if a rollback buffer limits them
+    step_tokens: int | None = None  # most tokens of one step, if buffers between devices limit them
+    stages: int = 1  # number of pipeline stages
+    max_in_flight: int = 1  # most plans in flight; one per stage if the stages run in parallel
     min_step_rows: int = 1  # rows per plan before a second plan is made: a smaller plan would not run faster
     async_tokens: int = 0  # `submit` of plain decode rows with at most this many tokens returns at once; 0: never
     async_scheduling: bool = False  # a plan may follow one in flight, with rows that await its sampled tokens

@@ -35,11 +35,11 @@ NATIVE_F16 = ("gfx9", "gfx10")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    name: str  # as written by the user
+    name: str  # the name as the user wrote it
     kind: Kind
     arch: str = ""  # sm86, gfx90a …; empty if unknown
     memory: int | None = None  # free bytes; None if unknown
-    cores: tuple[int, ...] = ()  # CPU cores to use; empty: all
+    cores: tuple[int, ...] = ()  # CPU cores to use; empty stands for all
 
     @property
     def hypothetical(self) -> bool:
@@ -80,13 +80,13 @@ def parse_device(text: str) -> Device:
 
 
 def _cores(text: str) -> tuple[int, ...]:
-    """3 → (3,), 4-7 → (4, 5, 6, 7); empty if it is neither."""
+    """The cores that a number or a range names: 3 gives (3,), 4-7 gives (4, 5, 6, 7); other text gives none."""
     found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
     return () if found is None else tuple(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
 def compute_capability(arch: str) -> tuple[int, int] | None:
-    """sm86 → (8, 6), sm120 → (12, 0); None for another name."""
+    """The compute capability of an NVIDIA architecture: sm86 gives (8, 6), sm120 gives (12, 0); None for another name."""
     found = re.fullmatch(r"sm(\d+)(\d)[a-z]?", arch)
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -100,7 +100,7 @@ def cuda_precision(capability: tuple[int, int] | None) -> Precision:
 
 
 def hip_precision(name: str) -> Precision:
-    """`name` as the runtime reports it, perhaps followed by features: gfx90a:sramecc+:xnack-."""
+    """The best dtype of an AMD architecture, by the name that the runtime reports, such as gfx90a:sramecc+:xnack-."""
     if name.startswith(NATIVE_BF16):
         return "bf16"
     return "f16" if name.startswith(NATIVE_F16) else "f32"

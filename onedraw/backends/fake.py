@@ -3,7 +3,8 @@
 In: plans. Out: outcomes sampled with `sampling/law.py`. The logits of a position depend on every token read back through the
 pages of every layer group (with a window: the last tokens), and, if `recurrent`, on a state with two forms: chunked on absolute
 multiples for prompt positions, recurrent for generated ones. So an engine error with pages, lanes, chunks, checkpoints or
-drafts changes the tokens.
+drafts changes the tokens. A row is the work of one sequence in one step; a lane is the slot of its state. A group is the layers
+that keep the same positions in pages.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class FakeBackend:
         )
         self._stores = [np.full((count, page_size), -1, dtype=np.int64) for count in counts]
         self._lanes: list[bytes] = [b""] * lanes
-        self._last_sampled: list[tuple[str, int, int]] = [("", 0, 0)] * lanes  # per lane: request, position, token
+        self._last_sampled: list[tuple[str, int, int]] = [("", 0, 0)] * lanes  # by lane: request, position and token
         self._kept = [SavedCheckpoint(b"", None)] * checkpoints
         self._bias = np.zeros(vocab, dtype=np.float32)
         self._bias[list(favoured)] = 6.0
@@ -136,7 +137,7 @@ class FakeBackend:
         known = len(row.tokens)
         scored = self._score(row, states) if row.scores_prompt else ()
         logits = self.all_logits(row, states) if row.samples else []
-        awaited = row.tokens if row.awaits_token else ()  # the history gets it when that row is collected
+        awaited = row.tokens if row.awaits_token else ()  # the history gets the awaited token when the row in flight is collected
         samples = [self.sample(row, scores, (*awaited, *drafts)) for scores, drafts in zip(logits, draft_prefixes(row.drafts))]
         outcome = row_outcome(row, samples, scored)
         if row.samples:
@@ -219,7 +220,7 @@ class FakeBackend:
         return page
 
     def _put(self, row: Row, slot: int, tokens: Sequence[int]) -> None:
-        """One token per group."""
+        """Write tokens to slots of the row's pages, in every group."""
         for group, (store, token) in enumerate(zip(self._stores, tokens, strict=True)):
             store[self._page(row, group, slot), slot % self._capacity.page_size] = token
 
@@ -233,7 +234,7 @@ class FakeBackend:
             self._put(row, slot, [token + form] * len(self._stores))
 
     def _states(self, row: Row) -> list[bytes]:
-        """states[i]: after i known tokens; states[known + 1 + i]: after draft i, from its parent's state.
+        """The states of a row: states[i] after i known tokens, states[known + 1 + i] after draft i, from its parent's state.
 
         Prompt positions use the chunked form on absolute multiples, the others the recurrent form.
         """

@@ -1,7 +1,9 @@
 """Memory arithmetic: the bytes that weights, KV pages, recurrent states and steps of a model take. Nothing is allocated here.
 
 In: a ModelSpec and sizes. Out: a MemoryPlan, or OutOfMemory with the number of missing bytes. `build/fit_devices.py` calls
-`memory_plan` with the settings and the devices; `backends/placement.py` divides a plan among devices.
+`memory_plan` with the settings and the devices; `backends/placement.py` divides a plan among devices. A lane is the slot of a
+sequence's recurrent state; the rollback buffer holds the state increments of drafts until they are verified; a checkpoint is the
+saved state after a prompt prefix.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ DEFAULT_KV_BYTES = 2**30  # KV pages without --kv-memory; one sequence of full l
 DEFAULT_DRAFT_BYTES = 2**30  # maximum of the rollback buffer without --draft-memory
 DEFAULT_CHECKPOINT_BYTES = 2**30  # maximum of checkpoints without --checkpoint-memory
 MAX_CHECKPOINTS = 64
-DRAFTS_PER_LANE = 16  # default positions of the rollback buffer per lane
+DRAFTS_PER_LANE = 16  # drafts of a lane for which the rollback buffer has room by default
 MAX_ROW_DRAFTS = 64
-LOGITS_BYTES = 256 * 2**20  # float32 logits in memory at once
-GRAPH_BYTES = 512 * 2**20  # captured CUDA graphs
+LOGITS_BYTES = 256 * 2**20  # most bytes of float32 logits in memory at once
+GRAPH_BYTES = 512 * 2**20  # bytes reserved for captured CUDA graphs
 DEQUANT_BYTES = 256 * 2**20  # buffer for dequantized slices of packed weights (products with many rows on a GPU)
 PARTIAL_SUM_BYTES = 160 * 2**20  # partial sums of a packed product with few rows; a larger product runs in slices of its outputs
 RUNTIME_RESERVE = 0.05  # share of an accelerator's memory left to its runtime
@@ -32,19 +34,19 @@ class GroupPlan:
     """KV pages of layers with the same attention window."""
 
     window: int | None
-    page_bytes: int  # one page over all layers of the group
+    page_bytes: int  # bytes of one page over all layers of the group
     pages: int
-    pages_per_sequence: int  # for one sequence of full context length
+    pages_per_sequence: int  # pages that one sequence of full context length needs
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeightBytes:
     """Bytes of packed weights. Field names are keys of `inspect --json`."""
 
-    first: int  # outside the layers, on the first device: the embedding
+    first: int  # bytes outside the layers on the first device: the embedding
     layers: tuple[int, ...]
-    last: int  # outside the layers, on the last device: the last norm and the head
-    parts: int = 0  # partial sums of products with few rows on a GPU: workspace, not part of `total`
+    last: int  # bytes outside the layers on the last device: the last norm and the head
+    parts: int = 0  # bytes of partial sums of products with few rows on a GPU, which are workspace and not in `total`
 
     @property
     def total(self) -> int:
@@ -61,13 +63,13 @@ class MemoryPlan:
     page_size: int
     weight_bytes: int
     groups: tuple[GroupPlan, ...]
-    lane_bytes: int  # recurrent state of one lane over all layers; 0 for attention-only models
-    draft_positions: int  # positions in the rollback buffer
-    draft_bytes: int  # one such position
+    lane_bytes: int  # bytes of the recurrent state of one lane over all layers; 0 for attention-only models
+    draft_positions: int  # number of drafts that the rollback buffer holds
+    draft_bytes: int  # bytes of one draft in it
     checkpoints: int
-    checkpoint_bytes: int  # one checkpoint
+    checkpoint_bytes: int  # bytes of one checkpoint
     kv_dtype: str
-    weights: PackedWeightBytes | None = None  # for packed weights only
+    weights: PackedWeightBytes | None = None  # bytes of packed weights; None for other weights
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -109,7 +111,7 @@ def memory_plan(
     checkpoint_memory: int | None = None,
     default_kv_bytes: int = DEFAULT_KV_BYTES,
 ) -> MemoryPlan:
-    """Sizes for a model.
+    """Plan how many pages, lanes, rollback positions and checkpoints a model gets, and count their bytes.
 
     `weights`: bytes of packed weights; None computes them from `dtype`.
     `max_context` None: the model's own maximum, shortened until one sequence fits into the memory for pages.
@@ -121,7 +123,7 @@ def memory_plan(
         raise BadSetting(f"--dtype: memory cannot be planned for {dtype!r}; use one of {', '.join(DTYPE_BYTES)}")
 
     def needs(context: int) -> list[tuple[int, int]]:
-        """(pages of one sequence, bytes of a page) per group."""
+        """For each group, the pages that one sequence of this length needs, and the bytes of a page."""
         step = step_tokens + MAX_ROW_DRAFTS
         lengths = [context if window is None else min(context, window + step) for window in spec.windows]
         return [
@@ -175,10 +177,10 @@ def page_budget(plan: MemoryPlan, spec: ModelSpec, *, memory: int, step_tokens: 
 class StepBytes:
     """Workspace of a step on an accelerator. Field names are keys of `inspect --json`."""
 
-    numbers: int  # activations and logits
-    opened: int  # dequantized slices of packed weights
-    parts: int  # partial sums of packed products
-    recorded: int  # captured CUDA graphs
+    numbers: int  # bytes of activations and logits
+    opened: int  # bytes of dequantized slices of packed weights
+    parts: int  # bytes of partial sums of packed products
+    recorded: int  # bytes of captured CUDA graphs
 
     @property
     def total(self) -> int:
@@ -186,7 +188,8 @@ class StepBytes:
 
 
 def step_bytes(spec: ModelSpec, dtype: str, *, step_tokens: int, weights: PackedWeightBytes | None, recorded: bool) -> StepBytes:
-    """`weights`: for packed weights only. `recorded`: whether steps are captured as CUDA graphs."""
+    """The workspace of a step. `weights`: bytes of packed weights, None for other weights. `recorded`: whether steps are captured
+    as CUDA graphs."""
     return StepBytes(
         numbers=activation_bytes(spec, float_dtype(dtype), step_tokens),
         opened=0 if weights is None else DEQUANT_BYTES,
@@ -245,7 +248,7 @@ def _context(spec: ModelSpec, requested: int | None, *, fits: Callable[[int], bo
             raise BadSetting(f"--max-context: {requested} is over the {spec.max_context} tokens that this model supports")
         return requested
     low, high = 1 if fixed else min(MIN_DEFAULT_CONTEXT, spec.max_context), spec.max_context
-    while low < high:  # the longest that fits
+    while low < high:  # bisection for the longest context that fits
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
@@ -256,7 +259,7 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 
 def human_bytes(count: int) -> str:
-    """1536 → '1.5 KiB'."""
+    """A number of bytes for people: 1536 gives '1.5 KiB'."""
     if count < 1024:
         return f"{count} B"
     power = min((count.bit_length() - 1) // 10, 4)

@@ -1,8 +1,9 @@
 """Packed weights: which quantized tensors stay quantized in memory, their bytes, and why the others are dequantized.
 
 In: a model's weights, not read. Out: WeightStorage, which `inspect` prints and the memory plan counts. Kernels read packed
-weights in their stored width. Layouts: `torch/ops/cpu/packed_linear.h` on a CPU (panels of 32 outputs), and on a GPU
-`torch/ops/cuda/packed/tensor_core_layout.py` (units of 16 outputs by one span of 256 inputs).
+weights in their stored width. The layout of a CPU has panels, each with all inputs of 16 or 32 outputs
+(`torch/ops/cpu/gguf_blocks.h`). That of a GPU has units of 16 outputs by one span of 256 inputs
+(`torch/ops/cuda/packed/tensor_core_layout.py`). A kind is the storage type of a tensor, such as Q4_K.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CPU_PACKED_KINDS = {
     **{"F32": 0, "F16": 1, "BF16": 30},
     **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
 }
-PANEL_ROWS = 32  # outputs of one panel; the outputs of a matrix are padded to a multiple
+PANEL_ROWS = 32  # outputs that a CPU thread computes together; the outputs of a matrix are padded to a multiple of it
 # Bytes of 32 values in a panel. The 6-bit scales of Q4_K and Q5_K are expanded to a byte each.
 _BYTES_OF_32 = {
     **{"F32": 128.0, "F16": 64.0, "BF16": 64.0, "Q4_0": 18.0, "Q4_1": 20.0, "Q5_0": 22.0, "Q5_1": 24.0, "Q8_0": 34.0},
@@ -36,7 +37,7 @@ PACKED_DTYPES = tuple(PACKED)
 SPAN = 256  # inputs of one span; a matrix is padded with zeros to a whole number of spans
 SEGMENT = 4  # spans that are summed separately before the sums are added, so the order of additions does not depend on the kernel
 FEW_ROWS = 64  # maximum rows of a product that reads packed weights directly; more rows run in slices of this many
-UNIT_ROWS = 16  # outputs of one unit on a GPU; the outputs of a matrix are padded to a multiple
+UNIT_ROWS = 16  # outputs of one unit on a GPU; the outputs of a matrix are padded to a multiple of it
 # Tensor kinds that GPU kernels read as stored → bytes of one span of one output. NVFP4 includes the scale of its matrix.
 SPAN_BYTES = {
     **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q8_0": 272, "MXFP4": 136},
@@ -50,8 +51,8 @@ class WeightStorage:
     --json`."""
 
     weights: PackedWeightBytes
-    kept: tuple[tuple[str, int], ...]  # stay as stored: (kind, count)
-    converted: tuple[tuple[str, str, int], ...]  # dequantized: (kind, reason, count)
+    kept: tuple[tuple[str, int], ...]  # weights that stay as stored: (kind, count)
+    converted: tuple[tuple[str, str, int], ...]  # weights that are dequantized: (kind, reason, count)
 
 
 def saves_memory(kinds: Iterable[str]) -> bool:

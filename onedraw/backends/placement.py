@@ -3,7 +3,8 @@
 In: a spec, its MemoryPlan, devices, and `--split` (`auto`, `24,8` or `0.75,0.25`). Out: a SplitPlan with one contiguous range
 of layers per device, or an error that names a split or a context that works. One device is a split of one.
 A layer that reads the keys and values of another layer stays on its device. The embedding is on the first device, the last norm
-and the head are on the last. A device may be named twice.
+and the head are on the last. A device may be named twice. A split is the division of the layers among devices, a cut the layer
+before which one device's layers end, and a boundary the place where activations cross from one device to the next.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from onedraw.backends.memory_plan import RUNTIME_RESERVE, MemoryPlan, padded_voc
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, AttentionSpec, DeltaSpec, LayerSpec, ModelSpec
 
-CHUNK = 64  # prompt positions that a recurrent layer computes at once, the maximum over all backends
-MAX_BOUNDARY_BYTES = 64 * 2**20  # buffers of one boundary between stages
+CHUNK = 64  # most prompt positions that a recurrent layer of any backend computes at once
+MAX_BOUNDARY_BYTES = 64 * 2**20  # most bytes of the buffers of one boundary between stages
 MIN_STAGING_ROWS = 256  # rows that the self-check of the torch backend runs at once
 ROW_MULTIPLE = 64  # staging buffers have a multiple of this many rows: matrix products pad rows to blocks of up to 64
 
@@ -32,10 +33,10 @@ class StagePlan:
 
     device: Device
     start: int
-    stop: int  # layers [start, stop)
+    stop: int  # the device has layers [start, stop)
     weight_bytes: int
     page_bytes: int
-    state_bytes: int  # lanes, rollback buffer and checkpoints
+    state_bytes: int  # bytes of lanes (recurrent states), rollback buffer and checkpoints
     staging_bytes: int
 
     @property
@@ -72,7 +73,7 @@ def plan_split(
     step_tokens: int,
     drafter_bytes: int = 0,
 ) -> SplitPlan:
-    """A drafter is on the last device."""
+    """Divide the layers among devices. A drafter is on the last device."""
     devices = [_without_reserve(device) for device in devices]
     tokens = max(step_tokens, plan.max_batch) + CHUNK  # a prompt advances by one chunk beside the other rows
     widest = min(1, len(spec.layers) - 1)
@@ -136,7 +137,7 @@ def _without_reserve(device: Device) -> Device:
 
 
 def _layer_bytes(spec: ModelSpec, plan: MemoryPlan, index: int) -> tuple[int, int, int]:
-    """Weights, pages and states of one layer."""
+    """Bytes of the weights, pages and states of one layer."""
     group, mixer = spec.group(index), spec.layers[index].mixer
     pages = 0 if group is None else (plan.pages[group] + 1) * spec.page_bytes(index, plan.page_size, plan.kv_dtype)
     states = spec.lane_bytes(index) * (plan.max_batch + plan.checkpoints)
@@ -197,9 +198,9 @@ class StageLoads:
     """Bytes of every layer with its pages and states, of the weights outside the layers, and of one boundary."""
 
     layers: tuple[int, ...]
-    first: int = 0  # with the first layer
-    last: int = 0  # with the last layer
-    boundary: int = 0  # on each of the two devices it connects
+    first: int = 0  # weights outside the layers that are placed with the first layer
+    last: int = 0  # weights outside the layers that are placed with the last layer
+    boundary: int = 0  # bytes of a boundary's buffers on each of the two devices it connects
 
     def of(self, layers: range) -> int:
         edges = (layers.start > 0) + (layers.stop < len(self.layers))
@@ -236,7 +237,7 @@ def place_layers(loads: StageLoads, devices: Sequence[Device], *, cuts: Sequence
 
 
 def check_memory(loads: StageLoads, ranges: Ranges, devices: Sequence[Device]) -> None:
-    """Ranges in the same memory are added up."""
+    """Raise OutOfMemory if the layers of some device do not fit; layers in the same memory are added up."""
     pools: dict[object, list[tuple[Device, range]]] = {}
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
         key = index if device.hypothetical else device.memory_pool  # the same description twice means two devices

@@ -1,7 +1,8 @@
 """Sampling results: the positions to sample at, the rows of integers that a device sampler returns, and a row's outcome.
 
 In: SamplingPositions, then [positions, columns] integers from the device. Out: RowOutcomes: kept drafts, then one new token.
-The same for every backend.
+The same for every backend. A plan's row is the work of one sequence in one step; a lane is the slot of a sequence's state; the
+history is the sequence's prompt and output so far. A position to sample at gives one row of integers.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ def _sample(token: int, params: SamplingParams, rows: Integers, index: int) -> S
 
 
 def row_outcome(row: Row, samples: Sequence[SampledToken | None], scored: tuple[Logprobs, ...] = ()) -> RowOutcome:
-    """samples[0] follows the last known token, samples[1 + i] follows draft i; None: no token was left at that position.
+    """The outcome of a row from its samples: samples[0] follows the last known token, samples[1 + i] follows draft i. None
+    stands for a position at which the sampling rule left no token.
 
-    Samples after the first rejected draft may be missing. No samples at all: a middle chunk of a prompt.
+    Samples after the first rejected draft may be missing. A row in the middle of a prompt has no samples at all.
     """
     if not samples:
         return RowOutcome(scored=scored)

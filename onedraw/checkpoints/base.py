@@ -46,8 +46,8 @@ class Checkpoint(ModelSource, Protocol):
 class StoredTensor:
     name: str
     shape: tuple[int, ...]
-    kind: str  # a key of QUANT_TYPES
-    data: Bytes  # flat, read-only
+    kind: str  # storage type, a key of QUANT_TYPES in `dequantize.py`
+    data: Bytes  # the stored bytes as a flat, read-only view of the file
 
     @property
     def count(self) -> int:
@@ -156,7 +156,7 @@ def map_file(path: Path) -> Bytes:
     try:
         with path.open("rb") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except ValueError:  # mmap refuses empty files
+    except ValueError:  # mmap refuses an empty file with this error
         raise CorruptFile(f"{path}: the file is empty") from None
     except FileNotFoundError:
         raise CorruptFile(f"{path}: the file is missing") from None

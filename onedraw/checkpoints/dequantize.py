@@ -4,7 +4,8 @@ In: the raw bytes of a tensor and the name of its type. Out: float32 values, wri
 implemented here; the `gguf` package, if installed, handles the rarer ones (IQ, TQ).
 
 A quantized row is a sequence of blocks, each `block_values` values in `block_bytes` bytes; a value depends on its block alone.
-Blocks are processed in chunks that fit a core's cache, by a few threads (numpy releases the GIL).
+Blocks are processed in chunks that fit a core's cache, by a few threads (numpy releases the GIL). A code is the stored integer of
+a value; a min is an offset that values of a block share. A nibble is four bits. Axis: n blocks.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Floats = NDArray[np.float32]
 Unpack = Callable[[Bytes, Floats], None]  # blocks [n, block_bytes], out [n, block_values]
 
 RUN_VALUES = 1 << 17  # values of one chunk: 512 KiB of float32, which fits a core's L2 cache
-THREAD_VALUES = 1 << 18  # values per thread, at least
-THREAD_BYTES = 1 << 19  # bytes per thread, at least, if they are only copied
+THREAD_VALUES = 1 << 18  # fewest values for which another thread is used
+THREAD_BYTES = 1 << 19  # fewest bytes for which another thread is used, if they are only copied
 MAX_THREADS = 8
 
 
@@ -39,8 +40,8 @@ class QuantType:
     block_values: int
     block_bytes: int
     ggml_type: int | None = None  # its number in GGUF files; None for types of safetensors only
-    unpack: Unpack | None = None  # None: not implemented here
-    in_gguf_package: bool = False  # the gguf package can dequantize it
+    unpack: Unpack | None = None  # the function that dequantizes blocks; None if it is not implemented here
+    in_gguf_package: bool = False  # whether the gguf package can dequantize it
 
 
 # ------------------------------------------------------------------ implementations
@@ -110,7 +111,8 @@ def _q5_1(blocks: Bytes, out: Floats) -> None:
 
 
 def _q2_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes: 16 of (min << 4 | scale), 64 of codes, fp16 scale, fp16 min. Sixteen values share a scale and a min."""
+    """A block has 16 bytes of (min << 4 | scale), 64 of codes, a fp16 scale and a fp16 min. Sixteen values share a scale and a
+    min."""
     scales = blocks[:, :16]
     values = out.reshape(-1, 16, 16)
     _two_bit_codes(blocks[:, 16:80], out)
@@ -119,7 +121,7 @@ def _q2_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q3_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes: 32 of high bits (clear: minus 4), 64 of codes, 12 of scales, fp16 scale."""
+    """A block has 32 bytes of high bits (a clear bit subtracts 4), 64 of codes, 12 of scales, and a fp16 scale."""
     values = out.reshape(-1, 8, 32)
     _two_bit_codes(blocks[:, 32:96], out)
     high = np.ascontiguousarray(blocks[:, :32])
@@ -133,7 +135,7 @@ def _q3_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q4_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes: fp16 scale, fp16 min, 12 of scales and mins, 128 of codes. 32 values share a scale and a min."""
+    """A block has a fp16 scale, a fp16 min, 12 bytes of scales and mins, and 128 of codes. 32 values share a scale and a min."""
     _nibbles(blocks[:, 16:].reshape(-1, 4, 32), out.reshape(-1, 4, 64))
     _scale_and_min(blocks, out)
 
@@ -149,7 +151,8 @@ def _q5_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q6_k(blocks: Bytes, out: Floats) -> None:
-    """Bytes: 128 of low nibbles, 64 of high two-bit codes, 16 signed scales, fp16 scale. Sixteen values share a scale."""
+    """A block has 128 bytes of low nibbles, 64 of high two-bit codes, 16 signed scales, and a fp16 scale. Sixteen values share a
+    scale."""
     low = np.ascontiguousarray(blocks[:, :128]).reshape(-1, 2, 64)
     high = np.ascontiguousarray(blocks[:, 128:192]).reshape(-1, 2, 32)
     values = out.reshape(-1, 2, 4, 32)
@@ -165,7 +168,7 @@ _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.f
 
 
 def _mxfp4(blocks: Bytes, out: Floats) -> None:
-    """Bytes: an E8M0 exponent, 16 of E2M1 codes."""
+    """A block has a byte with an exponent (E8M0) and 16 bytes of 4-bit floats (E2M1)."""
     codes = np.ascontiguousarray(blocks[:, 1:])
     out[:, :16] = _E2M1[codes & 15]
     out[:, 16:] = _E2M1[codes >> 4]
@@ -186,7 +189,7 @@ _HALF_E4M3 = _e4m3_table()
 
 
 def _nvfp4(blocks: Bytes, out: Floats) -> None:
-    """Bytes: four E4M3 scales, 32 of E2M1 codes. Sixteen values (eight bytes) share a scale."""
+    """A block has four 8-bit scales (E4M3) and 32 bytes of 4-bit floats (E2M1). Sixteen values (eight bytes) share a scale."""
     codes = np.ascontiguousarray(blocks[:, 4:]).reshape(-1, 4, 8)
     values = out.reshape(-1, 4, 16)
     values[:, :, :8] = _E2M1[codes & 15]

@@ -49,7 +49,7 @@ def resolve_model(
 ) -> Path:
     """The local path of a model. `progress` receives status lines; `offline` forbids downloads."""
     report = progress or (lambda line: None)
-    path = Path(os.path.expanduser(name))  # keeps a ~user that does not exist
+    path = Path(os.path.expanduser(name))  # unlike Path.expanduser, it accepts a ~user that does not exist
     if name and path.exists():
         return path
     if name in built_in:
@@ -183,7 +183,7 @@ def _bytes_below(folder: Path) -> int:
         for file in files:
             try:
                 total += os.stat(os.path.join(directory, file)).st_size
-            except FileNotFoundError:  # pip moved it meanwhile
+            except FileNotFoundError:  # pip has moved the file since it was listed
                 continue
     return total
 

@@ -104,7 +104,7 @@ class SplitName(NamedTuple):
     """The name of one part of a split model: stem-00002-of-00005.gguf."""
 
     stem: str
-    number: int  # from 1
+    number: int  # which part of the model this file is, counted from 1
     total: int
 
 
@@ -179,7 +179,7 @@ def _refuse_lone_part(path: Path, metadata: Mapping[str, Any]) -> None:
 
 class _Entry(NamedTuple):
     name: str
-    shape: tuple[int, ...]  # row-major
+    shape: tuple[int, ...]  # in row-major order, unlike in the file
     code: int
     offset: int
 
@@ -281,4 +281,4 @@ class _Cursor:
 
 
 def _decode(data: memoryview) -> str:
-    return str(data, "utf-8", "surrogateescape")  # keeps invalid bytes distinct
+    return str(data, "utf-8", "surrogateescape")  # this error handler keeps different invalid bytes different

@@ -31,7 +31,7 @@ from onedraw.models.spec import ModelSpec
 from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, TensorShape, WeightKey, weight_shapes
 
 PREFIX = "random:"
-END_TOKEN = 256  # of the tokenizer that random weights get (`text/fake_tokenizer.py`)
+END_TOKEN = 256  # the id that ends a reply, in the tokenizer that random weights get (`text/fake_tokenizer.py`)
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
 QWEN3_6: dict[str, Any] = {
     "vocab_size": 248_320,
@@ -294,10 +294,10 @@ class RandomTensor:
     seed: int
     std: float
     mean: float = 0.0
-    negative: bool = False  # mean - |value| instead of mean + value
-    order: NDArray[np.intp] | None = None  # selected rows; None: all
+    negative: bool = False  # whether values are mean - |random number| instead of mean + random number
+    order: NDArray[np.intp] | None = None  # the rows that this tensor selects; None: all rows
     total_rows: int = 0  # rows of the tensor that `order` selects from
-    on_device: bool = False  # the device may generate its own numbers instead
+    on_device: bool = False  # whether the device may generate its own random numbers, which saves the copy
     kind: str = "F32"
 
     def require_readable(self) -> None:
@@ -322,7 +322,7 @@ class RandomTensor:
         return None
 
     def into(self, out: Floats) -> None:
-        if not out.flags.c_contiguous:  # a reshape would copy
+        if not out.flags.c_contiguous:  # writing to a reshaped copy of `out` would be lost
             out[...] = self.float32()
             return
         rows, width = self.total_rows or self.shape[0], math.prod(self.shape[1:])
@@ -332,7 +332,7 @@ class RandomTensor:
             self._rescale(out)
         elif self.order is None:
             pool = _pool(self.seed, self.name).copy()
-            self._rescale(pool)  # once, not in every repeat
+            self._rescale(pool)  # the pool is rescaled once, instead of every repeat of it
             _repeat(pool, out.reshape(self.shape[0], -1), None)
         else:
             _repeat(_pool(self.seed, self.name), out.reshape(self.shape[0], -1), self.order)
@@ -414,7 +414,8 @@ def random_tensor(name: str, weight: str, shape: tuple[int, ...], *, tied: bool,
 
 PURE = {f"{kind.lower()}": kind for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")}
 MIXTURES = ("q4_k_m", *PURE)
-NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for row lengths that are not a multiple of 256
+# The type that replaces a K type where the length of a row is not a multiple of 256.
+NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 UNQUANTIZED = ("conv", "router", "shared_route")  # small weights that stay float32
 
 
@@ -486,7 +487,7 @@ class RandomQuantTensor:
         return StoredTensor(self.name, self.shape, self.kind, np.ascontiguousarray(self.packed()).reshape(-1))
 
 
-@lru_cache(maxsize=32)  # Qwen3.6-27B needs thirty
+@lru_cache(maxsize=32)  # large enough for Qwen3.6-27B, whose weights need thirty pools
 def _block_pool(kind: str, std: float, count: int) -> Bytes:
     """`count` random blocks, [count, bytes]."""
     return random_blocks(kind, count, QUANT_TYPES[kind].block_values, np.random.default_rng(7), std)
@@ -513,19 +514,19 @@ def random_blocks(kind: str, rows: int, width: int, rng: np.random.Generator, si
             step = size / (4.6 if kind == "Q4_1" else 9.2)
             put(0, step)
             put(2, -step * (7.5 if kind == "Q4_1" else 15.5))
-        case "Q4_K" | "Q5_K":  # six-bit scales and mins, 31 on average
+        case "Q4_K" | "Q5_K":  # random six-bit scales and mins are 31 on average
             step = size / (4.6 if kind == "Q4_K" else 9.2) / 31
             put(0, step)
             put(2, step * (7.5 if kind == "Q4_K" else 15.5))
         case "Q3_K":
             put(108, size / 100)
-        case "Q6_K":  # signed eight-bit scales
+        case "Q6_K":  # its scales are signed 8-bit integers
             put(208, size / 18.5 / 74)
-        case "NVFP4":  # E4M3 scales: the nearest at or above the wanted value
+        case "NVFP4":  # its scales are E4M3 floats, so the nearest at or above the wanted value is taken
             sizes = np.array(
                 [np.ldexp(code & 7, -9) if code < 8 else np.ldexp(8 + (code & 7), (code >> 3) - 10) for code in range(127)]
             )
             blocks[:, :4] = np.minimum(np.searchsorted(sizes, size / 3 * rng.uniform(0.5, 1.5, (count, 4))), 126)
-        case "MXFP4":  # an exponent with bias 127; codes up to 6, 3 on average
+        case "MXFP4":  # its scale is an exponent with bias 127; magnitudes of random codes reach 6 and are 3 on average
             blocks[:, 0] = 127 + round(np.log2(size / 3)) + rng.integers(-1, 2, count)
     return blocks.reshape(rows, -1)

@@ -152,7 +152,7 @@ class ConfigReader:
     def __init__(self, values: Mapping[str, Any], *, origin: str, prefix: str = "") -> None:
         self._values = values
         self._origin = origin
-        self._prefix = prefix  # of GGUF keys, such as "llama."
+        self._prefix = prefix  # what GGUF keys begin with, such as "llama."
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:

@@ -1,9 +1,14 @@
 """DFlash drafters: their spec, their weights, and whether a drafter fits a target.
 
-In: an open checkpoint in one of three layouts (z-lab or speculators safetensors, GGUF `dflash`) and the target's ModelSpec.
-Out: DrafterInfo, or UnsupportedModel.
+In: an open checkpoint in one of three layouts (z-lab or speculators safetensors, GGUF `dflash`) and the ModelSpec of the target,
+the model that it drafts for. Out: DrafterInfo, or UnsupportedModel.
 
-A drafter computes, for C committed positions with features F [C, n·Ht] and the last sampled token (the anchor):
+A feature of a position is the target's residual stream there, after a layer that the drafter names. A block is the positions that
+one pass of the drafter computes; its positions are called slots. Slot 0 holds the anchor, which is the last sampled token, and
+the other slots hold mask tokens. Axes: n target layers with features, Ht hidden width of the target, E that of the drafter, C
+committed positions, B slots of a block, V tokens of the target's vocabulary, Vd rows of the drafter's own head.
+
+A drafter computes, for C committed positions with features F [C, n·Ht] and the anchor:
     c        = rms(F · fcᵀ) · hidden_norm                      once per position, shared by all layers, not normed again
     context  k = rope(rms(c · kᵀ) · k_norm, position)  v = c · vᵀ      per layer, at the position of the target token
     block    x = embed([anchor, mask, …, mask])                B tokens at positions C … C + B - 1
@@ -48,8 +53,8 @@ from onedraw.models.weight_names import (
 )
 
 SUPPORTED = "DFlashDraftModel (z-lab), speculators of type dflash, GGUF of architecture dflash"
-DEFAULT_BLOCK = 16  # of z-lab configs
-DEFAULT_HEAD_DIM = 128  # of Qwen3 configs
+DEFAULT_BLOCK = 16  # block size of z-lab configs that name none
+DEFAULT_HEAD_DIM = 128  # head size of Qwen3 configs that name none
 
 # Unsupported variants of DFlash: pattern in a name of an architecture, model type or tensor → description. First match wins.
 VARIANTS = {
@@ -66,7 +71,7 @@ _SAFETENSORS = WeightNames(
     outer=name_table("", "fc=fc.weight hidden_norm=hidden_norm.weight norm=norm.weight embed=embed_tokens.weight")
     | name_table("", "head=lm_head.weight d2t=d2t"),
     layer={weight: stored.removeprefix("model.") for weight, stored in SAFETENSORS_NAMES.layer.items()},
-    ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d is the inverse of d2t
+    ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d is the inverse of d2t, which is read
 )
 DRAFTER_WEIGHT_NAMES: dict[DrafterLayout, WeightNames] = {
     "z-lab": _SAFETENSORS,
@@ -126,7 +131,7 @@ def _refuse_variants(source: ModelSource) -> None:
     for name in (_name(source), *source.tensors):
         if variant := _variant(name):
             raise UnsupportedModel(f"{source.path}: {name}{variant} is not supported; supported drafters: {SUPPORTED}")
-    if (source.path / "mask_embedding.pt").exists():  # it would replace the embedding of the mask token
+    if (source.path / "mask_embedding.pt").exists():  # this file would replace the embedding of the mask token
         raise UnsupportedModel(
             f"{source.path}: mask_embedding.pt is a pickle, which can run code and is never opened; this drafter is not supported"
         )
@@ -392,7 +397,8 @@ def _zero_based(ids: Any, name: str, *, offset: int, origin: str) -> tuple[int, 
 
 
 def _with_own_tensors(spec: DrafterSpec, source: ModelSource, *, embed: str, head: str) -> DrafterSpec:
-    """Whether the drafter has its own embedding, head and id map; known from the tensors, not from the configuration."""
+    """The spec with the fields that say whether the drafter has its own embedding, head and id map. Its tensors show it, since
+    the configuration does not."""
     tensors = source.tensors
     return replace(spec, own_embedding=embed in tensors, own_head=head in tensors, mapped="d2t" in tensors)
 
@@ -442,7 +448,7 @@ class DrafterWeights:
         refuse_unused_tensors(source, used, ignored=names.ignored, kind="DFlash drafter")
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight, its rows still quantized."""
+        """One weight, whose rows stay quantized until they are read."""
         return self._tensors[layer, weight]
 
     def outer(self) -> WeightArrays:

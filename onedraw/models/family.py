@@ -30,11 +30,11 @@ from onedraw.models.weight_names import GGUF_NAMES, GGUF_PERMUTED_NAMES, PLAIN_N
 @dataclass(frozen=True, slots=True)
 class Family:
     name: str
-    model_types: tuple[str, ...]  # config.json model_type
-    architectures: tuple[str, ...]  # config.json architectures
-    gguf: tuple[str, ...]  # GGUF general.architecture
-    from_config: Callable[[Mapping[str, Any], str], ModelSpec]  # from config.json and its path, which errors name
-    from_metadata: Callable[[ModelSource], ModelSpec]  # from a GGUF file
+    model_types: tuple[str, ...]  # values of `model_type` in config.json
+    architectures: tuple[str, ...]  # values of `architectures` in config.json
+    gguf: tuple[str, ...]  # values of `general.architecture` in a GGUF file
+    from_config: Callable[[Mapping[str, Any], str], ModelSpec]  # reads config.json; errors name its path, the second argument
+    from_metadata: Callable[[ModelSource], ModelSpec]  # reads the metadata of a GGUF file
     weight_names: Mapping[CheckpointFormat, WeightNames]
 
 
@@ -45,14 +45,15 @@ class Traits:
     family: str
     qkv_bias: Literal["config", "always", "never"] = "config"
     out_bias: Literal["config", "never"] = "config"
-    mlp_bias: bool = False  # the config key mlp_bias is supported
+    mlp_bias: bool = False  # whether the config key mlp_bias is supported
     qk_norm: bool = False
-    # Sliding window: never; all layers; with use_sliding_window, layers from max_window_layers on (gated) or all (switched).
+    # Which layers have a sliding window. The config key use_sliding_window turns it on for "gated" (layers from max_window_layers
+    # on) and for "switched" (all layers).
     window: Literal["never", "all", "gated", "switched"] = "never"
-    head_dim: int | None = None  # default of the config key head_dim; None: hidden // heads
-    kv_heads_named: bool = True  # num_key_value_heads is required
-    permuted: bool = False  # GGUF converters permute the rows of q and k
-    experts: bool = False  # some layers have experts instead of a dense feed-forward
+    head_dim: int | None = None  # head size of a config without head_dim; None: hidden // heads
+    kv_heads_named: bool = True  # whether the config key num_key_value_heads is required
+    permuted: bool = False  # whether GGUF converters permute the rows of q and k
+    experts: bool = False  # whether some layers have experts instead of a dense feed-forward
 
 
 def dense_family(
@@ -124,7 +125,7 @@ def _mixer(keys: ConfigReader, traits: Traits, *, max_context: int, origin: str)
     )
 
 
-DEFAULT_WINDOW = 4096  # if all layers slide and the config has no key sliding_window; null means no window
+DEFAULT_WINDOW = 4096  # of a model whose layers all have a window, if the config has no key sliding_window; null means no window
 
 
 def _windows(keys: ConfigReader, count: int, traits: Traits, origin: str) -> list[int | None]:
@@ -232,7 +233,7 @@ def _gguf_feed_forwards(keys: ConfigReader, source: ModelSource, count: int, tra
     if not traits.experts:
         widths = keys.integers("feed_forward_length", count)
         return [MlpSpec(width, bias=f"blk.{i}.ffn_down.bias" in source.tensors) for i, width in enumerate(widths)]
-    keys.expect("expert_gating_func", 1)  # softmax
+    keys.expect("expert_gating_func", 1)  # 1 stands for softmax, the only routing that these layers implement
     keys.expect("expert_weights_scale", 1, 1.0)
     sparse = MoeSpec(
         experts=keys.integer("expert_count"),

@@ -50,7 +50,7 @@ class _LayerSizes:
     kv_heads: int
     rope: RopeSpec
     keys_as_values: bool
-    width: int  # of the feed-forward
+    width: int  # feed-forward width
 
 
 def _layers(
@@ -99,7 +99,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     keys.expect("hidden_activation", ACTIVATION)
     keys.expect("hidden_act", ACTIVATION)
     keys.expect("attention_bias", False)
-    keys.expect("use_bidirectional_attention", "vision")  # only within images
+    keys.expect("use_bidirectional_attention", "vision")  # it applies only within images, which are not supported
     count, max_context = keys.integer("num_hidden_layers", most=MAX_LAYERS), keys.integer("max_position_embeddings")
     default = [SLIDING if (index + 1) % PATTERN else FULL for index in range(count - 1)] + [FULL]
     types = layer_types(keys, count, accepted=(SLIDING, FULL), default=default, origin=origin)
@@ -110,7 +110,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     inputs = keys.integer("hidden_size_per_layer_input", 0, least=0)
     if inputs:
         keys.expect("vocab_size_per_layer_input", vocab)
-    keys.get("vocab_size_per_layer_input")  # unused without per-layer inputs
+    keys.get("vocab_size_per_layer_input")  # has no effect, because the model has no per-layer inputs
     spec = ModelSpec(
         family="gemma4",
         layers=_layers(
@@ -182,7 +182,7 @@ def _sizes(
 def _config_experts(keys: ConfigReader) -> MoeSpec | None:
     if not keys.flag("enable_moe_block"):
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-            keys.get(name)  # without effect
+            keys.get(name)  # mark the key as read: it has no effect here
         return None
     return _experts(
         count=keys.integer("num_experts"), used=keys.integer("top_k_experts"), width=keys.integer("moe_intermediate_size")
@@ -238,7 +238,7 @@ def _gguf_layer_sizes(keys: ConfigReader, source: ModelSource, *, count: int, or
             head_dim=sliding_dim if sliding[index] else full_dim,
             kv_heads=kv_heads[index],
             rope=ropes[not sliding[index]],
-            # A GGUF file has no key for it: the v tensor is there or not.
+            # A GGUF file has no key that says whether a layer has a v projection, so its tensor is looked up.
             keys_as_values=not sliding[index] and f"blk.{index}.attn_v.weight" not in source.tensors,
             width=widths[index],
         )
@@ -262,7 +262,7 @@ def _full_rope(keys: ConfigReader, source: ModelSource, *, head_dim: int, origin
 def _gguf_experts(keys: ConfigReader) -> MoeSpec | None:
     count, used = keys.integer("expert_count", 0, least=0), keys.integer("expert_used_count", 0, least=0)
     width = keys.integer("expert_feed_forward_length", 0, least=0)
-    keys.expect("expert_gating_func", 1)  # softmax
+    keys.expect("expert_gating_func", 1)  # 1 stands for softmax, the only routing that these layers implement
     keys.expect("expert_weights_norm", True)
     keys.expect("expert_weights_scale", 1, 1.0)
     return _experts(count=count, used=used, width=width) if count else None
@@ -285,7 +285,7 @@ SAFETENSORS_WEIGHTS = WeightNames(
     transforms=experts(IN + "experts."),
     aliases=(
         (r"^model\.language_model\.", "model."),
-        (r"^(model\.layers\.\d+\.)moe\.((?:gate_up|gate|up|down)_proj)", r"\1experts.\2"),  # name in older files
+        (r"^(model\.layers\.\d+\.)moe\.((?:gate_up|gate|up|down)_proj)", r"\1experts.\2"),  # older files call the experts `moe`
         (r"^(model\.layers\.\d+\.)moe\.per_expert_scale$", r"\1router.per_expert_scale"),
         EXPERT_WEIGHT_ALIAS,
     ),

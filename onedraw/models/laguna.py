@@ -91,7 +91,7 @@ def _gate_per(keys: ConfigReader, origin: str) -> GatePer:
     if gating not in (None, True, "per-head", "per-element"):
         raise UnsupportedModel(f"{origin}: gating = {gating!r} is not supported; supported: true, 'per-head', 'per-element'")
     per: GatePer = "element" if gating == "per-element" else "head"
-    named = keys.get("gating_types")  # repeats `gating` for every layer
+    named = keys.get("gating_types")  # this key repeats `gating` for every layer
     if named is not None and {str(kind).replace("_", "-") for kind in named} != {f"per-{per}"}:
         raise UnsupportedModel(f"{origin}: gating_types = {named!r} with gating = {gating!r} is not supported")
     return per
@@ -117,7 +117,7 @@ def _rope_keys(keys: ConfigReader, origin: str) -> ConfigReader:
     ropes, sliding = keys.mapping("rope_parameters"), keys.mapping("swa_rope_parameters")
     nested = ropes is not None and any(isinstance(value, dict) for value in ropes.values())
     if nested:
-        keys.get("rope_theta")  # duplicates of nested keys
+        keys.get("rope_theta")  # mark the key as read: it duplicates a nested key
         keys.get("partial_rotary_factor")
     if nested or ropes is None:
         return keys
@@ -194,7 +194,7 @@ def _stored_gate(source: ModelSource, index: int, heads: int) -> GatePer:
 
 
 def _gguf_experts(keys: ConfigReader) -> MoeSpec:
-    keys.expect("expert_gating_func", 2)  # sigmoid
+    keys.expect("expert_gating_func", 2)  # 2 stands for sigmoid, the only routing that these layers implement
     keys.expect("expert_weights_norm", True)
     keys.expect("expert_shared_count", 1)
     return MoeSpec(

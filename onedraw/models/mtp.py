@@ -2,7 +2,8 @@
 
 In: an open checkpoint and its ModelInfo. Out: MtpInfo, or UnsupportedModel if there is no such head.
 
-The head drafts from position t, whose token t + 1 is known:
+The target is the model that the head belongs to; E is its hidden width. The head drafts from position t, whose token t + 1 is
+known:
     e      = rms(embed(token t+1)) · embed_norm
     h      = rms(x_t) · hidden_norm             x_t: the target's hidden state after its final norm (the input of its head);
                                                 from the second draft on, the output of this head at the previous position
@@ -132,7 +133,7 @@ class MtpWeights:
         refuse_unused_tensors(source, used, ignored=names.ignored, kind="MTP head")
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight, its rows still quantized. The only layer has index 0."""
+        """One weight, whose rows stay quantized until they are read. The only layer has index 0."""
         return self._tensors[layer, weight]
 
     def outer(self) -> WeightArrays:

@@ -40,11 +40,11 @@ from onedraw.models.weight_transforms import (
 )
 
 LINEAR, FULL = "linear_attention", "full_attention"
-INTERVAL = 4  # default of full_attention_interval
-ROTARY_FACTOR = 0.25  # default of partial_rotary_factor
+INTERVAL = 4  # every fourth layer is full attention if the config has no full_attention_interval
+ROTARY_FACTOR = 0.25  # share of a head that is rotated if the config has no partial_rotary_factor
 HEAD_DIM = 256
 
-# Keys about the MTP head, which `mtp.py` reads.
+# Keys about the MTP head (multi-token prediction), which `mtp.py` reads.
 MTP_KEYS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp"})
 
 
@@ -101,7 +101,7 @@ def _from_config(config: Mapping[str, Any], origin: str, *, family: str, sparse:
 def _experts(keys: ConfigReader) -> MoeSpec:
     keys.expect("norm_topk_prob", True)
     keys.expect("decoder_sparse_step", 1)
-    keys.get("intermediate_size")  # of dense layers, which these models do not have
+    keys.get("intermediate_size")  # the width of dense layers, which these models do not have
     return MoeSpec(
         experts=keys.integer("num_experts"),
         used=keys.integer("num_experts_per_tok"),
@@ -124,7 +124,7 @@ def _from_metadata(source: ModelSource, *, family: str, sparse: bool) -> ModelSp
     hidden, max_context = keys.integer("embedding_length"), keys.integer("context_length")
     head_dim = keys.integer("attention.key_length", HEAD_DIM)
     keys.expect("attention.value_length", head_dim)
-    keys.get("rope.dimension_sections")  # M-RoPE sections, only for images
+    keys.get("rope.dimension_sections")  # M-RoPE sections, which matter for images only
     attention = AttentionSpec(
         heads=keys.integer("attention.head_count"),
         kv_heads=keys.integer("attention.head_count_kv"),
@@ -166,9 +166,9 @@ def _linear(keys: ConfigReader, count: int) -> list[bool]:
 def _gguf_experts(keys: ConfigReader) -> MoeSpec:
     keys.expect("expert_weights_norm", True)
     keys.expect("expert_weights_scale", 1, 1.0)
-    keys.expect("expert_gating_func", 1)  # softmax
+    keys.expect("expert_gating_func", 1)  # 1 stands for softmax, the only routing that these layers implement
     keys.expect("expert_shared_count", 1)
-    keys.get("feed_forward_length")  # of dense layers, which these models do not have
+    keys.get("feed_forward_length")  # the width of dense layers, which these models do not have
     return MoeSpec(
         experts=keys.integer("expert_count"),
         used=keys.integer("expert_used_count"),

@@ -17,7 +17,7 @@ from onedraw.models.spec import RopeSpec
 
 SUPPORTED = "default, linear, llama3, yarn, proportional"
 DEFAULT_THETA = 10000.0
-MROPE_KEYS = ("mrope_section", "mrope_interleaved")  # positions of images; for text all sections are equal
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")  # sections of positions in images; for text all are equal
 
 
 def rope_from_config(
@@ -193,7 +193,7 @@ def rotary_dims(keys: ConfigReader, name: str, *, head_dim: int, partial: bool, 
     return dims
 
 
-INFINITE_DIVISOR = 1e30  # converters write it for pairs that are not rotated
+INFINITE_DIVISOR = 1e30  # converters write this divisor for pairs that are not rotated
 
 
 def rope_from_divisors(divisors: LazyTensor, *, theta: float, dims: int) -> RopeSpec:

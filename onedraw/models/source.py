@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onedraw.errors import UnsupportedModel
 
 Floats = NDArray[np.float32]
-Order = NDArray[np.intp]  # row or column numbers
+Order = NDArray[np.intp]  # entry i is the number of the row or column that becomes row or column i
 # How tensors are named and the model is described: a transformers folder, a GGUF file, or the names of `spec.py` (plain).
 CheckpointFormat = Literal["safetensors", "gguf", "plain"]
 
@@ -125,7 +125,7 @@ class TensorView:
 
 
 class RowSelection(TensorView):
-    """Row i is row order[i] of another tensor, still quantized."""
+    """Rows of another tensor, which stay quantized: row i is its row order[i]."""
 
     def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
@@ -157,7 +157,7 @@ class RowSelection(TensorView):
 
 
 class ReshapedRows(TensorView):
-    """The same values in the same order with the first axis split: [E·F, H] as [E, F, H]."""
+    """The same values in the same order with the first axis split: [experts·rows, columns] as [experts, rows, columns]."""
 
     def __init__(self, tensor: LazyTensor, shape: tuple[int, ...]) -> None:
         if math.prod(shape) != math.prod(tensor.shape) or tensor.shape[0] % shape[0]:
@@ -181,7 +181,7 @@ class ReshapedRows(TensorView):
     def into(self, out: Floats) -> None:
         if out.flags.c_contiguous:
             self._tensor.into(out.reshape(self._tensor.shape))
-        else:  # a reshape would copy
+        else:  # `out` is not contiguous, and writing to a reshaped copy of it would be lost
             out[...] = self._tensor.float32().reshape(self.shape)
 
     def take_rows(self, order: Order) -> LazyTensor:
@@ -190,7 +190,8 @@ class ReshapedRows(TensorView):
 
 
 class ColumnSelection(TensorView):
-    """Column i is column order[i]. Blocks run along the columns, so the values must be dequantized."""
+    """Columns of another tensor: column i is its column order[i]. Quantized blocks run along the columns, so the values must be
+    dequantized."""
 
     def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
@@ -208,7 +209,7 @@ class ColumnSelection(TensorView):
 
 
 class ScaledRows(TensorView):
-    """Each index of the first axis is multiplied by its own factor: [E, …] times [E]."""
+    """A stack of matrices, each multiplied by its own factor: [experts, …] times [experts]."""
 
     def __init__(self, tensor: LazyTensor, factors: Floats) -> None:
         if factors.shape != tensor.shape[:1]:
@@ -314,7 +315,7 @@ class StackItem(TensorView):
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseOp:
-    """An in-place function of every value."""
+    """A function that replaces every value of an array by its result, in place."""
 
     name: str
     apply: Callable[[Floats], None]

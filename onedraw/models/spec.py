@@ -1,8 +1,9 @@
 """Model specifications as data: layers, widths, rope, norms, weight shapes and the bytes they need. No torch, no jax.
 
-A family (`llama.py`, `qwen3_5.py` …) builds a frozen ModelSpec from a checkpoint's configuration; every backend builds its
+A family (`family.py`, `qwen3_5.py` …) builds a frozen ModelSpec from a checkpoint's configuration; every backend builds its
 modules from the spec. A model is a list of layers; a layer is a mixer (attention or Gated DeltaNet), a feed-forward and norms.
-A DrafterSpec describes a DFlash drafter in the same terms.
+A DrafterSpec describes a DFlash drafter in the same terms. The target is the model that a drafter drafts for; `dflash.py` has
+the formulas, and defines anchor, block and slot. A lane is the slot of a sequence's recurrent state on the device.
 
 The fingerprint of `random:` models includes the repr of the spec: after renaming a field, add it to RENAMED_FIELDS in
 `checkpoints/random_weights.py`.
@@ -37,15 +38,15 @@ class RopeSpec:
     dims: int  # the first dimensions of a head, which are rotated
     kind: RopeKind = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_context: int = 0  # llama3, yarn
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: multiplies cos and sin; None: 0.1 ln(factor) + 1
-    truncate: bool = True  # yarn
-    divisors: tuple[float, ...] = ()  # divisors: the rope_freqs tensor of a GGUF file
-    rotated_pairs: int = 0  # proportional: the first pairs, which are rotated; the others are not
+    low_freq_factor: float = 1.0  # for the kind llama3
+    high_freq_factor: float = 4.0  # for the kind llama3
+    original_context: int = 0  # for llama3 and yarn: the context length before scaling
+    beta_fast: float = 32.0  # for yarn: pairs with more rotations than this are not scaled
+    beta_slow: float = 1.0  # for yarn: pairs with fewer rotations than this are scaled fully
+    attention_factor: float | None = None  # for yarn: it multiplies cos and sin; None stands for 0.1 ln(factor) + 1
+    truncate: bool = True  # for yarn: round the bounds of the scaled range to whole pairs
+    divisors: tuple[float, ...] = ()  # for the kind divisors: the rope_freqs tensor of a GGUF file
+    rotated_pairs: int = 0  # for the kind proportional: only the first so many pairs are rotated
 
     def inverse_frequencies(self) -> list[float]:
         """One frequency per pair of dimensions, in double precision."""
@@ -66,7 +67,7 @@ class RopeSpec:
 
     @property
     def scale(self) -> float:
-        """The factor of cos and sin."""
+        """The factor by which rope tables multiply cos and sin."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -99,7 +100,7 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     rope: RopeSpec
-    scale: float  # factor of the attention scores
+    scale: float  # query times key is multiplied by it
     window: int | None = None  # query i attends to keys j with i - window < j <= i
     qkv_bias: bool = False
     out_bias: bool = False
@@ -142,7 +143,7 @@ class DeltaSpec:
     value_heads: int
     key_dim: int
     value_dim: int
-    conv: int  # kernel size of the convolution
+    conv: int  # the number of positions that the convolution reads
 
     @property
     def channels(self) -> int:
@@ -157,7 +158,7 @@ class DeltaSpec:
 
     @property
     def draft_bytes(self) -> int:
-        """Rollback bytes of one drafted position: decay, key, update, and the convolution's input."""
+        """Bytes of the rollback buffer for one drafted position: decay, key, change, and the convolution's input."""
         values = self.value_heads + self.key_heads * self.key_dim + self.value_heads * self.value_dim + self.channels
         return values * STATE_BYTES
 
@@ -195,16 +196,16 @@ class MoeSpec:
 
     experts: int
     used: int
-    width: int  # of one expert
+    width: int  # feed-forward width of one expert
     activation: Activation = "silu"
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True  # the routing weights of the selected experts are divided by their sum
-    scale: float = 1.0  # factor of the experts' sum
-    softcap: float | None = None  # softcap of the router's logits
+    scale: float = 1.0  # the sum of the experts' outputs is multiplied by it
+    softcap: float | None = None  # the router's logits become softcap * tanh(logits / softcap)
     select_bias: bool = False  # a bias added to the scores for selection only, not to the routing weights
     expert_scale: bool = False  # a learned factor per expert, applied after normalising
     own_router_norm: bool = False  # the router reads norm(residual) * router_scale / sqrt(hidden), not the layer's normed input
-    shared: int = 0  # width of the shared expert, which always runs; 0: none
+    shared: int = 0  # width of the shared expert, which every token passes; 0: the layer has none
     shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(shared_route · h)
 
     def shapes(self, hidden: int) -> Shapes:
@@ -284,7 +285,7 @@ class ModelSpec:
     max_context: int
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
     norm: Norm = "narrow"
-    embed_scale: float = 1.0  # factor of the embeddings, itself rounded to the model's dtype
+    embed_scale: float = 1.0  # embeddings are multiplied by it, after it is rounded to the model's dtype
     notes: tuple[str, ...] = ()  # parts of the checkpoint that are not used; `inspect` shows them
 
     @property
@@ -360,16 +361,16 @@ class DrafterSpec:
     """A DFlash drafter: layers that read hidden states of the target, followed by the target's head or a separate one."""
 
     layout: DrafterLayout  # format of the file it was read from
-    layers: tuple[LayerSpec, ...]  # a window W covers the last W context positions before the anchor
-    causal_in_block: tuple[bool, ...]  # per layer: a slot attends to itself and earlier slots, or to the whole block
+    layers: tuple[LayerSpec, ...]  # a layer with a window reads the last `window` positions before the block
+    causal_in_block: tuple[bool, ...]  # by layer: whether a slot attends to itself and earlier slots only, not to the whole block
     hidden: int
     target_hidden: int
-    vocab: int  # the target's
-    draft_vocab: int  # rows of the head
+    vocab: int  # size of the target's vocabulary
+    draft_vocab: int  # number of tokens that the drafter's head scores
     eps: float
-    block: int  # slots including the anchor: a block drafts block - 1 tokens
+    block: int  # slots of a block. The first holds the last sampled token, so a block drafts block - 1 tokens
     mask_token: int
-    target_layers: tuple[int, ...]  # 0-based; features are the target's residual stream after these layers, in this order
+    target_layers: tuple[int, ...]  # the layers of the target, counted from 0, after which the drafter reads its residual stream
     max_context: int
     own_embedding: bool = False
     own_head: bool = False
@@ -379,7 +380,8 @@ class DrafterSpec:
 
     @property
     def feature_width(self) -> int:
-        """Input width of fc: the features of one context position."""
+        """Number of inputs of the drafter's first projection (`fc`), which takes the features of all target layers at one
+        position, concatenated."""
         return len(self.target_layers) * self.target_hidden
 
     @property

@@ -70,12 +70,12 @@ class WeightLookup:
     """The context in which a transform finds the stored tensors of one weight."""
 
     origin: str  # path of the checkpoint, for errors
-    tensors: Mapping[str, LazyTensor]  # by name, aliases resolved
-    index: int | None  # of the layer
+    tensors: Mapping[str, LazyTensor]  # the stored tensors by name, after alternative names were replaced
+    index: int | None  # number of the layer; None for weights outside the layers
     layer: LayerSpec | None
-    shape: TensorShape  # of the weight
+    shape: TensorShape  # the shape that the weight must have
     used: set[str]  # names of the tensors found so far
-    stored: tuple[tuple[str, str], ...] = ()  # as in WeightNames
+    stored: tuple[tuple[str, str], ...] = ()  # the same as `WeightNames.stored`
 
     def stored_name(self, name: str) -> str:
         return name.format(layer=self.index)
@@ -144,7 +144,7 @@ GGUF_NAMES = WeightNames(
         gate=ffn_gate.weight up=ffn_up.weight down=ffn_down.weight
         gate_bias=ffn_gate.bias up_bias=ffn_up.bias down_bias=ffn_down.bias""",
     ),
-    ignored=r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?",  # the first is read with the rope
+    ignored=r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?",  # rope_freqs is read with the rope
 )
 GGUF_PERMUTED_NAMES = WeightNames(
     outer=GGUF_NAMES.outer,
@@ -190,7 +190,7 @@ class ModelWeights:
         self.spec = replace(spec, notes=(*spec.notes, *_notes_on_unused(source, spec, names, used)))
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight, its rows still quantized."""
+        """One weight, whose rows stay quantized until they are read."""
         return self._tensors[layer, weight]
 
     def read(self, layer: int | None, weight: str) -> NDArray[np.float32]:

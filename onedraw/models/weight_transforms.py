@@ -38,7 +38,7 @@ def negative_exponential(name: str) -> WeightTransform:
 
 
 def squeeze_conv(name: str) -> WeightTransform:
-    """[channels, 1, positions] → [channels, positions]"""
+    """A convolution stored as [channels, 1, positions], without the axis of length 1."""
     return lambda lookup: lookup.find(name, (lookup.shape[0], 1, lookup.shape[1])).reshaped(lookup.shape)
 
 
@@ -75,7 +75,8 @@ def by_mixer(*, attention: WeightTransform, delta: WeightTransform) -> WeightTra
 
 # ------------------------------------------------------------------ value heads in tiled order
 
-# What the rows are: one per value head, the values of all value heads, or q and k followed by those values.
+# What the rows of a tensor in tiled order are: "heads" one row per value head, "values" the values of all value heads,
+# "channels" q and k followed by those values.
 TiledPart = Literal["heads", "values", "channels"]
 
 
@@ -97,7 +98,7 @@ def grouped_order(delta: DeltaSpec, part: TiledPart) -> NDArray[np.intp]:
     values = (heads[:, None] * delta.value_dim + np.arange(delta.value_dim)).reshape(-1)
     if part == "values":
         return values
-    before = 2 * delta.key_heads * delta.key_dim  # q and k are not tiled
+    before = 2 * delta.key_heads * delta.key_dim  # rows of q and k, which come first and are not tiled
     return np.concatenate([np.arange(before), before + values])
 
 

@@ -2,7 +2,9 @@
 
 In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. A plan becomes a step (`runner/step.py`). Plain decode
 steps run as captured CUDA graphs where all devices can be captured: `submit` starts them and does not wait. All other steps run
-eagerly, in `submit` or on the threads of their stages; then several may be in flight, each in one stage at a time.
+eagerly, kernel by kernel, in `submit` or on the threads of their stages; then several may be in flight, each in one stage at a
+time. A row is the work of one sequence in one step; a lane is the slot of a sequence's state. A row awaits a token if the step in
+flight before it samples that token. A slot of a plan in flight is its part of the rollback buffer, which holds drafts.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ from onedraw.types import PENDING_TOKEN, Outcome, Plan
 class InFlightStep:
     plan: Plan
     running: Future[Outcome | StepResult]
-    slot: int | None  # None: its rows await tokens, so they have no drafts
-    captured: bool  # its tokens are on the device, where the next step can read them
+    slot: int | None  # its part of the rollback buffer; None if its rows await tokens, since then they have no drafts
+    captured: bool  # whether its tokens are on the device, where the next step can read them
     begin: float = field(default_factory=time.perf_counter)
-    sample_late: Callable[[], StepResult] | None = None  # None: sampling was started with the layers
+    sample_late: Callable[[], StepResult] | None = None  # starts sampling; None if it was started with the layers
 
     def ensure_sampled(self) -> None:
         """Start sampling if only the layers were started. The step before is committed by now: its tokens are in the histories
@@ -80,7 +82,7 @@ class InFlightStep:
 
 
 class InFlightSteps:
-    """Owner: the backend."""
+    """The steps that were submitted and not yet collected, in order. Owner: the backend."""
 
     def __init__(self, slots: int) -> None:
         self._handles = itertools.count()
@@ -104,7 +106,7 @@ class InFlightSteps:
         return handle
 
     def remove(self, handle: StepHandle) -> InFlightStep:
-        """Its slot is returned once its outcome is there."""
+        """Remove a step and return it. The caller gives its slot back once the outcome is there."""
         return self.steps.pop(handle)
 
     def with_tokens(self, plan: Plan) -> Plan:
@@ -129,12 +131,12 @@ class LoadedModel:
     checkpoint_logits: CheckpointLogits
     executor: StepExecutor
     eager_runner: EagerRunner
-    graph_runner: GraphRunner | None  # None: some stage cannot be captured
+    graph_runner: GraphRunner | None  # runs captured steps; None if some stage cannot be captured
     snapshots: Snapshots
 
 
 class TorchBackend:
-    """Complete when constructed: weights loaded, pages allocated, self-check done."""
+    """A model on devices of torch. When it is constructed, weights are loaded, pages allocated, and the self-check is done."""
 
     def __init__(
         self,
@@ -202,7 +204,7 @@ class TorchBackend:
             for i, (state, graphs) in enumerate(zip(states, graph_caches(stage_devices, graph_cache), strict=True))
         ]
         captured = [stage for stage in graph_stages if stage is not None]
-        whole = len(captured) == len(graph_stages)  # else captured stages replay their layers inside eager steps
+        whole = len(captured) == len(graph_stages)  # if not, captured stages replay their layers inside eager steps
         self._loaded: LoadedModel | None = LoadedModel(
             model=model,
             states=states,
@@ -277,7 +279,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def warm_up(self, notify: Callable[[str], None], *, drafts: int = 0) -> None:
-        """Capture the steps that will come, where steps are captured; rows may have so many drafts. Before the first request."""
+        """Capture the usual decode steps before the first request, so that no request waits for it. Rows have up to `drafts`
+        drafts. Without capture this does nothing."""
         graphs = self.graph_runner
         if graphs is None:
             return
@@ -309,7 +312,7 @@ class TorchBackend:
                     return self._in_flight.add(self._start_captured(graphs, plan, slot))
             plan = self._in_flight.with_tokens(plan) if awaits else plan
             return self._in_flight.add(self._start_eager(plan, slot))
-        except BaseException:  # a plan that was not started holds no slot
+        except BaseException:  # a plan that was not started must not keep its slot
             self._in_flight.return_slot(slot)
             raise
 
@@ -325,7 +328,7 @@ class TorchBackend:
         return InFlightStep(plan, running, slot, captured=True, begin=begin)
 
     def _start_eager(self, plan: Plan, slot: int | None) -> InFlightStep:
-        """Through all stages now, or on their threads."""
+        """Run a step kernel by kernel, through all stages now, or on their threads."""
         running = self._open.executor.start(self.eager_runner, self._step(plan, slot), self._threads)
         return InFlightStep(plan, running, slot, captured=False)
 
@@ -370,14 +373,16 @@ class TorchBackend:
 
     @property
     def _keeps_tokens(self) -> bool:
-        """Captured steps find their tokens on the device. Layers with inputs of their own look them up on the host."""
+        """Whether captured steps find their tokens on the device. Layers with inputs of their own need them on the host instead,
+        to look up these inputs."""
         return self.graph_runner is not None and not self.model.spec.inputs
 
     def _probe(self) -> LayerProbe:
         return LayerProbe(self._feature_layers, finite=[] if self._checks_range() else None)
 
     def _checks_range(self) -> bool:
-        """Models trained in bf16 may leave the range of f16, so where there is any every layer is checked."""
+        """Whether every layer's output is checked for infinities: with f16 anywhere, since models trained in bf16 may leave its
+        range."""
         return torch.float16 in (self.model.dtype, self.model.activation)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The devices and operations to run with.
 
 In: device names and dtypes as the user gave them. Out: devices with their architecture and free memory, and the operations that
-compute on them; or an error that lists what exists.
+compute on them; or an error that lists what exists. A processor is a CPU core as the system numbers it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES = {
     **_FLOATS,
     **{name: _FLOATS[beside] for name, beside in PACKED.items()},
 }  # dtype of activations and KV cache, by the dtype name of the model
-DEFAULT_THREADS = torch.get_num_threads()  # of torch, or OMP_NUM_THREADS
+DEFAULT_THREADS = torch.get_num_threads()  # torch's own default, or OMP_NUM_THREADS
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -62,7 +62,7 @@ def _find(device: Device, *, several: bool) -> Device:
 
 
 def _usable(device: Device) -> bool:
-    """Whether processors are named; raises BadSetting for those that do not exist."""
+    """Whether the device names processors. Raises BadSetting for processors that do not exist."""
     if not device.cores:
         return False
     if not hasattr(os, "sched_setaffinity"):

@@ -2,7 +2,9 @@
 
 In: a model and its state before anything is served. Out: the row rule with which no row depends on another, and which
 comparisons passed. Libraries change with versions, processors and shapes, so this is measured, not assumed. Where our own code
-takes another kernel from some number of rows on (`borders`), bits are compared on both sides of every border.
+takes another kernel from some number of rows on (a border), bits are compared on both sides of every border. The row rule says
+with how many rows a matrix product may be called (`ops/plain/linear.py`). A row is an input row of a product, and in a whole step
+the work of one sequence; a lane is the slot of a sequence's recurrent state.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from onedraw.backends.torch.state.recurrent_state import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
 ROWS = (1, 2, 5, 16, 64)
-DEPTH = 2  # layers that the comparison of whole steps runs
+DEPTH = 2  # fewest layers that the comparison of whole steps runs; more, if it takes more to have every kind of mixer
 STEP_LENGTH = 270  # positions that a generated token sees: more than one split of attention
 MOST_STEPS = 256  # generated tokens in one step
 
 
 @dataclass(frozen=True, slots=True)
 class RowCheck(SelfCheck):
-    rule: RowRule  # the one with which the results were found
+    rule: RowRule  # the rule with which the comparisons passed or failed
 
 
 @torch.inference_mode()
@@ -102,7 +104,7 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
 
 
 def _experts(model: Transformer) -> list[tuple[MixtureOfExperts, Ops]]:
-    """One of each kind whose kernels change with the number of rows, and its operations."""
+    """One mixture of experts of each kind whose kernels change with the number of rows, and its operations."""
     found = {}
     for stage in model.stages:
         for layer in stage.layers:
@@ -193,13 +195,13 @@ def _run(
         rows = [_row(texts[i], parts[i][step], i, (range(i * per, (i + 1) * per),) * groups) for i in batch]
         inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.stages[0].device)
         hidden = model.hidden(inputs, states, depth=_depth(model))
-        for i, span in zip(batch, inputs.spans, strict=False):  # padding has spans of its own
+        for i, span in zip(batch, inputs.spans, strict=False):  # spans of padding follow those of the texts
             out[i].append(hidden[span.first : span.first + span.count].clone())
     return [torch.cat(parts_) for parts_ in out]
 
 
 def _depth(model: Transformer) -> int:
-    """Enough layers to have every kind of mixer."""
+    """How many of the first layers the comparison of whole steps runs: at least DEPTH, and enough for every kind of mixer."""
     kinds = [type(layer.mixer) for layer in model.spec.layers]
     return max(DEPTH, *(kinds.index(kind) + 1 for kind in set(kinds)))
 

@@ -2,7 +2,9 @@
 
 In: logits of drafted positions and the rows they belong to. Out: (token, score) per position, best first. Candidates are ranked
 by s · log q + g, where q is the drafter's distribution, g the noise that the target's sampler adds, and s the sharpness: usually
-the value with the best measured acceptance, and every few calls another one, to measure it too.
+the value with the best measured acceptance, and every few calls another one, to measure it too. An arm is the index of a
+sharpness in SHARPNESS. A row is the work of one sequence in one step; a lane is the slot of a sequence's state; the target is the
+model that is drafted for. Axes: T tokens of a step, E hidden width, C positions, V' the target's vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class CompletedStep:
 
     plan: Plan
     inputs: Inputs
-    hidden: Tensor  # [T, E], hidden states after the last norm
+    hidden: Tensor  # [T, E]: hidden states after the last norm
     features: list[Tensor]  # [T, E] each, the residual stream after each of the drafter's `feature_layers`
     rows: tuple[RowOutcome, ...]
 
@@ -49,7 +51,7 @@ class Drafter(Protocol):
 
     @property
     def lookahead(self) -> int:
-        """How many positions after the end of a row the drafter writes keys and values to."""
+        """The number of positions after the end of a row to which the drafter writes keys and values."""
         ...
 
     @property
@@ -69,8 +71,8 @@ class Drafter(Protocol):
 # How many of the likeliest tokens of a position are ranked. At temperature 1 an unlikely token often wins by its noise.
 CANDIDATES = 256
 SHARPNESS = (1.0, 1.25, 1.5)
-EXPLORE = 8  # every so many calls, a sharpness is used in turn instead of the best one
-FORGET = 0.98  # the factor of older measurements of acceptance at each new one
+EXPLORE = 8  # every eighth call uses the next sharpness in turn instead of the best one, to measure it
+FORGET = 0.98  # older measurements of acceptance are multiplied by it at each new one
 
 
 def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max_context: int) -> int:
@@ -109,7 +111,7 @@ class Ranker:
     def __init__(self, lanes: int, sampler: Sampler, vocab: int) -> None:
         self._sampler, self._vocab = sampler, vocab
         self._tallies = [HistoryCounts() for _ in range(lanes)]
-        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}  # by lane: of the request, sharpness, for drafts
+        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}  # by lane: request's, arm, for drafts
         self._given: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
         self._kept = [0.0] * len(SHARPNESS)
         self._weight = [1e-9] * len(SHARPNESS)
@@ -129,7 +131,7 @@ class Ranker:
                 row.lane,
                 self._params_for_drafts(row, arm),
                 History(row.history.prompt, row.history.output),
-                (*sampled, *[sampled[-1]] * (depth - 1)),  # only their number counts: drafts of one call do not see each other
+                (*sampled, *[sampled[-1]] * (depth - 1)),  # in place of unknown drafts: noise depends on their number
                 row.request_id,
             )
             for row, sampled, depth in positions

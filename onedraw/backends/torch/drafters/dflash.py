@@ -4,6 +4,11 @@ In: after every step, the captured residual streams and the kept tokens. Out: dr
 written once per committed position, into pages numbered like the target's; a block of [last token, mask …] then drafts several
 positions in one pass, through the target's own embedding and head. The block's keys are past the committed positions, where the
 next commit overwrites them before anything reads them.
+
+The target is the model that is drafted for. A feature is its residual stream at a position after one of the layers that the
+drafter names; the context is the drafter's keys and values of committed positions, computed from their features. A lane is the
+slot of a sequence's state. Axes: T tokens of a step, n layers with features, Et hidden width of the target, M positions whose
+context is written together. Formulas: `models/dflash.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from onedraw.types import Draft, Row, RowOutcome
 # frequent tokens, and a draft is hardly ever kept beyond them, but every token costs a row of the head and noise.
 SMALL_VOCAB = 16_384
 LONGEST_WAIT = 64  # positions of a row whose context is written together, at most, while no drafts are wanted
-# Candidates per depth, best first → a tree of drafts.
+# A function that makes a tree of drafts from the candidates of each depth, best first: (token, score).
 Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
 
 
@@ -40,7 +45,7 @@ Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
 class DraftBlock:
     """One row's block: the last sampled token at `start`, and masks after it."""
 
-    index: int  # of the row in the plan
+    index: int  # number of the row in the plan
     row: Row
     sampled: tuple[int, ...]  # the tokens that the row sampled; the last of them begins the block
     start: int
@@ -54,11 +59,11 @@ class Context:
     row: Row  # the sequence's latest row, whose pages they are written to
     start: int
     count: int
-    features: list[Tensor]  # together [count, n * Et]
+    features: list[Tensor]  # the features of all `n` layers side by side, in pieces that together are [count, n * Et]
 
 
 class DflashDrafter:
-    """Owner: the backend. Complete when constructed."""
+    """Drafts with a DFlash model. When it is constructed, its weights are loaded and its pages allocated. Owner: the backend."""
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class DflashDrafter:
         self._target_ids = None if ids is None else torch.from_numpy(ids).to(self._device)
         self._width = width
         self._layers: list[Layer] = []
-        self._contexts: list[Linear] = []  # keys and values of a committed position, from its feature
+        self._contexts: list[Linear] = []  # by layer, the product that makes keys and values of the context
         for index, layer in enumerate(spec.layers):
             self._layers.append(load_layer(index, layer, loader, self._ops, spec.eps))
             self._contexts.append(loader.linear(index, "k", "v"))
@@ -100,7 +105,7 @@ class DflashDrafter:
         self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=self._device)
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes, *drafting_sampler(target, lanes, None if vocab == spec.draft_vocab else vocab))
-        self._waiting: dict[int, Context] = {}  # by lane
+        self._waiting: dict[int, Context] = {}  # by lane, features whose context is not written yet
 
     @property
     def name(self) -> str:
@@ -108,7 +113,7 @@ class DflashDrafter:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Each once, in the order of the layers, as a step gives them."""
+        """The layers with features, each once and in ascending order, as a step gives their outputs."""
         return tuple(sorted(set(self._spec.target_layers)))
 
     @property
@@ -151,7 +156,7 @@ class DflashDrafter:
             waits = known == 1 and row.samples and index not in drafting and not _ends(row, outcome)
             if waits and context.count < LONGEST_WAIT:
                 self._waiting[row.lane] = context
-            elif context.count:  # else the row was restored from a checkpoint as a whole
+            elif context.count:  # without tokens, the row was restored from a checkpoint as a whole
                 ready.append(context)
         return ready
 
@@ -177,7 +182,7 @@ class DflashDrafter:
     # ------------------------------------------------------------------ block
 
     def _block(self, index: int, row: Row, outcome: RowOutcome) -> DraftBlock | None:
-        """None for a middle chunk, at a reply's end, or without room for a draft."""
+        """The block that drafts for a row. None in the middle of a prompt, at a reply's end, or without room for a draft."""
         limits = {"page_size": self._layout.page_size, "max_context": self._max_context}
         drafts = room_ahead(row, outcome, limit=self._spec.block - 1, **limits)
         if not drafts:
@@ -211,7 +216,7 @@ class DflashDrafter:
         return self._target.embed(tokens) if self._embedding is None else self._embedding.index_select(0, tokens)
 
     def _arranged(self, blocks: list[DraftBlock], logits: Tensor) -> list[tuple[Draft, ...]]:
-        """From the logits of all drafted positions to the drafts of each block."""
+        """The drafts of each block, from the logits of all drafted positions."""
         arm = self._ranker.choose_arm()
         positions = [DraftedPosition(b.row, b.sampled, depth) for b in blocks for depth in range(1, b.count)]
         ranked: list[list[tuple[int, float]]]

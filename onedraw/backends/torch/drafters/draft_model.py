@@ -2,7 +2,8 @@
 
 In: after every step, its kept tokens. Out: a chain of drafts per row. Keys and values are in pages numbered like the target's,
 so a prefix hit or a preemption of the target is one of the draft model too. Drafting writes past the committed positions; the
-next step overwrites them.
+next step overwrites them. The target is the model that is drafted for; a row is the work of one sequence in one step. Axes: T
+tokens, E hidden width.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from onedraw.types import Draft, Row, RowOutcome
 
 
 class DraftingModel(Protocol):
-    """A model that drafts. `late`: at position t it reads token t + 1 and the hidden state of the model before it at t."""
+    """A model that drafts. `late`: at position t it reads token t + 1, and the hidden state at t of the target (after the first
+    draft, its own)."""
 
     @property
     def name(self) -> str: ...
@@ -36,14 +38,14 @@ class DraftingModel(Protocol):
 
     @property
     def transformer(self) -> Transformer:
-        """The model whose device it runs on."""
+        """The transformer on whose device it runs."""
         ...
 
     @property
     def state(self) -> ModelState: ...
 
     def run(self, inputs: Inputs, before: Tensor | None) -> Tensor:
-        """[T, E]; before [T, E] where late."""
+        """Hidden states [T, E] of the tokens. `before` [T, E]: the hidden states that a late model reads, None for others."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -106,12 +108,12 @@ class DraftingRow:
     row: Row
     sampled: tuple[int, ...]  # the tokens that the row sampled
     start: int  # position of the last sampled token
-    room: int  # drafts it may have
+    room: int  # most drafts that it may have
     drafts: list[Draft]
 
 
 class DraftModel:
-    """Owner: the backend. Complete when constructed."""
+    """Drafts token by token with a DraftingModel. Its weights are loaded when it is constructed. Owner: the backend."""
 
     feature_layers: tuple[int, ...] = ()
 
@@ -157,21 +159,22 @@ class DraftModel:
         return found
 
     def _follow(self, step: CompletedStep) -> tuple[list[DraftingRow], Tensor, list[int]]:
-        """Run the step's committed tokens and, where a row goes on, its last sampled token. Ends: the indices of those.
+        """Run the step's committed tokens and, for rows that go on, their last sampled token. Returns the rows that draft, the
+        hidden states, and the indices of those last tokens.
 
         A late model computes position t from token t + 1, so its tokens are the committed ones but the first, and then the
         one after them, which is sampled or known.
         """
         late = self._model.late
         tokens: list[int] = []
-        sources: list[int] = []  # tokens of the step, for a late model
+        sources: list[int] = []  # for a late model, the step's tokens whose hidden states it reads
         spans: list[Span] = []
         runners: list[DraftingRow] = []
         ends: list[int] = []
         for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
             committed = [*row.tokens, *(row.drafts[i].token for i in outcome.kept)]
             runner = self._runner(index, row, outcome)
-            if late and not committed:  # from a checkpoint as a whole, which has no hidden state to continue
+            if late and not committed:  # a row restored as a whole has no hidden state to continue
                 runner = None
             after = [outcome.sampled[-1].token] if outcome.sampled else row.history.slice(row.stop, row.stop + 1)
             if late:

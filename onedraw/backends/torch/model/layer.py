@@ -2,7 +2,9 @@
 
 In: weights by name; then the residual stream x [T, E] and the layer's store. Out: x [T, E], with the keys and values or the
 recurrent state of the tokens in the store. A layer is a mixer and a feed-forward, each after a norm. What only some families have
-(norms after them, parallel experts, an input of the layer's own, a factor) is a field that may be None.
+(norms after them, parallel experts, an input of the layer's own, a factor) is a field that may be None. Axes: T tokens of a step,
+E hidden width, H query heads and K key heads of size D. q, k, v are the projections of attention; qkv, z, a, b those of Gated
+DeltaNet (formulas: `ops/plain/delta.py`).
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Layer:
     post_mlp_norm: Tensor | None
     parallel_experts: ParallelExperts | None
     own_input: LayerInput | None
-    scale: Tensor | None  # [1]; the layer's output is multiplied by it
-    dtype: torch.dtype  # of products; the residual stream may have another dtype
+    scale: Tensor | None  # [1], by which the layer's output is multiplied; None stands for 1
+    dtype: torch.dtype  # dtype of products; the residual stream may have another dtype
     fused: FusedLayers | None = None  # the whole layer as one operation, if `ops` has one for it
 
     @property
@@ -140,9 +142,9 @@ class ParallelExperts:
     """A mixture of experts that reads the same residual stream as the feed-forward; both outputs are normed, then added."""
 
     experts: MixtureOfExperts
-    dense_norm: Tensor  # [E], after the feed-forward
-    norm: Tensor  # [E], before the experts
-    post_norm: Tensor  # [E], after the experts
+    dense_norm: Tensor  # [E], weight of the norm after the feed-forward
+    norm: Tensor  # [E], weight of the norm before the experts
+    post_norm: Tensor  # [E], weight of the norm after the experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class AttentionMixer:
     ) -> Tensor:
         assert isinstance(store, PageStore)
         spec = self.spec
-        qkv = self.qkv(h)  # [T, (H + 2K) * D + gate]
+        qkv = self.qkv(h)  # [T, (H + 2K) * D + columns of the gate]
         gate = qkv[:, qkv.shape[1] - spec.gate_width :]
         mixed = prepared.attention(spec).attend(
             qkv, spec=spec, store=store, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
@@ -193,7 +195,7 @@ class AttentionMixer:
 @dataclass(frozen=True, slots=True)
 class DeltaMixer:
     spec: DeltaSpec
-    projections: Linear  # qkv, z, a, b in one product
+    projections: Linear  # the projections qkv, z, a and b in one product
     weights: DeltaWeights
     out: Linear
 
@@ -266,7 +268,7 @@ class Mlp:
         return [self.gate_up, self.down]
 
     def __call__(self, h: Tensor, residual: Tensor, ops: Ops, *, add: bool = False) -> Tensor:
-        """With `add`, the residual plus the output."""
+        """The output for the normed input h, added to the residual if `add`."""
         gated = ops.gated(self.gate_up(h), self.activation) if self.gated_product is None else self.gated_product.gated(h)
         return self.down.added(gated, residual) if add else self.down(gated)
 
@@ -274,13 +276,13 @@ class Mlp:
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
     spec: MoeSpec
-    router: Linear  # logits of the experts
-    select_bias: Tensor | None  # [experts], added to the scores for selecting experts, not to their weights
-    expert_scale: Tensor | None  # [experts], factors of the experts' weights
-    router_scale: Tensor | None  # [E], weight of the router's own norm
+    router: Linear  # gives the logits of the experts
+    select_bias: Tensor | None  # [experts], added to the scores by which experts are selected, but not to their weights
+    expert_scale: Tensor | None  # [experts], by which the experts' weights are multiplied; None: not at all
+    router_scale: Tensor | None  # [E], weight of the router's own norm; None: the router reads the layer's normed input
     bank: ExpertBank
-    shared: Mlp | None  # an expert that every token passes
-    shared_route: Linear | None  # the gate of the shared expert
+    shared: Mlp | None  # an expert that every token passes, if there is one
+    shared_route: Linear | None  # gives the gate of the shared expert, if it has one
     eps: float
 
     @staticmethod
@@ -304,7 +306,7 @@ class MixtureOfExperts:
         return [self.router, *self.bank.linears, *shared, *([self.shared_route] if self.shared_route else [])]
 
     def __call__(self, h: Tensor, residual: Tensor, ops: Ops, *, add: bool = False) -> Tensor:
-        """With `add`, the residual plus the output."""
+        """The output for the normed input h, added to the residual if `add`."""
         out = self._experts(h, residual, ops)
         if self.shared is None:
             return residual + out.to(residual.dtype) if add else out
@@ -330,7 +332,7 @@ def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: WeightLoader,
 
 
 def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
-    """The layer as `Ops.fuse` takes it; None if it has more than attention and one feed-forward."""
+    """The weights of a layer in the form that `Ops.fuse` takes; None if it has more than attention and one feed-forward."""
     spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
     if spec.sandwich or spec.parallel_experts is not None or spec.inputs or spec.scaled:
         return None
@@ -353,7 +355,7 @@ def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Neighbouring layers [start, stop), as one operation if they are fused."""
+    """Neighbouring layers [start, stop). `fused` is one operation for all of them, or None if they run one by one."""
 
     start: int
     stop: int

@@ -3,6 +3,8 @@
 In: weights read layer by layer, and a step's Inputs. Out: hidden states [T, E], and logits of given positions. Each layer is a
 function of its arguments (`layer.py`); what several layers read alike (rope angles, page tables) is prepared once per step.
 Layers are in stages (`runner/pipeline.py`), one per device: the embedding in the first, the last norm and the head in the last.
+A boundary holds the buffers between two stages. Axes: T tokens of a step, E hidden width, C tokens whose logits are computed, C'
+that number as the row rule rounds it, V' vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ class InputTable:
         self._norm = loader.norm(None, "inputs_project_norm")
 
     def rows(self, inputs: Inputs) -> Tensor:
-        """Of the step's tokens, [T, layers * width] float32."""
+        """The stored embeddings of the step's tokens for all layers, [T, layers * width] float32."""
         return inputs.staging.put(self._embedding.take_rows(inputs.host_tokens).float32())
 
     def __call__(self, rows: Tensor, x: Tensor) -> Tensor:
-        """[T, layers, width] of embedded tokens x [T, E]."""
+        """The layers' own inputs [T, layers, width], from their stored rows and the embedded tokens x [T, E]."""
         spec = self._spec
         shape = (len(x), len(spec.layers), spec.inputs)
         rows = rows.to(x)
@@ -56,7 +58,7 @@ class InputTable:
 
 @dataclass(frozen=True, slots=True)
 class EmbedAndHead:
-    """Embedding and input table on the first device, norm and head on the last."""
+    """The weights outside the layers: embedding and input table on the first device, norm and head on the last."""
 
     embedding: EmbeddingRows
     input_table: InputTable | None
@@ -75,7 +77,7 @@ def load_embed_and_head(
     loader = WeightLoader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
     norm = loader.norm(None, "norm")
     if table is not None and spec.tied:
-        head = last.ops.linear(table.to(last.device))  # copied only where the devices differ
+        head = last.ops.linear(table.to(last.device))  # a tied head is copied only where the devices differ
     elif stored is not None and spec.tied and first.device == last.device:
         head = stored
     else:
@@ -93,9 +95,10 @@ def load_embed_and_head(
 class LayerProbe:
     """Layer outputs that a pass over the layers collects. Owner: the caller of the pass."""
 
-    layers: tuple[int, ...] = ()  # whose outputs are wanted
+    layers: tuple[int, ...] = ()  # numbers of the layers whose outputs are wanted
     features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
-    finite: list[Tensor] | None = None  # per layer: which tokens are finite after it, [T], on its device; None: not checked
+    # For each layer, which tokens are finite after it, [T], on its device; None: layers are not checked.
+    finite: list[Tensor] | None = None
 
     def empty(self) -> LayerProbe:
         return LayerProbe(self.layers, finite=None if self.finite is None else [])
@@ -109,8 +112,8 @@ class ResidualStream:
     """The hidden states between two stages."""
 
     x: Tensor  # the residual stream, [T, E]
-    own: Tensor | None  # [T, later layers, width], where layers have inputs of their own
-    left: int  # layers still to run
+    own: Tensor | None  # [T, later layers, width]: own inputs of the layers still to run; None if layers have none
+    left: int  # number of layers still to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class Transformer:
             self.stages.append(stage)
 
     def boundary(self, number: int, *, rows: int) -> StageBoundary:
-        """Another boundary before a stage, for steps of so many rows."""
+        """A new boundary before stage `number`, for steps of up to `rows` tokens."""
         source, stage = self.stages[number - 1].device, self.stages[number]
         return stage_boundary(source, stage.device, self.spec, stage.start, rows=rows, dtype=self.activation)
 
@@ -168,7 +171,7 @@ class Transformer:
         return [layer for stage in self.stages for layer in stage.layers]
 
     def states(self, sizes: StateSizes, pages: torch.dtype | None = None) -> list[ModelState]:
-        """Fresh states, one per stage. `pages`: the dtype of keys and values; None: that of products."""
+        """New states, one per stage, all zero. `pages`: the dtype of keys and values; None stands for that of products."""
         return [ModelState(s.specs, sizes, dtype=pages or self.dtype, device=s.device, first=s.start) for s in self.stages]
 
     def linears(self) -> list[Linear]:
@@ -176,15 +179,15 @@ class Transformer:
         return [*inner, *([] if self._input_table is None else [self._input_table.project]), self.head]
 
     def obey(self, rule: RowRule) -> None:
-        """Give rows to the products by another rule from now on."""
+        """Call products by this row rule from now on."""
         for linear in self.linears():
             linear.rule = rule
 
     # ------------------------------------------------------------------ one step
 
     def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
-        """[T, E] on the device of the tokens; looked up on the first stage, which has the only table. `by`: the operations whose
-        threads read the rows, since those of the head may be busy with another step."""
+        """The embeddings of tokens, [T, E] on their device, looked up on the first stage, which has the only table. `by`: the
+        operations whose threads read the rows, since those of the head may be busy with another step."""
         with current_device(self.stages[0].device):
             x = self._embedding(tokens, None if by is None else by.thread_pool)
             return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
@@ -192,9 +195,9 @@ class Transformer:
     def hidden(
         self, inputs: Inputs, states: Sequence[ModelState], *, depth: int | None = None, probe: LayerProbe = NOTHING
     ) -> Tensor:
-        """Hidden states after the last norm: [T, E]. Keys, values and recurrent state are written on the way.
+        """Run all stages: hidden states after the last norm, [T, E]. Keys, values and recurrent state are written on the way.
 
-        `depth` runs the first layers only, for the self-check.
+        `depth`: the number of layers to run, for the self-check; None stands for all.
         """
         stream = self.enter(inputs, depth=depth)
         for number, state in enumerate(states):
@@ -214,13 +217,14 @@ class Transformer:
     def pass_stage(
         self, number: int, ready: StageInputs, entered: ResidualStream | None, state: ModelState, *, probe: LayerProbe = NOTHING
     ) -> ResidualStream:
-        """A prepared step through one stage. `entered`: the stream on this device; None: the first stage, which embeds."""
+        """Run a prepared step through one stage. `entered`: the residual stream on this device; None on the first stage, which
+        embeds."""
         stage = self.stages[number]
         stream = self._enter(ready.tokens, ready.own_rows, None) if entered is None else entered
         return self._passed(stage, stream, ready.prepared, state, probe)
 
     def enter(self, inputs: Inputs, *, depth: int | None = None) -> ResidualStream:
-        """Embed on the first stage."""
+        """Embed the step's tokens on the first stage. `depth`: the number of layers to run; None stands for all."""
         return self._enter(inputs.tokens, None if self._input_table is None else self._input_table.rows(inputs), depth)
 
     def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> ResidualStream:
@@ -232,7 +236,7 @@ class Transformer:
     def advance(
         self, stream: ResidualStream, number: int, inputs: Inputs, state: ModelState, *, probe: LayerProbe = NOTHING
     ) -> ResidualStream:
-        """Across the boundary to a stage, and through its layers."""
+        """Copy the residual stream across the boundary to a stage, and run the layers of that stage."""
         stage, seen = self.stages[number], len(probe.features)
         with current_device(stage.device):
             if stage.entrance is not None:
@@ -267,7 +271,7 @@ class Transformer:
         count: int,
         probe: LayerProbe,
     ) -> Tensor:
-        """The stage's first `count` layers."""
+        """Run the first `count` layers of a stage."""
         ops = stage.ops
         for run in stage.runs:
             span = range(run.start, min(run.stop, count))
@@ -285,10 +289,10 @@ class Transformer:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [C', V'] of hidden states [C', E], C' from the row rule, V' padded."""
+        """Float32 logits [C', V'] of hidden states [C', E]; the number of rows must satisfy the row rule."""
         return self.scores(hidden).float()
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """The same in the head's dtype."""
+        """The same logits, in the head's dtype."""
         logits = self.head(hidden)
         return logits if self.spec.softcap is None else softcapped(logits.float(), self.spec.softcap)

@@ -1,7 +1,8 @@
 """Loads weights from a source onto a device.
 
 In: a source of named weights (`models/weight_names.py` and `models/spec.py` list the names). Out: tensors in the model's dtype,
-joined and padded for the products.
+joined and padded for the products. To join weights is to concatenate their rows, so that one product computes all of them.
+Packed weights stay in their quantized blocks. Axes: T tokens, V' vocabulary with padding, E hidden width.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from onedraw.backends.torch.ops.base import Ops
     from onedraw.backends.torch.ops.plain.linear import Linear
 
-LANE = 64  # widths are padded to a multiple of it: see `ops/plain/elementwise.py`
+LANE = 64  # widths are padded to a multiple of this, so that vectors are whole (`ops/plain/elementwise.py`)
 
 
 class WeightLoader:
-    """Owner: the model, while it is being loaded.
+    """Reads weights by layer and name. Owner: the model, while it is being loaded.
 
     Matrices pass through one buffer on the host. A fresh buffer per layer would fragment the heap between the weights that
     stay, and the process would grow by an eighth.
@@ -53,18 +54,18 @@ class WeightLoader:
         return self.wide(layer, name) if self._norm == "wide" else self.kept(layer, name)
 
     def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
-        """The product of matrices joined by rows: in their quantized blocks where the operations take them so."""
+        """The product with matrices joined by rows. They stay packed if the operations can read them so."""
         tensors = [self._source.tensor(layer, name) for name in names]
         found = self.ops.packed_linear(tensors, bias=bias, pad=pad, pad_columns=pad_columns)
         return found or self.ops.linear(self.passing(layer, *names, pad=pad, pad_columns=pad_columns), bias)
 
     def passing(self, layer: int | None, *names: str, pad: int = 1, pad_columns: int = 1) -> Tensor:
-        """The same for matrices that are about to be packed. In float32 on a CPU the result is a view of the buffer, valid until
-        the next call."""
+        """Matrices joined by rows, for a caller that copies them into its own layout. In float32 on a CPU the result is a view of
+        the buffer, valid until the next call."""
         return self._joined(layer, names, pad=pad, pad_columns=pad_columns, take=self._take)
 
     def bank(self, layer: int, activation: Activation) -> ExpertBank:
-        """The experts of a layer: in their quantized blocks where the operations take them so."""
+        """The experts of a layer. Their matrices stay packed if the operations can read them so."""
         gate, up, down = (self._source.tensor(layer, name) for name in ("expert_gate", "expert_up", "expert_down"))
         found = self.ops.packed_expert_bank([gate, up], down, activation)
         if found is not None:
@@ -73,7 +74,8 @@ class WeightLoader:
         return self.ops.expert_bank(first, self.experts(layer, "expert_down", pad_columns=LANE), activation)
 
     def experts(self, layer: int, *names: str, pad: int = 1, pad_columns: int = 1) -> list[Tensor]:
-        """Stacks [experts, rows, columns] → per expert the matrices joined by rows and padded, in memory of their own."""
+        """For each expert, its matrices of these names joined by rows and padded, in memory of their own. The checkpoint stores
+        stacks [experts, rows, columns]."""
         stacks = [self._stack(self._source.tensor(layer, name)) for name in names]
         found = []
         for parts in zip(*stacks, strict=True):
@@ -104,7 +106,7 @@ class WeightLoader:
     ) -> Tensor:
         stored = [self._source.tensor(layer, name) for name in names]
         heights = [padded(tensor.shape[0], pad) for tensor in stored]
-        width = tuple(padded(columns, pad_columns) for columns in stored[0].shape[1:])  # () for vectors
+        width = tuple(padded(columns, pad_columns) for columns in stored[0].shape[1:])  # empty for vectors
         if all(can_make(tensor, self._device) for tensor in stored):
             return self._made(stored, heights, width)
         out = take((sum(heights), *width))
@@ -118,7 +120,7 @@ class WeightLoader:
         return out.to(device=self._device, dtype=self.dtype)
 
     def _made(self, stored: list[LazyTensor], heights: list[int], width: tuple[int, ...]) -> Tensor:
-        """Random weights, joined and padded on the device."""
+        """Random weights, generated, joined and padded on the device, which saves the copy from the host."""
         out = torch.zeros((sum(heights), *width), device=self._device, dtype=self.dtype)
         for part, tensor in zip(torch.split(out, heights), stored, strict=True):
             part[tuple(slice(0, size) for size in tensor.shape)] = make(tensor, device=self._device, dtype=self.dtype)
@@ -130,18 +132,19 @@ def padded(count: int, multiple: int) -> int:
 
 
 class EmbeddingRows(Protocol):
-    """Rows of the embedding by token, [T] → [T, E]. `thread_pool`: the one that reads them, where there are several."""
+    """A function from tokens [T] to their rows of the embedding [T, E]. `thread_pool`: the threads that read the rows, if there
+    are several pools."""
 
     def __call__(self, tokens: Tensor, thread_pool: int | None = None) -> Tensor: ...
 
 
 def table_rows(table: Tensor) -> EmbeddingRows:
-    """Of a table [V', E], on its device."""
+    """Rows of an embedding table [V', E], on its device."""
     return lambda tokens, thread_pool=None: table.index_select(0, tokens.to(table.device))
 
 
 def packed_rows(table: Linear) -> EmbeddingRows:
-    """Of a weight that is kept in its quantized blocks, on its device."""
+    """Rows of an embedding that is kept packed, on its device."""
     return lambda tokens, thread_pool=None: table.rows(tokens.to(table.device), thread_pool)
 
 

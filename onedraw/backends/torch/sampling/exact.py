@@ -1,6 +1,8 @@
 """Operations whose bits do not depend on the number of rows, the neighbours or the threads.
 
-In: tensors on a CPU or a CUDA device. Out: the same numbers for a row, whatever is computed beside it.
+In: tensors on a CPU or a CUDA device. Out: the same numbers for a row, whatever is computed beside it. A row is one position to
+sample at. A token's deficit is the best score minus its own, divided by the temperature: zero or more. A row's limit is the
+largest deficit that its filters keep. Axes: C rows, V tokens of the vocabulary.
 
 Three rules ensure it: functions that a CPU computes differently in its vector loop and in the tail run on whole vectors only;
 sums over the vocabulary are sums of integers; among equal values, the lowest index is selected explicitly.
@@ -17,9 +19,9 @@ from torch import Tensor
 
 from onedraw.sampling.logprobs import MASS_BITS
 
-WIDTH = 64  # elements; a multiple of every vector width in use
+WIDTH = 64  # elements of a whole vector; a multiple of every vector width in use
 LARGEST = torch.finfo(torch.float32).max
-PIECE = 32768  # elements; torch never splits so few among threads
+PIECE = 32768  # elements of one call; torch never splits so few among threads
 
 
 def padded(width: int) -> int:
@@ -28,10 +30,10 @@ def padded(width: int) -> int:
 
 
 def apply_elementwise(function: Callable[..., Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:
-    """`function` (exp, log, tanh …, one that takes `out=`) of every element, bits independent of shape and threads.
+    """Apply `function` (exp, log, tanh …, one that takes `out=`) to every element, with bits independent of shape and threads.
 
-    `out` may be `x` itself; it is contiguous where given. On a CPU the last bit differs between vector loop and
-    scalar tail, and torch splits large tensors among threads at unaligned places: so pieces of whole vectors, each
+    `out` may be `x` itself, and must be contiguous. On a CPU the last bit differs between the vector loop and the scalar tail,
+    and torch splits large tensors among threads at unaligned places. So the function is called on pieces of whole vectors, each
     too small to be split.
     """
     if x.device.type != "cpu":
@@ -85,7 +87,7 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def masses(deficit: Tensor, scratch: Scratch, limit: Tensor | None = None) -> Tensor:
-    """floor(exp(-deficit) * 2^40), as integers, whose sums are exact in any order; 0 beyond `limit` ([C, 1]), if given.
+    """Masses, floor(exp(-deficit) * 2^40), as integers, whose sums are exact in any order. Beyond `limit` ([C, 1]) they are 0.
 
     [C, V] float32 -> int64
     """
@@ -138,7 +140,7 @@ def first_best(values: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _countdown(width: int, device: torch.device) -> Tensor:
-    """width … 1; exact in float32 for any vocabulary below 2^24."""
+    """The numbers from `width` down to 1, which are exact in float32 for any vocabulary below 2^24."""
     return torch.arange(width, 0, -1, dtype=torch.float32, device=device)
 
 

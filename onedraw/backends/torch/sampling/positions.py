@@ -1,7 +1,8 @@
 """The positions of a step that sample or are scored, their logits, and their samples.
 
 In: a plan, its inputs and the hidden states of its tokens. Out: samples and logprobs by row. Logits are computed for a slice of
-positions at a time, or read from a checkpoint that contains the logits of its prompt's last position.
+positions at a time, or read from a checkpoint that contains the logits of its prompt's last position. A row is the work of one
+sequence in one step. Axes: C positions, V' vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from onedraw.backends.torch.state.model_state import CheckpointLogits
 from onedraw.sampling.verify import draft_prefixes
 from onedraw.types import Logprobs, Plan, Row, SampledToken
 
-SCORED = 64  # positions at a time
+SCORED = 64  # prompt positions whose logprobs are computed at a time, which bounds memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,15 @@ class RowPosition:
     """A position at which a token is sampled: after a token of the step, or after the prompt of a checkpoint."""
 
     row: int
-    token: int | None  # index in the step; None: the logits are in the checkpoint `restore`
+    token: int | None  # index of the token in the step; None: the logits are in the checkpoint `restore`
     position: SamplingPosition
     restore: int | None
-    keep: int | None  # the checkpoint to which these logits are saved
+    keep: int | None  # the checkpoint to which these logits are saved; None: they are not saved
 
 
 class PositionSampler:
-    """Owner: the backend. `rule`: how the rows that the head receives are padded."""
+    """Computes logits at the positions of a step, and samples or scores them. `rule`: how the rows that the head receives are
+    padded. Owner: the backend."""
 
     def __init__(self, model: Transformer, sampler: Sampler, kept: CheckpointLogits, rule: RowRule) -> None:
         self._model, self._sampler, self._kept, self._rule = model, sampler, kept, rule
@@ -53,7 +55,7 @@ class PositionSampler:
         """For each row that samples, a token after its last known token and after each draft."""
         wanted = [
             one
-            for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding has spans of its own
+            for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding has its own spans
             for one in _row_positions(i, row, span.first)
         ]
         sampled: dict[int, list[SampledToken | None]] = {}

@@ -4,7 +4,9 @@ In: logits [C, V'] and for each row its parameters, history and drafts. Out: a S
 no token. A row's token, logprobs and checksum have the same bits whatever the other rows are (see `exact.py`).
 
 Work that no row needs is skipped, and work that some rows need is done on those rows alone. Nothing is copied to the host before
-the end, when one small integer tensor holds all results.
+the end, when one small integer tensor holds all results. A row is one position to sample at; a slab is as many rows as are
+processed at once; a lane is the slot in which a sequence's tokens are counted. A token's deficit is the best score minus its own,
+divided by the temperature. Axes: C rows, V tokens of the vocabulary, V' V with padding.
 """
 
 from __future__ import annotations
@@ -205,7 +207,7 @@ class CapturableSampler(Protocol):
 
 
 class Sampler:
-    """Owner: the backend. It keeps no state that could change an answer, only caches that save time."""
+    """Samples rows of logits. It keeps no state that could change an answer, only caches that save time. Owner: the backend."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -215,7 +217,7 @@ class Sampler:
         self._scratch = Scratch(device)
         self._counts: LaneCounts | None = None
         self._recalls: dict[int, tuple[str, HistoryTokens]] = {}
-        self._weights: Tensor | None = None  # [2, V] int64, of logits and of scores
+        self._checksum_weights: Tensor | None = None  # [2, V] int64: by token, for logits and for scores; made at first use
         self._lock = threading.RLock()  # steps in flight at once may be prepared and sampled on two threads
 
     @property
@@ -269,7 +271,7 @@ class Sampler:
     # ── one slab ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _slab(self, logits: Tensor, positions: Sequence[SamplingPosition], columns: int) -> Tensor:
-        """The results of these rows.   [C, columns] int64"""
+        """Sample one slab.   [C, columns] int64, for `read_samples`"""
         raw = self._padded(logits)
         law, tokens = self._chosen(raw, self._adjusted(raw, positions), positions)
         answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)
@@ -356,14 +358,14 @@ class Sampler:
         packed = np.zeros((len(constrained), words), dtype=np.uint32)
         for line, (_, bits) in zip(packed, constrained, strict=True):
             line[: len(bits)] = bits[:words]
-        sets = torch.from_numpy(packed.view(np.int32)).to(self._device)  # [R, W]
+        sets = torch.from_numpy(packed.view(np.int32)).to(self._device)  # [constrained rows, words]
         allowed = (sets[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self._device)) & 1
-        allowed = allowed.reshape(len(constrained), -1)[:, : self._width]  # [R, V]
+        allowed = allowed.reshape(len(constrained), -1)[:, : self._width]  # [constrained rows, V']
         rows = self._index([row for row, _ in constrained])
         scores[rows] = scores[rows].masked_fill_(allowed == 0, -torch.inf)
 
     def _penalize(self, scores: Tensor, counting: Sequence[int], positions: Sequence[SamplingPosition]) -> None:
-        """Repetition, frequency, presence, in this order, on the rows that count their history."""
+        """Apply repetition, frequency and presence penalties, in this order, to the rows that count their history."""
         if self._counts is None:
             self._counts = LaneCounts(vocab=self._width, lanes=self._lanes, device=self._device)
         places = [positions[row] for row in counting]
@@ -441,10 +443,10 @@ class Sampler:
             answers[rows, TOTAL : TOTAL + found.shape[1]] = found
 
     def _checksums(self, raw: Tensor, law: FilteredScores) -> Tensor:
-        if self._weights is None:
-            weights = np.stack(checksum_weights(self._vocab))
-            self._weights = torch.nn.functional.pad(torch.from_numpy(weights), (0, self._width - self._vocab)).to(self._device)
-        first, second = self._weights
+        if self._checksum_weights is None:
+            weights = torch.from_numpy(np.stack(checksum_weights(self._vocab)))
+            self._checksum_weights = torch.nn.functional.pad(weights, (0, self._width - self._vocab)).to(self._device)
+        first, second = self._checksum_weights
         scores = 0.0 - law.kept()
         total: Tensor = (raw.view(torch.int32).to(torch.int64) * first).sum(1)
         total += (scores.view(torch.int32).to(torch.int64) * second).sum(1)

@@ -2,7 +2,8 @@
 
 In: the step's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, with one scratch page more
 than the allocator lends: padding tokens write there, and blocks past a sequence's end read it under a mask. 8-bit codes (int8,
-fp8) have their scales in pages of their own under the same numbers; whatever moves a page moves both.
+fp8) are keys and values divided by a scale; the scales are in pages of their own under the same numbers, and whatever moves a
+page moves both. A slot is a position within a page. Axes: T tokens, P pages, S slots of a page, K key heads of size D.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def coded(dtype: torch.dtype) -> bool:
 
 
 def encode(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Finite numbers [..., D] → codes [..., D] and scales [...]. Ties go to the even code."""
+    """Quantize heads of finite numbers [..., D]: their 8-bit codes [..., D], and their scales [...]. Ties go to the even code."""
     wide, largest = heads.float(), LARGEST[dtype]
     scales = wide.abs().amax(-1) / largest
     ratios = torch.where(scales.unsqueeze(-1) > 0, wide / scales.unsqueeze(-1), 0.0).clamp_(-largest, largest)
@@ -41,12 +42,12 @@ def encode(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def bits(store: Tensor) -> Tensor:
-    """The same memory in a dtype that every torch operation can move: few support fp8."""
+    """The same memory in a dtype that every torch operation can move, because few operations support fp8."""
     return store.view(torch.uint8) if store.dtype == torch.float8_e4m3fn else store
 
 
 class PageStore:
-    """Keys and values of one layer: [P * K, S * D], a row per (page, head); scales of codes: [P * K, S]."""
+    """Keys and values of one layer, each [P * K, S * D] with a row per page and head; and scales of 8-bit codes, [P * K, S]."""
 
     def __init__(self, spec: AttentionSpec, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         rows = (pages + 1) * spec.kv_heads
@@ -75,7 +76,7 @@ class PageStore:
         return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors of a page, by name: [P, K, S * D] or [P, K, S]."""
+        """The store's tensors by name, viewed page by page: keys and values [P, K, S * D], scales [P, K, S]."""
         named = {"keys": self.keys, "values": self.values, "key_scales": self.key_scales, "value_scales": self.value_scales}
         return {name: bits(x).view(-1, self._heads, x.shape[1]) for name, x in named.items() if x is not None}
 
@@ -88,7 +89,7 @@ class PageStore:
             part[targets] = part[sources]
 
     def read(self, pages: Sequence[int]) -> dict[str, Tensor]:
-        """Copies of the parts on the host: [n, K, S * D] or [n, K, S]."""
+        """Copies on the host of n pages of every tensor in `parts`."""
         return {name: part[list(pages)].cpu() for name, part in self.parts().items()}
 
     def fill(self, places: Mapping[int, int], given: Mapping[str, Tensor]) -> None:
@@ -102,14 +103,14 @@ class PageStore:
                 part[here : here + count].copy_(own[stored : stored + count])
 
     def move(self, table: Tensor) -> None:
-        """Slots to slots: table rows are (from page, from slot, to page, to slot). All are read before any is written."""
+        """Move slots. Rows of the table are (from page, from slot, to page, to slot); all are read before any is written."""
         from_page, from_slot, to_page, to_slot = table.unbind(1)
         for part in self.parts().values():
             slots = part.view(len(part), self._heads, self._page_size, -1)
             slots[to_page, :, to_slot] = slots[from_page, :, from_slot]
 
     def write(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """Keys and values [T, K, D] at places [T * K], counted in heads' slots.
+        """Write keys and values [T, K, D] to places [T * K], which `write_places` returned.
 
         A value that is not finite is stored as a key of NaN and a value of zero: a query that sees the key gets NaN, and one
         that does not (a neighbour in a tile, the next owner of the page) is not affected, since zero times zero is zero. Codes
@@ -133,7 +134,8 @@ class PageStore:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU from untouched pages of the system, which take no time and no memory before they are written."""
+    """A tensor of zeros. On a CPU its memory is untouched pages of the system, which take no time and no memory before they are
+    written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
@@ -141,13 +143,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def write_places(pages: Tensor, slots: Tensor, *, kv_heads: int, page_size: int) -> Tensor:
-    """The place of each (token, head) in a store viewed as slots of one head's key: [T * K]."""
+    """The place of each token and head, [T * K]: its index in a store viewed as vectors of one slot and head, [P * K * S, D]."""
     heads = torch.arange(kv_heads, device=pages.device)
     return ((pages[:, None] * kv_heads + heads) * page_size + slots[:, None]).reshape(-1)
 
 
 def _runs(places: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """Consecutive keys with consecutive values: (first key, first value, count)."""
+    """Runs of consecutive keys with consecutive values, each copied at once: (first key, first value, count)."""
     runs: list[tuple[int, int, int]] = []
     for key, value in sorted(places.items()):
         if runs and (key, value) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):

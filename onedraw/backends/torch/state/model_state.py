@@ -1,7 +1,9 @@
 """The state of a model between steps: KV pages per layer group, lanes of recurrent layers, checkpoints of prompts.
 
 In: sizes, then rows and their kept drafts. Out: stores that the layers read and write. Everything is allocated once. After
-every step the state after a row's kept tokens is in its pages and its lane, and nowhere else.
+every step the state after a row's kept tokens is in its pages and its lane, and nowhere else. A row is the work of one sequence
+in one step; a lane is the slot of its recurrent state; a group is the layers that keep the same positions in pages. The rollback
+buffer holds the state increments of drafts until the commit (`ops/plain/recurrent_rollback.py`). V': vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ LayerStore = PageStore | LaneStore
 class StateSizes:
     """Sizes of a state."""
 
-    pages: tuple[int, ...]  # per group
+    pages: tuple[int, ...]  # number of pages of each group
     page_size: int
-    windows: tuple[int | None, ...] = (None,)  # of the groups
+    windows: tuple[int | None, ...] = (None,)  # attention window of each group; None: all positions
     lanes: int = 0
-    drafts: int = 0  # slots of the rollback buffer
+    drafts: int = 0  # number of drafts that the rollback buffer holds
     checkpoints: int = 0
 
 
@@ -44,7 +46,7 @@ class KeptPath:
     rollback_start: int  # slot of the row's first draft in the rollback buffer
     stop: int  # slot of the row's first draft in its pages, which is the position after its known tokens
     path: tuple[int, ...]  # indices of the kept drafts, in order of position
-    pages: tuple[Sequence[int], ...]  # per group
+    pages: tuple[Sequence[int], ...]  # the row's pages in each group
 
 
 class ModelState:
@@ -62,7 +64,7 @@ class ModelState:
         deltas = Counter(layer.mixer for layer in layers if isinstance(layer.mixer, DeltaSpec))
         given = {"lanes": sizes.lanes, "drafts": sizes.drafts, "checkpoints": sizes.checkpoints}
         self.blocks = {spec: LaneBlock(spec, count, device=device, **given) for spec, count in deltas.items()}
-        self.attending: list[tuple[AttentionSpec, PageStore]] = []  # those that write
+        self.attending: list[tuple[AttentionSpec, PageStore]] = []  # layers that write keys and values of their own
         for layer in layers:
             self.stores.append(self._make(layer.mixer, dtype))
         # Fixed addresses of the pages of all layers of one kind, so that one kernel can reach all of them.
@@ -86,7 +88,8 @@ class ModelState:
         return self.sizes.windows.index(spec.window) if spec.window in self.sizes.windows else 0
 
     def _addresses(self, kind: AttentionSpec) -> list[tuple[Tensor, int]]:
-        """[layers, 2] int64 of keys and values, and of their scales where they have any; and bytes of one position of a head."""
+        """Tables [layers, 2] int64 of the addresses of keys and values, and of their scales if they have any; each with the bytes
+        of one position of a head."""
         stores = [pages for mixer, pages in self.attending if mixer == kind]
         pairs = [[(pages.keys, pages.values) for pages in stores], [pages.scales for pages in stores if pages.scales]]
         found = []
@@ -176,7 +179,7 @@ class ModelState:
                 store.saved_windows[slot] = arrays[f"{name}.window"].to(self._device)
 
     def _named(self) -> Iterator[tuple[str, int, LayerStore]]:
-        """Every store once: under the number of the layer that writes to it, with its page group."""
+        """Every store once, with the name under which it is exported (the layer that writes to it) and its page group."""
         groups = {id(store): number for number, group in enumerate(self._groups) for store in group}
         seen: set[int] = set()
         for index, store in enumerate(self.stores):
@@ -186,7 +189,7 @@ class ModelState:
 
 
 class CheckpointLogits:
-    """The logits at a prompt's last position, per checkpoint: float32 [slots, V']. Owner: the backend."""
+    """For each checkpoint slot, the float32 logits at its prompt's last position: [slots, V']. Owner: the backend."""
 
     def __init__(self, checkpoints: int, width: int, device: torch.device) -> None:
         self.rows = torch.zeros(checkpoints, width, dtype=torch.float32, device=device)
@@ -227,7 +230,7 @@ class Snapshots:
 
 
 def as_stored(tensor: Tensor) -> npt.NDArray[Any]:
-    """numpy has no bf16: its bits are stored as integers."""
+    """The tensor as a numpy array. numpy has no bf16, so the bits of bf16 are stored as integers."""
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 

@@ -2,7 +2,9 @@
 
 In: sizes; then a step's Inputs. Out: tensors, allocated once, that the delta operations read and write: a state per lane and per
 checkpoint, and the increments of a step's drafts; and the spans of a step, one per row. After every step a lane holds the state
-after its kept tokens. Drafts are written to the rollback buffer, and only the commit brings them to a lane.
+after its kept tokens. Drafts are written to the rollback buffer, and only the commit (`ops/plain/recurrent_rollback.py`) brings
+them to a lane. A lane is the slot of a sequence's recurrent state; a span is the tokens of one row, that is, of one sequence in
+one step. Axes: T tokens, R rows, K taps, which are the inputs that the convolution reads at a token.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def _zeros(*shape: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KeptDrafts:
-    """What the commit does in one lane. `places`: the rollback slots of its kept drafts, in order of position."""
+    """The drafts that the commit keeps in one lane. `places`: their slots in the rollback buffer, in order of position."""
 
     lane: int
     places: tuple[int, ...]
@@ -103,7 +105,7 @@ class RecurrentSpan:
 
     first: int  # index of the row's first token among the tokens of the step
     lane: int
-    fresh: bool  # the row begins at position 0, so the lane's old state is ignored
+    fresh: bool  # whether the row begins at position 0, so that the lane's old state is ignored
     prompt: int  # how many of the known tokens belong to the prompt, which is computed in chunks
     known: int  # known tokens of the row in this step
     drafts: tuple[Draft, ...]

@@ -57,7 +57,7 @@ class PackedParams:
     """The sampling parameters of one request in the layout of the kernels' table."""
 
     params: SamplingParams
-    numbers: npt.NDArray[np.int64]  # the columns of the table before KEY_0
+    numbers: npt.NDArray[np.int64]  # the values of the table's columns before KEY_0
     greedy: bool
     uses_counts: bool
     has_entries: bool  # whether there are logit biases, or adjustments that need more of the history than token counts
@@ -104,7 +104,7 @@ class TokenMasks:
     def __init__(self, vocab: int) -> None:
         self._words = -(-vocab // 32)
         self._masks: list[TokenMask] = []
-        self._rows: list[tuple[int, int]] = []  # position, index of its mask
+        self._rows: list[tuple[int, int]] = []  # (position, index of its mask)
 
     def add(self, position: int, mask: TokenMask) -> None:
         self._rows.append((position, len(self._masks)))
@@ -121,7 +121,7 @@ class TokenMasks:
         return found
 
     def bits(self) -> npt.NDArray[np.int32]:
-        """[masks, words]. A mask may be shorter than the vocabulary, and longer."""
+        """All masks as rows of 32-bit words with a bit per token, cut or filled with zeros to the length of the vocabulary."""
         packed = np.zeros((len(self._masks), self._words), dtype=np.uint32)
         for line, mask in zip(packed, self._masks, strict=True):
             line[: len(mask)] = mask[: self._words]
@@ -129,7 +129,8 @@ class TokenMasks:
 
 
 class TritonSampler(Sampler):
-    """`pdl`: launch kernels with programmatic dependent launch (Hopper and later)."""
+    """A sampler that launches Triton kernels. `pdl`: with programmatic dependent launch, where a kernel may start while the one
+    before it ends (Hopper and later)."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device, pdl: bool = False) -> None:
         super().__init__(vocab=vocab, lanes=lanes, device=device)
@@ -146,7 +147,7 @@ class TritonSampler(Sampler):
         return self._sample_slab(logits, inputs, slice(0, len(positions)))
 
     def _columns(self, positions: Sequence[SamplingPosition]) -> int:
-        """One of few numbers, so that captured steps share a layout."""
+        """How many integers describe a sample: one of few numbers, so that captured steps share a layout."""
         counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
         if counts:
             return TOP + next(capacity for capacity in TOP_CAPACITIES if capacity >= max(counts))
@@ -164,7 +165,7 @@ class TritonSampler(Sampler):
             inputs = TritonSamplingInputs(
                 table=self._sampling_table(positions, staging, rows),
                 columns=columns,
-                weights=self._checksum_weights() if checksums else None,
+                weights=self._weights_of_checksums() if checksums else None,
                 sampler=self,
             )
         table = inputs.table
@@ -194,7 +195,7 @@ class TritonSampler(Sampler):
             table.output.view(-1).scatter_add_(0, table.count_increments, one)
 
     def _sample_slab(self, logits: Tensor, inputs: TritonSamplingInputs, rows: slice) -> Tensor:
-        """[C, columns] for these rows of the table."""
+        """Sample the positions in these rows of the table: [C, columns], for `read_samples`."""
         table, sizes = inputs.table.part(rows), {"vocab": self._vocab, "width": self._width}
         result, checksums = sample_tokens(logits, table, **sizes, weights=inputs.weights, pdl=self._pdl)
         if inputs.columns == 1:
@@ -318,20 +319,20 @@ class TritonSampler(Sampler):
         increments[: len(grown)] = grown
         return self._counts, increments
 
-    def _checksum_weights(self) -> Tensor:
-        """[2, V] int64: the weights of tokens in the checksum of the raw and of the kept scores."""
-        if self._weights is None:
-            self._weights = torch.from_numpy(np.stack(checksum_weights(self._vocab))).to(self._device)
-        return self._weights
+    def _weights_of_checksums(self) -> Tensor:
+        """[2, V] int64: by token, the weights of logits and of kept scores in a checksum."""
+        if self._checksum_weights is None:
+            self._checksum_weights = torch.from_numpy(np.stack(checksum_weights(self._vocab))).to(self._device)
+        return self._checksum_weights
 
 
 def _draft_tokens(p: SamplingPosition) -> tuple[int, ...]:
-    """The tokens between the history and the position; -1 - lane stands for a token that only the device knows."""
+    """The drafted tokens between the history and the position; -1 - lane stands for a token that only the device knows."""
     return (-1 - p.lane,) if p.drafts == (PENDING_TOKEN,) else p.drafts
 
 
 def _logprobs_request(params: SamplingParams) -> int:
-    """As in `SamplingTable.logprobs`."""
+    """What a request wants of logprobs, encoded as in `SamplingTable.logprobs`."""
     return NO_LOGPROBS if params.logprobs is None else 2 * params.logprobs + (params.logprobs_mode == "processed")
 
 
@@ -342,7 +343,7 @@ def _padded_to(count: int, requests: Sequence[int]) -> npt.NDArray[np.int32]:
 
 
 def _padded_length(count: int) -> int:
-    """The next power of two, and at least 64."""
+    """The length to which a list is padded: the next power of two, and at least 64, so that captured steps share few layouts."""
     return max(64, 1 << (count - 1).bit_length())
 
 
