@@ -60,9 +60,9 @@ class Settings:
     state_dtype: str = "f32"  # dtype of recurrent state
     draft_memory: int | None = None  # bytes of the buffer from which recurrent layers undo rejected drafts
     checkpoint_memory: int | None = None  # bytes of checkpoints: recurrent state and last logits after prompt prefixes
-    threads: int | None = None  # CPU threads
+    threads: int | None = None  # number of CPU threads that compute
     prefix_cache: bool = True  # whether prompts share the KV pages of common prefixes
-    scheduling_policy: SchedulingPolicy = "fair"  # callers in turn, or strict order of arrival
+    scheduling_policy: SchedulingPolicy = "fair"  # whether callers take turns, or the order of arrival decides
     queue_limit: int = 256  # requests that may wait before new ones are refused with 429
     draft: tuple[str, ...] = ("auto",)  # drafters: auto, none, ngram, prediction, mtp, or the path of a drafter or draft model
     draft_tokens: int | None = None  # drafts per row and step; None adapts them to how many are kept

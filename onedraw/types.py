@@ -42,7 +42,7 @@ LogprobsMode = Literal["raw", "processed"]
 Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # The engine never sets "tool_calls": it does not see text.
 Channel = Literal["content", "reasoning", "tool"]
 TokenMask = npt.NDArray[np.uint32]  # token i is allowed if bit i % 32 of word i // 32 is set; ids beyond the end are not allowed
-EMPTY_MASK: TokenMask = np.zeros(0, dtype=np.uint32)  # allows no token
+EMPTY_MASK: TokenMask = np.zeros(0, dtype=np.uint32)  # the mask that allows no token
 
 
 class Constraint(Protocol):
@@ -91,12 +91,12 @@ class SamplingParams:
     """Everything besides the logits and the history that affects sampling."""
 
     temperature: float = 1.0
-    top_k: int = 0  # 0 turns it off
-    top_p: float = 1.0  # 1 turns it off
-    min_p: float = 0.0  # 0 turns it off
-    repetition_penalty: float = 1.0  # counts prompt and output; 1 turns it off
-    frequency_penalty: float = 0.0  # counts the output only
-    presence_penalty: float = 0.0  # counts the output only
+    top_k: int = 0  # keep the k most likely tokens; 0 turns this filter off
+    top_p: float = 1.0  # keep the most likely tokens that together have this probability; 1 turns this filter off
+    min_p: float = 0.0  # keep tokens that are at least this share as likely as the best; 0 turns this filter off
+    repetition_penalty: float = 1.0  # applies to tokens of the prompt and the output; 1 turns it off
+    frequency_penalty: float = 0.0  # applies to tokens of the output only, per occurrence
+    presence_penalty: float = 0.0  # applies to tokens of the output only, once
     dry: DryParams | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, number added to its logit); no token occurs twice
     seed: int = 0
@@ -106,7 +106,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # banned token sequences: the last token is banned where the others precede it
     logprobs: int | None = None  # number of alternatives that are returned with each token's logprob; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
-    prompt_logprobs: int | None = None  # like `logprobs`, for every prompt token but the first
+    prompt_logprobs: int | None = None  # the same for every token of the prompt but the first
     checksums: bool = False  # whether every sampled token has a checksum of its logits and scores
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
-    speculate: bool = True  # whether its rows may carry drafts
+    speculate: bool = True  # whether drafts may be used for this request
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both
     caller: str = ""  # the name of an API key, or a client address; empty for callers of the library
     parent: str = ""  # an id that all choices of one call share; empty if there is only one choice
@@ -215,7 +215,7 @@ class PageCopy:
     """An order to copy KV page `source` to the sequence's own page `target` before its row runs. The source is a partly filled
     page of a cached prefix, to which another sequence may still write."""
 
-    group: int  # index of the layer group
+    group: int  # index of the group of layers whose page is copied
     source: int
     target: int
 
@@ -232,7 +232,7 @@ class CheckpointSave:
     slot: int
 
 
-MAX_DRAFTS = 64  # drafts of one row in one step
+MAX_DRAFTS = 64  # the most drafts that one row can carry
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ class SampledToken:
     token: int
     logprobs: Logprobs | None = None
     checksum: int | None = None
-    kept: bool = field(default=False, compare=False)  # whether it had been drafted
+    kept: bool = field(default=False, compare=False)  # whether this token was a draft that was kept
     rejected: int = field(default=0, compare=False)  # number of rejected drafts of its row; only on the row's last token
 
 

@@ -129,7 +129,7 @@ class DrafterBuilder:
 
     source: Path | Literal["mtp"]
     tokenizer: Tokenizer
-    target: Checkpoint  # open until the backend is built
+    target: Checkpoint  # The target's checkpoint stays open until the backend is built.
 
     @property
     def named(self) -> str:
@@ -208,7 +208,7 @@ class DrafterBuilder:
 class BuiltInDrafter:
     """A DFlash drafter that ships with the package, and the target that it was trained for."""
 
-    file: str  # in checkpoints/drafters
+    file: str  # the name of its file in the folder checkpoints/drafters
     family: str
     layers: int
     hidden: int

@@ -64,7 +64,7 @@ def memory_plan_for(
     )
 
 
-KV_SEARCH_STEP = 64 << 20  # precision in bytes of the search for the largest KV memory
+KV_SEARCH_STEP = 64 << 20  # The search for the largest KV memory that fits ends when it is exact to so many bytes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class DeviceFit:
 
 def step_memory(settings: Settings, info: ModelInfo, plan: MemoryPlan, devices: Sequence[Device]) -> StepBytes:
     """Return the workspace of a step on each of these devices, which the memory plan does not contain."""
-    recorded = len(devices) == 1  # CUDA graphs are counted for one device only
+    recorded = len(devices) == 1  # The memory of CUDA graphs is counted only if there is one device.
     return step_bytes(info.spec, plan.dtype, step_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
 
 

@@ -156,7 +156,7 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
     def make_backend() -> Backend:
         return FakeBackend(
             vocab=tokenizer.vocab_size,
-            pages=settings.kv_memory or settings.max_batch * per_sequence,  # a page of the fake backend counts as one byte
+            pages=settings.kv_memory or settings.max_batch * per_sequence,  # A page of the fake backend counts as 1 byte.
             lanes=settings.max_batch,
             page_size=settings.page_size,
             max_context=context,

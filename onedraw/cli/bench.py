@@ -95,15 +95,15 @@ class Measure:
     inter_token_p99_ms: float  # 99th percentile over tokens, in milliseconds
     tokens_per_second: float  # new tokens of all requests, divided by the whole time with prompts
     decode_tokens_per_second: float  # rate of new tokens while every request is past its first token and none has ended
-    draft_tokens: int  # drafts of all rows
+    draft_tokens: int  # number of drafts that were verified
     accepted_tokens: int  # drafts that were kept
-    tokens_per_turn: float  # new tokens that one step gives one request; 1 without drafts
+    tokens_per_turn: float  # new tokens of one request in one engine step, on average; 1 without drafts
     turns_per_second: float  # engine steps per second over the whole time
     drafter_share: float = 0.0  # share of the engine steps after which the model's own drafter drafted
     drafter_ms: float = 0.0  # milliseconds that the drafter took after such a step
     floor_share: float | None = None  # least possible time of a step divided by its actual time
-    plain_tokens_per_second: float | None = None  # decode rate without drafts, with --draft replay
-    peer_tokens_per_second: float | None = None  # decode rate of the library named by --against
+    plain_tokens_per_second: float | None = None  # the decode rate without drafts, measured with --draft replay:K
+    peer_tokens_per_second: float | None = None  # the decode rate of the library that --against names
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ EXAMPLES = """examples:
 
 Type /help inside for the commands.
 """
-ANSWER_TOKENS = 1024  # An answer has at most this many tokens; /max N changes that.
+ANSWER_TOKENS = 1024  # the most tokens of an answer, unless the user types /max N
 PROMPT = "> "
 
 HELP_LINES = (

@@ -108,7 +108,7 @@ NO_DRAFT_WINDOW = (
 Parsed = TypeVar("Parsed")
 
 SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # settings whose values are sizes such as 2GiB
-NOT_FLAGS = ("model",)  # fields of Settings that are positional arguments
+NOT_FLAGS = ("model",)  # fields of Settings that are positional arguments of a command and not options
 
 
 @dataclass(frozen=True, slots=True)

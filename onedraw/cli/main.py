@@ -140,7 +140,7 @@ def _repair_streams() -> None:
 
 def _silence_output() -> None:
     """Discard everything that is still to be written to stdout."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout is closed or has no file descriptor
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # These mean that stdout is already closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

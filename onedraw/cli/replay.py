@@ -31,7 +31,7 @@ EXAMPLES = """examples:
 Every request runs with its own seed, parameters and prompt ids under the settings given here. None of them may change a token:
 that is the contract. It holds for one version, kind of device and dtype, which the fingerprint names.
 """
-SHOWN = 50  # rows of the table of differences; --json prints all of them
+SHOWN = 50  # the most rows of the printed table of differences; --json prints all of them
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -81,7 +81,7 @@ def prove(
     """
     build = build or _default_build
     threads = base.threads or os.cpu_count() or 1
-    plain_threads = None if base.backend == "xla" else threads  # the XLA backend does not take a number of threads
+    plain_threads = None if base.backend == "xla" else threads  # The xla backend has no setting for the number of threads.
     plain_settings = replace(
         base,
         threads=plain_threads,

@@ -31,7 +31,7 @@ from onedraw.types import Finish, Piece, SamplingParams
 log = logging.getLogger("onedraw.contract.record")
 
 VERSION = 1
-DEFAULT_SIZE = 64 * 2**20  # bytes of a file, after which the next one begins
+DEFAULT_SIZE = 64 * 2**20  # When a file has so many bytes, the next record begins a new file.
 NAME = "requests-{number:06d}.jsonl"  # names of files; a higher number is newer
 
 
@@ -268,7 +268,8 @@ def _number(path: Path) -> int:
 # the field's metadata.
 
 Value = TypeVar("Value")
-RETIRED: Mapping[type, frozenset[str]] = {SamplingParams: frozenset({"constraint"})}  # removed fields, null in older records
+# Fields that no longer exist, but are in older records as null.
+RETIRED: Mapping[type, frozenset[str]] = {SamplingParams: frozenset({"constraint"})}
 
 
 def to_json(value: object, *, path: str = "") -> Any:

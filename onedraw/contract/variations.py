@@ -84,7 +84,7 @@ Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "a
 SMALL_STEP = 16  # the most tokens that a step computes in the variation "small steps"
 RUN_AHEAD = ("model", "mtp")  # drafters that draft token by token, so that their drafts are chains and never trees
 TREE_BUDGET, WHOLE_TREE = 16, 64  # number of nodes of a draft tree; a forced draft length that is larger than any tree's depth
-SNAPSHOT_BYTES = 2**30  # the limit on snapshots on disk
+SNAPSHOT_BYTES = 2**30  # the value of --cache-budget in variations with snapshots on disk
 DRAFT_TOKENS = 4  # Rows carry this many drafts unless --draft-tokens is given, even if drafting does not pay off.
 
 
@@ -123,7 +123,7 @@ class Variation:
     name: str
     changes: Callable[[PlainRunFacts], Mapping[str, Any]]  # returns the settings that differ from the plain run
     drive: Drive
-    exercised: Callable[[Evidence, Evidence], bool]  # (plain run, this run) → whether the variation happened
+    exercised: Callable[[Evidence, Evidence], bool]  # tells from the plain run and this one whether the variation happened
     applies: Callable[[LLM], bool] = lambda llm: True  # whether the variation makes sense for this model
     predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # returns the predicted output of a request
     warmed_up: bool = False  # whether to run all requests in another LLM first and close it, so that snapshots are on disk

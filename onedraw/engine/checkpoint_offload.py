@@ -127,8 +127,8 @@ class PrefixImport:
 
     tokens: tuple[int, ...]
     slot: int | None
-    new_pages: tuple[dict[int, int], ...]  # per layer group, page index in the prefix → page to fill
-    held_pages: tuple[dict[int, int], ...]  # per layer group, page index → page that the cache has already
+    new_pages: tuple[dict[int, int], ...]  # for each layer group, a map from page index in the prefix to the page to fill
+    held_pages: tuple[dict[int, int], ...]  # for each layer group, a map from page index to a page that the cache has already
     pinned: Node
 
     def page_map(self, firsts: Sequence[int]) -> list[dict[int, int]]:

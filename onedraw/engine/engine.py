@@ -86,7 +86,7 @@ class Engine:
         self._observer, self._offload = observer, offload
         self._live: dict[str, tuple[Sequence, Sink]] = {}
         self._in_flight: deque[tuple[StepHandle, list[ScheduledRow]]] = deque()  # submitted steps, oldest first
-        self._undelivered: deque[tuple[Sink, Event]] = deque()  # events, oldest first
+        self._undelivered: deque[tuple[Sink, Event]] = deque()  # events whose sinks were not called yet, oldest first
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._seconds = 0.0
 

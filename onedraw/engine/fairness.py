@@ -35,7 +35,7 @@ class TurnKey(NamedTuple):
 
 class RunningRow(NamedTuple):
     key: TurnKey
-    overtime: int  # tokens sampled since its turn ended; negative: its turn lasts
+    overtime: int  # tokens sampled since its turn ended; negative while the turn lasts
 
 
 class Rank(NamedTuple):
@@ -60,7 +60,8 @@ def ranks(keys: Sequence[TurnKey]) -> list[Rank]:
         held[key] += 1
     in_caller = [0] * len(keys)
     for rows in by_caller.values():
-        for rank, index in enumerate(sorted(rows, key=in_request.__getitem__)):  # stable: of equal ones the older is first
+        # `sorted` is stable, so among rows with equal keys the older comes first.
+        for rank, index in enumerate(sorted(rows, key=in_request.__getitem__)):
             in_caller[index] = rank
     return [Rank(*pair) for pair in zip(in_caller, in_request, strict=True)]
 
@@ -97,7 +98,7 @@ class PromptTurns:
     """
 
     def __init__(self) -> None:
-        self._received: dict[str | TurnKey, int] = {}  # by caller and by request
+        self._received: dict[str | TurnKey, int] = {}  # prompt tokens received by each caller, and by each of its requests
 
     def order(self, keys: Sequence[TurnKey]) -> list[int]:
         """Return the indices of `keys` in the order in which their rows get tokens. `keys` has the oldest row first."""

@@ -316,7 +316,7 @@ class Scheduler:
         while not sequence.lease.reserve(needed):
             candidates = [i for i, s in enumerate(self.running) if s not in planned and s not in self.in_flight]
             victim = self.running[newest_of_most([s.key for s in self.running], candidates)]
-            if victim is sequence and self.in_flight:  # Rows in flight may release pages when they are collected.
+            if victim is sequence and self.in_flight:  # Wait instead: rows in flight may release pages when they are collected.
                 return False
             self.preempt(victim, last=False)
             if victim is sequence:

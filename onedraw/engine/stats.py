@@ -27,9 +27,9 @@ class DraftingEstimates:
     """The estimates with which the number of drafts is chosen now. A cost is three durations in seconds: of a step (or of a call
     of the drafter), and in addition of each row and each token in it."""
 
-    step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of a step without its drafter
-    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the backend's drafter; a token is a drafted position
-    acceptance: tuple[tuple[str, float, float], ...] = ()  # source, temperature, probability that a draft is kept
+    step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a step without drafting
+    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of the backend's drafter, where tokens are drafted ones
+    acceptance: tuple[tuple[str, float, float], ...] = ()  # (source, temperature, probability that a draft is kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Stats:
     drafted_by: tuple[DraftStats, ...] = ()
     propose_seconds: float = 0.0  # time spent in proposers and decisions on the host
     drafter_steps: int = 0  # generating steps after which the backend's own drafter drafted
-    drafter_seconds: float = 0.0  # time that it took in generating steps
+    drafter_seconds: float = 0.0  # time that the backend's own drafter took after these steps
     probe_seconds: float = 0.0  # estimated time of probes: drafts that did not pay off before and were tried again
     drafting: DraftingEstimates = field(default_factory=DraftingEstimates)
     middle_chunks: int = 0  # rows of long prompts that stopped before the end of the prompt, so that nothing was sampled

@@ -29,7 +29,7 @@ from onedraw.models.spec import KV_BYTES, KV_SCALE_BYTES, STATE_BYTES, Attention
 from onedraw.models.weight_names import WeightKey, weight_shapes
 from onedraw.settings import Settings, default_cache_dir
 
-if TYPE_CHECKING:  # `onedraw bench --backend fake` needs no torch
+if TYPE_CHECKING:  # not imported at run time, so that `onedraw bench --backend fake` works without torch
     import torch
 
 
@@ -57,7 +57,7 @@ def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
     if isinstance(mixer, AttentionSpec):
         positions = context if mixer.window is None else min(context, mixer.window)
         return 2 * positions * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
-    return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # read and written
+    return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # The state is read and written.
 
 
 def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:

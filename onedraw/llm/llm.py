@@ -87,7 +87,7 @@ class LLM:
         self.constraints = constraints  # The service builds its constraints with the same factory, so they share caches.
         self._call_cache = ToolCallCache()
         self._numbers = itertools.count()  # numbers at the end of request ids, which make every id unique
-        self._wakeups: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # one for each event loop that a caller uses
+        self._wakeups: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # one for each event loop that uses the LLM
 
     def __enter__(self) -> LLM:
         return self

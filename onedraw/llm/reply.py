@@ -29,7 +29,7 @@ class ContentBlock:
     call: Call | None = None  # set if this is the block of a tool call; `text` is then the JSON of its arguments
     text: str = ""
     tokens: list[ReplyToken] = field(default_factory=list)  # only content blocks list their tokens
-    cut: bool = False  # max_tokens ended the reply before this block was complete
+    cut: bool = False  # whether max_tokens ended the reply before this block was complete
 
 
 @dataclass(frozen=True, slots=True)

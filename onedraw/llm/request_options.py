@@ -42,9 +42,9 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text,
 
 DEFAULT_MAX_TOKENS = 256  # the default in the Python API and `onedraw generate`, or less if the context has less room
 NO_LIMIT = -1  # the value of max_tokens that means: as many as the context has room for
-DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # texts across which DRY matches no repetition
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # Across these texts DRY finds no repetition, by default.
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that are no fields of RequestOptions
-CONTINUE = "continue_final_message"  # an option of a chat too: the reply continues the last message
+CONTINUE = "continue_final_message"  # the name of the option of a chat with which the reply continues the last message
 # These values turn every filter and penalty off: the model's own distribution, whatever its authors recommend.
 NEUTRAL_SAMPLING: Mapping[str, float | int] = {
     **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
@@ -64,7 +64,7 @@ class RequestOptions:
     """Options as the caller wrote them. None means that an option was not given. docs/api.md explains each of them."""
 
     temperature: float | None = None
-    top_k: int | None = None  # 0 and -1 turn it off
+    top_k: int | None = None  # 0 and -1 turn this filter off
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -305,7 +305,7 @@ def _length(options: RequestOptions, default: int | None, *, prompt: int, contex
     room, min_tokens = context - prompt, options.min_tokens or 0
     given = default if options.max_tokens is None else options.max_tokens
     wanted = max(room, 1) if given is None or given == NO_LIMIT else given
-    if room < min(wanted, 1):  # max_tokens 0 needs no room
+    if room < min(wanted, 1):  # With max_tokens 0 nothing is sampled, so the prompt may fill the context.
         raise ContextOverflow(
             f"the prompt of {prompt} tokens and a reply are over the context of {context}; shorten the prompt or raise "
             "--max-context",

@@ -28,7 +28,7 @@ from onedraw.memory.prefix_cache import (
 )
 from onedraw.types import CheckpointSave, History, PageCopy
 
-_UNLIMITED = 2**62  # larger than any position
+_UNLIMITED = 2**62  # stands for no limit on positions; larger than any position
 
 
 class CacheSizes(Protocol):
@@ -83,7 +83,7 @@ class Allocator:
         self.lanes = Slots(sizes.lanes)
         self.checkpoint_slots = CheckpointSlots(sizes.checkpoints if reuse else 0, evict=self.remove_checkpoint)
         self.leases: dict[int, Lease] = {}  # lane → its lease
-        self.saving: set[tuple[int, ...]] = set()  # prefixes whose checkpoints are being saved by planned rows
+        self.saving: set[tuple[int, ...]] = set()  # prefixes of which a planned row saves a checkpoint, so that no other does
         self.tokens_queried = 0  # tokens looked up in the prefix cache
         self.tokens_hit = 0  # tokens found there
         self.window_pages_freed = 0  # pages freed because a sliding window has moved beyond them
@@ -372,8 +372,8 @@ class Lease:
     allocator: Allocator
     lane: int
     pages: tuple[Pages, ...]  # pages of each layer group by page index; NO_PAGE where a sliding window has moved beyond
-    freed: list[int]  # for each group, the number of those leading NO_PAGE entries
-    node: Node  # the node of the last full page that is committed
+    freed: list[int]  # for each group, how many entries at the beginning of `pages` are NO_PAGE
+    node: Node  # the prefix cache's node of the last full page whose positions are committed
     shareable: int  # positions below this one may enter the prefix cache
     cached: int  # number of positions that came from the prefix cache
     length: int  # number of positions for which the sequence was admitted
@@ -459,7 +459,8 @@ class Lease:
         pages, before = self.pages[group], self.freed[group]
         if first <= before:
             return
-        self.allocator.release_pages(group, pages[before:first][::-1])  # the oldest becomes idle, and so is evicted, first
+        # `release_pages` begins with the last page. The list is reversed, so that the oldest page is evicted first.
+        self.allocator.release_pages(group, pages[before:first][::-1])
         pages[before:first] = page_array([NO_PAGE] * (first - before))
         self.freed[group] = first
         self.allocator.window_pages_freed += first - before

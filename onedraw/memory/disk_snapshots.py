@@ -35,7 +35,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 MAGIC = b"onedraw snapshot 2\n"
 SUFFIX = ".snapshot"
 DIGEST = 16  # bytes of a checksum, and of the hash of a prefix's tokens
-BLOCK = 2**20  # bytes under one CRC-32
+BLOCK = 2**20  # A CRC-32 is computed for each block of so many bytes.
 MAX_QUEUED = 2  # Further snapshots are dropped while this many wait to be written, because their arrays use memory.
 MAX_READ_BYTES = 2**30  # A larger snapshot is not read, since all requests wait during the read.
 HALF_LIFE = 24 * 3600.0  # An unused snapshot loses half of its value in this many seconds.
@@ -66,9 +66,9 @@ class SnapshotFolder:
         self._folder = root / hashlib.blake2b(fingerprint.encode(), digest_size=8).hexdigest()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)  # Only the owner may read, since snapshots contain users' prompts.
         self._folder.mkdir(exist_ok=True)
-        self._index: dict[bytes, Snapshot] = {}  # hash of all its tokens → snapshot
-        self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # hash of the tokens up to the end of a full page → (snapshot, pages)
-        self._lengths: dict[int, int] = {}  # length in tokens → number of snapshots
+        self._index: dict[bytes, Snapshot] = {}  # from the hash of all of a snapshot's tokens to the snapshot
+        self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # from the hash of tokens up to a page's end to (snapshot, pages)
+        self._lengths: dict[int, int] = {}  # from a length in tokens to the number of snapshots that have it
         self.written = self.skipped = 0
         self._lock = threading.Lock()  # guards the fields above, which the writing thread updates, and `_pending`
         self._queue: queue.Queue[tuple[Snapshot, Arrays] | None] = queue.Queue()

@@ -82,7 +82,7 @@ SHAPES: Mapping[tuple[type[BaseModel], str], Shape] = {
 }
 
 
-BLOCKS: Mapping[type[BaseModel], tuple[str, ...]] = {  # model → its fields that hold Anthropic's content blocks
+BLOCKS: Mapping[type[BaseModel], tuple[str, ...]] = {  # names of the fields that hold Anthropic's content blocks
     messages.MessageParam: ("content",),
     messages.MessagesRequest: ("system",),
     messages.CountRequest: ("system",),

@@ -31,7 +31,7 @@ from onedraw.types import Piece, Usage
 
 TEMPLATE_NAMES = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "self", "use"}
-)  # refused as chat_template_kwargs
+)  # keys that are refused in chat_template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PreparedRequest:
     kind: Literal["chat", "completion"]
     generations: tuple[Generation, ...]  # one per prompt
     choices: tuple[PreparedChoice, ...]
-    n: int  # choices per prompt
+    n: int  # number of choices for each prompt
     echoes: tuple[str | None, ...]  # per prompt, the text that is repeated before the reply; None without `echo`
     logprobs: bool  # whether the reply has the logprobs of its tokens
     token_ids: bool  # whether the reply has the ids of prompt and reply

@@ -118,7 +118,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to this address, or raise BadSetting."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError) as error:  # a string that is no host name raises UnicodeError
+    except (OSError, UnicodeError) as error:  # A string that cannot be a host name raises UnicodeError.
         reason = error.strerror if isinstance(error, OSError) else error
         raise BadSetting(f"--host: {host!r} is not an address of this machine ({reason})") from None
     listener = socket.socket(family, kind, protocol)

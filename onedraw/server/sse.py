@@ -26,8 +26,8 @@ Chunk = dict[str, Any]
 class Framing:
     """The differences between the event streams of OpenAI's and Anthropic's APIs."""
 
-    named: bool  # each event has an `event:` line with its type
-    last: bytes  # what follows the last event of a complete stream
+    named: bool  # whether each event has an `event:` line with its type
+    last: bytes  # bytes to send after the last event of a complete stream
 
 
 OPENAI = Framing(named=False, last=b"data: [DONE]\n\n")

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PRIOR_ACCEPTANCE = 0.5  # the probability that a draft is kept, assumed for a source that has not been tried
-PRIOR_WEIGHT = 3.0  # this assumption counts as much as this many observed drafts
+PRIOR_WEIGHT = 3.0  # PRIOR_ACCEPTANCE counts as much as so many observed drafts
 PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, assumed until it is measured
 CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
 PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
 REFINEMENTS = 3  # rounds of computing the best drafts for the speed of the step, and the new speed that they give
-PROBE_TOKENS = 2  # drafts that a probe of a proposer carries
+PROBE_TOKENS = 2  # number of drafts of a proposer's probe
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
 PROBE_SHARE = 0.01  # all probes together take at most this share of the time
 PROBE_SAVINGS = 8.0  # the most time for probes that can be saved up, as a multiple of the base cost of a step
@@ -236,7 +236,7 @@ class CostMeter:
             if seconds * 8.0 < usual:
                 self._weight = 0.0  # This step is so much faster that those before must have been warm-up; they are discarded.
             elif self._weight > 4.0:
-                seconds = min(seconds, 2.0 * usual)  # limits the influence of an outlier
+                seconds = min(seconds, 2.0 * usual)  # so that one slow step hardly changes the estimate
         self._add(float(tokens), float(rows), seconds)
         self.cost = self._fit()
 

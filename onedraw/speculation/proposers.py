@@ -97,7 +97,7 @@ class SuffixIndex:
         begin = max(self.stop + 1 - self._longest, self._start)
         tokens = history.slice(begin, stop)
         for n, ends in self._ends.items():
-            first = max(self.stop + 1, self._start + n)  # the first end that is not in the index yet
+            first = max(self.stop + 1, self._start + n)  # where the first n-gram ends that is not in the index yet
             offset = first - n - begin
             ends.update(zip(zip(*(tokens[offset + i :] for i in range(n)), strict=False), range(first, stop + 1), strict=False))
         self.stop = stop
@@ -141,14 +141,14 @@ class Alignment:
 
     def __init__(self, predicted: tuple[int, ...]) -> None:
         self._predicted = predicted
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # 3-gram or 2-gram → where it ends in the prediction, ascending
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # from an n-gram of 3 or 2 tokens to its ends in the prediction
         for n in ANCHORS:
             for end in range(n, len(predicted) + 1):
                 self._ends.setdefault(predicted[end - n : end], []).append(end)
         self.pointer = 0  # index of the predicted token that is expected next
         self.seen = 0  # number of output tokens that were taken into account
-        self.replaced = False  # the output differed at the last token, and the pointer assumes that just this one was replaced
-        self.lost = False  # the last output tokens do not occur in the prediction
+        self.replaced = False  # whether the output differed at the last token; then the pointer assumes that only it was replaced
+        self.lost = False  # whether the last output tokens do not occur in the prediction, so that nothing is drafted
 
     def follow(self, output: list[int]) -> None:
         """Advance over the new output tokens while they agree with the prediction, else realign."""

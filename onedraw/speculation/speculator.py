@@ -66,9 +66,9 @@ class SpeculationStats:
     steps_with_drafter: int = 0  # generating steps in which the backend's drafter drafted for a row
     drafter_seconds: float = 0.0  # time that the backend's drafter took in generating steps
     probe_seconds: float = 0.0  # estimated time that probes took
-    step_cost: RowCost = field(default_factory=RowCost)  # of a step without its drafter
-    drafter_cost: RowCost = field(default_factory=RowCost)  # of the backend's drafter, where a token is a drafted position
-    acceptance: tuple[tuple[str, float, float], ...] = ()  # source, rounded temperature, probability that a draft is kept
+    step_cost: RowCost = field(default_factory=RowCost)  # estimated cost of a step without drafting
+    drafter_cost: RowCost = field(default_factory=RowCost)  # estimated cost of the backend's drafter; its tokens are drafted ones
+    acceptance: tuple[tuple[str, float, float], ...] = ()  # (source, rounded temperature, probability that a draft is kept)
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class Speculator:
         self._by_source: dict[str, tuple[int, int, int]] = {}
         self._kept_depths = [0] * (POSITIONS + 1)  # entry k: rows that kept k drafts; the last entry: that many or more
         self._seconds = 0.0
-        self._savings = 0.0  # seconds that probes may take
+        self._savings = 0.0  # seconds that are saved up for probes
         self._probe_seconds = self._drafter_seconds = 0.0
         self._drafter_steps = 0
 
@@ -150,7 +150,7 @@ class Speculator:
         self._kept_depths[min(kept, POSITIONS)] += 1
         reach = drafted if depth is None else depth
         request = self._requests.get(request_id)
-        if request is not None and source in request.sources:  # else the request has ended
+        if request is not None and source in request.sources:  # If it is not there, the request has ended.
             known = request.sources[source]
             known.acceptance.update(depth=reach, kept=kept)
             known.overall.update(depth=reach, kept=kept)

@@ -30,9 +30,9 @@ from onedraw.errors import BadParameter, BadRequest, CorruptFile
 from onedraw.text.gguf_tokenizer import require_types
 from onedraw.text.tokenizer import read_text, special_text, tokenizer_config
 
-MAX_OUTPUT = 2**26  # characters of a rendered prompt; far more than any context holds
-MAX_REPEATED = 2**20  # elements of the result of `*` on a string or list
-MAX_POWER_BITS = 2**12  # bits of the result of `**`
+MAX_OUTPUT = 2**26  # most characters of a rendered prompt; far more than fit into any context
+MAX_REPEATED = 2**20  # most elements of a string or list that a template makes with `*`
+MAX_POWER_BITS = 2**12  # most bits of a number that a template makes with `**`
 
 
 class ChatTemplate:
@@ -151,7 +151,7 @@ class ChatTemplate:
             reason = "the template or the messages are nested too deep"
         except jinja2.TemplateError as error:
             reason = str(error.message or error)
-        except Exception as error:  # a template can raise any Python exception
+        except Exception as error:  # not a narrower class, since a template can raise any Python exception
             reason = f"{type(error).__name__}: {error}"
         raise BadRequest(f"the chat template cannot render the messages: {reason}", param="messages", code="chat_template_error")
 

@@ -23,13 +23,13 @@ SPACE = " \t\r\n"  # characters that are removed around markers
 class ReasoningSyntax:
     """How a model family marks its reasoning. Recorded requests store it by its field names, which must not be renamed."""
 
-    opens: str  # start marker
-    closes: str  # end marker
+    opens: str  # the marker at the start of reasoning, such as <think>
+    closes: str  # the marker at its end, such as </think>
     closing: str  # text that is forced when the thinking budget is used up; it contains `closes`
-    anywhere: bool = False  # reasoning may also begin later in the reply; if False, a start marker there is plain text
-    switch: bool = True  # the chat template has the variable `enable_thinking`
-    effort: bool = False  # the chat template has the variable `reasoning_effort`
-    prompted: bool = False  # with thinking enabled, the rendered prompt ends with `opens`
+    anywhere: bool = False  # whether reasoning may also begin later in the reply; if False, a start marker there is plain text
+    switch: bool = True  # whether the chat template has the variable `enable_thinking`
+    effort: bool = False  # whether the chat template has the variable `reasoning_effort`
+    prompted: bool = False  # whether the rendered prompt ends with `opens` if thinking is enabled
 
 
 def detect_reasoning(template_source: str) -> ReasoningSyntax | None:

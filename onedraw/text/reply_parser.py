@@ -30,7 +30,7 @@ from onedraw.types import Call, Channel
 class ReplySyntax:
     """How the text of a reply is parsed. Recorded requests store it by its field names, which must not be renamed."""
 
-    opening: bool = False  # the reply is a text of its own, so the space that SentencePiece puts before its first word is dropped
+    opening: bool = False  # whether the reply is a text of its own, so that SentencePiece's space before it is dropped
     reasoning: ReasoningSyntax | None = None
     thinking: InitialThinking = "over"  # whether the reply begins inside reasoning, may open it, or has none
     spelled: frozenset[int] = frozenset()  # special tokens that are markers, which the parser must see in the text
@@ -69,7 +69,7 @@ class ReplyPart:
     channel: Channel
     text: str
     call: Call | None = None
-    truncated_call: bool = False  # the reply ended inside a tool call before its name; the text so far is content
+    truncated_call: bool = False  # whether this is the text of a tool call that the end of the reply cut off before its name
 
 
 class ReplyParser:

@@ -47,8 +47,8 @@ class ToolUse:
 
     tools: tuple[Tool, ...]  # the tools that the prompt describes
     allowed: tuple[Tool, ...]  # the tools among them that the reply may call
-    required: bool = False  # the reply must call a tool
-    parallel: bool = True  # the reply may call several tools
+    required: bool = False  # whether the reply must call a tool
+    parallel: bool = True  # whether the reply may call several tools
 
     @property
     def restricted(self) -> bool:

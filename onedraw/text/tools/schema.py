@@ -36,11 +36,13 @@ RESTRICTIONS = frozenset(
     {*ANY_TYPE_KEYWORDS, *OBJECT_KEYWORDS, *ARRAY_KEYWORDS, *NUMBER_KEYWORDS, *STRING_KEYWORDS}
     | {"type", "then", "else", "properties", "required", "additionalProperties", "items"}
 ).difference(COMBINATORS)
-MEMBER_KEYWORDS = frozenset(("properties", "patternProperties", "additionalProperties"))  # these depend on each other
+# Keywords that say which members an object may have. What one of them allows depends on the others.
+MEMBER_KEYWORDS = frozenset(("properties", "patternProperties", "additionalProperties"))
 MAX_ALTERNATIVES = 100  # schemas that one value may follow, in a syntax that is not JSON
 SCHEMA_WORK = 100  # the work of looking at one alternative counts as much as writing so many characters of a grammar
-MAX_DEPTH = 100  # combinators inside each other, with references followed
-_KEY_TERMINATOR = {"qwen_xml": ">", "laguna": "</arg_key>", "gemma": ":", "pythonic": "="}  # ends a key, so no key may contain it
+MAX_DEPTH = 100  # most combinators inside each other, with references followed
+# For each dialect, the text that ends a key. No key may contain it.
+_KEY_TERMINATOR = {"qwen_xml": ">", "laguna": "</arg_key>", "gemma": ":", "pythonic": "="}
 
 
 def refuse(schema: dict[str, Any], keywords: tuple[str, ...], path: str) -> None:
