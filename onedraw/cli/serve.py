@@ -107,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         from onedraw.server.serve import bind, serve
     except ImportError as error:
         raise BadSetting(f"serve needs the web packages, and {error.name} is missing: pip install 'onedraw[serve]'") from None
+    from onedraw.build.drafters import proposer_names
     from onedraw.build.llm import build_llm
 
     settings = read_settings(arguments)
@@ -136,5 +137,5 @@ def run(arguments: argparse.Namespace) -> int:
         with terminal.progress() as notify:
             llm = build_llm(settings, notify)
         with llm, recorded(llm, arguments) as llm:
-            serve(llm, options, listener)
+            serve(llm, options, listener, proposers=proposer_names(settings))
     return 0

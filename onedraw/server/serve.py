@@ -1,5 +1,6 @@
-"""Run the app with uvicorn: bind the port, print an example request, shut down gracefully.
+"""Run the app with uvicorn: bind the port, say what is served and how to try it, shut down gracefully.
 
+The example request goes to stdout; the card with addresses, model and memory, and the line `ready`, go to stderr like the log.
 `serve` returns after the shutdown. On the first SIGTERM or SIGINT, new requests get 503 and running ones may finish within
 `drain_seconds`. A second signal ends the process at once.
 """
@@ -9,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import ipaddress
 import json
+import logging
 import os
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,6 +29,8 @@ from onedraw.server.app import Endpoints, create_app
 from onedraw.server.config import ServerOptions
 from onedraw.server.logs import log_config
 
+log = logging.getLogger("onedraw")
+
 # Every socket write releases the GIL, and the event loop then waits for the engine's thread to give it back: up to Python's
 # switch interval, 5 ms by default, many times per step. A shorter interval keeps the latency of large batches low.
 SWITCH_SECONDS = 0.001
@@ -34,7 +40,9 @@ FLUSH_SECONDS = 5  # After the engine has stopped, finished replies have this lo
 class Server(uvicorn.Server):
     """Uvicorn with a shutdown that lets running requests of the LLM finish."""
 
-    def __init__(self, llm: LLM, options: ServerOptions, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self, llm: LLM, options: ServerOptions, listener: socket.socket | None = None, *, proposers: Sequence[str] = ()
+    ) -> None:
         app = create_app(llm, options)
         super().__init__(
             uvicorn.Config(
@@ -49,6 +57,7 @@ class Server(uvicorn.Server):
         )
         self._desk: Endpoints = app.state.endpoints
         self._options = options
+        self._proposers = proposers
         self._listener = listener or bind(options.host, options.port)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -79,7 +88,28 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        print(greeting(self.url, self._desk.llm, self._options), flush=True)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Print the card and the example request. With logs in JSON, the card is one log record."""
+        llm, options, url = self._desk.llm, self._options, self.url
+        card = model_card_lines(url, llm, options, proposers=self._proposers)
+        if options.log_format == "json":
+            log.info("%s", "; ".join(f"{name}: {text}" for name, text in card))
+        else:
+            print("\n".join(f"  {name:8} {text}" for name, text in card), file=sys.stderr, flush=True)
+        if exposed(options):
+            log.warning(
+                "--host %s without an API key: everyone whose packets reach port %d may use this server. Set --api-key, or use "
+                "--host 127.0.0.1",
+                options.host,
+                self._listener.getsockname()[1],
+            )
+        print(greeting(url, llm, options, reveal=sys.stdout.isatty()), flush=True)
+        if options.log_format == "json":
+            log.info("ready")
+        else:
+            print("ready", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain, so that the process exits with status 0. Uvicorn's own handler would end it by the signal."""
@@ -95,6 +125,15 @@ class Server(uvicorn.Server):
         """Begin the shutdown: new requests get 503 from here on. It must be called on the server's event loop."""
         self._desk.draining = True
         if self._drain is None:
+            stats = self._desk.llm.service.stats()
+            if stats.running + stats.waiting:
+                log.warning(
+                    "stopping: %d running and %d waiting requests may finish within %g seconds (--drain-seconds); Ctrl-C again "
+                    "ends them at once",
+                    stats.running,
+                    stats.waiting,
+                    self._options.drain_seconds,
+                )
             self._drain = asyncio.get_running_loop().create_task(self._finish())
 
     async def _finish(self) -> None:
@@ -104,9 +143,10 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def serve(llm: LLM, options: ServerOptions, listener: socket.socket | None = None) -> None:
-    """Serve until a signal arrives. A port that is not available raises BadSetting. `listener` is an earlier result of `bind`."""
-    server = Server(llm, options, listener)
+def serve(llm: LLM, options: ServerOptions, listener: socket.socket | None = None, *, proposers: Sequence[str] = ()) -> None:
+    """Serve until a signal arrives. A port that is not available raises BadSetting. `listener` is an earlier result of `bind`;
+    `proposers` are the names of the drafters on the host, for the card."""
+    server = Server(llm, options, listener, proposers=proposers)
     # A full garbage collection stops every stream while it walks through all objects. Nearly all of them were made by imports and
     # live as long as the process: without them it takes milliseconds instead of half a second.
     gc.collect()
@@ -141,12 +181,45 @@ def _no_port(host: str, port: int, error: OSError) -> BadSetting:
     return BadSetting(f"--port: {port} on {host} {reason}; stop the other program or choose another port with --port")
 
 
-def greeting(url: str, llm: LLM, options: ServerOptions) -> str:
-    """Return a curl command to try the server with. It names an environment variable instead of the API key."""
+def exposed(options: ServerOptions) -> bool:
+    """Whether other machines may reach the server although no key protects it."""
+    if options.keys:
+        return False
+    try:
+        return not ipaddress.ip_address(options.host).is_loopback
+    except ValueError:  # a host name
+        return options.host != "localhost"
+
+
+def model_card_lines(url: str, llm: LLM, options: ServerOptions, *, proposers: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return what is served, where and with which means: (name, text) of each line. No line has a key."""
+    card, capacity = llm.card, llm.service.capacity
+    drafters = [*proposers, *([f"{capacity.drafter} on the device"] if capacity.drafter else [])]
+    positions = capacity.groups[0].pages * capacity.page_size
+    sampling = ", ".join(f"{name} {value:g}" for name, value in card.defaults.items())
+    return [
+        ("page", f"{url}{options.root_path}/"),
+        ("API", f"{url}{options.root_path}/v1"),
+        ("model", f"{card.name} ({card.family}, {card.dtype})" + (f", {sampling}" if sampling else "")),
+        ("device", card.device),
+        ("memory", f"keys and values of {positions:,} tokens"),
+        ("context", f"{card.max_context:,} tokens, {capacity.lanes} requests at once"),
+        ("drafts", ", ".join(drafters) or "none"),
+        ("key", "required" if options.keys else "none: --api-key KEY sets one"),
+    ]
+
+
+def greeting(url: str, llm: LLM, options: ServerOptions, *, reveal: bool = False) -> str:
+    """Return a curl command to try the server with. It names an environment variable instead of the API key, which may be in a
+    log, unless `reveal` says that only the user's terminal shows it."""
     chat = llm.template is not None
     chat_fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}]}
     fields = chat_fields if chat else {"prompt": "Once upon a time"}
     body = json.dumps(fields | {"max_tokens": 32})
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    key = ' -H "Authorization: Bearer $ONEDRAW_API_KEY"' if options.keys else ""
+    key = ""
+    if options.api_key is not None and reveal:
+        key = " -H " + shlex.quote(f"Authorization: Bearer {options.api_key}")
+    elif options.keys:
+        key = ' -H "Authorization: Bearer $ONEDRAW_API_KEY"'
     return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -18,7 +18,7 @@ import pytest
 
 from onedraw.errors import BadSetting
 from onedraw.server.config import ServerOptions
-from onedraw.server.serve import Server, bind, greeting, serve
+from onedraw.server.serve import Server, bind, exposed, greeting, model_card_lines, serve
 from tests.server.running import PATIENCE, fake_llm, wait_until
 
 # Its backend is slow until a file exists, so that requests are still running when a test checks them.
@@ -86,6 +86,55 @@ def test_the_start_message_never_shows_the_key():
         line = greeting("http://127.0.0.1:8000", llm, ServerOptions(api_key="sesame"))
     assert "sesame" not in line
     assert '-H "Authorization: Bearer $ONEDRAW_API_KEY"' in line
+
+
+def test_on_a_terminal_the_pasted_line_has_the_key_itself():
+    with fake_llm() as llm:
+        line = greeting("http://127.0.0.1:8000", llm, ServerOptions(api_key="se'same"), reveal=True)
+    assert "Authorization: Bearer se'same" in shlex.split(line)
+
+
+def test_the_card_names_addresses_model_memory_and_drafts_and_never_the_key():
+    with fake_llm(max_context=128, max_batch=4) as llm:
+        card = dict(model_card_lines("http://a:1", llm, ServerOptions(api_key="sesame", root_path="/llm"), proposers=["ngram"]))
+    assert (card["page"], card["API"]) == ("http://a:1/llm/", "http://a:1/llm/v1")
+    assert card["context"] == "128 tokens, 4 requests at once"
+    assert (card["memory"], card["drafts"], card["key"]) == ("keys and values of 512 tokens", "ngram", "required")
+    assert "sesame" not in str(card)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "my-machine"])
+def test_a_host_that_others_reach_is_exposed_without_a_key(host):
+    assert exposed(ServerOptions(host=host))
+    assert not exposed(ServerOptions(host=host, api_key="sesame"))
+    assert not any(exposed(ServerOptions(host=local)) for local in ("127.0.0.1", "::1", "localhost"))
+
+
+def test_an_open_server_warns_and_a_redirected_log_ends_with_ready():
+    with process(host="0.0.0.0") as (child, _, url):
+        assert get(f"{url}/health") == 200
+        child.send_signal(signal.SIGTERM)
+        child.wait(PATIENCE)
+        started = child.stderr.read().partition("Shutting down")[0]
+    assert "WARNING --host 0.0.0.0 without an API key" in started
+    lines = [line for line in started.splitlines() if " INFO " not in line]
+    assert lines[-1] == "ready"
+
+
+def test_with_json_logs_every_line_is_json():
+    with process(log_format="json") as (child, _, _url):
+        child.send_signal(signal.SIGTERM)
+        child.wait(PATIENCE)
+        assert "ready" in [json.loads(line)["message"] for line in child.stderr.read().splitlines()]
+
+
+def test_a_busy_server_says_what_it_waits_for():
+    with process(drain_seconds=0.3) as (child, _, url), stream(url) as answer:
+        next(lines := answer.iter_lines())
+        child.send_signal(signal.SIGINT)
+        list(lines)
+        assert child.wait(PATIENCE) == 0
+        assert "stopping: 1 running and 0 waiting requests may finish within 0.3 seconds" in child.stderr.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
