@@ -19,6 +19,7 @@ from onedraw.backends.memory_plan import (
     RUNTIME_RESERVE,
     MemoryPlan,
     StepBytes,
+    human_bytes,
     memory_plan,
     page_budget,
     step_bytes,
@@ -126,6 +127,10 @@ def plan_devices(
     try:
         return plan, plan_or_advise(lambda context: fit.split(context, drafter=drafter), plan.max_context)
     except OutOfMemory as error:
+        if settings.kv_memory is not None and _fits_without_kv_memory(settings, info, devices, drafter, no_kernels):
+            raise OutOfMemory(
+                f"--kv-memory {human_bytes(settings.kv_memory)} does not fit here; lower or omit it. In detail: {error}"
+            ) from None
         others: dict[str, Callable[[int], SplitPlan]] = {}
         smaller = smaller_kv_dtypes(plan, devices)
         if smaller:
@@ -136,6 +141,35 @@ def plan_devices(
         longest = {how: longest_context(make, plan.max_context) for how, make in others.items()}
         advice = [f"{context} {how}" for how, context in longest.items() if context]
         raise OutOfMemory(", ".join([str(error), *([" and ".join(advice)] if advice else [])])) from None
+
+
+def _fits_without_kv_memory(
+    settings: Settings, info: ModelInfo, devices: Sequence[Device], drafter: DrafterBytes | None, no_kernels: str
+) -> bool:
+    try:
+        plan_devices(replace(settings, kv_memory=None), info, devices, drafter=drafter, no_kernels=no_kernels)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def require_host_memory(settings: Settings, plan: MemoryPlan, available: int | None) -> None:
+    """Refuse a --kv-memory that is larger than the host memory that is available, if that is known."""
+    if settings.kv_memory is not None and available is not None and settings.kv_memory > available:
+        raise OutOfMemory(
+            f"--kv-memory gives {human_bytes(settings.kv_memory)} and {human_bytes(available)} of this machine's memory are "
+            f"available; lower --kv-memory. One sequence of {plan.max_context} tokens needs {human_bytes(plan.sequence_bytes)}"
+        )
+
+
+def reduced_context(settings: Settings, spec_context: int, context: int) -> str:
+    """What --kv-memory did to a context length that was not given; empty if nothing."""
+    if settings.kv_memory is None or settings.max_context is not None or context >= spec_context:
+        return ""
+    return (
+        f"--kv-memory {human_bytes(settings.kv_memory)} holds one sequence of {context} tokens, so that is the context and not "
+        f"the model's {spec_context}; raise --kv-memory for longer ones"
+    )
 
 
 def _fit(

@@ -21,7 +21,7 @@ from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_pack
 from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
 from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_paths, make_speculator, select_drafter
-from onedraw.build.fit_devices import longest_draft, plan_devices
+from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
 from onedraw.build.xla import require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.engine import Engine, Observer
@@ -219,7 +219,7 @@ def torch_backend(
     settings: Settings, info: ModelInfo, notify: Progress, drafter: DrafterBuilder | None, *, warm_up: bool = True
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import find_devices, why_no_blocks, why_no_kernels
+    from onedraw.backends.torch.device import available_memory, find_devices, why_no_blocks, why_no_kernels
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
@@ -229,6 +229,10 @@ def torch_backend(
     gpu_packed = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
     no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if gpu_packed else ""
     plan, split = plan_devices(settings, info, devices, drafter=size, no_kernels=no_kernels)
+    if on_cpu:
+        require_host_memory(settings, plan, available_memory())
+    if reduced := reduced_context(settings, info.spec.max_context, plan.max_context):
+        log.warning("%s", reduced)
     if no_kernels and gpu_packed and settings.dtype == "auto":
         log.warning("packed weights are dequantized to %s, because their kernels cannot run: %s", plan.dtype, no_kernels)
 

@@ -44,7 +44,7 @@ def find_devices(names: Sequence[str]) -> list[Device]:
 
 def _find(device: Device, *, several: bool) -> Device:
     if device.kind == "cpu":
-        free = _free_memory() if several and device.memory is None else device.memory
+        free = available_memory() if several and device.memory is None else device.memory
         name = device.name if _usable(device) else "cpu"
         return Device(name, "cpu", memory=free, cores=device.cores)
     if device.hypothetical:
@@ -91,7 +91,7 @@ def on_cores(cores: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _free_memory() -> int | None:
+def available_memory() -> int | None:
     """Available host memory, where the system reports it, so that a stage on the CPU leaves room for other programs."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
