@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from onedraw.cli.main import COMMANDS, DESCRIPTION, command_parser
+from onedraw.cli.main import COMMANDS, DESCRIPTION, Help, command_parser
 
 OPENING = f"""# The command line
 
@@ -13,7 +13,8 @@ OPENING = f"""# The command line
 
 {DESCRIPTION} Results go to stdout, progress and notes to stderr, so a pipe receives results only; tables and colours
 appear only in a terminal. Exit status: 0 success, 1 failure (for `prove` and `replay`: a difference), 2 wrong usage, 130
-interrupted. An error is one line that begins with `onedraw:`; `--debug` shows the traceback.
+interrupted. `--help` shows the options that most people use and `--help-all` every one; this page has all of them.
+An error is one line that begins with `onedraw:`; `--debug` shows the traceback.
 """
 
 
@@ -26,7 +27,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     if parser.epilog:
         parts.append(f"\n```text\n{parser.epilog.strip()}\n```\n")
     for group in parser._action_groups:
-        actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and not isinstance(a, argparse._HelpAction)]
+        actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and not isinstance(a, Help)]
         if actions:
             parts.append(f"\n| {group.title} | |\n|---|---|\n")
             parts.extend(_line(action) for action in actions)

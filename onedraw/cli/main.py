@@ -21,6 +21,35 @@ from onedraw import __version__
 from onedraw.errors import BadRequest, BadSetting, OnedrawError
 
 COMMANDS = ("serve", "generate", "chat", "bench", "inspect", "pull", "prove", "replay", "export")
+MANY_OPTIONS = 20  # `--help` of a command with more options shows those of COMMON
+COMMON = frozenset(
+    (
+        *(
+            "--help",
+            "--help-all",
+            "--host",
+            "--port",
+            "--api-key",
+            "--device",
+            "--devices",
+            "--dtype",
+            "--max-context",
+            "--max-batch",
+        ),
+        *(
+            "--kv-memory",
+            "--kv-dtype",
+            "--draft",
+            "--threads",
+            "--record",
+            "--json",
+            "--batch",
+            "--prompt-tokens",
+            "--new-tokens",
+        ),
+        *("--temperature", "--top-p", "--max-tokens", "--seed", "--system", "--chat", "--against", "--quick"),
+    )
+)
 DESCRIPTION = "Onedraw runs language models so that speed never changes the answer."
 
 
@@ -29,10 +58,43 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises UsageError, where argparse itself would print and exit."""
+    """An argparse parser that raises UsageError, where argparse itself would print and exit. An unknown option gets the nearest
+    known one as a suggestion."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        if message.startswith("unrecognized arguments: -"):
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            message = f"unknown option {unknown}" + (f": did you mean {near[0]}?" if near else "")
         raise UsageError(message)
+
+    def common_help(self) -> str:
+        """Return the help text with only the options of COMMON, if the command has many; the rest are under --help-all."""
+        options = [action for action in self._actions if action.option_strings and action.help is not argparse.SUPPRESS]
+        if len(options) <= MANY_OPTIONS:
+            return self.format_help()
+        hidden = {action: action.help for action in options if COMMON.isdisjoint(action.option_strings)}
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        try:
+            text = self.format_help()
+        finally:
+            for action, told in hidden.items():
+                action.help = told
+        return f"{text}\n{len(hidden)} more options: `{self.prog} --help-all`\n"
+
+
+class Help(argparse.Action):
+    """`--help` and `--help-all`: print the help text and exit."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str, full: bool = False) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._full = full
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.format_help() if self._full else parser.common_help())
+        parser.exit()
 
 
 def command_module(name: str) -> ModuleType:
@@ -48,7 +110,10 @@ def command_parser(name: str) -> Parser:
         epilog=module.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=Help, help="show the options that most people use")
+    parser.add_argument("--help-all", action=Help, full=True, help="show all options")
     module.add(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=module.run)
@@ -69,7 +134,7 @@ def overview() -> str:
             "commands:",
             *lines,
             "",
-            "`onedraw COMMAND --help` lists a command's options; `onedraw --version` prints the version.",
+            "`onedraw help COMMAND` explains a command; `onedraw --version` prints the version.",
         ]
     )
 
@@ -117,7 +182,12 @@ def _run(given: list[str]) -> int:
         case []:
             print(overview(), file=sys.stderr)
             return 2
-        case ["--help" | "-h", *_]:
+        case ["--help" | "--help-all" | "-h" | "help"]:
+            print(overview())
+            return 0
+        case ["help", name, *_]:
+            given = [name, "--help"]
+        case ["--help" | "--help-all" | "-h", *_]:
             print(overview())
             return 0
         case ["--version", *_]:

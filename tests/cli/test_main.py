@@ -57,6 +57,31 @@ def test_a_misspelled_command_gets_a_suggestion(terminal: Terminal) -> None:
     assert terminal.err == "onedraw: no command 'genrate': did you mean `onedraw generate`?\n"
 
 
+def test_a_misspelled_option_gets_a_suggestion(terminal: Terminal) -> None:
+    assert terminal.run("serve", "fake", "--max-contxt", "64") == 2
+    assert terminal.err == "onedraw: unknown option --max-contxt: did you mean --max-context?; see `onedraw serve --help`\n"
+    assert terminal.run("serve", "fake", "--prot=80") == 2
+    assert "did you mean --port?" in terminal.err
+    assert terminal.run("serve", "fake", "--xyzzy") == 2
+    assert terminal.err == "onedraw: unknown option --xyzzy; see `onedraw serve --help`\n"
+
+
+def test_help_of_a_command_shows_common_options_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, rare in ((["serve", "--help"], False), (["help", "serve"], False), (["serve", "--help-all"], True)):
+        with pytest.raises(SystemExit) as leaving:
+            main(given)
+        out = capsys.readouterr().out
+        assert leaving.value.code == 0
+        assert "--max-context" in out
+        assert ("--turn-tokens" in out) is rare
+        assert out.count("\n  --") < 18 or rare
+
+
+def test_help_alone_is_the_overview(terminal: Terminal) -> None:
+    assert terminal.run("help") == 0
+    assert "commands:" in terminal.out
+
+
 def test_an_unknown_command_lists_the_known_ones(terminal: Terminal) -> None:
     assert terminal.run("xyzzy") == 2
     assert terminal.err.startswith("onedraw: no command 'xyzzy': the commands are serve, generate")
