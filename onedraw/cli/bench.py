@@ -1,11 +1,11 @@
 """`onedraw bench`: time to first token, inter-token latency and tokens per second for growing batch sizes.
 
-Each run submits all requests at once in one event loop, as clients do. Every request has a prompt of its own, so that the
-prefix cache is never hit, and generates its full number of tokens. With drafts the table also shows how many were kept (equal to
-the sampled token); on a GPU, the share of the floor: the least time a step can take, which is the bytes it reads divided by the
-memory bandwidth. A row is the work of one sequence in a step.
-`--draft replay:K` runs everything twice: without drafts, then with the recorded answers as drafts of which K are kept.
-`--guided-json` holds replies, or some of each batch, to a JSON schema that no reply can complete early.
+Each run submits all requests at once in one event loop, as clients do. Every request has a prompt of its own, so that the prefix
+cache is never hit, and generates its full number of tokens. With drafts the table also shows how many were kept (equal to the
+sampled token); on a GPU, the share of the floor: the least time a step can take, which is the bytes it reads divided by the
+memory bandwidth. A row is the work of one sequence in a step. `--draft replay:K` runs everything twice: without drafts, then with
+the recorded answers as drafts of which K are kept. `--guided-json` holds replies, or some of each batch, to a JSON schema that no
+reply can complete early.
 """
 
 from __future__ import annotations

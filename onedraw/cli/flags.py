@@ -116,7 +116,7 @@ class Flag:
     """A field as a command-line option."""
 
     field: str  # name of the field
-    spelling: str  # name of the option, such as --max-context
+    spelling: str  # name of the command-line option, such as --max-context
     help: str
     options: Mapping[str, Any]  # further arguments of argparse's add_argument
 

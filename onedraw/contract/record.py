@@ -186,7 +186,7 @@ class RecordingLLM(LLM):
             "stop_reason": reply.stop_reason,
         }
         if checksums:
-            line["checksums"] = [str(number) for number in checksums]  # as text, since many JSON readers round 64-bit numbers
+            line["checksums"] = [str(number) for number in checksums]  # as strings, since many JSON readers round 64-bit numbers
         if self._text:
             line["text"] = [self.tokenizer.decode(generation.prompt, skip_special=False), reply.reasoning + reply.text]
         return line

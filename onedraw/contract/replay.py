@@ -41,7 +41,7 @@ class Verdict:
 class ReplayReport:
     model: str
     fingerprint: str
-    recorded_by: tuple[str, ...]  # all fingerprints that the records have
+    recorded_by: tuple[str, ...]  # the different fingerprints (version, weights, device, dtype) in the records
     verdicts: tuple[Verdict, ...]
     counted: Stats  # how much the engine's counters grew during the replay
 

@@ -1,6 +1,7 @@
 """The variations of `onedraw prove`: ways to run a model that must not change a token, and how to tell that they happened.
 
-`prove.py` runs each Variation and compares the replies with those of the plain run. Every new optimization adds a variation here.
+`prove.py` runs each Variation and compares the replies with those of the plain run, which is one request after the other without
+prefix cache or drafts. A variation is exercised if what it varies really happened. Every new optimization adds a variation here.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         "Q: Why is the sky blue?\nA:",
         {"temperature": 0.0, "repetition_penalty": 1.1, "logprobs": 5, "logprobs_mode": "processed"},
     ),
-    ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),  # the reply repeats itself
+    # The negative penalty makes the reply repeat itself.
+    ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),
     # The bias leaves only three tokens, so that the reply repeats and drafts are kept.
     ("The drum goes", {"temperature": 1.0, "logit_bias": {5: 60.0, 6: 60.0, 7: 60.0}}),
     ("A lighthouse as JSON:\n", {"temperature": 1.0, "guided_json": LIGHTHOUSE, "logprobs": 2}),

@@ -48,7 +48,7 @@ class Event:
 
 Sink = Callable[[Event], None]  # receives the events of one request on the engine's thread, so it must not block
 Observer = Callable[[Row, RowOutcome], None]  # called with each row that carried drafts, and its outcome
-COUNTERS = (  # the fields of Stats that the engine itself counts; the others come from the scheduler and the allocator
+COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler, allocator and speculator count the others
     "prompt_tokens",
     "completion_tokens",
     "drafts",

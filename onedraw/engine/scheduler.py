@@ -4,12 +4,12 @@ It reads the waiting and running sequences, the allocator and a token budget (th
 are what single sequences compute in the step, each with its sequence.
 
 Lanes (the places of running sequences) go to callers in turn, then to the requests of a caller (see `fairness.py`). A waiting
-request may preempt sequences of a caller that holds more, the newest first. With strict order of arrival
-(`--scheduling-policy fcfs`), all sequences count as one request. Each generating sequence gets one
-token, and drafts if there is room; the rest of the budget goes to prompts, one after the other. A prompt row that does not reach
-the end of its prompt stops at a multiple of the backend's chunk, the number of positions that recurrent layers compute at once.
-If a sequence needs KV pages and none is free, a sequence without a row in this plan is preempted. A sequence whose whole prompt
-comes from a checkpoint (saved state and last logits) generates at once, with a row that has no tokens to compute.
+request may preempt sequences of a caller that holds more, the newest first. With strict order of arrival (the policy
+`fcfs`), all sequences count as one request. Each generating sequence gets one token, and drafts if there is room; the rest of the
+budget goes to prompts, one after the other. A prompt row that does not reach the end of its prompt stops at a multiple of the
+backend's chunk, the number of positions that recurrent layers compute at once. If a sequence needs KV pages and none is free, a
+sequence without a row in this plan is preempted. A sequence whose whole prompt comes from a checkpoint (saved state and last
+logits) generates at once, with a row that has no tokens to compute.
 
 If the backend takes several plans at once, each plan gets an even share of the sequences, or more if more rows cost no extra
 time, so that the next plan has sequences too. A row is in flight from its submission until its outcome is collected; meanwhile

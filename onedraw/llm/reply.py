@@ -1,4 +1,4 @@
-"""A whole reply, which is built by adding its pieces in order.
+"""A whole reply, which is built by adding its pieces (parts of a reply as they arrive) in order.
 
 Consecutive text of one channel (reasoning, content or one tool call) forms a content block, and every interface that shows a
 whole reply reads these blocks. `Reply.add` returns the changes to them. The stream events of the Responses and Messages APIs are

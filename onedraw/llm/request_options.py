@@ -43,7 +43,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text,
 DEFAULT_MAX_TOKENS = 256  # the default in the Python API and `onedraw generate`, or less if the context has less room
 NO_LIMIT = -1  # the value of max_tokens that means: as many as the context has room for
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # Across these texts DRY finds no repetition, by default.
-TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that are no fields of RequestOptions
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that RequestOptions does not have
 CONTINUE = "continue_final_message"  # the name of the option of a chat with which the reply continues the last message
 # These values turn every filter and penalty off: the model's own distribution, whatever its authors recommend.
 NEUTRAL_SAMPLING: Mapping[str, float | int] = {

@@ -2,7 +2,8 @@
 
 A lane is a slot of per-sequence state on the device, a page is a block of KV positions, and a checkpoint slot holds the recurrent
 state and last logits after a prefix of a prompt. Layers with the same attention window form a group, which has pages of its own.
-Only numbers are handled here; the backend owns the memory. `Lease.release` returns everything. `audit` compares the counts
+A row is what one sequence computes in one step; a planned row is one that the scheduler has put into the next step. Only numbers
+are handled here; the backend owns the memory. `Lease.release` returns everything. `audit` compares the counts
 whenever the engine is idle, and tests call `audit_all` after every step.
 """
 

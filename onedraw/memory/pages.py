@@ -92,8 +92,8 @@ class PagePool:
         return page in self._idle
 
     def take(self) -> int:
-        """Return a page for new content. One must be available. If none is free, the page that has been
-        idle for longest is evicted from the prefix cache."""
+        """Return a page for new content. One must be available. If none is free, the page that has been idle for longest is
+        evicted from the prefix cache."""
         if self._free:
             page = self._free.pop()
         else:

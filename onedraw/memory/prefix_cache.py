@@ -6,7 +6,8 @@ which is saved at chunk boundaries inside a prompt and at its end. If nothing is
 logits of the last position as well.
 
 A checkpoint is in a numbered slot on the device; if all slots are used, the least recently used checkpoint is evicted. The chunk
-is the number of prompt positions that recurrent layers compute at once. A lease is the memory that a running sequence holds.
+is the number of prompt positions that recurrent layers compute at once. A lease is the memory that a running sequence holds. A
+planned row is the work of one sequence in the step that is about to run.
 """
 
 from __future__ import annotations

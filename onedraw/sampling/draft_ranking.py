@@ -1,9 +1,10 @@
 """How a drafter ranks its candidates: by its own distribution under the request's sampling rule, plus the target's noise.
 
-The input is a drafter's most likely candidates at one position with their logits; the output is (token, score), the best
-first. The target samples argmax(log p + g), where p is its distribution and g the noise. A drafter with distribution q that
-ranks by s · log q + g, with the same g and a factor s, agrees far more often than one that takes argmax q. The ranking may be
-approximate (it considers only the most likely candidates), since drafts cannot change the answer.
+The target is the model whose next tokens the drafter predicts. The input is a drafter's most likely candidates at one position
+with their logits; the output is (token, score), the best first. The target samples argmax(log p + g), where p is its distribution
+and g the noise. A drafter with distribution q that ranks by s · log q + g, with the same g and a factor s, agrees far more often
+than one that takes argmax q. The ranking may be approximate (it considers only the most likely candidates), since drafts cannot
+change the answer.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ Order of the rule, all in float32:
     6  top-k: not below the k-th value
     7  top-p: the smallest set {score >= threshold} with enough of the mass that 5 and 6 left
 
-Filters 5 to 7 keep everything not below a threshold, so ties stay together and there is always a token left.
-Sums over the vocabulary are sums of integers, mass = floor(exp(score - best) * 2^40): exact in any order, hence equal
-for any number of rows, threads or blocks. Inside, a token's *deficit* is best - score: zero or more, infinite if banned.
+Filters 5 to 7 keep everything not below a threshold, so ties stay together and there is always a token left. Sums over the
+vocabulary are sums of integers, mass = floor(exp(score - best) * 2^40): exact in any order, hence equal for any number of rows,
+threads or blocks. Inside, a token's *deficit* is best - score: zero or more, infinite if banned.
 """
 
 from __future__ import annotations

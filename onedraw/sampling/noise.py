@@ -24,7 +24,7 @@ import numpy.typing as npt
 from onedraw.types import SEED_LIMIT
 
 BITS = 24  # bits of a uniform number, which float32 represents exactly
-HALF = 2 ** (BITS - 1)  # integers below this one are in the lower half
+HALF = 2 ** (BITS - 1)  # integers below this one give a u in the lower half of (0, 1)
 BLOCK = 32  # keys are computed for this many positions at once
 
 # These multipliers and shifts come from well-known hash finalizers. Each step is a bijection, and together they mix all bits.

@@ -1,7 +1,8 @@
 """The HTTP application: endpoints, and the run of one reply.
 
 The input is an LLM and ServerOptions; the output is a FastAPI app. The middleware checks a request, `parsing.py` turns its body
-into a typed request, `prompts.py` prepares that, and a writer turns the pieces of the reply into the shape of the endpoint.
+into a typed request, `prompts.py` prepares that, and a writer turns the pieces of the reply (its parts, as they arrive) into the
+shape of the endpoint.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Shape:
 
     values: int = 0  # number of commas, which is about the number of values
     parts: int = 0  # number of lists, objects and fields of objects
-    depth: int = 0  # most lists and objects inside each other
+    depth: int = 0  # how many lists and objects are inside each other at most
 
     def check(self) -> None:
         for found, most, what, advice in (
@@ -78,7 +78,7 @@ def shape_of(body: bytes, *, block: int = BLOCK) -> Shape:
         if b"\\" in part:  # Remove escaped quotes, so that every quote that is left begins or ends a text.
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
             escaped = part.endswith(b"\\")
-        texts = part.translate(None, _TEXT).split(b'"')  # alternately outside and inside of a text
+        texts = part.translate(None, _TEXT).split(b'"')  # parts that are alternately outside and inside of a text
         outside = b"".join(texts[inside::2])
         inside ^= len(texts) % 2 == 0
         shape.values += outside.count(b",")

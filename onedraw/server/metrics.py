@@ -1,6 +1,7 @@
 """The Prometheus metrics of `/metrics`. A metric that vLLM also has goes by vLLM's name.
 
-The engine's Stats are read at every scrape; latencies are measured from the pieces of the replies as they pass.
+A row is the work of one sequence in one engine step; a draft is kept if it equals the sampled token. The engine's Stats are read
+at every scrape; latencies are measured from the pieces of the replies as they pass.
 """
 
 from __future__ import annotations

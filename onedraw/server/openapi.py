@@ -1,6 +1,7 @@
 """The OpenAPI document of `/openapi.json`, made from the tables that requests are checked by.
 
-The input is the request models with the rules of their fields, and the model's card. Ranges are parsed from the texts that
+The input is the request models with the rules of their fields, and the model's card. A field is honoured if it has an effect; a
+neutral value of another field is accepted because it asks for nothing. Ranges are parsed from the texts that
 docs/api.md shows, so the document and that page cannot disagree. A test compares them with the server's behaviour.
 """
 

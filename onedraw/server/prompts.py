@@ -1,7 +1,7 @@
 """Turn a typed request into generations: the prompt as token ids, and all options checked. Nothing here is about HTTP.
 
 The input is a request of `protocol.py` and the LLM. The output is a PreparedRequest, which also says which details of each token
-the reply shows, and the stream of its pieces.
+the reply shows, and the stream of its pieces (the parts of a reply, as they arrive).
 """
 
 from __future__ import annotations

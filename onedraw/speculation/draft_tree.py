@@ -1,9 +1,9 @@
 """Build a tree of drafts from the candidates of each position.
 
 A tree proposes several tokens for the same position; its depth is the number of positions that it covers. For each depth there
-are candidates (token, score), the best first. Scores add up along a path like log-probabilities, so they
-should be at most 0. In the resulting list, parents come before children and the chain of best candidates comes first. So every
-prefix of the list is a tree too, and its first drafts are those of a drafter without a tree.
+are candidates (token, score), the best first. Scores add up along a path like log-probabilities, so they should be at most 0. In
+the resulting list, parents come before children and the chain of best candidates comes first. So every prefix of the list is a
+tree too, and its first drafts are those of a drafter without a tree.
 """
 
 from __future__ import annotations

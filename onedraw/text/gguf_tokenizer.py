@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens, as tokenizer.ggml.token_type numbers them
 SPACE = "▁"  # SentencePiece's character for a space
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -70,7 +70,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenization] = {
     "deepseek-r1-qwen": _QWEN2_PRE,
     "qwen35": PreTokenization(_by_pattern(_QWEN35), normalizer=normalizers.NFC),
 }
-KINDS = ("gpt2", "llama", "gemma4")  # values of tokenizer.ggml.model
+KINDS = ("gpt2", "llama", "gemma4")  # the supported values of tokenizer.ggml.model
 
 # Names of metadata keys, by the type that their value must have.
 _LISTS = ("tokens", "token_type", "merges", "scores")

@@ -1,7 +1,8 @@
 """/v1/messages: an Anthropic request turned into a chat request, and its reply written as an Anthropic message.
 
 The input is the body of a Messages request and later the pieces of the reply, or the whole reply. The output is the fields of
-the equivalent chat request, and Anthropic's content blocks, whole or as stream events.
+the equivalent chat request, and Anthropic's content blocks, whole or as stream events. A field is honoured if it has an effect;
+a piece is a part of a reply as it arrives.
 """
 
 from __future__ import annotations

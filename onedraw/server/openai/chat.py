@@ -1,6 +1,7 @@
 """Replies of /v1/chat/completions and /v1/completions, either as the chunks of a stream or as one object.
 
-The input is pieces, or whole replies, and their usage; the output is dictionaries in OpenAI's shapes, ready for JSON.
+The input is pieces (parts of a reply as they arrive), or whole replies, and their usage; the output is dictionaries in OpenAI's
+shapes, ready for JSON. A choice is one of the n replies to a prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Replies of /v1/responses, either as the events of a stream or as one object.
 
-The input is pieces, or a whole reply, and the conversation before it. The output is items in OpenAI's shapes. A finished
-response is kept in the ResponseStore unless the request says `store: false`.
+The input is pieces (parts of a reply as they arrive), or a whole reply, and the conversation before it. The output is items in
+OpenAI's shapes: messages, tool calls, reasoning. A finished response is kept in the ResponseStore unless the request has
+`store: false`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Request bodies of /v1/responses, and how they become chat requests.
 
-The input is the honoured fields of a body. The output is a frozen request, its equivalent chat request, and a map from field
-names of the chat request to the caller's, so that an error names the field that the caller sent.
+The input is the honoured fields of a body (those that have an effect). The output is a frozen request, its equivalent chat
+request, and a map from field names of the chat request to the caller's, so that an error names the field that the caller sent.
 """
 
 from __future__ import annotations

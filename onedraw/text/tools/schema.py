@@ -1,8 +1,8 @@
 """The JSON schemas of tools, for call syntaxes that are not JSON: types of parameters, and keywords that can be enforced.
 
 Combinators are keywords that name other schemas which a value has to follow, such as `anyOf` and `$ref`. The functions take a
-JSON schema and its path in the caller's request, for errors. A keyword that restricts a value but cannot be
-enforced is refused by its path if the tool is strict. A keyword that restricts nothing is ignored.
+JSON schema and its path in the caller's request, for errors. A keyword that restricts a value but cannot be enforced is refused
+by its path if the tool is strict. A keyword that restricts nothing is ignored.
 """
 
 from __future__ import annotations
