@@ -63,7 +63,7 @@ def resolve_model(
 
 def _no_model(name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name.lower(), names, n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
+    hint = f"Did you mean {near[0]}? " if near else "`onedraw list` shows the short names. "
     return (
         f"no model {name!r}: there is no such file or folder. {hint}A model is a short name like smollm2, a folder with "
         f"safetensors, a .gguf file, or a hub id like Qwen/Qwen3-0.6B"

@@ -20,7 +20,10 @@ from typing import NoReturn
 from onedraw import __version__
 from onedraw.errors import BadRequest, BadSetting, OnedrawError
 
-COMMANDS = ("serve", "generate", "chat", "bench", "inspect", "pull", "prove", "replay", "export")
+COMMANDS = (
+    *("serve", "run", "chat", "generate", "list", "pull", "rm", "ps"),
+    *("inspect", "bench", "prove", "replay", "export"),
+)
 MANY_OPTIONS = 20  # `--help` of a command with more options shows those of COMMON
 COMMON = frozenset(
     (

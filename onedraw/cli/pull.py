@@ -12,20 +12,32 @@ from onedraw.settings import Settings, default_cache_dir
 HELP = "download a model into the cache folder"
 EXAMPLES = """examples:
   onedraw pull smollm2
+  onedraw pull qwen3-0.6b
   onedraw pull HuggingFaceTB/SmolLM2-360M-Instruct
 """
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="NAME", help="smollm2, or a hub id like Qwen/Qwen3-0.6B")
+    parser.add_argument(
+        "model", metavar="NAME", help="a short name (`onedraw list` shows them), or a hub id like Qwen/Qwen3-0.6B"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from onedraw.checkpoints.download import resolve_model
-
     settings = Settings.of(model=arguments.model, cache_dir=arguments.cache_dir)
     with terminal.progress() as notify:
-        path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=notify)
-    print(path)
+        path = download(settings, notify)
+    if arguments.json:
+        terminal.print_json({"name": arguments.model, "path": str(path)})
+    else:
+        print(path)
     return 0
+
+
+def download(settings: Settings, notify: terminal.Progress) -> Path:
+    """Return the path of the model of these settings, downloaded first if needed."""
+    from onedraw.checkpoints.download import resolve_model
+
+    return resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=notify)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
+from onedraw.cli.ps import registered
 from onedraw.errors import BadSetting
-from onedraw.settings import size_in_bytes
+from onedraw.settings import default_cache_dir, size_in_bytes
 
 HELP = "serve a model over HTTP, with OpenAI's interface"
 EXAMPLES = """examples:
@@ -137,5 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         with terminal.progress() as notify:
             llm = build_llm(settings, notify)
         with llm, recorded(llm, arguments) as llm:
-            serve(llm, options, listener, proposers=proposer_names(settings))
+            cache, (host, port) = settings.cache_dir or default_cache_dir(), listener.getsockname()[:2]
+            with registered(cache, model=llm.card.name, device=llm.card.device, url=f"http://{host}:{port}"):
+                serve(llm, options, listener, proposers=proposer_names(settings))
     return 0

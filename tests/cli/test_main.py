@@ -84,7 +84,7 @@ def test_help_alone_is_the_overview(terminal: Terminal) -> None:
 
 def test_an_unknown_command_lists_the_known_ones(terminal: Terminal) -> None:
     assert terminal.run("xyzzy") == 2
-    assert terminal.err.startswith("onedraw: no command 'xyzzy': the commands are serve, generate")
+    assert terminal.err.startswith("onedraw: no command 'xyzzy': the commands are serve, run")
 
 
 def test_a_usage_error_is_one_line_and_status_2(terminal: Terminal) -> None:

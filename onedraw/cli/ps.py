@@ -1,0 +1,82 @@
+"""`onedraw ps`: the servers of this user that run on this machine.
+
+Every `onedraw serve` holds a locked file in the cache folder while it serves. A file without a lock is left from a server that
+was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onedraw.cli import terminal
+from onedraw.cli.flags import SETTINGS_HELP
+from onedraw.settings import Settings, default_cache_dir
+
+HELP = "list the servers that run on this machine"
+EXAMPLES = """examples:
+  onedraw ps
+  onedraw ps --json
+"""
+FOLDER = "servers"  # in the cache folder
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    servers = running_servers(Settings.of(cache_dir=arguments.cache_dir).cache_dir or default_cache_dir())
+    if arguments.json:
+        terminal.print_json({"servers": servers})
+    else:
+        rows = [
+            (str(s["pid"]), s["model"], s["device"], s["url"], f"{(time.time() - s['started']) / 60:.0f} min") for s in servers
+        ]
+        terminal.table("", ("pid", "model", "device", "url", "since"), rows)
+    return 0
+
+
+@contextmanager
+def registered(cache_dir: Path, **facts: Any) -> Iterator[None]:
+    """Keep this server in the list while the block runs. A folder that cannot be written is no reason not to serve."""
+    path = cache_dir / FOLDER / f"{os.getpid()}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")
+    except OSError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump({"pid": os.getpid(), **facts, "started": int(time.time())}, file)
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def running_servers(cache_dir: Path) -> list[dict[str, Any]]:
+    """Return the facts of every server whose file is locked, and remove the files of those that were killed."""
+    found = []
+    for path in sorted((cache_dir / FOLDER).glob("*.json")):
+        try:
+            with path.open(encoding="utf-8") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found.append(json.load(file))
+                else:
+                    path.unlink(missing_ok=True)
+        except (OSError, ValueError):  # it ended just now, or has not written its facts yet
+            continue
+    return found
