@@ -127,7 +127,7 @@ class SamplingParams:
             if not value <= LARGEST:
                 raise BadParameter("logit_bias", f"must be a number of up to {LARGEST:g}, or -inf, not {value}")
         if any(not word for word in self.bad_words):
-            raise BadParameter("bad_words", "an empty word would ban everything")
+            raise BadParameter("bad_words", "has an empty word, which would ban everything; remove it")
 
     @property
     def greedy(self) -> bool:

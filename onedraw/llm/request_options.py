@@ -319,12 +319,12 @@ def _length(options: RequestOptions, default: int | None, *, prompt: int, contex
 def check_ids(name: str, ids: tuple[int, ...], *, vocab: int) -> None:
     for token in ids:
         if not 0 <= token < vocab:
-            raise BadParameter(name, f"token id {token} is outside the vocabulary of {vocab}")
+            raise BadParameter(name, f"token id {token} is outside the vocabulary of {vocab}; send ids from 0 to {vocab - 1}")
 
 
 def _check_texts(name: str, texts: Sequence[str], *, most: int = MAX_CHARACTERS) -> None:
     if sum(map(len, texts)) > most:
-        raise BadParameter(name, f"at most {most:,} characters in all")
+        raise BadParameter(name, f"has too many characters; all texts together may have {most:,}")
     if any(map(has_surrogate, texts)):
         raise BadParameter(name, "contains half of a surrogate pair; send valid Unicode")
 
@@ -347,7 +347,7 @@ def _dry(options: RequestOptions, llm: LLM) -> DryParams | None:
         raise BadParameter("dry_range", f"must be >= -1, not {options.dry_range}")
     texts = DEFAULT_BREAKERS if options.dry_sequence_breakers is None else options.dry_sequence_breakers
     if any(not text for text in texts):
-        raise BadParameter("dry_sequence_breakers", "an empty text would match every token")
+        raise BadParameter("dry_sequence_breakers", "has an empty text, which would match every token; remove it")
     _check_texts("dry_sequence_breakers", texts)
     found = DryParams(
         multiplier=options.dry_multiplier or 0.0,
@@ -366,7 +366,7 @@ def _budget(options: RequestOptions, syntax: ReplySyntax) -> int | None:
     if reasoning is None:  # A model that does not reason never exceeds a budget.
         for name, value in (("thinking_budget", limit), ("reasoning_effort", options.reasoning_effort)):
             if syntax is PLAIN_TEXT and value not in (None, "none"):
-                raise BadParameter(name, "the prompt is not a chat")
+                raise BadParameter(name, "only applies to chat messages, and this prompt is text or token ids; remove it")
         return None
     if limit is None and options.reasoning_effort is not None and not reasoning.effort:
         return EFFORTS[options.reasoning_effort]
@@ -406,7 +406,7 @@ def _bad_words(words: tuple[str, ...], llm: LLM) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word, once as it is and once after a space, since most tokenizers make them differ."""
     spelled: dict[tuple[int, ...], None] = {}
     if any(not word.strip(" ") for word in words):
-        raise BadParameter("bad_words", "a word must contain a character other than a space")
+        raise BadParameter("bad_words", "has a word without a character other than a space; remove it")
     _check_texts("bad_words", words)
     for word in words:
         for text in (word, " " + word.lstrip(" ")):
@@ -422,5 +422,5 @@ def settle_seed(given: int | None) -> int:
     if given is None or given == -1:
         return secrets.randbelow(SEED_LIMIT)
     if not -SEED_RANGE <= given < SEED_RANGE:
-        raise BadParameter("seed", "must be a 64-bit integer; -1: the server draws one")
+        raise BadParameter("seed", "must be a 64-bit integer; send -1 to let the server choose one")
     return given if 0 <= given < SEED_LIMIT else hashed_seed(given)

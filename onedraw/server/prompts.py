@@ -204,7 +204,7 @@ def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the messages and the variables for the chat template."""
     taken = sorted(TEMPLATE_NAMES & set(request.chat_template_kwargs))
     if taken:
-        raise BadParameter("chat_template_kwargs", f"{taken[0]} cannot be set here")
+        raise BadParameter("chat_template_kwargs", f"{taken[0]} cannot be set here, because the server sets it; remove it")
     messages: list[Message] = request.messages or []
     thinking = request.enable_thinking if isinstance(request, ChatRequest) else None
     switch = {} if thinking is None else {"enable_thinking": thinking}

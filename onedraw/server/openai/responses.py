@@ -158,7 +158,7 @@ def listing(items: Sequence[Mapping[str, Any]], page: ItemPage) -> dict[str, Any
     if page.after is not None:
         ids = [item["id"] for item in ordered]
         if page.after not in ids:
-            raise BadParameter("after", "is not an item of this list")
+            raise BadParameter("after", "is not the id of an item in this list; send the last_id of the page before")
         ordered = ordered[ids.index(page.after) + 1 :]
     shown = ordered[: page.limit]
     return {

@@ -329,11 +329,11 @@ def _reasoning_texts(content: Any, at: str) -> list[str]:
     if content is None:
         return []
     if not isinstance(content, list):
-        raise BadParameter(at, "must be a list of parts")
+        raise BadParameter(at, "must be a list of objects, each with a type and a text")
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("reasoning_text", "summary_text", "text") or not isinstance(part.get("text"), str):
-            raise BadParameter(f"{at}[{number}]", "must be a part of type reasoning_text or summary_text with a text")
+            raise BadParameter(f"{at}[{number}]", "must be an object with the type reasoning_text or summary_text, and a text")
     return [part["text"] for part in content]
 
 

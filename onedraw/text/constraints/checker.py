@@ -191,5 +191,5 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 def _too_costly(code: int, timed_out: bool) -> str:
     if timed_out or code == _SIGPROF:
-        return f"takes more than {limits.COMPILE_SECONDS:g} seconds to compile; use a simpler one"
-    return f"needs more than {limits.COMPILE_MEMORY >> 20} MiB of memory, or too much stack, to compile; use a simpler one"
+        return f"takes more than {limits.COMPILE_SECONDS:g} seconds to compile; use a simpler format"
+    return f"needs more than {limits.COMPILE_MEMORY >> 20} MiB of memory, or too much stack, to compile; use a simpler format"

@@ -100,7 +100,7 @@ def translate(source: str, param: str) -> Translation:
             if use.name not in rules:
                 raise _error(source, use.at, f"the rule {use.name!r} is not defined", param)
     if "root" not in rules:
-        raise BadParameter(param, "this GBNF cannot be translated: it has no rule named root")
+        raise BadParameter(param, "this GBNF cannot be translated: it has no rule named root, where a reply begins; add one")
     check_rules({name: [(use.name, groups) for use, groups in rule.uses] for name, rule in rules.items()}, "root", param)
     names = _names(rules, _terminals(rules))
     written = [f"{names[name]}: {_alternatives(rule.body, names)}" for name, rule in rules.items()]
@@ -163,7 +163,7 @@ class _Parser:
             while suffix := self._suffix():
                 self._symbols += 1
                 if _repeats(part) == MAX_REPEATS:
-                    raise self._error(f"more than {MAX_REPEATS} repetitions of one symbol")
+                    raise self._error(f"more than {MAX_REPEATS} repetitions follow one symbol; use fewer")
                 part = _Repeat(part, suffix)
                 self._skip(space)
             parts.append(part)
@@ -204,7 +204,7 @@ class _Parser:
             raise self._error("expected a repetition: {m}, {m,} or {m,n}")
         first, comma, last = found.groups()
         if len(first) > _COUNT_DIGITS or len(last or "") > _COUNT_DIGITS:
-            raise self._error(f"a count of more than {_COUNT_DIGITS} digits")
+            raise self._error(f"a repetition count has more than {_COUNT_DIGITS} digits; use a smaller one")
         return f"{{{first},{last or ''}}}" if comma else f"{{{first},{first}}}"
 
     def _literal(self) -> _Literal:
@@ -229,7 +229,7 @@ class _Parser:
                 last = self._character()
             if last < first:
                 self._at = at
-                raise self._error("a range whose end is before its beginning")
+                raise self._error("the end of a range is before its beginning")
             ranges.append(f"\\x{{{ord(first):X}}}" if last == first else f"\\x{{{ord(first):X}}}-\\x{{{ord(last):X}}}")
         self._at += 1
         if not ranges and not negated:

@@ -37,9 +37,9 @@ class JsonFormat:
             except ValueError as error:
                 raise BadParameter(param, f"is not valid JSON: {error}") from None
             except RecursionError:
-                raise BadParameter(param, "is nested too deeply") from None
+                raise BadParameter(param, "is nested too deeply to be read; use fewer levels") from None
         if not isinstance(schema, dict | bool):
-            raise BadParameter(param, "a JSON schema is an object")
+            raise BadParameter(param, "must be a JSON schema: an object, true or false")
         return cls(schema_text(schema, param), param)
 
 

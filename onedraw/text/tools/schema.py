@@ -226,7 +226,7 @@ def resolve_references(schema: dict[str, Any], path: str) -> dict[str, Any]:
     while "$ref" in schema or (isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1):
         pointer = str(schema.get("$ref", ""))
         if pointer and pointer in seen:
-            raise BadParameter(f"{path}.$ref", "refers to itself")
+            raise BadParameter(f"{path}.$ref", "refers to itself; write the schema that it stands for")
         seen.add(pointer)
         target = resolve_pointer(root, pointer, path) if "$ref" in schema else schema["allOf"][0]
         if not isinstance(target, dict):
