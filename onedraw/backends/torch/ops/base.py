@@ -4,9 +4,9 @@ In: tensors. Out: tensors in which no row depends on another row. `ops/plain` im
 `ops/cuda` in Triton and CUDA. Implementations may round differently, so a fingerprint names the one that is used.
 
 Axes: T tokens of a step, R rows (one per sequence of the step), E hidden width, F feed-forward width, H query heads, K key and
-value heads of size D. Gated DeltaNet has Hv value heads of size Dv and C convolution channels. In products, K inputs and F
-outputs. A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state increments of drafts until the
-commit.
+value heads of size D, d rotary dimensions of a head. Gated DeltaNet has Hv value heads of size Dv and C convolution channels. In
+products, K inputs and F outputs. A tile is some neighbouring queries of one row. A lane is the slot of a sequence's recurrent
+state; the rollback buffer holds the state increments of drafts until the commit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from onedraw.types import Draft, Row
 class KernelChoices:
     """Choices of an implementation that affect rounding, so a backend's identity contains them. None: there is no such choice."""
 
-    tile_heights: tuple[int, ...] | None = None  # queries per attention tile
+    tile_heights: tuple[int, ...] | None = None  # queries that an attention tile may have
     first_split: int | None = None  # keys in the first splits of attention
     norm_warps: int | None = None  # the most warps of a program that computes a norm
 
@@ -263,7 +263,7 @@ class FusedLayers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostCommit:
-    """A commit of drafts that were verified on the host."""
+    """The drafts to commit, if they were verified on the host."""
 
     rows: Sequence[Row]
     kept: Sequence[Sequence[int]]  # for each row, the indices of its kept drafts, in order of position
@@ -279,7 +279,7 @@ class HostCommit:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCommit:
-    """A commit of drafts that are verified on the device, without a copy to the host."""
+    """The drafts to commit, if they are verified on the device, without a copy to the host."""
 
     samples: Tensor  # [T]: the token sampled at each position
     tokens: Tensor  # [T]: the input tokens

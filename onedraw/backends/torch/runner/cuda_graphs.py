@@ -1,7 +1,8 @@
 """CUDA graphs of repeated work: captured once per signature, then replayed in one launch.
 
 In: a signature, and work that reads nothing but device memory at fixed addresses. Out: the result of the work, which is the same
-whether the work is captured or not. `NoCapture` runs the work itself where there are no CUDA graphs.
+whether the work is captured or not. `NoCapture` runs the work itself where there are no CUDA graphs. A signature is the facts
+that decide which kernels the work launches, and with which addresses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class NoCapture:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    graph: Any  # torch.cuda.CUDAGraph
+    graph: Any  # a torch.cuda.CUDAGraph
     result: Any  # tensors in the memory pool of all graphs; valid until any graph is replayed
 
 

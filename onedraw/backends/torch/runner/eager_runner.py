@@ -31,7 +31,7 @@ from onedraw.types import Plan, RowOutcome
 class EagerInputs:
     step: Step
     inputs: Inputs
-    bucket: Bucket | None  # the shape to which captured stages pad the step; None if no stage replays it
+    bucket: Bucket | None  # the shape to which captured stages pad the step; None if no stage replays a graph for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class EagerResult:
 
 
 class EagerRunner:
-    """Owner: the backend. `graph_stages`: the captured layers of each stage; None for a stage without, and for all stages if all
-    can be captured, since a GraphRunner then runs decode steps."""
+    """Runs steps kernel by kernel. `graph_stages`: the captured layers of each stage; None for a stage without, and for all
+    stages if all can be captured, since a GraphRunner then runs decode steps. Owner: the backend."""
 
     def __init__(
         self,

@@ -6,6 +6,10 @@ runs, so a graph reads only device memory and serves every step with the same si
 sampling is another, laid out while the layers run, so graphs of the layers serve every kind of sampling, and the host computes
 token masks in the time of the layers. The host waits for none of them, so consecutive steps overlap on the devices of several
 stages. The token that each lane sampled stays on the device, where the next step may start from it before the host has read it.
+
+A row is the work of one sequence in one step; a lane is the slot of a sequence's state; the rollback buffer holds drafts until
+the commit. A probe (`LayerProbe`) collects layer outputs that a drafter reads, and which tokens are finite. Answers are the
+samples as integers, for `read_samples`. Axes: T tokens of a step, R rows.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ class GraphStageInputs:
     bucket: Bucket
     inputs: Inputs
     ready: StageInputs
-    rows: Tensor  # [R, 5], see `_row_words`; empty if no row has drafts
+    rows: Tensor  # [R, 5]: the rows as `_row_words` describes them; empty if no row has drafts
     parents: Tensor  # [T]: the draft that each draft follows; empty if no row has drafts
 
 
@@ -235,8 +239,8 @@ class CapturedStep:
 
 
 class GraphRunner:
-    """Owner: the backend. With several stages, the results of a step are copied out of the memory that graphs share, since graphs
-    of other steps run before the results are read."""
+    """Runs decode steps as captured graphs. With several stages, the results of a step are copied out of the memory that graphs
+    share, since graphs of other steps run before the results are read. Owner: the backend."""
 
     def __init__(
         self,
@@ -306,7 +310,8 @@ class GraphRunner:
     def _layers(
         self, stage: GraphStage, own: GraphStageInputs, entered: ResidualStream | None, probe: LayerProbe
     ) -> tuple[ResidualStream, LayerProbe]:
-        """A stage's layers; the first resolves awaited tokens, the last leaves hidden states where sampling reads them."""
+        """Run the layers of a stage. The first stage replaces awaited tokens by sampled ones; the last leaves the hidden states
+        where sampling reads them."""
         probe = probe.empty()
         awaits = entered is None and own.bucket.longest == 1
         stream = stage.run_layers(own, entered, self._next if awaits else None, probe)
@@ -323,7 +328,7 @@ class GraphRunner:
             seen.finite.extend(torch.stack(probed.finite).to(self._model.device))
 
     def sample(self, laid: GraphInputs, stream: ResidualStream) -> GraphSamples:
-        """Also commits the last stage, in the same graph."""
+        """Sample, and commit on the last stage in the same graph."""
         sampling, last = self._lay_out_sampling(laid), self._stages[-1]
         # With drafts, the sampling graph reads the layer graph's index buffers, so its key includes that graph's signature.
         key = sampling.signature
@@ -335,8 +340,8 @@ class GraphRunner:
         return GraphSamples(sampling.positions, hidden, answers)
 
     def _lay_out_sampling(self, laid: GraphInputs) -> GraphSampling:
-        """The layers already run by now. If the inputs do not fit into the staging buffer, each is copied by itself, and sampling
-        is not captured."""
+        """The inputs of sampling. The device already runs the layers while they are laid out. If they do not fit into the staging
+        buffer, each is copied by itself, and sampling is not captured."""
         positions, staging = sampling_positions(laid.step.plan.rows), self._staging
         with current_device(self._stages[-1].device):
             try:
@@ -356,7 +361,8 @@ class GraphRunner:
         return lanes, self._sampler.prepare(positions, staging=staging, rows=bucket.tokens)
 
     def _sample(self, laid: GraphInputs, sampling: GraphSampling, hidden: Tensor) -> Tensor:
-        """[T, columns]. Verifies and commits the last stage's drafts, or keeps the tokens for the next step."""
+        """Sample: answers [T, columns]. With drafts, also verify them and commit them on the last stage; without, keep the
+        sampled tokens on the device for the next step."""
         single = laid.bucket.longest == 1
         scores = lambda rows: self._model.scores(hidden[rows])  # noqa: E731
         answers = sampling.inputs.sample(scores, self._last if single else None)
@@ -499,14 +505,15 @@ def _awaits(row: Row) -> bool:
 
 
 def _lane_words(plan: Plan, bucket: Bucket, lanes: int) -> Array:
-    """[T]: the lane of each token. Padding has the lane after the last."""
+    """The lane of each token, [T]. Padding has the lane after the last."""
     words = np.full(bucket.tokens, lanes, dtype=np.int32)
     words[: len(plan.rows)] = [row.lane for row in plan.rows]
     return words
 
 
 def _row_words(plan: Plan, bucket: Bucket, rollback_start: int) -> Array:
-    """[R, 5]: index of the first token, number of tokens, lane, first slot of the rollback buffer, slot of the first draft."""
+    """The rows as the commit reads them, [R, 5]: index of the first token, number of tokens, lane, first slot of the rollback
+    buffer, slot of the first draft in the row's pages."""
     words = np.zeros((bucket.rows, 5), dtype=np.int32)
     first = 0
     for line, row in zip(words, plan.rows):
@@ -516,7 +523,8 @@ def _row_words(plan: Plan, bucket: Bucket, rollback_start: int) -> Array:
 
 
 def _parents(plan: Plan, bucket: Bucket) -> Array:
-    """[T]: for a draft, the index of the draft that it follows, or -1 for the row's known token; -2 for all other tokens."""
+    """The parent of each token, [T]: for a draft, the index of the draft that it follows, or -1 for the row's known token; -2 for
+    all other tokens."""
     parents = np.full(bucket.tokens, -2, dtype=np.int32)
     first = 0
     for row in plan.rows:

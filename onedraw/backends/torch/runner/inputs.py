@@ -7,7 +7,10 @@ A token has a position (for rope and visibility) and a slot (for its key and val
 a draft tree, where every node has a slot of its own. After the row's last known position, a node reads the slots of its own path
 in order of position, so its arithmetic is that of a chain.
 
-A token that only the device knows (`Row.awaits_token`) is represented as -1 - lane.
+A token that only the device knows (`Row.awaits_token`) is represented as -1 - lane. A row is the work of one sequence in one
+step; a lane is the slot of its recurrent state. A group is the layers that keep the same positions in pages. A path is the slots
+of the drafts from the tree's root to a node; its tail is the position of the first of them. Axes: T tokens, R rows, W the most
+pages of a row.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class InputLayout:
     page_size: int
     scratch: tuple[int, ...]  # for each page group, a page to which padding tokens write and which is never read
     rule: RowRule
-    windows: tuple[int | None, ...] = (None,)  # of the page groups
+    windows: tuple[int | None, ...] = (None,)  # attention window of each page group; None: all positions
     held: int = 0  # the first slot of the rollback buffer that this step uses
 
     @property
@@ -60,7 +63,7 @@ class Bucket:
 
 # The numbers of rows, of tokens, and of tokens of one row to which steps are padded.
 PADDED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LEAST_REACH = 512  # positions
+LEAST_REACH = 512  # positions that the tokens of the smallest bucket may see
 LEAST_DEPTH = 8
 
 
@@ -91,7 +94,7 @@ def _padded(count: int) -> int:
     return PADDED[bisect_left(PADDED, count)]
 
 
-@dataclass(slots=True)  # not frozen: made for every row of every step, and four times as fast like this
+@dataclass(slots=True)  # not frozen, which is four times as fast: a Span is made for every row of every step
 class Span:
     """Neighbouring tokens of one row: the tokens [first, first + count) of the step, at positions and in slots from `start` on.
 
@@ -127,16 +130,16 @@ class Inputs:
     """Host arrays, and the tensors on the device that are made from them at first use."""
 
     spans: tuple[Span, ...]  # the spans of the plan's rows, then those of padding tokens, each of which is a row of its own
-    host_tokens: Ints  # [T]
-    host_positions: Ints  # [T]
-    host_slots: Ints  # [T]
+    host_tokens: Ints  # [T] token ids
+    host_positions: Ints  # [T] position of each token in its sequence
+    host_slots: Ints  # [T] slot of each token's key and value, counted over the pages of its row
     host_ends: Ints  # [T] the last position each token sees
     host_rows: Ints  # [T] row of each token
     host_tables: tuple[Ints, ...]  # for each page group [R, W]: the pages of each row, then the scratch page
     host_tails: Ints | None  # [T] the position from which a token reads its path; None if no row branches
     host_paths: Ints | None  # [T, depth] the slots of the path, counted from the tail
     page_size: int
-    windows: tuple[int | None, ...]  # of the page groups
+    windows: tuple[int | None, ...]  # attention window of each page group; None: all positions
     staging: Staging
     bucket: Bucket | None = None  # None: the step is padded by the row rule alone
 
@@ -185,7 +188,7 @@ class Inputs:
         return None if self.host_paths is None else self.staging.put(self.host_paths)
 
     def host_firsts(self, window: int | None) -> Ints:
-        """[T] the first position each token sees."""
+        """The first position that each token sees, [T]."""
         if window is None:
             return np.zeros_like(self.host_positions)
         firsts: Ints = self.host_positions - window + 1
@@ -232,7 +235,7 @@ def lay_out(
     layout: InputLayout,
     device: torch.device,
 ) -> Inputs:
-    """Inputs of any spans of tokens, each with the pages of its row, per group."""
+    """The inputs of a step with these spans of tokens. `pages`: for each span, the pages of its row in every group."""
     return staged_layout(tokens, spans, pages, layout=layout, staging=DirectStaging(device))
 
 
@@ -284,7 +287,7 @@ def staged_layout(
 
 
 def _table(pages: list[Sequence[int]], scratch: int, page_size: int, bucket: Bucket | None) -> Ints:
-    """[R, W], the scratch page past a row's end and where a page was released."""
+    """The page table [R, W]. It has the scratch page past a row's end, and where a page was released."""
     if bucket is None:
         size = (len(pages), max((len(held) for held in pages), default=1))
     else:

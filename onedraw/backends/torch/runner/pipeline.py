@@ -2,7 +2,8 @@
 
 In: per stage, a function that its thread calls first (to pin itself to processors), then jobs of one call per stage. Out: a
 Future of the last call's result. A stage takes jobs one at a time, in the order in which they were started; a call that fails
-ends its own job alone.
+ends its own job alone. A stage is the layers on one device; a boundary is the buffers between two stages. Axes: T tokens, E
+hidden width; `width`: of the inputs that layers of some models have of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, 
 
 @dataclass(frozen=True, slots=True)
 class StageDevice:
-    """A device, its operations, and the layer before which its stage stops; None: after the last."""
+    """A device, its operations, and the layer before which its stage stops; None stands for the end of the model."""
 
     device: torch.device
     ops: Ops
@@ -50,8 +51,8 @@ class Stage:
     layers: list[Layer]
     runs: list[LayerRun]
     ropes: dict[RopeSpec, Tensor]
-    entrance: StageBoundary | None  # None for the first
-    mixers: tuple[AttentionSpec | DeltaSpec, ...]  # each kind once
+    entrance: StageBoundary | None  # the boundary before the stage; None for the first stage
+    mixers: tuple[AttentionSpec | DeltaSpec, ...]  # the kinds of mixers of its layers, each once
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -70,7 +71,7 @@ def load_stage(
     rows: int,
     progress: Callable[[int, int], None] | None,
 ) -> Stage:
-    """The layers from the end of `before` to the stop of the device."""
+    """Load the layers from the end of stage `before` to the layer at which the device stops."""
     start = 0 if before is None else before.start + len(before.layers)
     stop = len(spec.layers) if stage_device.stop is None else stage_device.stop
     loader = WeightLoader(source, ops=stage_device.ops, dtype=dtype, device=stage_device.device, norm=spec.norm)
@@ -97,7 +98,7 @@ def load_stage(
 def stage_boundary(
     source: torch.device, target: torch.device, spec: ModelSpec, start: int, *, rows: int, dtype: torch.dtype
 ) -> StageBoundary:
-    """From one device to the stage that begins with layer `start` on another."""
+    """The boundary from one device to the stage that begins with layer `start` on another."""
     return StageBoundary(source, target, rows=rows, hidden=spec.hidden, inputs=layer_inputs_after(spec, start), dtype=dtype)
 
 
@@ -114,7 +115,8 @@ class StageJob:
 
 
 class Pipeline:
-    """Owner: the backend. Between jobs the threads refer to their queues alone, so they do not keep the backend alive."""
+    """A thread per stage. Owner: the backend. Between jobs the threads refer to their queues alone, so they do not keep the
+    backend alive."""
 
     def __init__(self, first_calls: Sequence[Callable[[], None]]) -> None:
         self._queues: list[SimpleQueue[StageJob | None]] = [SimpleQueue() for _ in first_calls]
@@ -127,14 +129,14 @@ class Pipeline:
             thread.start()
 
     def start(self, calls: Sequence[StageCall]) -> Future[Any]:
-        """One call per stage. Returns at once."""
+        """Start a job of one call per stage, and return at once."""
         assert len(calls) == len(self._queues)
         job = StageJob(calls)
         self._queues[0].put(job)
         return job.result
 
     def close(self) -> None:
-        """Jobs that were started are finished first."""
+        """End the threads, after the jobs that were started are finished."""
         for queue, thread in zip(self._queues, self._threads, strict=True):
             queue.put(None)
             if thread is not threading.current_thread():  # a stage may hold the last reference to the backend
@@ -165,7 +167,7 @@ def _work(
     failed: BaseException | None = None
     try:
         first.pop()()  # The function is not kept, because it may refer to operations with threads of their own.
-    except BaseException as error:  # every job then raises it
+    except BaseException as error:  # every job on this thread then raises this error
         failed = error
     while (job := own.get()) is not None:
         try:
@@ -213,8 +215,8 @@ class StageBoundary:
         return self._sent.nbytes + self._received.nbytes + self._inputs.nbytes
 
     def cross(self, x: Tensor, own: Tensor | None, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """x [T, E]; own [T, later layers, width]. `rows`: what the second stage pads the step to, where it pads differently; rows
-        beyond len(x) are padding, with values of an earlier step."""
+        """Copy x [T, E] and own [T, later layers, width] to the second device. `rows`: the number of rows to which the second
+        stage pads the step, if it pads differently; rows beyond len(x) are padding, with values of an earlier step."""
         rows = len(x) if rows is None else rows
         count = min(len(x), rows)
         if max(count, rows) > len(self._sent):
@@ -222,10 +224,10 @@ class StageBoundary:
         if x.dtype != self._sent.dtype:
             raise AssertionError(f"a stream of {x.dtype} crosses a boundary of {self._sent.dtype}")
         sent = self._sent[:count]
-        self._synchronize()  # the step before may still be copied out of this buffer
+        self._synchronize()  # the copy of the step before out of this buffer must be complete
         sent.copy_(x[:count], non_blocking=True)
         if self._source.type == "cuda":
-            self._synchronize()  # the host reads it next
+            self._synchronize()  # the host reads the buffer next
         self._received[:count].copy_(sent, non_blocking=True)
         if own is None:
             return self._received[:rows], None

@@ -2,7 +2,8 @@
 
 In: numpy arrays, one after the other. Out: tensors on the device. `DirectStaging` copies each array by itself. `StagingBuffer`
 writes all arrays into one buffer, which is copied at once and has the same address in every step. Steps with equal signatures
-read the same addresses, so the kernels captured for one of them serve the others.
+read the same addresses, so the kernels captured for one of them serve the others. A side is one of the buffer's copies on the
+host.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 Made = TypeVar("Made")
-ALIGNED = 64  # bytes
+ALIGNED = 64  # every array begins at a multiple of so many bytes
 MOST_VIEWS = 4096
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
 
@@ -77,7 +78,8 @@ class Signature:
 
 
 class StagingBuffer:
-    """Owner: the backend. A step calls `begin`, then `put` and `note` any number of times, then `send`; after that it may run.
+    """Copies all arrays of a step at once. Owner: the backend. A step calls `begin`, then `put` and `note` any number of times,
+    then `send`; after that it may run.
 
     An array that is put after `send` would not reach a captured step, so that is an error. The host has several copies of the
     buffer (`sides`), so that a step can be laid out while earlier ones are still being sent.
@@ -91,10 +93,10 @@ class StagingBuffer:
         self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(sides)]  # type: ignore[no-untyped-call]
         self._side, self._bytes = 0, self._hosts[0].numpy()
         self._facts: list[Hashable] = []
-        self._used, self._open, self._full = 0, False, False  # full: `put_rows` was the last array
+        self._used, self._open, self._full = 0, False, False  # full: `put_rows` was called, after which no array may follow
         self._made: dict[tuple[int, Hashable], Any] = {}
         self._signatures: dict[Hashable, Signature] = {}
-        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # by place; most steps have arrays in the same places
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # by place: most steps use the same
 
     def begin(self) -> None:
         self._side = (self._side + 1) % len(self._hosts)
@@ -114,7 +116,7 @@ class StagingBuffer:
         return view
 
     def _put(self, array: Array, shape: tuple[int, ...]) -> Tensor:
-        """`shape`: of the tensor, whose first elements are the array."""
+        """Place the array in the buffer. `shape`: that of the returned tensor, whose first elements are the array."""
         if not self._open:
             raise RuntimeError("an array was put after the step was sent: a captured step would not read it")
         if self._full:

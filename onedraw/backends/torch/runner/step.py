@@ -1,7 +1,8 @@
 """One step of the model: lay out inputs, run the layers stage by stage, sample and verify, commit, draft.
 
 In: a plan. Out: its outcome. The order of the phases is here, once; a `StepRunner` executes them, kernel by kernel
-(`eager_runner.py`) or as captured CUDA graphs (`graph_runner.py`).
+(`eager_runner.py`) or as captured CUDA graphs (`graph_runner.py`). A row is the work of one sequence in one step; a lane is the
+slot of a sequence's state. A fault is a layer after which a token's numbers are not finite. Axes: T tokens, E hidden width.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class StepResult(Protocol):
 
     @property
     def hidden(self) -> Tensor:
-        """[T, E] after the last norm."""
+        """Hidden states of the tokens after the last norm, [T, E]."""
         ...
 
     @property
     def features(self) -> list[Tensor]:
-        """[T, E] per probed layer."""
+        """The residual stream after each layer that the step's probe names, [T, E] each."""
         ...
 
     @property
@@ -60,15 +61,15 @@ class StepResult(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until the samples are on the host."""
+        """Wait until the samples are on the host."""
         ...
 
     def last_tokens(self) -> dict[int, int]:
-        """By lane, the token that each row sampled last. After `wait`."""
+        """By lane, the token that each row sampled last. Call it after `wait`."""
         ...
 
     def rows(self) -> tuple[RowOutcome, ...]:
-        """Samples, kept drafts and faults of every row. After `wait`."""
+        """Samples, kept drafts and faults of every row. Call it after `wait`."""
         ...
 
 
@@ -77,19 +78,20 @@ class StepRunner(Protocol[Laid, Sampled]):
     def stages(self) -> int: ...
 
     def on_stage(self, number: int) -> AbstractContextManager[Any]:
-        """Held while a stage works: its lock, and its device as the current one."""
+        """A context in which a stage works: it holds the stage's lock, and makes its device the current one."""
         ...
 
     def lay_out(self, step: Step) -> Laid:
-        """The step's inputs. A GraphRunner raises StagingBufferFull, before anything has been computed."""
+        """Lay out the step's inputs. A GraphRunner raises StagingBufferFull if they do not fit, before anything has been
+        computed."""
         ...
 
     def run_layers(self, laid: Laid, number: int, before: ResidualStream | None) -> ResidualStream:
-        """One stage's layers. `before`: what the stage before it gave; None for the first."""
+        """Run the layers of one stage. `before`: what the stage before it returned; None for the first stage."""
         ...
 
     def sample(self, laid: Laid, stream: ResidualStream) -> Sampled:
-        """After the last stage: a token for every position that samples, and which drafts are kept."""
+        """After the last stage, sample a token for every position that samples, and find which drafts are kept."""
         ...
 
     def commit(self, laid: Laid, sampled: Sampled) -> None:
@@ -100,7 +102,7 @@ class StepRunner(Protocol[Laid, Sampled]):
 
 
 class StepExecutor:
-    """Owner: the backend. `lock`: of the last stage, where drafters compute."""
+    """Runs steps phase by phase. `lock`: that of the last stage, where drafters compute. Owner: the backend."""
 
     def __init__(self, drafter: Drafter | None, lock: AbstractContextManager[Any]) -> None:
         self._drafter, self._lock = drafter, lock
@@ -109,10 +111,10 @@ class StepExecutor:
     def start(
         self, runner: StepRunner[Laid, Sampled], step: Step, threads: Pipeline | SameThread
     ) -> Future[Outcome | StepResult]:
-        """The outcome, or a result that is still pending on the device."""
+        """Run a step. Returns its outcome, or a result that is still pending on the device."""
         laid = runner.lay_out(step)
         stream: ResidualStream | None = None
-        seconds = 0.0  # in stages, not between them
+        seconds = 0.0  # time spent in stages, without the time between them
 
         def run_stage(number: int) -> Outcome | StepResult | None:
             nonlocal stream, seconds
@@ -176,7 +178,8 @@ def row_outcomes(
     scored: Mapping[int, tuple[Logprobs, ...]],
     faults: Callable[[], Sequence[int]],
 ) -> tuple[RowOutcome, ...]:
-    """`sampled`, `scored`: by row of the plan. `faults`: the first layer of each token that was not finite, else -1."""
+    """The outcomes of all rows. `sampled`, `scored`: by row of the plan. `faults`: for each token the first layer after which it
+    was not finite, else -1."""
     rows = tuple(row_outcome(row, sampled.get(i, []), scored.get(i, ())) for i, row in enumerate(plan.rows))
     if not any(row.no_token_left for row in rows):
         return rows
@@ -187,17 +190,18 @@ def row_outcomes(
 
 
 def first_fault(finite: Sequence[Tensor]) -> Tensor:
-    """[T, 1]: the first layer after which a token is not finite, -1 where there is none."""
+    """For each token the first layer after which it is not finite, -1 where there is none: [T, 1]."""
     sound = torch.stack(list(finite)).to(torch.int64).cumprod(0).sum(0)
     return torch.where(sound == len(finite), -1, sound)[:, None]
 
 
 def first_faults(probe: LayerProbe) -> list[int]:
-    """The same on the host, per token; empty where layers are not checked."""
+    """The first fault of each token, on the host; empty if layers are not checked."""
     return [] if not probe.finite else first_fault([finite.cpu() for finite in probe.finite])[:, 0].tolist()
 
 
 def fault_text(found: Sequence[int], span: Span) -> str:
-    """Which layer made a row's numbers infinite; empty where none did, or layers are not checked."""
+    """A text that names the layer after which a row's numbers were not finite; empty if all were, or if layers are not
+    checked."""
     layers = [layer for layer in found[span.first : span.first + span.count] if layer >= 0]
     return "" if not layers else f"layer {min(layers)} left the range of f16; run with --dtype and --activation-dtype bf16 or f32"

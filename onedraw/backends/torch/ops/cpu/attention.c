@@ -1,6 +1,7 @@
 /* Attention over KV pages: keys are read in blocks of 64 absolute positions, in order, with an online softmax. The operations
  * of a query head of a token are in one fixed order, so batch, prompt chunk, page size and draft tree change no bit. The plain
- * implementation is ../plain/attention.py. */
+ * implementation is ../plain/attention.py. A place is the offset in a page store at which a head's key or value begins; [low,
+ * high) are the positions of a block that a token attends to. */
 
 #include "attention.h"
 
@@ -71,7 +72,7 @@ static void places_of(const attention *a, long t, long head, long start, long lo
     for (long j = high; j % 16; j++) places[j] = places[low];
 }
 
-/* weights[j] = q · key j, for the range [low, high) widened to multiples of sixteen. */
+/* Computes weights[j] = q · key j for the positions [low, high), widened to multiples of sixteen. */
 INLINE void scores_of(const float *q, const float *keys, const long *places, long low, long high, const long dim, float *weights) {
     for (long j = low / 16 * 16; j < high; j += 16) {
         floats sums[16];
@@ -88,7 +89,7 @@ INLINE void scores_of(const float *q, const float *keys, const long *places, lon
     }
 }
 
-/* out = out * fade + sum over j of weights[j] * value j, added key by key in order. */
+/* Updates out = out * fade + sum over j of weights[j] * value j, added key by key in order. */
 INLINE void add_values(float *out, float fade, const float *values, const long *places, const float *weights, long low, long high,
                        const long dim) {
     long d = 0;

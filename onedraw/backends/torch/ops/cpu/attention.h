@@ -26,8 +26,8 @@ typedef struct {
     long kv_dtype;  /* type of keys and values, an enum of kv_quant.h */
 } attention;
 
-/* qkv [tokens][width], which begins with the heads of q, k and v → out [tokens][heads][dim]. All keys and values are written
- * before any is read. Queries and keys are normalized and rotated in place. */
+/* Computes attention: qkv [tokens][width], which begins with the heads of q, k and v → out [tokens][heads][dim]. All keys and
+ * values are written before any is read. Queries and keys are normalized and rotated in place. */
 void INTERNAL(onedraw_attend)(worker *m, float *qkv, float *out, const attention *a, long tokens);
 
 #endif

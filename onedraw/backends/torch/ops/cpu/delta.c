@@ -164,7 +164,7 @@ static void recur(const run *r, const delta *d, long h, float *out, float *work)
     if (r->drafts) draft(r, d, h, state, out, work);
 }
 
-/* rms(out) * weight * silu(z) of token t, for all heads. */
+/* Computes the layer's output at token t from the state's output, rms(out) * weight * silu(z), for all heads. */
 static void close_token(const float *projected, const delta *d, long t, float *out) {
     long dv = d->value_dim;
     const float *z = projected + t * d->width + d->channels;
@@ -198,8 +198,8 @@ static void run_delta(const void *arguments, worker *m) {
     PARALLEL_FOR(m, d->tokens, 4, i, { close_token(t->projected, d, i, t->out); });
 }
 
-/* projected [tokens][width] → out [tokens][value_heads][value_dim], which must be zero. work: work_size floats per thread;
- * window: scratch memory of the size of a convolution window. */
+/* Runs the layer for all tokens of a step: projected [tokens][width] → out [tokens][value_heads][value_dim], which must be
+ * zero. work: work_size floats per thread; window: scratch memory of the size of a convolution window. */
 void EXPORT(onedraw_delta)(const float *projected, float *out, const delta *d, float *work, long work_size, float *window, thread_pool *t) {
     long before = d->conv - 1;
     call own = {projected, out, work, window, d, work_size};

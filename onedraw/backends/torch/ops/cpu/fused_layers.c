@@ -14,7 +14,7 @@ typedef struct {
     float eps;
 } rowwise;
 
-#define FEW 32768 /* for fewer numbers than this the caller works alone, because waking threads would take longer */
+#define FEW 32768 /* with fewer numbers than this the caller works alone, because waking threads would take longer */
 
 static void norm_rows(const void *arguments, worker *m) {
     const rowwise *r = arguments;
@@ -33,7 +33,7 @@ static void gate_rows(const void *arguments, worker *m) {
     PARALLEL_FOR(m, r->rows, 4096 / r->width + 1, i, { silu_gated_row(r->x + i * 2 * r->width, r->y + i * r->width, r->width); });
 }
 
-/* y = silu(gate) * up for rows [gate | up] of 2 * width. */
+/* Gated activation of rows [gate | up] of 2 * width floats: y = silu(gate) * up. */
 void EXPORT(onedraw_silu_gated)(const float *x, float *y, long rows, long width, thread_pool *t) {
     rowwise own = {x, 0, y, rows, width, 0.0f};
     onedraw_pool_run(t, gate_rows, &own, rows * width < FEW);

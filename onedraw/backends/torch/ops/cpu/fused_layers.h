@@ -13,7 +13,7 @@ typedef struct {
     long hidden, mixed, width; /* columns of the residual, of the attention output, and of the gate */
     float eps;
     float *key_scales, *value_scales;
-    long kv_dtype;  /* type of the pages, and scales above: see attention.h */
+    long kv_dtype;  /* type of the pages, from the enum of kv_quant.h */
 } layer;
 
 #endif

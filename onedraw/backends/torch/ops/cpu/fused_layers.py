@@ -1,7 +1,7 @@
 """Runs consecutive dense layers in one call: norm, q k v, attention, output projection, norm, gate and up, silu, down.
 
 In: the weights of consecutive layers. Out: `FusedLayers`, which runs the first n of them. The results are bitwise those of the
-separate operations.
+separate operations. Axes: T tokens, E hidden width.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
-# In the order of the enum in kv_quant.h.
+# The dtypes of KV pages; the index of a dtype is its number in the enum of kv_quant.h.
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 
 

@@ -1,6 +1,6 @@
 /* Reorders stored rows into panels once, when a model is loaded, and dequantizes rows of panels for embeddings and for products.
  * In: rows of blocks in GGUF's format. Out: the layout of gguf_blocks.h. The reference for the values is
- * onedraw/checkpoints/dequantize.py. */
+ * onedraw/checkpoints/dequantize.py. A panel has all inputs of 16 or 32 outputs; a code is the stored integer of a weight. */
 
 #include <stdlib.h>
 
@@ -120,8 +120,8 @@ static long block_bytes(const int kind) {
 typedef struct {
     const uint8_t *stored;
     uint8_t *panels;
-    long kind, rows, in;  /* rows: stored rows; in: inputs */
-    long height;  /* rows of the panels; those that are not stored are zero */
+    long kind, rows, in;  /* kind: the ggml type; rows: stored rows; in: inputs of a row */
+    long height;  /* rows of all panels together; rows that are not stored are zero */
 } packing;
 
 static void put_panel(const packing *p, const int kind, long first, uint8_t *panel) {
@@ -164,7 +164,7 @@ long EXPORT(onedraw_packed_bytes)(long kind, long rows, long in) {
     return (rows + WIDE - 1) / WIDE * panel_bytes((int)kind, in) * (is_plain((int)kind) ? 1 : 2);
 }
 
-/* Stored rows [rows][in] → panels of `height` rows, aligned to 64 bytes. */
+/* Reorders stored rows [rows][in] into panels with `height` rows in all, aligned to 64 bytes. */
 void EXPORT(onedraw_pack)(const uint8_t *stored, uint8_t *panels, long kind, long rows, long in, long height, thread_pool *t) {
     packing p = {stored, panels, kind, rows, in, height};
     onedraw_pool_run(t, pack, &p, 0);
@@ -233,7 +233,7 @@ static void look_up(const void *arguments, worker *m) {
     });
 }
 
-/* out [count][in]: the rows `wanted` of panels, as floats. */
+/* Dequantizes the rows numbered in `wanted` from panels, for embeddings: out [count][in]. */
 void EXPORT(onedraw_rows)(const uint8_t *panels, long kind, long in, const int64_t *wanted, long count, float *out, thread_pool *t) {
     lookup l = {panels, wanted, out, kind, in, count};
     onedraw_pool_run(t, look_up, &l, count < 16);

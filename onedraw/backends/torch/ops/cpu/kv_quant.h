@@ -1,5 +1,6 @@
 /* Conversion of keys and values to and from the formats of KV pages: float32, bf16, f16, or 8-bit codes with a scale per token
- * and head. Heads are converted one at a time. The reference in plain torch is ../../state/kv_pages.py. */
+ * and head. Heads are converted one at a time. A code is an 8-bit number that is multiplied by the scale. The reference in
+ * plain torch is ../../state/kv_pages.py. */
 
 #ifndef ONEDRAW_KV_QUANT_H
 #define ONEDRAW_KV_QUANT_H

@@ -1,5 +1,7 @@
 /* Vectors of sixteen floats, of sixteen 32-bit integers, and of sixteen times four bytes, with the same functions for every
- * instruction set. `fused` rounds once if the set has fused multiply-add (avx512, avx2), and twice if not. */
+ * instruction set. `fused` rounds once if the set has fused multiply-add (avx512, avx2), and twice if not. A lane is one
+ * element of a vector. Names begin with the vector's type: f_ for floats, b_ for bytes. A tile is the rows and outputs
+ * computed together. */
 
 #ifndef ONEDRAW_LANES_H
 #define ONEDRAW_LANES_H
@@ -83,19 +85,19 @@ INLINE bytes b_load(const void *p) { return _mm512_loadu_si512(p); }
 INLINE bytes b_low(bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 INLINE bytes b_high(bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 INLINE bytes b_lift(bytes x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
-/* byte r of every lane as a float */
+/* Byte r of every lane, as a float. */
 INLINE floats b_number(bytes x, const int r) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 8 * r), _mm512_set1_epi32(255)));
 }
 INLINE floats b_signed(bytes x, const int r) {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * r), 24));
 }
-/* x | (bits << left & mask), where a negative `left` shifts to the right */
+/* Adds high bits to codes: x | (bits << left & mask), where a negative `left` shifts to the right. */
 INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
     bytes moved = left >= 0 ? _mm512_slli_epi16(bits, left >= 0 ? left : 0) : _mm512_srli_epi16(bits, left < 0 ? -left : 0);
     return _mm512_or_si512(x, _mm512_and_si512(moved, _mm512_set1_epi8((char)mask)));
 }
-/* sum += in every lane, four codes of 0 … 255 times the four signed bytes at `four` */
+/* Adds, in every lane, the products of its four codes (0 … 255) with the four signed bytes at `four` to the sum. */
 INLINE ints dot(ints sum, bytes codes, const int8_t *four) {
     int32_t x;
     memcpy(&x, four, 4);
@@ -250,8 +252,8 @@ INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
     bytes moved = left >= 0 ? bits << (left >= 0 ? left : 0) : bits >> (left < 0 ? -left : 0);
     return x | (moved & (uint8_t)mask);
 }
-/* sum += in every lane, four codes times the four signed bytes at `x`. `even` has codes 0 and 2 of the lane as 16-bit numbers,
- * `odd` has codes 1 and 3; the sum of two products fits into 16 bits. */
+/* Adds, in every lane, the products of its four codes with the four signed bytes at `x` to the sum. `even` has codes 0 and 2
+ * of the lane as 16-bit numbers, `odd` has codes 1 and 3; the sum of two products fits into 16 bits. */
 INLINE ints dot_pairs(ints sum, shorts even, shorts odd, const int8_t *x) {
     int32_t a = (uint16_t)x[0] | (int32_t)x[2] * 65536, b = (uint16_t)x[1] | (int32_t)x[3] * 65536;
     ints both = (ints)(even * (shorts)i_splat(a) + odd * (shorts)i_splat(b));

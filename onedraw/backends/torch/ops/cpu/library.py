@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parent
-ONCE = tuple(FOLDER / name for name in ("thread_pool.c", "cpu_features.c"))  # these are compiled once, for any processor
+ONCE = tuple(FOLDER / name for name in ("thread_pool.c", "cpu_features.c"))  # these are compiled once, and run on any processor
 SOURCES = tuple(
     FOLDER / name for name in ("gguf_blocks.c", "packed_linear.c", "attention.c", "fused_layers.c", "delta.c", "sampling.c")
 )  # these are compiled once per instruction set
@@ -41,8 +41,8 @@ SECONDS = 300  # time limit for compiling one file, generous because a busy mach
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    library: ctypes.CDLL | None  # None if the kernels could not be compiled or loaded
-    reason: str = ""  # why there is no library
+    library: ctypes.CDLL | None  # the loaded kernels; None if they could not be compiled or loaded
+    reason: str = ""  # why there is no library; empty if there is one
 
 
 def build(cache: Path) -> Built:

@@ -1,7 +1,8 @@
 """The CPU kernels as a model's operations: float32, for any number of rows; no row depends on another.
 
 In: the loaded library. Out: `CpuOps`, whose sampler is `CpuSampler`. The kernels read raw pointers, so tensors passed to them
-must be contiguous.
+must be contiguous. A row is the work of one sequence in one step, and in a product one input row. Packed weights stay in their
+quantized blocks.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class Packing:
 
 
 class CpuOps(RowOps):
-    """`threads` only divide the outputs, so their number does not change any bits."""
+    """The operations of a CPU, computed by C kernels. Threads only divide the outputs, so their number does not change any
+    bits."""
 
     rule = RowRule(floor=1)
     reads_weight_rows = True
@@ -164,7 +166,8 @@ class CpuOps(RowOps):
         return PlainExpertBank(tuple(first), tuple(second), activation, self.gated)
 
     def packed_table(self, tensor: LazyTensor) -> None:
-        """None, because rows are read from the output projection's weight or from the mapped file."""
+        """Return None: there is no packed table, because rows are read from the output projection's weight or from the mapped
+        file."""
 
     def _side_by_side(
         self, tensors: Sequence[LazyTensor], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
@@ -174,7 +177,7 @@ class CpuOps(RowOps):
         return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
 
     def gated_product(self, gate_up: Linear, activation: Activation) -> None:
-        """None, because whole layers are fused instead (`fuse`)."""
+        """Return None: there is no such operation, because whole layers are fused instead (`fuse`)."""
 
     def fuse(self, layers: Sequence[DenseLayer]) -> CpuFusedLayers | None:
         plain = all(layer.activation == "silu" and layer.spec.gate is None for layer in layers)

@@ -1,6 +1,7 @@
 /* Products of rows with weights in panels. Each output is computed by one fixed sequence of operations along its inputs, in
  * order; other rows, tiles and threads do not matter, because tiles and threads only divide the outputs.
  *
+ * A panel has all inputs of 16 or 32 outputs; a tile is some rows times one panel; a group is 32 inputs, which share a scale.
  * With activations as 8-bit codes (`coded`), 32 inputs at a time: an exact sum of products of integers, which is scaled once
  * and added to the output's sum. With float activations, and for float weights, one input at a time. */
 
@@ -52,7 +53,7 @@ void INTERNAL(onedraw_code_row)(const float *x, coded c, long row, long in) {
 
 /* ------------------------------------------------------------------ tiles */
 
-/* `count` rows times one panel, with activations as codes: out [count][16]. */
+/* Multiplies `count` rows with one panel, with activations as codes: out [count][16]. */
 INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, long in, const int8_t *x, const group *groups,
                        float *out) {
     long blocks = in / GROUP;
@@ -62,7 +63,7 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
     for (int m = 0; m < count; m++) total[m] = f_zero();
     for (long b = 0; b < blocks; b++) {
         const int8_t *at = x + b * GROUP;
-        /* May be past the end, because a prefetch is only a hint. */
+        /* This address may be past the end, which is harmless, because a prefetch is only a hint. */
         const uint8_t *coming = s.codes + b * (code_bytes(kind) + high_bytes(kind)) + AHEAD;
         for (long i = 0; i <= code_bytes(kind) + high_bytes(kind); i += 64) __builtin_prefetch(coming + i);
         shared common = shared_of(kind, s, b);
@@ -104,7 +105,8 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
     for (int m = 0; m < count; m++) f_store(out + m * LANE, total[m]);
 }
 
-/* `count` rows times one quantized panel, with float activations; weights are dequantized block by block. out [count][16] */
+/* Multiplies `count` rows with one quantized panel, with float activations; weights are dequantized block by block. out
+ * [count][16] */
 INLINE void dequantized_tile(const int kind, const int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
     floats total[8];
     float block[GROUP * LANE];
@@ -123,7 +125,7 @@ INLINE floats plain_at(const int kind, const uint8_t *p) {
     return kind == F32 ? f_load((const float *)(const void *)p) : kind == F16 ? f_halves(p) : f_bfloats(p);
 }
 
-/* `count` rows times one panel of floats: out [count][32]. */
+/* Multiplies `count` rows with one panel of floats: out [count][32]. */
 INLINE void plain_tile(const int kind, const int count, const uint8_t *panel, long in, const float *x, long stride, float *out) {
     floats total[FLOAT_ROWS][2];
     for (int m = 0; m < count; m++) total[m][0] = total[m][1] = f_zero();
@@ -282,8 +284,8 @@ static void run_linear(const void *arguments, worker *m) {
     INTERNAL(onedraw_multiply)(m, l->of, l->x, l->stride, c, l->y, 0, l->rows);
 }
 
-/* y [rows][out] = x, rows of which are `stride` floats apart, times the product's weights. memory: scratch for the rows as
- * codes. */
+/* Multiplies rows x, which are `stride` floats apart, with the product's weights: y [rows][out]. memory: scratch memory for the
+ * rows as codes. */
 void EXPORT(onedraw_linear)(const packed_linear *of, const float *x, long stride, float *y, long rows, void *memory, thread_pool *t) {
     linear l = {of, x, y, memory, stride, rows};
     onedraw_pool_run(t, run_linear, &l, rows * of->in * of->out < 65536);

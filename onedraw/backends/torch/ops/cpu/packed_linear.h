@@ -1,4 +1,5 @@
-/* Types and functions of products with weights in panels, for jobs of a thread pool; see packed_linear.c. */
+/* Types and functions of products with weights in panels (all inputs of 16 or 32 outputs each), for jobs of a thread pool; see
+ * packed_linear.c. */
 
 #ifndef ONEDRAW_PACKED_LINEAR_H
 #define ONEDRAW_PACKED_LINEAR_H
@@ -42,8 +43,8 @@ static inline coded coded_at(void *memory, long rows, long in) {
 }
 
 void INTERNAL(onedraw_code_row)(const float *x, coded c, long row, long in);
-/* y[r] = x[r] times the weights, plus bias, plus add[r] if `add` is not null. Rows of x are `stride` floats apart; c has the same
- * rows as codes. */
+/* Computes y[r] = x[r] times the weights, plus bias, plus add[r] if `add` is not null. Rows of x are `stride` floats apart; c
+ * has the same rows as codes. */
 void INTERNAL(onedraw_multiply)(worker *m, const packed_linear *p, const float *x, long stride, coded c, float *y, const float *add,
                                 long rows);
 

@@ -2,7 +2,7 @@
 
 In: tensors of a checkpoint, or one float32 matrix. Out: a `CpuLinear`: its weights in panels (gguf_blocks.h), several weights
 concatenated in one product, each of its own type. Quantized weights stay quantized; types without a kernel are converted to
-float32.
+float32. A panel has all inputs of 16 or 32 outputs. Activations quantized to 8 bits are called codes. Axis: T rows.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Panels:
     """One weight in the panel layout of gguf_blocks.h."""
 
     kind: str
-    rows: int  # stored rows and rows of zeros
+    rows: int  # number of rows, including rows of zeros that pad the stored ones
     width: int  # number of inputs
     data: Tensor  # uint8, aligned to 64 bytes
 
 
 def pack_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:
-    """Stored rows → panels of `height` rows; rows that are not stored are zero."""
+    """Reorder stored rows into panels with `height` rows in all; rows that are not stored are zero."""
     code = CPU_PACKED_KINDS[kind]
     data = kernels.allocate(kernels.packed_bytes(code, height, width))
     raw = np.ascontiguousarray(raw)

@@ -16,7 +16,7 @@ INLINE float dot_product(const float *a, const float *b, long width) {
     return total;
 }
 
-/* y = x / rms(x) * weight, or x / rms(x) if `weight` is null. */
+/* RMSNorm of a row: y = x / rms(x) * weight, or x / rms(x) if `weight` is null. */
 INLINE void norm_row(const float *x, const float *weight, float *y, long width, float eps) {
     float scale = 1.0f / sqrtf(dot_product(x, x, width) / (float)width + eps);
     if (weight)
@@ -25,7 +25,7 @@ INLINE void norm_row(const float *x, const float *weight, float *y, long width, 
         for (long i = 0; i < width; i++) y[i] = x[i] * scale;
 }
 
-/* y = silu(gate) * up for a row [gate | up] of 2 * width floats. */
+/* Gated activation of a row [gate | up] of 2 * width floats: y = silu(gate) * up. */
 INLINE void silu_gated_row(const float *x, float *y, long width) {
     const float *gate = x, *up = x + width;
     for (long i = 0; i < width; i++) y[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];

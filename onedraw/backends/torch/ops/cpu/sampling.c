@@ -1,5 +1,6 @@
 /* Sampling by the rule of `onedraw/sampling/law.py`, from scores on: deficits, the filters as one limit, noise, the best
- * token.
+ * token. A deficit is the best score minus a token's score, divided by the temperature; the limit is the largest deficit that is
+ * kept.
  *
  * A row is one item of work of the thread pool: its result depends on its own scores alone, and is computed in one order on
  * any thread. Sums are sums of integers. The noise is that of `onedraw/sampling/noise.py`: its integers exactly, its
@@ -23,7 +24,7 @@ INLINE uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-/* log(1 + r) + e log 2, for r between sqrt(1/2) - 1 and sqrt(2) - 1, by a polynomial in r */
+/* Computes log(1 + r) + e log 2, for r between sqrt(1/2) - 1 and sqrt(2) - 1, by a polynomial in r */
 INLINE float logarithm_of(float r, float e) {
     float p = 7.0376836292e-2f;
     p = p * r - 1.1514610310e-1f;
@@ -54,11 +55,12 @@ INLINE void split(float x, float *r, float *e) {
 }
 
 INLINE float gumbel(uint32_t id, uint32_t first, uint32_t second) {
-    int32_t odd = (int32_t)(mix(mix(id ^ first) + second) >> 8) * 2 + 1;  /* u 2^25, for the uniform number u */
-    int32_t rest = 33554432 - odd;                                        /* (1 - u) 2^25 */
+    int32_t odd = (int32_t)(mix(mix(id ^ first) + second) >> 8) * 2 + 1;  /* u * 2^25, for the uniform number u */
+    int32_t rest = 33554432 - odd;                                        /* (1 - u) * 2^25 */
     int upper = odd > 16777216;
-    /* Below one half u is exact as a float, and above one half a = 1 - u is exact. There u is taken as 1 - a, or as (1 + (1 -
-     * 2a)) / 2 if a is large. */
+    /* The noise is -log(-log u). A float holds u exactly below one half, and a = 1 - u exactly above it. So log u is computed
+     * from u in the lower half; in the upper half from u = 1 + r with r = -a, or, where a is too large for the polynomial,
+     * from u = (1 + r) / 2 with r = 1 - 2a. */
     float u = (float)(upper ? 16777216 : odd) * 2.98023223876953125e-8f;
     float a = (float)(upper ? rest : 0) * 2.98023223876953125e-8f;
     float r, e;
@@ -149,7 +151,7 @@ static void sample_row(const sampling_arguments *c, long row, int64_t *masses) {
     const float *scores = c->scores + row * c->stride;
     float *deficit = c->deficits + row * c->width, limit = w->limit;
     int broken, hidden = 0;
-    float best = largest(scores, c->vocab, &broken) + 0.0f;  /* -0 becomes 0 */
+    float best = largest(scores, c->vocab, &broken) + 0.0f;  /* adding 0 turns -0 into 0 */
     /* The raw logits are checked as well, because a ban may have replaced a NaN or an infinity in the scores. */
     if (c->raw) broken |= !(largest(c->raw + row * c->raw_stride, c->vocab, &hidden) < INFINITY) || hidden;
     for (long i = 0; i < c->vocab; i++) deficit[i] = (best - scores[i]) / w->divisor;

@@ -25,7 +25,7 @@ static inline float lane_sum(vec v) {
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-/* x / (1 + e^-x) */
+/* The activation silu: x / (1 + e^-x). */
 static inline float silu(float x) { return x / (1.0f + exponential(-x)); }
 
 static float dot(const float *q, const float *k, long dim) {

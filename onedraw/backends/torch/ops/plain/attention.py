@@ -2,7 +2,7 @@
 
 In: queries q [T, H, D], the layer's KV pages (in q's dtype or a narrower one, or 8-bit codes with scales), and the step's tiles.
 Out: [T, H * D]. Axes: T tokens, H query heads, K KV heads, G = H / K query heads per KV head, D size of a head, P pages of S
-slots, N tiles, X pairs of a tile and a block of keys.
+slots, N tiles, X pairs of a tile and a block of keys, W values of a pair, t tokens of one group of tiles.
 
 Keys are read in blocks of 64 absolute positions. A tile is a few neighbouring queries of one row; every (tile, block) pair is one
 product of a fixed shape. The maximum over blocks is exact in any order. Block sums are added pairwise (neighbours first) inside

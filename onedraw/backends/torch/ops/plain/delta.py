@@ -49,7 +49,7 @@ class DeltaGates:
     q: Tensor  # [T, Hk, Dk]
     k: Tensor  # [T, Hk, Dk]
     v: Tensor  # [T, Hv, Dv]
-    g: Tensor  # [T, Hv]: log of the decay
+    g: Tensor  # [T, Hv]: logarithm of the decay
     decay: Tensor  # [T, Hv]: e^g
     beta: Tensor  # [T, Hv]: how much of a value replaces the one that the state holds for its key
 

@@ -1,7 +1,8 @@
 """Elementwise functions, RMSNorm and rotary embedding whose bits do not depend on the position of a number in its tensor.
 
 In: tensors whose size is a multiple of 64. Out: tensors of the same shape. `../../sampling/exact.py` explains why torch's own
-functions do not have this property. Axes: T tokens, N heads of size D, F feed-forward width; d: rotary dimensions of a head.
+functions do not have this property. Axes: T tokens, N heads of size D, F feed-forward width, W columns; d: rotary dimensions of a
+head.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rope_table(rope: RopeSpec, length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """cos and sin of every position: [length, 2, d/2]."""
+    """The table of cos and sin of every position, [length, 2, d/2]."""
     frequencies = np.asarray(rope.inverse_frequencies(), dtype=np.float32)
     angles = np.arange(length, dtype=np.float32)[:, None] * frequencies  # [length, d/2]
     wide = angles.astype(np.float64)

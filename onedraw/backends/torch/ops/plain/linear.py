@@ -1,8 +1,8 @@
 """y = x Wᵀ + b with bits that do not depend on the number of rows.
 
-In: rows x [T, K], where T satisfies the row rule. Out: [T, N]. The row rule gives the row counts with which no row of a product
-depends on another: at least `floor` rows (for a single row the library uses another kernel), or blocks of exactly `block` rows if
-that does not suffice. The self-check determines the rule that a machine needs.
+In: rows x [T, K] and a weight [N, K], where T satisfies the row rule. Out: [T, N]. The row rule gives the row counts with which
+no row of a product depends on another: at least `floor` rows (for a single row the library uses another kernel), or blocks of
+exactly `block` rows if that does not suffice. The self-check determines the rule that a machine needs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The operations of a model in plain torch, on any device.
 
-In: a device. Out: `TorchOps`. The kernels of `ops/cpu` and `ops/cuda` are faster, and tests compare them with these.
+In: a device. Out: `TorchOps`. The kernels of `ops/cpu` and `ops/cuda` are faster, and tests compare them with these. A tile is
+some neighbouring queries of one row of a step. Axes: T tokens, K key heads, d rotary dimensions of a head.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class TorchAttentionInputs:
     rotation: Tensor  # [T, 2, d/2]: cos and sin of each token's position
     places: Tensor  # [T * K]: where the key and value of each token and KV head are written
     groups: list[TileGroup]
-    rows: list[Tensor]  # `store_rows` of each group
+    rows: list[Tensor]  # for each group of tiles, the rows of the page store that it reads (`store_rows`)
 
     def attend(
         self,

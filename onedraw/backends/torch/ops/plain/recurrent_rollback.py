@@ -32,6 +32,6 @@ def replay_draft(state: Tensor, store: LaneStore, place: int) -> None:
 
 
 def advance_state(state: Tensor, decay: Tensor, key: Tensor, change: Tensor) -> None:
-    """state ← state · decay + key ⊗ change, in place. Each product is rounded before the sum, so a repeated update has the same
-    bits."""
+    """Update a state in place: state ← state · decay + key ⊗ change. Each product is rounded before the sum, so a repeated update
+    has the same bits."""
     state.mul_(decay[:, None, None]).add_(key.unsqueeze(2) * change.unsqueeze(1))
