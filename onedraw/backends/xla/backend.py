@@ -2,7 +2,9 @@
 
 In: a spec, a source of weights, sizes, jax devices; then plans. Out: outcomes. A step is: inputs → stages → sampling → commit,
 each a compiled program on the devices; the host waits only for the sampled tokens. Drafts are kept by the rule of
-`sampling/verify.py`. Axes: T tokens of a step, C picked tokens, E hidden width.
+`sampling/verify.py`. A row is the work of one sequence in one step; a lane is the slot of its state; a pick is a token of the
+step after which a token is sampled; a slab is as many picks as are sampled at once. Axes: T tokens of a step, C picked tokens, E
+hidden width.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class SamplePick:
     row: int  # index of the row in the plan
     token: int  # index of the token in the step
     position: SamplingPosition
-    restore: int  # checkpoint slot whose saved logits are used instead of the token's; -1: none
+    restore: int  # checkpoint slot whose saved logits are used instead of the token's; -1 stands for none
     keep: int  # checkpoint slot in which the logits are saved; the padding slot if none
 
 

@@ -4,7 +4,7 @@ In: projections of the step's tokens, work lists (`inputs.py`), a layer's states
 states, and the state increments of drafts. Prompt positions use the chunked form, generated positions and drafts the recurrent
 form. Chunks and positions are computed one after the other in fixed shapes, so neither batch nor schedule changes a bit of a row.
 Axes: T tokens, Hk key heads of size Dk, Hv value heads of size Dv, C convolution channels, n = CHUNK positions. A lane is the
-slot of a sequence's state.
+slot of a sequence's state; the increments of a draft are what the commit needs to repeat its update.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RecurrentInputs = dict[str, Any]
 def delta(
     projected: Array, store: Weights, runs: RecurrentInputs, weights: Weights, spec: DeltaSpec, bucket: ShapeBucket, eps: float
 ) -> tuple[Array, Weights, Weights]:
-    """projected [T, C + Hv * Dv + 2 Hv], columns of qkv, z, a and b → outputs [T, Hv * Dv], the new store, and the state
-    increments of drafts."""
+    """Run the layer: projected [T, C + Hv * Dv + 2 Hv], columns of qkv, z, a and b → outputs [T, Hv * Dv], the new store, and the
+    state increments of drafts."""
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
     fed, z, a, b = jnp.split(projected, [spec.channels, spec.channels + inner, spec.channels + inner + heads], axis=1)
     windows = store["windows"].reshape(-1, spec.channels)
@@ -107,8 +107,8 @@ def _close(out: Array, z: Array, weights: Weights, spec: DeltaSpec, eps: float) 
 
 
 def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: RecurrentInputs) -> tuple[Array, Array, Array]:
-    """The chunked form for prompt positions, one chunk at a time. A partial chunk is padded with zeros, which do not change the
-    state."""
+    """Compute the chunked form for prompt positions, one chunk at a time. A partial chunk is padded with zeros, which do not
+    change the state."""
     padded = {name: jnp.pad(x, ((0, CHUNK), *((0, 0),) * (x.ndim - 1))) for name, x in gated.items()}
     out = jnp.pad(out, ((0, CHUNK), (0, 0), (0, 0)))
     inside = jnp.arange(CHUNK)
@@ -132,7 +132,7 @@ def _chunks(states: Array, saved: Array, out: Array, gated: Weights, runs: Recur
 
 
 def _chunk(state: Array, tile: Weights) -> tuple[Array, Array]:
-    """One chunk for all heads: state [Hv, Dk, Dv] → the state after the chunk, and the chunk's outputs [n, Hv, Dv]."""
+    """Compute one chunk for all heads: state [Hv, Dk, Dv] → the state after the chunk, and the chunk's outputs [n, Hv, Dv]."""
     repeats = state.shape[0] // tile["k"].shape[1]
     q, k = (jnp.repeat(tile[name].transpose(1, 0, 2), repeats, axis=0) for name in "qk")  # [Hv, n, Dk]
     v, beta = tile["v"].transpose(1, 0, 2), tile["beta"].T[:, :, None]
@@ -160,13 +160,15 @@ def _solve(system: Array, right: Array) -> Array:
 
 
 def _advance(state: Array, decay: Array, key: Array, change: Array) -> Array:
-    """state · decay + key ⊗ change. Each product is rounded before the sum, so a repeated update has the same bits."""
+    """The state after one update, state · decay + key ⊗ change. Each product is rounded before the sum, so a repeated update has
+    the same bits."""
     repeats = state.shape[0] // key.shape[0]
     return times(state, decay[:, None, None]) + times(jnp.repeat(key, repeats, axis=0)[:, :, None], change[:, None, :])
 
 
 def _recurrent_position(state: Array, gated: Weights, token: Array) -> tuple[Array, Array, Array]:
-    """The recurrent form for one position: the state after it, its output [Hv, Dv], and the change written to the state."""
+    """Compute the recurrent form for one position: the state after it, its output [Hv, Dv], and the change written to the
+    state."""
     decay, key = gated["decay"][token], gated["k"][token]
     repeats = state.shape[0] // key.shape[0]
     wide, query = jnp.repeat(key, repeats, axis=0), jnp.repeat(gated["q"][token], repeats, axis=0)  # [Hv, Dk]
@@ -177,7 +179,7 @@ def _recurrent_position(state: Array, gated: Weights, token: Array) -> tuple[Arr
 
 
 def _recurrent_positions(states: Array, out: Array, gated: Weights, runs: RecurrentInputs) -> tuple[Array, Array]:
-    """The recurrent form for generated positions, one at a time."""
+    """Compute the recurrent form for generated positions, one at a time."""
 
     def one(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         states, out = carry
@@ -190,8 +192,8 @@ def _recurrent_positions(states: Array, out: Array, gated: Weights, runs: Recurr
 
 
 def _drafts(states: Array, out: Array, gated: Weights, runs: RecurrentInputs, bucket: ShapeBucket) -> tuple[Array, Weights]:
-    """The recurrent form for drafts, each from its parent's state. Unless the parent is the preceding draft, its state is rebuilt
-    from increments. Returns the outputs and the increments; the lanes' states stay unchanged."""
+    """Compute the recurrent form for drafts, each from its parent's state. Unless the parent is the preceding draft, its state is
+    rebuilt from increments. Returns the outputs and the increments; the lanes' states stay unchanged."""
     tokens = runs["node_token"]
     increments = {"decay": gated["decay"][tokens], "key": gated["k"][tokens]}
     changes = jnp.zeros((bucket.drafts, *out.shape[1:]), jnp.float32)

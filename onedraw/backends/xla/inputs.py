@@ -26,12 +26,12 @@ from onedraw.sampling.verify import draft_paths
 from onedraw.types import Row
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
-MIN_PRODUCT_ROWS = 4  # least rows of a matrix product: for fewer, libraries have other kernels, which round differently
+MIN_PRODUCT_ROWS = 4  # fewest rows of a matrix product: for fewer, libraries have other kernels, which round differently
 # Most rows of a matrix product: with more, the order of additions along the reduced axis was seen to change.
 MAX_PRODUCT_ROWS = 32
 KEYS = 128  # key positions per block of attention; blocks start at multiples of this
 TILE = 16  # queries of one attention tile in a mixed step
-TILES = 8  # tiles computed at once
+TILES = 8  # attention tiles that are computed at once
 CHUNK = 64  # prompt positions that a recurrent layer computes at once
 ROW_TILE = {"cpu": None, "gpu": 64, "tpu": 64}  # rows of every matrix product, by jax platform; None: no fixed number
 
@@ -42,7 +42,7 @@ class ShapeBucket:
 
     tokens: int
     rows: int  # rows of each matrix product
-    tile: int  # queries of one attention tile
+    tile: int  # number of queries of one attention tile
     tiles: int  # number of attention tiles
     step: int  # attention tiles that are computed at once
     drafts: int  # maximum drafts of all rows

@@ -2,8 +2,8 @@
 
 In: weights of a layer, rows of a step. Out: arrays with the same rows. Three rules make a row's bits independent of the batch:
 every reduction is over the last axis of an array with a fixed shape (`inputs.py`); keys are read in blocks of absolute positions,
-in order; masked keys add exact zeros. Axes: T tokens, H query heads, K KV heads, G = H / K, D size of a head, N tiles of h
-queries.
+in order; masked keys add exact zeros. A tile is some queries of one row of a step. Axes: T tokens, H query heads, K KV heads, G =
+H / K, D size of a head, d rotary dimensions of a head, N tiles of h queries, W columns.
 """
 
 from __future__ import annotations
@@ -56,18 +56,19 @@ def row_sum(x: Array) -> Array:
 
 
 def times(x: Array, y: Array) -> Array:
-    """x · y, rounded before it is added to anything: the `where` keeps the compiler from fusing product and sum into one
-    fused multiply-add."""
+    """The product x · y, rounded before it is added to anything: the `where` keeps the compiler from fusing product and sum into
+    one fused multiply-add."""
     return jnp.where(jnp.isnan(x), x, x * y)
 
 
 def over(x: Array, y: Array) -> Array:
-    """x / y as a true division: for a broadcast y the compiler would multiply with 1 / y, which rounds twice."""
+    """The quotient x / y as a true division: for a broadcast y the compiler would multiply with 1 / y, which rounds twice."""
     return x / jnp.where(jnp.isnan(x), 1, y)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x / sqrt(mean(x²) + eps) · weight. A float32 weight is applied before rounding to x's dtype, any other after it."""
+    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. A float32 weight is applied before rounding to x's dtype, any other after
+    it."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(row_sum(wide * wide) * (1 / x.shape[-1]) + eps)
     normed = wide * scale
@@ -146,7 +147,7 @@ def attend(
     tiles = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)[inputs["tile_queries"]]  # [N, h, H, D]
     tiles = tiles.reshape(-1, bucket.tile, kv, per, dim).transpose(0, 2, 3, 1, 4).reshape(-1, kv, per * bucket.tile, dim)
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, height - per * bucket.tile), (0, 0)))
-    # [N, G * h]: the last position that each query attends to
+    # The last position that each query attends to, [N, G * h].
     ends = jnp.tile(inputs["positions"][inputs["tile_queries"]], (1, per))
     ends = jnp.pad(ends, ((0, 0), (0, height - per * bucket.tile)))
 

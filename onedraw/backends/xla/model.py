@@ -2,8 +2,8 @@
 
 In: weights read layer by layer, CompiledShapes, a step's XlaInputs. Out: XlaStages with weights, state and programs: `open` (page
 copies and checkpoint restores before a step), `run` (the layers, one program per compiled shape) and `commit` (kept drafts). The
-embedding belongs to the first stage, the last norm and the head to the last one; on a single device that is the same stage. Axes:
-T tokens of a step, C picked tokens, E hidden width.
+embedding belongs to the first stage, the last norm and the head to the last one; on a single device that is the same stage. A
+picked token is one after which a token is sampled. Axes: T tokens of a step, C picked tokens, E hidden width.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class XlaStage:
         self.state = self._open(self.state, part)
 
     def run(self, x: Any, inputs: XlaInputs, picks: Any) -> tuple[list[Weights], Array, Array]:
-        """x: tokens, or the residuals of the previous stage. Returns the state increments of drafts, residuals [T, E], and the
-        residuals [C, E] of picked tokens."""
+        """Run the layers. x: tokens, or the residuals of the previous stage. Returns the state increments of drafts, residuals
+        [T, E], and the residuals [C, E] of picked tokens."""
         given = jax.device_put(x, self.device)
         program = self._run[inputs.bucket]
         self.state, increments, x, picked = program(self.weights, self.state, given, inputs.arrays, inputs.delta, picks)

@@ -208,7 +208,7 @@ def _logprob_columns(deficit: Array, token: Array, wanted: Array, top: Array, vo
 
 
 def _checksums(logits: Array, filtered: Array, sums: Array, inputs: SamplingInputs) -> Array:
-    """[C]: 63-bit checksums of the exact bits of logits and filtered scores; zeros if no row requests them."""
+    """The 63-bit checksums of the exact bits of logits and filtered scores, [C]; zeros if no row requests them."""
 
     def summed() -> Array:
         scores = jnp.where(filtered == 0, 0, -filtered)  # the rule computes 0 - deficit, which is never -0
@@ -244,7 +244,7 @@ def gumbel(keys: Array, vocab: int) -> Array:
     """Gumbel noise -log(-log u) for every token id, from keys [C, 2] uint32: [C, V] float32."""
     bits = uniform_bits(keys, vocab)
     whole = bits.astype(jnp.float32)
-    below = (whole + 0.5) * 2.0**-BITS  # u, exact in the lower half
+    below = (whole + 0.5) * 2.0**-BITS  # the uniform number u, exact in the lower half
     above = jnp.minimum((2.0**BITS - whole - 0.5) * 2.0**-BITS, 0.5)  # 1 - u, exact in the upper half
     return -jnp.log(-jnp.where(bits < HALF, jnp.log(below), jnp.log1p(-above)))
 

@@ -25,7 +25,7 @@ from onedraw.models.spec import AttentionSpec, LayerSpec
 from onedraw.types import Row
 
 State = list[Weights]
-COPIES = 16  # page copies, and restored lanes, of one call of `apply_copies`
+COPIES = 16  # most page copies, and most restored lanes, of one call of `apply_copies`
 
 
 def allocate(layers: Sequence[LayerSpec], shape: CompiledShapes, *, dtype: str, device: jax.Device) -> State:
@@ -130,8 +130,8 @@ def commit_drafts(
 
 
 def verified(sampled: Array, drafts: dict[str, Any], shape: CompiledShapes) -> Array:
-    """[D]: which of the D drafts are kept. A draft is kept if its parent is the last kept token of its row and the token sampled
-    after the parent equals the draft; this is the rule of `sampling.verify.kept_drafts` for all rows."""
+    """Which of the D drafts of a step are kept, [D]. A draft is kept if its parent is the last kept token of its row and the
+    token sampled after the parent equals the draft; this is the rule of `sampling.verify.kept_drafts` for all rows."""
     rows = shape.lanes + 1
 
     def one(index: jax.Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -1,7 +1,9 @@
 """Paged attention with Triton: one kernel for decode tokens, chains of drafts, verify trees, prompt chunks and sliding windows.
 
 In: queries [T, H * D], a layer's KV pages, and the range of keys of every token. Out: [T, H * D]. Axes: T tokens, H query heads,
-K KV heads, D the size of a head, P pages, S positions of a page, N tiles.
+K KV heads, D the size of a head, P pages, S positions of a page, R rows (the work of one sequence in one step each), W the most
+pages of a row, N tiles, t tokens of a set of tiles. PDL is programmatic dependent launch: a kernel may start while the one before
+it ends, and waits before it reads what that one writes.
 
 A tile holds a few neighbouring queries of one row, times the query heads that share a KV head. Keys are read in blocks of 32 or
 64 absolute positions (`block_keys`, a function of the head size alone). A split is a range of absolute positions: inside it
@@ -58,12 +60,12 @@ FULL, TREE_PREFIX, TREE_PATH = range(3)
 class AttentionMetadata:
     """Key ranges of a step's tokens, for layers of one attention shape. All int32, on the device."""
 
-    rows: Tensor  # [T] row of each token
-    first_keys: Tensor  # [T] first position each token attends to
-    last_keys: Tensor  # [T] last position each token attends to
-    merge_rows: Tensor  # [T] index of each token in the split buffers
+    rows: Tensor  # [T]: the row of each token
+    first_keys: Tensor  # [T]: the first position that each token attends to
+    last_keys: Tensor  # [T]: the last position that each token attends to
+    merge_rows: Tensor  # [T]: the index of each token in the buffers of split states
     page_table: Tensor  # [R, W]: the pages of each row
-    paths: Tensor | None  # [T, depth] slots of the drafts on a node's path, relative to the first draft; None without trees
+    paths: Tensor | None  # [T, depth]: slots of the drafts on a node's path, relative to the first draft; None without trees
     page_size: int
 
 

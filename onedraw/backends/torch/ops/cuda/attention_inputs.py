@@ -2,8 +2,8 @@
 
 In: Inputs and an AttentionShape. Out: HostAttentionInputs, and on the device AttentionMetadata and TileSets for the kernels.
 Steps with equal layouts can share captured CUDA graphs, so all steps padded to one bucket have one layout. A tile is some queries
-of one row; a split is a range of key positions whose attention is computed by itself and then merged (`attention.py`). Axes: T
-tokens, N tiles.
+of one row; a split is a range of key positions whose attention is computed by itself and then merged (`attention.py`). A row is
+the work of one sequence in one step. A bucket is the sizes to which a step is padded. Axes: T tokens, N tiles.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ In: the token sampled at every position of a step, and the rows' drafts. Out: th
 values moved to the slots of their positions; tokens for the next step. Drafts are kept by the rule of `sampling/verify.py`:
 parents come before their children, so one pass finds the whole path. The host repeats the verification when the sampled tokens
 arrive; on the device it lets the next step start without waiting for the host. Axes: T tokens, R rows, W the most drafts of a
-row, K taps of the convolution, L layers. A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state
-increments of drafts.
+row, K taps of the convolution, L layers. A row is the work of one sequence in one step; a lane is the slot of its recurrent
+state; the rollback buffer holds the state increments of drafts, from which `recurrent_rollback.py` advances the lanes.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -32,7 +32,7 @@ class VerifiedDrafts:
     kept: Tensor  # [R, W] int32: index of the draft among the row's drafts
     slots: Tensor  # [R, W] int32: slot of the draft in the rollback buffer
     lanes: Tensor  # [R] int32: the lane of each row
-    window_sources: Tensor  # [R, 1 + K] int32: a lane's window (-1: none), the K - 1 rows it consists of, padding
+    window_sources: Tensor  # [R, 1 + K] int32: for `shift_conv_windows`, the lane (-1: none), then its K - 1 new inputs, padding
 
 
 @triton.jit(do_not_specialize=["width", "slot_count"])
@@ -94,8 +94,9 @@ def verify_drafts(
     slot_count: int = 0,
     pdl: bool = False,
 ) -> VerifiedDrafts:
-    """samples and tokens [T] int64, parents [T] int32 (index of a draft's parent among the row's drafts, -1 for the row's last
-    known token), rows [R, ROW_WORDS] int32. `longest`: the most tokens of a row.
+    """Find the drafts of each row that equal the sampled tokens. samples and tokens [T] int64, parents [T] int32 (index of a
+    draft's parent among the row's drafts, -1 for the row's last known token), rows [R, ROW_WORDS] int32. `longest`: the most
+    tokens of a row.
 
     `taps` (of the convolution) and `slot_count` (of the rollback buffer) are needed for the window sources.
     """
@@ -125,7 +126,8 @@ def _move_kept_kv(
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, head and layer. All positions are read before any is written, because a target may be another draft's source."""
+    """Move the entries of one row, head and layer. All positions are read before any is written, because a target may be another
+    draft's source."""
     begin_kernel(PDL)
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = tl.program_id(0) % KV_HEADS
@@ -176,15 +178,16 @@ def move_kept_kv(
 
 
 def resolve_pending_tokens(tokens: Tensor, last: Tensor) -> Tensor:
-    """tokens [n] and last [lanes + 1] → [n]: a token of -1 - lane is replaced by the lane's last token. If no token was sampled
-    for that lane, the replacement is arbitrary, and the row's results are discarded."""
+    """Replace each token of -1 - lane by the token that the lane sampled last: tokens [n], last [lanes + 1] → [n]. If no token
+    was sampled for that lane, the replacement is arbitrary, and the row's results are discarded."""
     resolved = torch.empty_like(tokens)
     _resolve_pending_tokens[(triton.cdiv(len(tokens), BLOCK),)](tokens, last, resolved, len(tokens), BLOCK=BLOCK)
     return resolved
 
 
 def store_last_tokens(samples: Tensor, lanes: Tensor, last: Tensor) -> None:
-    """last[lanes] = samples[:, 0], for samples [T, columns] and lanes [T]. Padding rows have the lane after the last real one."""
+    """Remember the sampled tokens of these lanes: last[lanes] = samples[:, 0], for samples [T, columns] and lanes [T]. Padding
+    rows have the lane after the last real one."""
     _store_last_tokens[(triton.cdiv(len(lanes), BLOCK),)](samples, lanes, last, len(lanes), samples.stride(0), BLOCK=BLOCK)
 
 

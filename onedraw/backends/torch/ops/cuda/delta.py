@@ -54,10 +54,10 @@ def unsupported_reason(spec: DeltaSpec) -> str:
 class DeltaQkv:
     """Queries, keys, values and gates of every token; float32."""
 
-    q: Tensor  # [T, Hk, Dk]: normalized, times Dk^-1/2
-    k: Tensor  # [T, Hk, Dk]: normalized
-    v: Tensor  # [T, Hv, Dv]
-    gates: Tensor  # [3, T, Hv]: log of the decay, decay, beta
+    q: Tensor  # [T, Hk, Dk]: queries, normalized and multiplied by Dk^-1/2
+    k: Tensor  # [T, Hk, Dk]: normalized keys
+    v: Tensor  # [T, Hv, Dv]: values
+    gates: Tensor  # [3, T, Hv]: logarithm of the decay, decay, beta (how much of a value replaces the one in the state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class DraftIncrements:
     slots: Tensor  # [T] int32: slot of each token's increment, -1 for tokens that are not drafts
     decays: Tensor  # [slots, Hv]: the factor of the state
     keys: Tensor  # [slots, Hk, Dk]: the normalized keys
-    changes: Tensor  # [slots, Hv, Dv]: the state grows by key ⊗ change
+    changes: Tensor  # [slots, Hv, Dv]: what key ⊗ change adds to the state
     conv_inputs: Tensor  # [slots, C]: the inputs that enter the lane's window
 
 
@@ -196,9 +196,9 @@ def conv_and_gates(
     drafts: DraftIncrements | None = None,
     pdl: bool = False,
 ) -> DeltaQkv:
-    """projected [T, C + Hv * Dv + 2 Hv]: columns of qkv, z, a and b. taps [T, K] int32, oldest first: rows of the step, or from T
-    on rows of windows [lanes * (K - 1), C], or -1 for zeros. Drafts store decay, key and convolution input in the rollback
-    buffer."""
+    """Convolution, norms and gates of every token. projected [T, C + Hv * Dv + 2 Hv]: columns of qkv, z, a and b. taps [T, K]
+    int32, oldest first: rows of the step, or from T on rows of windows [lanes * (K - 1), C], or -1 for zeros. Drafts store decay,
+    key and convolution input in the rollback buffer."""
     count, device = len(projected), projected.device
     q, k = (torch.empty(count, key_heads, key_dim, device=device) for _ in range(2))
     v = torch.empty(count, value_heads, value_dim, device=device)
@@ -281,7 +281,7 @@ def _shift_windows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All windows of all layers; the strides are elements from one layer to the next."""
+    """Write the windows of all layers. The strides are elements from one layer to the next."""
     begin_kernel(PDL)
     layer = tl.program_id(2).to(tl.int64)
     inputs += layer * rows * stride
@@ -291,7 +291,7 @@ def _shift_windows(
 
 
 def shift_conv_windows(inputs: Tensor, windows: Tensor, target: Tensor, sources: Tensor, *, pdl: bool = False) -> None:
-    """target[slot] ← K - 1 rows of `inputs` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
+    """Write convolution windows: target[slot] ← K - 1 rows of `inputs` [n, ≥ C] or, from n on, of windows [lanes, K - 1, C].
 
     sources [m, 1 + K] int32: the target slot (-1: none), the K - 1 source rows, oldest first (-1: zeros), one column of padding.
     K is a power of two. `target` may be `windows`. Tensors are of one layer, or contiguous with the layers as leading dimension.
@@ -368,9 +368,9 @@ def gated_norm(
     sources: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """rms(out) · weight · silu(z), with z after the first `channels` columns of `projected`: [T, Hv * Dv] in the dtype of
-    `projected`. The same launch shifts the windows as `shift_conv_windows` does, because no later kernel of the step reads
-    them."""
+    """The layer's output from the state's output: rms(out) · weight · silu(z), with z after the first `channels` columns of
+    `projected`: [T, Hv * Dv] in the dtype of `projected`. The same launch shifts the windows as `shift_conv_windows` does,
+    because no later kernel of the step reads them."""
     count, heads, dim = out.shape
     y = torch.empty(count, heads * dim, dtype=projected.dtype, device=out.device)
     window_count = 0 if sources is None else len(sources)

@@ -3,8 +3,8 @@
 In: queries, keys, values and gates of every token, the lanes' states, and the tokens of each chunk. Out: the state's output at
 every token; states are updated in place and saved to checkpoint slots. Axes: T tokens, Hk key heads, Hv value heads, Dk and Dv
 their sizes, R spans (prompt positions of one row that a step computes). A lane is the slot of a sequence's recurrent state; a
-checkpoint is a saved state. Formulas: Q and K are a chunk's queries and keys, β its update rates, D[i, j] the product of the
-decays after token j up to token i.
+checkpoint is a saved state of a prompt prefix. Formulas: Q and K are a chunk's queries and keys, β its update rates, D[i, j] the
+product of the decays after token j up to token i.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -37,8 +37,8 @@ def _invert_chunks(
     BLOCK_K: tl.constexpr,
     CHUNK_LENGTH: tl.constexpr,
 ):
-    """(I + tril₋₁(β K Kᵀ D))⁻¹ of one chunk and head, by forward substitution, and tril(Q Kᵀ D). tril₋₁ is the part below the
-    diagonal."""
+    """Compute (I + tril₋₁(β K Kᵀ D))⁻¹ of one chunk and head by forward substitution, and tril(Q Kᵀ D), which the scan over the
+    chunks multiplies with. tril₋₁ is the part below the diagonal."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -97,7 +97,7 @@ def _scan_chunks(
     BLOCK_V: tl.constexpr,
     CHUNK_LENGTH: tl.constexpr,
 ):
-    """The chunks of one span in sequence, for one head and some columns of its state."""
+    """Process the chunks of one span in sequence, for one head and some columns of its state."""
     span = tl.program_id(0) * 4
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)

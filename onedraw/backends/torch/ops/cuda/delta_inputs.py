@@ -2,8 +2,9 @@
 
 In: RecurrentSpans. Out: DeltaTables: convolution taps, chunks, paths, and the sources of the convolution windows. A path lists
 the tokens that one program of the recurrent form processes: a row's known tokens, then its drafts, a tree branch by branch. Axes:
-T tokens, P paths, K taps of the convolution. A lane is the slot of a sequence's recurrent state; the rollback buffer
-holds the state increments of drafts until the commit.
+T tokens, P paths, K taps of the convolution. A row is the work of one sequence in one step; a lane is the slot of its recurrent
+state; the rollback buffer holds the state increments of drafts until the commit. An entry is a token of a path as 4 * token, plus
+the flags of `delta_tree.py`; a time step has one entry for each branch that is processed in parallel.
 """
 
 from __future__ import annotations
@@ -115,14 +116,15 @@ class DeltaTables:
 
 
 def _window_sources(targets: list[int], rows: Ints, min_rows: int = 0) -> Words:
-    """[m, 1 + K]: the target window (-1: none), its K - 1 source rows, and padding; padded to `min_rows` windows."""
+    """The table from which `shift_conv_windows` writes windows, [m, 1 + K]: the target window (-1: none), its K - 1 source rows,
+    and padding; padded to `min_rows` windows."""
     padded = np.full((max(len(targets), min_rows), rows.shape[1] + 2), -1, dtype=np.int32)
     padded[: len(targets), 0], padded[: len(targets), 1:-1] = targets, rows
     return padded
 
 
 def _draft_slots(spans: RecurrentSpans) -> Words:
-    """[T]: the slot of each draft in the rollback buffer, -1 for known tokens."""
+    """The slot of each draft in the rollback buffer, -1 for known tokens: [T]."""
     slots = np.full(len(spans.host_taps), -1, dtype=np.int32)
     for span in spans.runs:
         first = span.first + span.known

@@ -4,7 +4,8 @@ In: queries, keys, values and gates of every token, the lanes' states, and paths
 are updated in place. A path is the work of one program: the known tokens of a row, then a chain of drafts (for trees, see
 `delta_tree.py`). Drafts never change a lane's state: they store decay, key and change in the rollback buffer, from which
 `recurrent_rollback.py` repeats the update of the drafts that are kept. Axes: T tokens, P paths, Hv value heads, Dv their size.
-A lane is the slot of a sequence's recurrent state. An entry names one token of a path, as 4 * token.
+A lane is the slot of a sequence's recurrent state. An entry names one token of a path, as 4 * token. PDL is programmatic
+dependent launch.
 
 A program is one warp that holds some columns of the state in registers. The rows of the state are divided into parts of ROWS
 rows, few enough that all threads that sum a column are in the warp; the inputs of later tokens are prefetched. The order of a sum
@@ -30,7 +31,7 @@ PATH_WORDS = 5
 
 @triton.jit
 def _rank_one_update(key, change, state):
-    """state + key ⊗ change, by fused multiply-add."""
+    """The state after one update, state + key ⊗ change, by fused multiply-add."""
     return tl.fma(tl.broadcast_to(key[:, None], state.shape), tl.broadcast_to(change[None, :], state.shape), state)
 
 
@@ -112,7 +113,7 @@ def _recurrent_delta(
     DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One path, for one head and some columns of its state."""
+    """Process one path, for one head and some columns of its state."""
     begin_kernel(PDL)
     path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)

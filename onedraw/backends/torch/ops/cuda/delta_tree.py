@@ -5,6 +5,10 @@ In: the inputs of `recurrent_delta`, with as many entries per time step as there
 branch, it restarts from the state after the known tokens and repeats the drafts on the way; a repeated update gives the same
 bits, so no state is read back. One warp alone would process the branches one after the other, with the latency of every update;
 in parallel the latencies overlap.
+
+The state of a head is a matrix, whose rows are divided into parts of eight. A program has some columns of it, once for every
+branch (BRANCHES), and a tile is the eight rows of a part for all branches. An entry names one token of a path, as 4 * token plus
+flags; a path is the work of one program. Restarts and repeats are flags of entries.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -27,7 +31,8 @@ RESTART, REPEAT = 1, 2
 
 @triton.jit
 def _load_parts(vectors, row, KEY_DIM: tl.constexpr, PARTS: tl.constexpr):
-    """Keys or queries of all branches, as a tuple of parts of [BRANCHES * 8]."""
+    """Load the key or query of each branch's token as a tuple of parts. A part has eight values for each branch, [BRANCHES * 8],
+    because a tile has eight rows of each branch's state."""
     values = ()
     for part in tl.static_range(PARTS):
         if PARTS * 8 == KEY_DIM:
@@ -70,8 +75,8 @@ def _tree_delta(
     BRANCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One path, for one head and some columns of its state. A tile has eight rows of each branch's state, and a thread four
-    columns of a row: so a branch is a warp, and no sum crosses warps."""
+    """Process one path, for one head and some columns of its state. A tile has eight rows of each branch's state, and a thread
+    four columns of a row: so a branch is a warp, and no sum crosses warps."""
     begin_kernel(PDL)
     path = tl.program_id(2) * 5
     count = tl.load(paths + path + 2)

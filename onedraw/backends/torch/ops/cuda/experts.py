@@ -4,7 +4,8 @@ In: rows x [T, E], the experts of each row with their weights, and the experts' 
 
 A pair is a row and one of its experts. Pairs are grouped by expert and cut into tiles; a tile processes the inputs of the product
 from front to back like any other product, so the bits of a row do not depend on the other rows of its expert. The outputs of a
-row are added in expert order.
+row are added in expert order. Axes: T rows, `used` experts of a row, E hidden width, F feed-forward width of an expert, N outputs
+of a product.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _choose_experts(
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The top experts of one row, best first, the lowest index among equals. Their scores are added in this order."""
+    """Select the best experts of one row, best first, the lowest index among equals. Their scores are added in this order."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -208,8 +209,8 @@ def _add_shared_expert(
 
 
 def add_shared_expert(out: Tensor, shared: Tensor, gate: Tensor | None, residual: Tensor | None, *, pdl: bool = False) -> Tensor:
-    """residual + (shared · sigmoid(gate) + out), rounded where separate operations would round. The gate is column 0 of `gate`
-    [T, …]; None: 1."""
+    """Add the shared expert's output: residual + (shared · sigmoid(gate) + out), rounded where separate operations would round.
+    The gate is column 0 of `gate` [T, …]; None: 1."""
     rows, width = out.shape
     y = torch.empty_like(out if residual is None else residual)
     if rows:
@@ -345,15 +346,15 @@ def run_experts(
     scale: float = 1.0,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, E], gate_up [experts, 2F, E], down [experts, E, F] → the sum of weight · down(activation(gate x) · up x) over a row's
-    experts, lowest first: [T, E]."""
+    """Compute all experts. x [T, E], gate_up [experts, 2F, E], down [experts, E, F] → the sum of weight · down(activation(gate x)
+    · up x) over a row's experts, lowest first: [T, E]."""
     hidden = grouped_gemm(x, gate_up, routes, divide=routes.used, gate=ACTIVATIONS[activation], pdl=pdl)  # [T * used, F]
     outputs = grouped_gemm(hidden, down, routes, divide=1, pdl=pdl)  # [T * used, E]
     return combine(outputs, routes, width=x.shape[1], scale=scale, pdl=pdl)
 
 
 def combine(outputs: Tensor, routes: Routes, *, width: int, scale: float, pdl: bool = False) -> Tensor:
-    """Outputs of pairs [T * used, width] → their weighted sums [T, width], lowest expert first, times `scale`."""
+    """Add the outputs of pairs [T * used, width], each times its weight, lowest expert first: [T, width], times `scale`."""
     rows = len(routes.weights)
     y = torch.empty(rows, width, dtype=outputs.dtype, device=outputs.device)
     if rows:
@@ -366,7 +367,8 @@ def combine(outputs: Tensor, routes: Routes, *, width: int, scale: float, pdl: b
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, routes: Routes, *, divide: int, gate: int = 0, pdl: bool) -> Tensor:
-    """Row pair // divide of x times the weight of the pair's expert, for all pairs: [T * used, N], or N / 2 with a gate."""
+    """Multiply, for all pairs, row pair // divide of x with the weight of the pair's expert: [T * used, N], or N / 2 with a
+    gate."""
     _, n, k = weight.shape
     n = n // 2 if gate else n
     y = torch.empty(len(routes.order), n, dtype=x.dtype, device=x.device)

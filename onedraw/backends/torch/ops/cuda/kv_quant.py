@@ -1,7 +1,8 @@
 """8-bit KV cache: quantization when keys and values are written, dequantization when they are read.
 
 In: heads, or loaded codes. Out: codes and scales as in `state/kv_pages.py`, or exact values in the dtype of the product. Codes
-are widened two at a time by bit operations, which are faster than conversion instructions. Each code is a byte.
+are widened two at a time by bit operations, which are faster than conversion instructions. A code is a byte, int8 or fp8, that is
+multiplied by its head's scale. Axis: D the size of a head.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -55,9 +56,9 @@ def _dequantize(codes, dtype: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def unpack_pairs(pairs, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Pairs of codes (int16) → the values of the lower codes and of the upper codes. Codes are loaded as 16-bit pairs because the
-    transposing loads for MMA operands move 16 bits at a time, and because for 16-bit operands the compiler keeps the order of the
-    sum for every tile shape."""
+    """Split pairs of codes (int16) into the values of the lower codes and of the upper codes. Codes are loaded as 16-bit pairs
+    because the transposing loads for MMA operands move 16 bits at a time, and because for 16-bit operands the compiler keeps the
+    order of the sum for every tile shape."""
     BF16: tl.constexpr = dtype == tl.bfloat16
     if INTERPRETED or dtype == tl.float32:
         return _dequantize((pairs << 8) >> 8, dtype, FP8), _dequantize(pairs >> 8, dtype, FP8)
@@ -75,8 +76,8 @@ def unpack_pairs(pairs, dtype: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def quantize_heads(x, dtype: tl.constexpr, QUANT_MAX: tl.constexpr):
-    """x [heads, D] float32, finite → codes [heads, D] and scales [heads]. Adding and subtracting 1.5 * 2^23 rounds to an integer,
-    with ties to even."""
+    """Quantize heads x [heads, D] float32, which are finite: codes [heads, D] and scales [heads]. Adding and subtracting 1.5 *
+    2^23 rounds to an integer, with ties to even."""
     largest = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(largest, tl.full(largest.shape, QUANT_MAX, tl.float32))
     divisor = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape)

@@ -2,7 +2,8 @@
 
 In: rows [T, W]. Out: rows. A program computes a row, or a piece of a row; in both cases it computes the whole row's sum, in a
 layout that depends on the width alone, so the order of the sum does not depend on the other rows. Norms and gated activations can
-also write their rows in the format of packed products.
+also write their rows as packed activations, the format that products with quantized weights read (`packed/activations.py`). Axes:
+T rows, W columns, F feed-forward width. PDL is programmatic dependent launch.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -68,8 +69,8 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, packed: PackedActivations | None = None, pdl: bool = False
 ) -> Tensor:
-    """x [..., W], rows of stride 1. A float32 weight is applied before the normalized values are rounded, any other after it.
-    `packed`: also store the rows as activations of packed products, as `pack_activations` would."""
+    """RMSNorm of x [..., W], rows of stride 1. A float32 weight is applied before the normalized values are rounded, any other
+    after it. `packed`: also store the rows as activations of packed products, as `pack_activations` would."""
     width = x.shape[-1]
     flat = x.reshape(-1, width) if x.dim() != 2 else x
     if flat.stride(-1) != 1:
@@ -137,8 +138,8 @@ def _gated_activation(
 def gated_activation(
     gate_up: Tensor, activation: Activation, *, paired: bool = False, packed: PackedActivations | None = None, pdl: bool = False
 ) -> Tensor:
-    """activation(gate) * up: [T, 2F] → [T, F]. The gate is the first half of the columns, or with `paired` every other column,
-    followed by its up. `packed`: also store the rows as activations of packed products."""
+    """Gated activation, activation(gate) * up: [T, 2F] → [T, F]. The gate is the first half of the columns, or with `paired`
+    every other column, followed by its up. `packed`: also store the rows as activations of packed products."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -188,7 +189,7 @@ def _apply_gate(
 
 
 def apply_gate(x: Tensor, gate: Tensor, kind: Gate, *, pdl: bool = False) -> Tensor:
-    """x [T, W] times sigmoid or softplus of a gate [T, W], or [T, W / n] with one value for n neighbouring columns."""
+    """Multiply x [T, W] by sigmoid or softplus of a gate [T, W], or [T, W / n] with one value for n neighbouring columns."""
     rows, width = x.shape
     y = torch.empty_like(x)
     if rows:

@@ -29,8 +29,8 @@ FOLDER = Path(__file__).parent / "packed"
 MIN_CAPABILITY = (8, 0)  # compute capability: the sources use mma.m16n8k16 and cp.async
 SYSTEM_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")  # file names that the system's loader looks for
 _OPTIONS = ("--std=c++17", "--fmad=false")  # products and sums are fused only where the sources call fma
-_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SERIALIZATION = 6  # the driver's constant CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_DYNAMIC_SHARED = 8  # the driver's constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 << 10  # bytes of shared memory that a block may have without that attribute
 _CHECKSUM = 32  # bytes of SHA-256 at the end of a cached file
 _INCLUDE = re.compile(r'#include "([a-z_]+\.cuh)"')
@@ -49,7 +49,7 @@ def cache_in(cache: Path) -> None:
 @dataclass(frozen=True, slots=True)
 class Compiler:
     library: ctypes.CDLL
-    version: str  # such as "13.0"
+    version: str  # its CUDA version, such as "13.0"
 
 
 @lru_cache(maxsize=1)
@@ -267,7 +267,7 @@ class Module:
     """A compiled source, loaded on one device."""
 
     def __init__(self, source: str, device: torch.device, defines: Mapping[str, int], *, arch_specific: bool = False) -> None:
-        """`arch_specific`: see `architecture_for`."""
+        """Compile and load a source. `arch_specific`: see `architecture_for`."""
         self._source, self._device = source, device
         code = compile_for(source, device, defines, arch_specific=arch_specific)
         self._handle = ctypes.c_void_p()
@@ -281,7 +281,7 @@ class Module:
             checked(driver().cuModuleLoadData(ctypes.byref(self._handle), code), f"loading {source}")
 
     def kernel(self, name: str, shared: int = 0) -> Kernel:
-        """`shared`: maximum bytes of dynamic shared memory of a launch."""
+        """The kernel of this name. `shared`: maximum bytes of dynamic shared memory of a launch."""
         handle = ctypes.c_void_p()
         checked(driver().cuModuleGetFunction(ctypes.byref(handle), self._handle, name.encode()), f"{self._source}: {name}")
         if shared > _DEFAULT_SHARED:

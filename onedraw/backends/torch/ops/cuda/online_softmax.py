@@ -3,7 +3,8 @@
 A split is a range of a row's key positions, and consists of key blocks. The state of a split or row is (maximum, sum,
 accumulator): the largest score, the sum of exp2(score - maximum), and the sum of the values weighted by exp2(score - maximum).
 Blocks inside a split and splits inside a row are processed from front to back, so the rounding is the same whether splits run in
-one program or in many.
+one program or in many. A slot is a position's place in the page store. Axes: ROWS queries of a tile, C value columns of a
+program.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"

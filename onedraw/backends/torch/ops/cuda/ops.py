@@ -3,7 +3,9 @@
 In: a device and a dtype that the kernels support. Out: `TritonOps`. A step may have any number of rows: the bits of a row do not
 depend on it.
 
-Axes: T tokens of a step, N outputs and K inputs of a weight, F width of a gated activation.
+Axes: T tokens of a step, N outputs and K inputs of a weight, E hidden width, F feed-forward width, d rotary dimensions of a head.
+A tile is some neighbouring queries of one row of a step, and a split is a range of key positions (`attention.py`). A border is a
+number of rows from which another kernel or tile is used; the self-check at start compares results on both sides of each.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class TritonLinear(Linear):
         self.library_rows = library_rows(self._weight)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [T, K] → x Wᵀ + b + residual, each sum rounded."""
+        """The product x Wᵀ + b + residual of x [T, K], each sum rounded."""
         x = _straight(x)
         if not self._uses_library(x, fuses=self.bias is not None or residual is not None):
             return linear(x, self._weight, bias=self.bias, residual=residual, pdl=self._pdl)
@@ -118,7 +120,7 @@ class TritonGated(TritonLinear):
         self._activation = activation
 
     def gated(self, x: Tensor) -> Tensor:
-        """activation(gate x) · up x: [T, K] → [T, F]."""
+        """Gate and up projection with the activation, activation(gate x) · up x: [T, K] → [T, F]."""
         x = _straight(x)
         if not self._uses_library(x, fuses=True):
             return linear(x, self._weight, bias=self.bias, gate=ACTIVATIONS[self._activation], pdl=self._pdl)
@@ -328,8 +330,9 @@ class TritonOps(FloatOps):
         return AttentionShape(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """Numbers of tokens from which the tiles of attention fill the device, so that a program computes all splits of its tile,
-        and of rows from which programs of the recurrent form take more columns of a state."""
+        """Row counts at which attention or Gated DeltaNet divides its work in another way, for the self-check. Attention: from
+        this number of tokens on, tiles fill the device, so one program computes all splits of its tile. Gated DeltaNet: from
+        MANY_PATHS rows on, a program takes more columns of a state."""
         if self._device.type != "cuda":  # Triton's interpreter would take seconds for every step
             return ()
         found = {-(-_busy(self._device) // one.kv_heads) for one in mixers if isinstance(one, AttentionSpec)}

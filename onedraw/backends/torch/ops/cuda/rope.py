@@ -5,7 +5,7 @@ values are written to their pages. Results are rounded where separate operations
 and value heads, D the size of a head.
 
 A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. 8-bit pages store
-A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. 8-bit pages store
+codes and scales (`kv_quant.py`); codes have no NaN, so there the key's scale is NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -26,8 +26,8 @@ HEADS_PER_PROGRAM = 4
 
 @triton.jit
 def _scale_to_rms(x, mean, weight, at, inside, eps, dtype: tl.constexpr, HAS_WEIGHT: tl.constexpr, FP32_WEIGHT: tl.constexpr):
-    """x [heads, D] float32 times 1 / sqrt(mean + eps), where `mean` is the mean of squares, and times the weight; rounded as
-    RMSNorm rounds."""
+    """Normalize heads: x [heads, D] float32 times 1 / sqrt(mean + eps), where `mean` is the mean of squares, and times the
+    weight; rounded as RMSNorm rounds."""
     scaled = x * tl.rsqrt(mean + eps)[:, None]
     if HAS_WEIGHT:
         factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -97,8 +97,8 @@ def _norm_rope_and_cache(
     QUANT_MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some heads of one token. Columns of x: HEADS query heads, then KV_HEADS key heads, then KV_HEADS value heads. HEADS may be
-    0."""
+    """Process some heads of one token. Columns of x: HEADS query heads, then KV_HEADS key heads, then KV_HEADS value heads. HEADS
+    may be 0."""
     token = tl.program_id(0).to(tl.int64)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     block = tl.program_id(1)
@@ -176,7 +176,8 @@ def norm_rope_and_cache(
     writes: bool = True,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, …] with the columns of q, k and v side by side → rotated queries [T, H * D]. `writes`: also store keys and values."""
+    """Norm, rope and cache: x [T, …] with the columns of q, k and v side by side → rotated queries [T, H * D]. `writes`: also
+    store keys and values."""
     count = len(x)
     queries = torch.empty(count, heads * dim, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(heads, HEADS_PER_PROGRAM) + (triton.cdiv(kv_heads, HEADS_PER_PROGRAM) if writes else 0)

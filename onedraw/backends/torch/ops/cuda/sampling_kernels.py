@@ -1,8 +1,8 @@
 """Sampling with Triton by the rule of `sampling/law.py`: the same tokens and checksums as `backends/torch/sampling/sampler.py`.
 
 In: logits [C, V'] and a table of sampling parameters. Out: tokens [C], and the deficits and limits from which they were sampled.
-Axes: C rows (positions to sample), V tokens of the vocabulary, V' V with padding, W the padded width of deficits. A lane is
-the slot in which a sequence's tokens are counted.
+Axes: C rows (positions to sample), V tokens of the vocabulary, V' V with padding, W the padded width of deficits, M token masks.
+A lane is the slot in which a sequence's tokens are counted. `sampler.py` builds the table and launches these kernels.
 
     scores    block by block: bias, penalties by counts, DRY, bans, token masks; the maximum of each block
     deficits  (best - score) / temperature
@@ -55,7 +55,7 @@ class SamplingTable:
     adjusted: bool  # whether some row has logit bias, penalties, DRY, bans or a mask
 
     def part(self, rows: slice) -> SamplingTable:
-        """The same for some of the rows; entries, counts and masks are found by index."""
+        """The table of some of the rows. Entries, counts and masks are shared, because rows find them by index."""
         mask_rows = None if self.mask_rows is None else self.mask_rows[rows]
         logprobs = None if self.logprobs is None else self.logprobs[rows]
         return replace(self, rows=self.rows[rows], mask_rows=mask_rows, logprobs=logprobs)
@@ -169,9 +169,10 @@ def _mix32(word):
 
 @triton.jit
 def _gumbel(ids, key_0, key_1):
-    """-log(-log u) for u from the hash of (key, id). log u is log(u) for u below one half and log1p(u - 1) above it."""
+    """Gumbel noise -log(-log u), for u from the hash of (key, id). log u is log(u) for u below one half and log1p(u - 1) above
+    it."""
     word = _mix32(_mix32(ids.to(tl.uint32) ^ key_0) + key_1) >> 8
-    odd = (word.to(tl.int32) * 2 + 1).to(tl.int32)  # odd = u * 2^25
+    odd = (word.to(tl.int32) * 2 + 1).to(tl.int32)  # u * 2^25, which is an odd integer
     rest = tl.where(odd > 16777216, odd - 33554432, 0)
     upper_u = rest.to(tl.float32) * 2.9802322387695312e-08
     lower_u = (odd - rest).to(tl.float32) * 2.9802322387695312e-08

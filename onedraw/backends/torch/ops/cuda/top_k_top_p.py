@@ -1,7 +1,7 @@
 """Top-k and top-p with Triton: the limit of each row, which is the largest deficit that is kept.
 
-In: scores of rows and their sampling parameters (the table of `sampling.py`). Out: deficits, (best - score) / temperature, and
-limits [2, C] of top-k and top-p. Axes: C rows, W padded width of a row.
+In: scores of rows and their sampling parameters (the table of `sampling_kernels.py`). Out: deficits, (best - score) /
+temperature, and limits [2, C] of top-k and top-p. A row is one position to sample at. Axes: C rows, W padded width of a row.
 
 Token weights, which are integers (1 for top-k, the probability mass for top-p), are added into a histogram of sixteen bins by
 deficit (level 0). The tokens of the bin that contains the limit are collected in a list, and binned once more into sixteen finer
@@ -67,7 +67,7 @@ def token_weight(deficit, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _floor(x):
-    """floor(x) for 0 ≤ x ≤ 2^22: adding 2^23 with rounding down drops the fraction."""
+    """Round x down to an integer, for 0 ≤ x ≤ 2^22: adding 2^23 with rounding down drops the fraction."""
     if INTERPRETED:
         return tl.floor(x)
     else:
@@ -76,7 +76,7 @@ def _floor(x):
 
 @triton.jit
 def _at_least(bin, EDGE: tl.constexpr):
-    """1.0 if the integer `bin` ≥ EDGE, otherwise 0.0, by one saturating addition."""
+    """Whether the integer `bin` is at least EDGE, as 1.0 or 0.0, by one saturating addition."""
     if INTERPRETED:
         return tl.where(bin >= EDGE, 1.0, 0.0)
     else:
@@ -262,7 +262,7 @@ def _candidates(
 def _fine_bin_candidates(
     deficits, lists, row, ids, histogram, width, bin, fine, VOCAB: tl.constexpr, LONG_LIST: tl.constexpr, SHORT_LIST: tl.constexpr
 ):
-    """`_candidates`, masked to the coarse and fine bin that contain the limit."""
+    """The deficits of `_candidates`, with a mask of those in the coarse and fine bin that contain the limit."""
     deficit, mask = _candidates(deficits, lists, row, ids, histogram, width, VOCAB, LONG_LIST, SHORT_LIST)
     return deficit, mask & (bin_index(deficit, 0) == bin) & (bin_index(deficit, 1) == fine)
 
@@ -352,8 +352,8 @@ def _search_level(
 @triton.jit
 def _bisect_list(lists, row, written, left, limit, SCALE: tl.constexpr, BY_MASS: tl.constexpr, LONG_LIST: tl.constexpr,
                  SHORT_LIST: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
-    """The limit in the second list, as the bits of a float, by bisection: bits of floats that are not negative sort like the
-    floats."""
+    """Find the limit in the second list by bisection over the bits of floats, which sort like the floats if these are not
+    negative. Returns the bits."""
     ids = tl.arange(0, ROOM)
     mask = ids < written
     deficit = tl.load(lists + row * (LONG_LIST + SHORT_LIST) + LONG_LIST + ids, mask=mask, other=0.0)
@@ -463,7 +463,7 @@ def find_limits(
         tensors = (table, deficits, lists, limits, histograms[int(by_mass)], width)
         constants = {"VOCAB": vocab, "HAS_TOP_K": has_top_k, "BY_MASS": by_mass, "SCALE": 2.0**MASS_BITS, "LONG_LIST": long_list}
         steps = [(level, collect) for level in (0, 1) for collect in (False, True)]
-        # `_deficits` has counted level 0 of the first filter
+        # `_deficits` has counted level 0 of the first filter already.
         for level, collect in steps[1:] if by_mass == filters[0] else steps:
             _search_level[(rows, triton.cdiv(vocab, block))](
                 *tensors, **constants, LEVEL=level, COLLECT=collect, SHORT_LIST=SHORT_LIST, BLOCK_V=block, num_warps=1, **options

@@ -1,7 +1,8 @@
 """Attention of the nodes of a verify tree: merges stored splits of the shared prefix, then reads the blocks of the node's own
 path.
 
-A split is a range of key positions whose attention is computed by itself; its state is the running softmax of these keys.
+A split is a range of key positions whose attention is computed by itself; its state is the running softmax of these keys. PDL is
+programmatic dependent launch: a kernel may start while the one before it ends, and waits before it reads what that one writes.
 
 In: queries, a layer's KV pages, and the states of splits that TREE_PREFIX tiles of `attention.py` stored. Out: attention of each
 node. A program computes one node, one KV head and some value columns; columns are independent, so their number per program
@@ -96,7 +97,7 @@ def attend_tree_paths(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile, which is one node and one KV head, and some value columns."""
+    """Compute one tile, which is one node and one KV head, for some value columns."""
     tile = tl.program_id(0) * 8
     head = tl.program_id(1)
     token = tl.load(tiles + tile)

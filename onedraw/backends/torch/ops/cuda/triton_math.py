@@ -92,13 +92,13 @@ def sigmoid(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x); x itself where x > 20, which is the same after rounding."""
+    """The activation softplus, log(1 + e^x); x itself where x > 20, which is the same after rounding."""
     return tl.where(x > 20.0, x, log1p(exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
 def apply_activation(x, ACTIVATION: tl.constexpr):
-    """silu (ACTIVATION 1) or gelu in its tanh form (2), of float32 values."""
+    """Apply silu (ACTIVATION 1) or gelu in its tanh form (2) to float32 values."""
     if ACTIVATION == 1:
         return silu(x)
     else:

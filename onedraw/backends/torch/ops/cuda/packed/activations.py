@@ -2,7 +2,8 @@
 
 In: rows x [T, K] in bf16 or f16. Out: `PackedActivations`, which every packed product of these rows reads. All kernels follow
 the same arithmetic (`few_rows.cu` and `experts.cu` for few rows, `many_rows_hopper.cu` and `many_rows.py` for many), so their
-results are bitwise equal:
+results are bitwise equal. Axes: T rows, K inputs, N outputs, S spans. d and m are the scale and the minimum of a block or span,
+dmin the scale of minima; a code is the stored integer of a weight, and t a power of two that its float16 form contains:
 
 1. Activations. A block is 32 inputs, a span is 256 inputs, a segment is 4 spans; inputs past K are zero. Each segment is divided
    by the power of two 2^e that brings its largest |x| into [512, 1024), with e in [-96, 118] and e = 0 for a segment of zeros:

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) experts_product
     word own_rows[TILES];
 #pragma unroll
     for (int n = 0; n < TILES; n++) own_rows[n] = opaque(rows_at + k_part * bytes + row_offset(p, n));
-    // [units, split_k - 1, TILES, 32 lanes]: sums of the warps with k_part > 0
+    // Sums of the warps that do not add, which are those with k_part > 0: [units, split_k - 1, TILES, 32 lanes].
     float4 *stored = (float4 *)(rows + g.split_k * bytes) + lane;
     float total[TILES][4];
     clear(total);

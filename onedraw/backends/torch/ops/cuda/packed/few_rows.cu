@@ -10,6 +10,7 @@
 //              every warp; the items of the remaining units are distributed over all warps and their sums added at the end.
 //   WHOLE_K 0  Items are ordered by segment, and every block computes an equal share of them, so it reads rows of one or two
 //              segments. Sums of items go to global memory; the warp that finishes the last segment of a unit adds them.
+// A span is 256 inputs. Products have tiles of eight rows; a lane has four accumulators per tile (work_items.cuh).
 
 #include "work_items.cuh"
 
@@ -52,7 +53,8 @@ struct BlockItems {
     int first, distributed_from, end, carried, segments;
 };
 
-// n / d for per = 1 / d. The result is exact for n below 2^21, and work_split.py (MAX_ITEMS) ensures that n is smaller.
+// Computes n / d, given per = 1 / d. The result is exact for n below 2^21, and work_split.py (MAX_ITEMS) ensures that n is
+// smaller.
 __device__ __forceinline__ int quotient(int n, float per) { return (int)(((float)n + 0.5f) * per); }
 
 __device__ __forceinline__ int items_before(const ProductArguments &p, int block) { return (block * p.even + min(block, p.odd)) * p.granule; }
@@ -137,7 +139,9 @@ __device__ __forceinline__ void send_carry(const ProductArguments &p, const Bloc
     __syncwarp();
     const int before = lane == 0 ? atomic_increment_shared(counter) : 0;
     if (__shfl_sync(0xFFFFFFFFu, before, 0) != own_items.carried - 1) return;
-    __syncwarp();  // orders the stores of other warps before the loads below, because a shuffle does not order memory
+    // Other warps stored their sums before they incremented the counter. This barrier orders those stores before the loads below,
+    // which the shuffle above does not, because it exchanges registers without ordering memory.
+    __syncwarp();
     float total[TILES][4];
     clear(total);
     add_stored(total, stored, own_items.end - own_items.carried - own_items.distributed_from, own_items.carried);

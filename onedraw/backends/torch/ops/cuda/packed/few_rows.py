@@ -3,7 +3,9 @@
 In: `PackedWeight` (tensor_core_layout.py) and `PackedActivations` (activations.py, which defines the arithmetic). Out:
 `few_rows_product`, [T, N]; `experts_product`, the same for rows routed to experts; `dequantize`, some outputs of a weight in the
 form that products of many rows read; `dequantize_rows`, rows of a weight as floats. The kernels (`few_rows.cu`, `experts.cu`,
-`dequantize.cu`) are compiled when the first weight of a quantization type is loaded.
+`dequantize.cu`) are compiled when the first weight of a quantization type is loaded. A unit is 16 outputs by 256 inputs of a
+weight; a segment is 1,024 inputs; a pair is a row and one of its experts. PDL is programmatic dependent launch. Axes: T rows, N
+outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class _ExpertsArguments(ctypes.Structure):
 
 
 def kind_number(kind: str) -> int:
-    """The macro KIND of the CUDA sources, which is the ggml type number."""
+    """The value of the macro KIND in the CUDA sources, which is the ggml number of the quantization type."""
     return QUANT_TYPES[kind].ggml_type or 0
 
 
@@ -213,12 +215,12 @@ def few_rows_product(
     carry: Tensor | None = None,
     whole_k: bool | None = None,
 ) -> Tensor:
-    """activations · weightᵀ + bias + residual for up to 64 rows → out [T, N] in bf16 or f16, which may be columns of a wider
-    tensor; bias and residual have its dtype. `partial_sums`: a float32 buffer for sums of segments; if it is too small for all
-    outputs, they are computed slab by slab; if None, it is allocated here. `overlaps_previous`: with PDL this product may run
-    concurrently with the one launched before it, which reads the same rows and was launched with `overlaps_next`; the two have
-    different `partial_sums` and `carry` (`empty_carry`). `whole_k` overrides the choice of work_split.py; it does not change the
-    result."""
+    """A product of few rows: activations · weightᵀ + bias + residual for up to 64 rows → out [T, N] in bf16 or f16, which may be
+    columns of a wider tensor; bias and residual have its dtype. `partial_sums`: a float32 buffer for sums of segments; if it is
+    too small for all outputs, they are computed slab by slab; if None, it is allocated here. `overlaps_previous`: with PDL this
+    product may run concurrently with the one launched before it, which reads the same rows and was launched with `overlaps_next`;
+    the two have different `partial_sums` and `carry` (`empty_carry`). `whole_k` overrides the choice of work_split.py; it does
+    not change the result."""
     rows, device = len(activations), weight.units.device
     assert rows <= FEW_ROWS, f"{rows} rows: at most {FEW_ROWS} are supported"
     if rows == 0:
@@ -315,8 +317,9 @@ def tile_height(pairs: int, count: int, device: torch.device) -> int:
 def experts_product(
     activations: PackedActivations, experts: PackedWeight, routes: Routes, *, divide: int, out: Tensor, pdl: bool = False
 ) -> Tensor:
-    """out[pair] = activations[pair // divide] · expertᵀ for all pairs, each with its own expert; out [pairs, N] in bf16 or f16,
-    which may be columns of a wider tensor. The grid depends only on the number of pairs, so the host need not read the routes."""
+    """A product of experts: out[pair] = activations[pair // divide] · expertᵀ for all pairs, each with its own expert; out
+    [pairs, N] in bf16 or f16, which may be columns of a wider tensor. The grid depends only on the number of pairs, so the host
+    need not read the routes."""
     device, rows = experts.units.device, len(activations)
     if not len(routes.order):
         return out
@@ -367,7 +370,8 @@ def dequantize(weight: PackedWeight, first: int, count: int, out: DequantizedWei
 
 
 def dequantize_rows(weight: PackedWeight, wanted: Tensor | None, *, out: Tensor) -> Tensor:
-    """Rows of a weight as floats → out [T, K], contiguous: the rows numbered in `wanted` (int64), or all rows if None."""
+    """Write rows of a weight as floats to out [T, K], which is contiguous: the rows numbered in `wanted` (int64), or all rows if
+    None."""
     if len(out):
         assert out.is_contiguous(), "the output must be contiguous"
         wanted = None if wanted is None else wanted.long().contiguous()

@@ -6,7 +6,8 @@ matrix of the model's dtype.
 
 Products of few rows read the quantized blocks directly (few_rows.py). For many rows the weight is dequantized to float16, a slice
 of outputs at a time, in a buffer of the workspace, and multiplied there (many_rows_hopper.py, many_rows.py). Both follow the
-arithmetic of activations.py, so their results are bitwise equal.
+arithmetic of activations.py, so their results are bitwise equal. A segment is 1,024 inputs, whose partial sums are added in
+order. Axes: T rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from onedraw.models.source import ColumnSelection, LazyTensor
 # From so many rows on, weights are dequantized; products of fewer rows are faster in parts of 64 rows. Captured steps have fewer
 # rows, so no CUDA graph uses the buffer for dequantized weights.
 MANY_ROWS_FROM = 257
-HOPPER = (9, 0)  # compute capability
+HOPPER = (9, 0)  # the compute capability of Hopper GPUs, which have a kernel of their own for many rows
 _ALIGNED = 256  # views of the buffer start at multiples of so many bytes
 
 
@@ -270,9 +271,9 @@ def packed_product(
     overlaps_next: bool = False,
     number: int = 0,
 ) -> Tensor:
-    """activations · weightᵀ + bias + residual → out [T, N], which may be columns of a wider tensor. `partial_sums`,
-    `overlaps_previous` and `overlaps_next`: see `few_rows_product`. `number`: index among the products that may run
-    concurrently."""
+    """A product with a packed weight: activations · weightᵀ + bias + residual → out [T, N], which may be columns of a wider
+    tensor. `partial_sums`, `overlaps_previous` and `overlaps_next`: see `few_rows_product`. `number`: index among the products
+    that may run concurrently."""
     rows = len(activations)
     if rows < MANY_ROWS_FROM:
         partial_sums = workspace.partial_sums(weight) if partial_sums is None else partial_sums
@@ -335,7 +336,7 @@ class PackedLinear(Linear):
         self.dtype, self.device, self.rule, self.bias, self._pdl = dtype, device, RowRule(floor=1), bias, pdl
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [T, K] → x Wᵀ + b + residual, each sum rounded."""
+        """The product x Wᵀ + b + residual of x [T, K], each sum rounded."""
         activations = self._pending.take(x) if self._order is None and x.shape[1] == self._width else None
         x = x if x.stride(1) == 1 else x.contiguous()
         if activations is None:
@@ -398,7 +399,7 @@ class PackedLinear(Linear):
         return self(x, residual) if residual.dtype == self.dtype else super().added(x, residual)
 
     def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
-        """Dequantized rows of a single weight, by number: [T] → [T, K]."""
+        """Dequantize rows of a single weight, by number: [T] → [T, K]."""
         (part,) = self.parts
         if not isinstance(part, PackedWeight):
             return part.index_select(0, wanted)

@@ -2,7 +2,8 @@
 reference that tests compare both with.
 
 In: `PackedActivations` and a dequantized slice of outputs (activations.py, which defines the arithmetic). Out: [T, N]. A program
-computes one tile of rows and outputs, with inputs in order; tile sizes do not change the result.
+computes one tile of rows and outputs, with inputs in order; tile sizes do not change the result. A span is 256 inputs. Axes: T
+rows, N outputs.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef, untyped-decorator, misc"
@@ -69,8 +70,8 @@ def _many_rows_product(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """One tile of x · weightsᵀ + bias + residual. PER: scales per span and output, 1 or 8. BLOCK_K: inputs per iteration, 32 if
-    PER is 8."""
+    """Compute one tile of x · weightsᵀ + bias + residual. PER: scales per span and output, 1 or 8. BLOCK_K: inputs per iteration,
+    32 if PER is 8."""
     block_m, block_n = _tile_index(rows, n, BLOCK_M, BLOCK_N, GROUP)
     m = (block_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -139,8 +140,8 @@ def many_rows_product(
     residual: Tensor | None = None,
     tile: ManyRowsTile | None = None,
 ) -> Tensor:
-    """activations · dequantized weightᵀ + bias + residual → `out` [T, N]. `out` and `residual` may be columns of wider
-    tensors."""
+    """A product of many rows: activations · dequantized weightᵀ + bias + residual → `out` [T, N]. `out` and `residual` may be
+    columns of wider tensors."""
     rows, (n, width) = len(activations), dequantized.weights.shape
     if rows == 0:
         return out

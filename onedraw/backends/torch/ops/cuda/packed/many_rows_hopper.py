@@ -1,6 +1,8 @@
 """Products of many rows with dequantized weights on Hopper: launches `many_rows_hopper.cu`.
 
-In: `PackedActivations` and a dequantized slice of outputs (activations.py). Out: [T, N], with bias and residual.
+In: `PackedActivations` and a dequantized slice of outputs (activations.py). Out: [T, N], with bias and residual. X is the
+activations, W the weights. A span is 256 inputs; a stage and a slot are buffers in shared memory, for a tile of X and W and for
+the scales of a span. TMA is the GPU's unit that copies tiles. Axes: T rows, N outputs, S spans.
 """
 
 from __future__ import annotations
@@ -126,8 +128,8 @@ def many_rows_product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """activations · dequantized weightᵀ + bias + residual → `out` [T, N]. `out` and `residual` may be columns of wider
-    tensors."""
+    """A product of many rows: activations · dequantized weightᵀ + bias + residual → `out` [T, N]. `out` and `residual` may be
+    columns of wider tensors."""
     rows, (n, width) = len(activations), dequantized.weights.shape
     if rows == 0:
         return out

@@ -4,7 +4,8 @@ In: a device and the dtype of activations. Out: `PackedOps`: `TritonOps` whose p
 in their quantized blocks. A weight of a quantization type without kernels becomes a float tensor. Norms and gates also store
 their rows as packed activations, for the packed product that follows them. Expert products follow the arithmetic of all packed
 products (activations.py): the result for a row and an expert is bitwise that of a product with the expert's matrix alone. Rows
-are grouped by expert on the device, and one launch computes all experts.
+are grouped by expert on the device, and one launch computes all experts. A pair is a row and one of its experts; a segment is
+1,024 inputs. Axes: E hidden width, F feed-forward width.
 """
 
 from __future__ import annotations

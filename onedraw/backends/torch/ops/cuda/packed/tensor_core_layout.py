@@ -4,7 +4,9 @@ In: the stored bytes of a matrix, on any device. Out: a `PackedWeight` with the 
 except for the factors of NVFP4, which a file stores once per matrix and a unit stores per output.
 
 A unit is read by one warp. Lane 4 g + t holds outputs g and g + 8 (h = 0, 1) at inputs 16 i + 8 u + 2 t + e (u, e = 0, 1) of
-every step i of sixteen inputs: its fragment of operand A of `mma.m16n8k16`. A unit consists of, in this order:
+every step i of sixteen inputs: its fragment of operand A of `mma.m16n8k16`. Axes: U units along the outputs, S spans of 256
+inputs. A code is the stored integer of a weight, and high bits are those that a type stores apart from the others. A unit
+consists of, in this order:
   codes   four bits: 4 loads of 16 bytes per lane, a word per step, the code at bits 8 u + 4 h + 16 e. Eight bits: 8 loads, two
           words per step, u by u, byte e + 2 h. MXFP4, NVFP4: three bits of magnitude at 3 (2 u + h) + 16 e, and the four signs,
           for 2 u + h = 0 … 3, at 13, 14, 12, 15.
@@ -148,18 +150,19 @@ def _parts(blocks: Tensor, kind: str) -> list[Tensor]:
 
 
 def _halves(stored: Tensor) -> Tensor:
-    """Bytes [rows, spans, groups, n] → codes [rows, spans, 256]: of each group the low nibbles, then the high nibbles."""
+    """Split bytes into codes of four bits: [rows, spans, groups, n] → [rows, spans, 256], of each group the low nibbles, then the
+    high nibbles."""
     return torch.cat([stored & 15, stored >> 4], -1).flatten(-2)
 
 
 def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
-    """Unflatten axis `dim` into `sizes`."""
+    """The tensor with axis `dim` divided into axes of these sizes."""
     return torch.unflatten(tensor, dim, sizes)
 
 
 def _axes(codes: Tensor, steps: int) -> Tensor:
-    """[rows, spans, 256] → [U, h, g, spans, q, i, u, t, e], the axes of the fragment layout. The sixteen steps of a unit are
-    taken in groups of `steps`: q numbers the groups, and i the steps of a group."""
+    """Divide codes [rows, spans, 256] into the axes of the fragment layout, [U, h, g, spans, q, i, u, t, e]. The sixteen steps of
+    a unit are taken in groups of `steps`: q numbers the groups, and i the steps of a group."""
     return _split(_split(codes, 0, -1, 2, 8), -1, 16 // steps, steps, 2, 4, 2)
 
 
@@ -202,7 +205,7 @@ def _nvfp4_scales(scales: Tensor) -> Tensor:
 
 
 def _by_pair(stored: Tensor) -> Tensor:
-    """Bytes per output: [rows, spans, n] → [U, spans, g, h, n]"""
+    """Group bytes that are stored per output by the two outputs of a lane: [rows, spans, n] → [U, spans, g, h, n]."""
     return _split(stored, 0, -1, 2, 8).permute(0, 3, 2, 1, 4)
 
 

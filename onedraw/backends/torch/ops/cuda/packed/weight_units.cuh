@@ -38,8 +38,8 @@ typedef unsigned char byte;
 #define SCALE_BYTES (SCALE_LOADS * 128)
 #define EXTRA_BYTES (SIX_BIT_SCALES ? 128 : KIND == NVFP4 ? 64 : KIND == Q6_K ? 32 : 0)
 #define UNIT_BYTES (CODE_BYTES + HIGH_BYTES + SCALE_BYTES + EXTRA_BYTES)
-#define SPAN 256   // inputs
-#define SEGMENT 4  // spans
+#define SPAN 256   // inputs of a span
+#define SEGMENT 4  // spans of a segment
 
 // ------------------------------------------------------------------ PTX instructions
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_streaming(word &v, const byte *at, bool mor
                  : "=r"(v) : "l"(at), "r"((int)more));
 }
 
-__device__ __forceinline__ word and_or(word a, word mask, word c) {  // (a & mask) | c
+__device__ __forceinline__ word and_or(word a, word mask, word c) {  // computes (a & mask) | c in one instruction
     word v;
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(a), "r"(mask), "r"(c));
     return v;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void write_number(halfword *at, float value, int bf16
     *at = v;
 }
 
-// sums [16, 8] += a [16, 16] * b [16, 8]
+// Tensor-core product of one step: sums [16 outputs, 8 rows] += a [16, 16 inputs] * b [16 inputs, 8].
 __device__ __forceinline__ void mma(float (&sums)[4], const word (&a)[4], word b0, word b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
@@ -201,7 +201,7 @@ __device__ __forceinline__ int atomic_increment_shared(word counter) {
     return before;
 }
 
-// Relaxed loads and stores at device scope, for polling data that another block writes
+// Relaxed loads and stores at device scope, for polling data that another block writes.
 __device__ __forceinline__ uint4 load_relaxed(const float4 *at) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -382,10 +382,10 @@ __device__ __forceinline__ void dequantize_step(word (&a)[4], const Unit &unit, 
     }
 }
 
-// 2^24 or 2^20: the factor that undoes the subnormal scaling of output g + 8 h, 1 for types without it
+// The factor that undoes the subnormal scaling of output g + 8 h: 2^24 or 2^20, or 1 for types without this scaling.
 __device__ __forceinline__ float subnormal_inverse(int h) { return SUBNORMAL ? (h ? 1048576.0f : 16777216.0f) : 1.0f; }
 
-// The span scale of output g + 8 h
+// The float scale of a span for output g + 8 h.
 __device__ __forceinline__ float span_scale(const Unit &unit, int h) {
 #if KIND == NVFP4
     return __uint_as_float(h ? unit.second : unit.extra);
@@ -410,7 +410,7 @@ __device__ __forceinline__ float power_of_two(word exponent) {  // 2^(exponent -
     return __uint_as_float(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
 }
 
-// The scale, and below the minimum, of a block of 32 inputs of output g + 8 h
+// The scale, and in the next function the minimum, of a block of 32 inputs of output g + 8 h.
 __device__ __forceinline__ float block_scale(const Unit &unit, int block, int h) {
     if (MINIMA) return half_to_float(component(unit.scales[SCALE_LOADS / 2 * h + block / 4], block & 3) & 0xFFFFu);
     if (KIND == MXFP4) return power_of_two((component(unit.scales[0], 2 * h + block / 4) >> (8 * (block & 3))) & 255u);

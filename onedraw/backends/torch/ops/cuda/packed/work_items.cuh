@@ -13,8 +13,8 @@
 
 struct ProductArguments {
     const byte *units;      // packed weights, in the layout of tensor_core_layout.py
-    const halfword *x;      // [rows, spans * 256] float16, scaled by 2^-e
-    const float *factors;   // [rows, spans], 2^e
+    const halfword *x;      // [rows, spans * 256] float16: activations, each segment divided by its 2^e
+    const float *factors;   // [rows, spans]: the 2^e by which a row's segment was divided (activations.py)
     const halfword *sums;   // [rows, spans, 16] float16: the hi parts of eight block sums, then the lo parts
     const halfword *bias, *residual;  // [outputs] and [rows, outputs] in the dtype of `out`, or null
     halfword *out;          // [rows, outputs] float16 or bf16
@@ -32,7 +32,7 @@ struct ProductArguments {
     float *carry;           // [blocks, TILES, 32 lanes, 4]: sums that a block passes to the next; CARRY_EMPTY between products
     int granule;            // with WHOLE_K: items that are assigned to blocks together, either all items of a unit or one
     int even, odd;          // with WHOLE_K: every block has `even` granules, and the first `odd` blocks have one more
-    float per_segment;      // 1 / segments
+    float per_segment;      // 1 / segments, for dividing by multiplication
 #endif
 };
 
@@ -267,7 +267,8 @@ __device__ __forceinline__ void add_span(const ProductArguments &p, float (&sums
     }
 }
 
-// The sums of an item: its spans in order, then times 2^e. The loads of the first span of `next` are issued before this returns.
+// Computes the sums of an item: its spans in order, then times 2^e. The loads of the first span of `next` are issued before
+// this returns.
 __device__ __forceinline__ void add_item(const ProductArguments &p, float (&sums)[TILES][4], Unit &unit, const byte *at, int spans, const byte *next,
                                          bool more, const byte *rows, const word (&own)[TILES]) {
 #pragma unroll
@@ -284,7 +285,7 @@ __device__ __forceinline__ void add_item(const ProductArguments &p, float (&sums
             sums[n][c] = __fmul_rn(__fmul_rn(sums[n][c], subnormal_inverse(c >> 1)), powers[n * 8 + (c & 1)]);
 }
 
-// Item number (item + turn) mod items, for item and turn below items.
+// The item (item + turn) mod items, for item and turn below items.
 __device__ __forceinline__ int rotated(int item, int turn, int items) { return item + turn < items ? item + turn : item + turn - items; }
 
 // A work item: its unit and segment, the address of its weights, and the number of spans in its segment (`live`).

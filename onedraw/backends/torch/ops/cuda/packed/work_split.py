@@ -2,7 +2,8 @@
 
 In: the size of a product and the limits of a device. Out: a `WorkSplit`, or an `ExpertWorkSplit`: compile-time constants and the
 launch configuration of the kernels. A work item is a unit of sixteen outputs by a segment of 1,024 inputs; each multiprocessor
-runs one thread block. No value here can change a result.
+runs one thread block. No value here can change a result. A row tile is eight rows of activations; whole K means that a block
+computes all segments of its outputs, so that no other block adds to them.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def tiles_of(rows: int) -> int:
 def split_work(
     rows: int, unit_count: int, segments: int, *, multiprocessors: int, shared: int, whole_k: bool | None = None
 ) -> WorkSplit:
-    """How to launch a product whose rows fit into shared memory. `whole_k` overrides the choice where both variants are possible;
-    only measurements and tests set it."""
+    """Decide how to launch a product whose rows fit into shared memory. `whole_k` overrides the choice where both variants are
+    possible; only measurements and tests set it."""
     tiles = tiles_of(rows)
     buffer = buffer_bytes(rows, tiles)
     height = -(-unit_count // multiprocessors)  # maximum units per block; some blocks have one less
@@ -165,8 +166,8 @@ def expert_borders(count: int, *, shared: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def split_expert_work(rows: int, tiles: int, unit_count: int, segments: int, *, shared: int) -> ExpertWorkSplit:
-    """How to launch a product of experts with tiles of up to `rows` rows. Each warp that shares a unit needs a segment of rows in
-    shared memory, and a block must leave shared memory for the other blocks of its multiprocessor."""
+    """Decide how to launch a product of experts with tiles of up to `rows` rows. Each warp that shares a unit needs a segment of
+    rows in shared memory, and a block must leave shared memory for the other blocks of its multiprocessor."""
     buffer, available = buffer_bytes(rows, tiles), shared // EXPERT_BLOCKS[tiles] - RESERVED_SHARED
     split_k = 1
     while split_k < min(MAX_SPLIT_K, segments) and _expert_bytes(2 * split_k, buffer, tiles) <= available:
