@@ -29,7 +29,7 @@ MAX_FORMAT_REFERENCES = 2_000  # `$ref`s of a schema
 MAX_FORMAT_MEMBERS = 10_000  # members of one list in a schema (`enum`, `anyOf`, …), or choices
 MAX_FORMAT_RULES = 5_000  # rules of a grammar
 MAX_TOOL_CHARACTERS = 1 << 20  # characters of the grammar that the server writes for the calls of a request's tools
-MAX_TOOL_WORK = 1 << 22  # characters that are written and checked for that grammar
+MAX_TOOL_WORK = 1 << 22  # characters that are written and checked for the grammar of tool calls, before it is done
 TOOL_CHECK_WORK = 1_000  # A check of a part of that grammar counts as at least so many characters.
 MAX_LITERAL_DEPTH = 100  # values inside each other, with references followed, in a tool's schema if calls are not JSON
 

@@ -30,8 +30,8 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
 
 
 def describe(settings: Settings, checkpoint: Checkpoint) -> ModelInfo:
-    """The model of a checkpoint that these settings opened. Sampling values that the checkpoint does not recommend come from the
-    catalogue."""
+    """Return the description of the model in a checkpoint that these settings opened. Sampling values that the checkpoint does
+    not recommend come from the catalogue."""
     info, known = read_model_info(checkpoint), find_in_catalogue(settings.model, checkpoint.path)
     return info if known is None else replace(info, defaults={**known.sampling, **info.defaults})
 

@@ -226,7 +226,7 @@ BUILT_IN_DRAFTERS = (
 
 
 def find_built_in_drafter(spec: ModelSpec, source: ModelSource) -> Path | None:
-    """The built-in drafter of this target, if there is one.
+    """Return the path of the built-in drafter of this target, or None if there is none.
 
     It belongs to a target of the shape it was trained for whose name is in general.name or general.basename of a GGUF file,
     _name_or_path of a config, or the name of the file or folder. A wrong match only makes drafts worse; it never changes a token.

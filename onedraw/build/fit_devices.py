@@ -163,7 +163,7 @@ def require_host_memory(settings: Settings, plan: MemoryPlan, available: int | N
 
 
 def reduced_context(settings: Settings, spec_context: int, context: int) -> str:
-    """What --kv-memory did to a context length that was not given; empty if nothing."""
+    """Return a line that says how far --kv-memory has reduced a context length that was not given; empty if it has not."""
     if settings.kv_memory is None or settings.max_context is not None or context >= spec_context:
         return ""
     return (

@@ -286,7 +286,8 @@ def torch_backend(
 def _stage_devices(
     settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool
 ) -> tuple[list[StageDevice], Pipeline | None]:
-    """The device and operations of each stage; and a pipeline of threads if stages run in parallel or on their own cores."""
+    """Return the device and operations of each stage (the layers on one device), and a pipeline of threads if stages run in
+    parallel or on cores of their own."""
     from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
     from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 

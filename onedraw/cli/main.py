@@ -24,7 +24,7 @@ COMMANDS = (
     *("serve", "run", "chat", "generate", "list", "pull", "rm", "ps"),
     *("inspect", "bench", "prove", "replay", "export"),
 )
-MANY_OPTIONS = 20  # `--help` of a command with more options shows those of COMMON
+MANY_OPTIONS = 20  # If a command has more options than this, `--help` shows only those in COMMON.
 COMMON = frozenset(
     (
         *(

@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   onedraw ps
   onedraw ps --json
 """
-FOLDER = "servers"  # in the cache folder
+FOLDER = "servers"  # the folder of these files, inside the cache folder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def registered(cache_dir: Path, **facts: Any) -> Iterator[None]:
-    """Keep this server in the list while the block runs. A folder that cannot be written is no reason not to serve."""
+    """Keep this server in the list while the `with` block runs. If the folder cannot be written, the server runs all the same and
+    is not listed."""
     path = cache_dir / FOLDER / f"{os.getpid()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +78,6 @@ def running_servers(cache_dir: Path) -> list[dict[str, Any]]:
                     found.append(json.load(file))
                 else:
                     path.unlink(missing_ok=True)
-        except (OSError, ValueError):  # it ended just now, or has not written its facts yet
+        except (OSError, ValueError):  # The server ended just now, or has not written its facts yet.
             continue
     return found

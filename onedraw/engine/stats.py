@@ -19,7 +19,7 @@ class DraftStats:
     source: str
     rows: int = 0  # rows that carried its drafts
     drafted: int = 0  # drafts that were verified
-    kept: int = 0  # drafts that equalled the sampled token
+    kept: int = 0  # drafts that were kept, because they equalled the sampled token
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class Generation:
     origin: str = ""  # hash of the prompt's text; empty if the reply is not cached for its tool calls
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether drafts may be used
-    label: str = ""  # the beginning of the request ids; empty means "r"
+    label: str = ""  # how the ids of its requests begin; empty means "r"
 
     def seed_of(self, choice: int) -> int:
         return child_seed(self.params.seed, choice)

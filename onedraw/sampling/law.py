@@ -51,7 +51,7 @@ def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequen
 
     If a logit is NaN or +inf, the logits are not a distribution but an error of the model, so every token is excluded.
     """
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # extreme parameters may give ±inf or NaN
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # Extreme parameters may give ±inf or NaN, see below.
         scores = _adjusted(logits, params, history, drafts)
         best = scores.max() + np.float32(0)  # adding 0 turns -0.0 into 0.0
         if not (logits.max() < np.inf and np.isfinite(best)):
@@ -116,7 +116,7 @@ def _sample_id(scores: Floats, params: SamplingParams, position: int) -> int:
 
 
 def _adjusted(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int]) -> Floats:
-    """Apply steps 1 to 3 and return the new scores."""
+    """Apply steps 1 to 3 of the rule (logit bias, penalties, bans) to the logits and return the new scores."""
     scores = logits.copy()
     for token, value in params.logit_bias:
         if 0 <= token < len(scores):

@@ -35,7 +35,8 @@ def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
 
 
 def read_logprobs(row: Integers, top: int) -> Logprobs:
-    """Return the logprobs in a device sampler's row, which are the bits that `logprobs` gives for the same scores."""
+    """Return the logprobs that a device sampler has written into a row of integers. They have the same bits as the result of
+    `logprobs` for the same scores."""
     bits = np.concatenate([row[SAMPLED : SAMPLED + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
     deficit = bits.view(np.float32)
     values = log_shares(deficit, int(row[TOTAL])).tolist()

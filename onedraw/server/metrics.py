@@ -178,7 +178,8 @@ class RequestTimer:
             self._meters.ended(piece.finish)
 
     def _tokens(self, choice: int, count: int, now: float) -> None:
-        """Tokens of one engine step arrive together, so each counts an equal share of the time since the step before."""
+        """Observe the time of each of these tokens. Tokens of one engine step arrive together, so each counts an equal share of
+        the time since the step before."""
         if choice in self._last:
             for _ in range(count):
                 self._meters.between.observe((now - self._last[choice]) / count)

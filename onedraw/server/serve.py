@@ -187,12 +187,13 @@ def exposed(options: ServerOptions) -> bool:
         return False
     try:
         return not ipaddress.ip_address(options.host).is_loopback
-    except ValueError:  # a host name
+    except ValueError:  # The host is a name and not an address.
         return options.host != "localhost"
 
 
 def model_card_lines(url: str, llm: LLM, options: ServerOptions, *, proposers: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return what is served, where and with which means: (name, text) of each line. No line has a key."""
+    """Return the lines of the card that is shown at start, each as (name, text): addresses, model, memory, drafters. No line
+    contains an API key."""
     card, capacity = llm.card, llm.service.capacity
     drafters = [*proposers, *([f"{capacity.drafter} on the device"] if capacity.drafter else [])]
     positions = capacity.groups[0].pages * capacity.page_size

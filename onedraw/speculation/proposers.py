@@ -1,7 +1,7 @@
 """Drafts that the host proposes: the protocol of a proposer, n-gram lookup, and the caller's predicted output.
 
-A proposer gets a request, its history and the maximum number of drafts. It cannot change the answer, because a draft is kept only
-if it equals the token that the target model samples anyway.
+A draft is a token that is proposed before it is sampled. A proposer gets a request, its history and the maximum number of drafts.
+It cannot change the answer, because a draft is kept only if it equals the token that the target model samples anyway.
 """
 
 from __future__ import annotations

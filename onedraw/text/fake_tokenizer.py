@@ -22,7 +22,7 @@ from onedraw.text.tokenizer import Tokenizer
 END, TURN, TURN_END = "<|end|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END, TURN, TURN_END)  # the special tokens, with the ids 256 to 258 after those of the 256 bytes
 READABLE = "etaoin shrdlu cmfwypvbgk"  # The fake model prefers these characters, so that its output can be read.
-LONGEST = 24  # most characters of a token
+LONGEST = 24  # most characters of a token of the synthetic tokenizer
 _WORDS = re.compile(r" ?[A-Za-z]+|\d{1,3}| ?[!-/:-@\[-`{-~]+|[\n ]+")
 
 TEMPLATE = (

@@ -63,7 +63,7 @@ def continued_thinking(begun: str, reasoning: ReasoningSyntax | None) -> Initial
 
 @dataclass(frozen=True, slots=True)
 class ReasoningState:
-    """The state of `split` after some text."""
+    """How far `split` has come in a reply: the channel of the text so far, and the text that it holds back."""
 
     mode: Literal["start", "reasoning", "content"]
     held: str = ""  # text that may still become a marker, or white space that only counts if more text follows

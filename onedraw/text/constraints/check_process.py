@@ -145,7 +145,7 @@ def _search(schema: Any, path: str, check: _SchemaCheck) -> SchemaError | None:
 
 
 def _unsupported_keyword(reason: str, schema: Mapping[str, Any]) -> str | None:
-    """The keyword that llguidance's message quotes, if this schema itself has it."""
+    """Return the keyword that llguidance's message quotes, if this schema itself has it, else None."""
     if not reason.startswith("Unimplemented keys"):
         return None
     return next((name for name in re.findall(r'"([^"]+)"', reason) if name in schema), None)

@@ -16,7 +16,7 @@ from onedraw.errors import BadParameter
 from onedraw.limits import MAX_FORMAT_VALUES
 from onedraw.text.constraints.format_limits import check_characters, check_rules
 
-MAX_GROUPS = 28  # groups inside each other, of which the compiler accepts no more
+MAX_GROUPS = 28  # most groups inside each other that llguidance compiles
 MAX_REPEATS = 3  # repetitions of one symbol one after the other, such as the two in "a"*?
 _COUNT_DIGITS = 6  # digits of a number in a repetition {m,n}
 _SPACE = re.compile(r"(?:[ \t]+|#[^\r\n]*)*")
