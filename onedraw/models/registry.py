@@ -26,7 +26,7 @@ LLAMA = dense_family(
     Traits(family="llama", mlp_bias=True, kv_heads_named=False, permuted=True),
     model_types=("llama",),
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
-    gguf=("llama",),  # GGUF converters write Mistral models as llama too
+    gguf=("llama",),  # GGUF converters write "llama" for Mistral models too
 )
 
 MISTRAL = dense_family(

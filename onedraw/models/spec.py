@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
-KV_BYTES = {**DTYPE_BYTES, "fp8": 1, "int8": 1}  # per element of a cached key or value
+KV_BYTES = {**DTYPE_BYTES, "fp8": 1, "int8": 1}  # bytes of one element of a cached key or value
 KV_SCALE_BYTES = {"fp8": 4, "int8": 4}  # per head and position: the scale of a quantized key or value
 
 STATE_BYTES = 4  # recurrent states are float32 for every model dtype
@@ -35,11 +35,11 @@ class RopeSpec:
     """Rotary position embedding in the half-split form: (x[i], x[i + dims/2]) is rotated by position * inv_freq[i]."""
 
     theta: float
-    dims: int  # the first dimensions of a head, which are rotated
+    dims: int  # how many of the first dimensions of a head are rotated
     kind: RopeKind = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # for the kind llama3
-    high_freq_factor: float = 4.0  # for the kind llama3
+    low_freq_factor: float = 1.0  # for llama3: pairs with fewer rotations over the original context are scaled fully
+    high_freq_factor: float = 4.0  # for llama3: pairs with more rotations than this are not scaled
     original_context: int = 0  # for llama3 and yarn: the context length before scaling
     beta_fast: float = 32.0  # for yarn: pairs with more rotations than this are not scaled
     beta_slow: float = 1.0  # for yarn: pairs with fewer rotations than this are scaled fully
@@ -104,8 +104,8 @@ class AttentionSpec:
     window: int | None = None  # query i attends to keys j with i - window < j <= i
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False  # RMSNorm of every q and k head before rope
-    v_norm: bool = False  # RMSNorm of every v head, without a weight
+    qk_norm: bool = False  # whether every q and k head has an RMSNorm before rope
+    v_norm: bool = False  # whether every v head has an RMSNorm, which has no weight
     keys_as_values: bool = False  # no v projection: values are the output of the k projection, before norm and rope
     reuses: int | None = None  # index of the layer whose keys and values this layer reads instead of computing its own
     gate: Gate | None = None  # activation of a gate on the attention output, before the output projection
@@ -281,7 +281,7 @@ class ModelSpec:
     hidden: int
     vocab: int
     eps: float
-    tied: bool  # the output head is the embedding matrix
+    tied: bool  # whether the output head is the embedding matrix
     max_context: int
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
     norm: Norm = "narrow"
@@ -360,7 +360,7 @@ class ModelSpec:
 class DrafterSpec:
     """A DFlash drafter: layers that read hidden states of the target, followed by the target's head or a separate one."""
 
-    layout: DrafterLayout  # format of the file it was read from
+    layout: DrafterLayout  # format of the file from which it was read
     layers: tuple[LayerSpec, ...]  # a layer with a window reads the last `window` positions before the block
     causal_in_block: tuple[bool, ...]  # by layer: whether a slot attends to itself and earlier slots only, not to the whole block
     hidden: int

@@ -35,7 +35,7 @@ class WeightNames:
     outer: Mapping[str, str]
     layer: Mapping[str, str]
     ignored: str = r"(?!)"  # pattern of tensors that are not needed
-    transforms: Mapping[str, WeightTransform] = field(default_factory=dict)  # for weights that are not one tensor as stored
+    transforms: Mapping[str, WeightTransform] = field(default_factory=dict)  # for weights that are not stored as one tensor
     aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) that map alternative tensor names to ours
     stored: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) that map our names back to those of the file, for errors
     unused: tuple[tuple[str, str], ...] = ()  # (pattern, note) of tensors outside the text model; the note is shown to the user
@@ -69,7 +69,7 @@ def name_table(prefix: str, names: str) -> dict[str, str]:
 class WeightLookup:
     """The context in which a transform finds the stored tensors of one weight."""
 
-    origin: str  # path of the checkpoint, for errors
+    origin: str  # path of the checkpoint, which errors name
     tensors: Mapping[str, LazyTensor]  # the stored tensors by name, after alternative names were replaced
     index: int | None  # number of the layer; None for weights outside the layers
     layer: LayerSpec | None

@@ -241,7 +241,7 @@ class TorchBackend:
             kv_dtype=kept_as,
         )
         self._in_flight = InFlightSteps(slots=max_in_flight)
-        self._collected = 0.0  # when the last captured step was collected
+        self._collected = 0.0  # the time at which the last captured step was collected
         self._threads: Pipeline | SameThread = SameThread() if pipeline is None else pipeline
         self._close_pipeline = None
         if pipeline is not None:

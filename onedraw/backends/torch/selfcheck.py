@@ -32,7 +32,7 @@ from onedraw.types import History, Plan, Row, SamplingParams
 ROWS = (1, 2, 5, 16, 64)
 DEPTH = 2  # fewest layers that the comparison of whole steps runs; more, if it takes more to have every kind of mixer
 STEP_LENGTH = 270  # positions that a generated token sees: more than one split of attention
-MOST_STEPS = 256  # generated tokens in one step
+MOST_STEPS = 256  # the most generated tokens of one compared step
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ def _checksums(logits: Array, filtered: Array, sums: Array, inputs: SamplingInpu
 
 def _top(scores: Array) -> Array:
     best = scores.max(1)
-    return jnp.where(best == 0, 0, best)  # -0.0 becomes 0.0
+    return jnp.where(best == 0, 0, best)  # this turns -0.0 into 0.0
 
 
 def _deficits(logits: Array) -> Array:

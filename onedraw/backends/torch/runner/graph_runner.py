@@ -105,7 +105,7 @@ class GraphStage:
         staging = self.staging
         staging.begin()
         own = inputs if inputs.staging is staging else replace(inputs, staging=staging)
-        ready = self._model.prepare(own, self._number)  # the tokens come first
+        ready = self._model.prepare(own, self._number)  # the tokens are the first arrays in the buffer
         staging.note((self._number, bucket))
         return GraphStageInputs(bucket, own, ready, staging.put(rows), staging.put(parents))
 
@@ -283,7 +283,7 @@ class GraphRunner:
         return bucket_of(plan, recurrent=self._model.spec.recurrent)
 
     def on_stage(self, number: int) -> AbstractContextManager[Any]:
-        return current_device(self._model.device)  # locks are taken graph by graph
+        return current_device(self._model.device)  # no lock: each graph takes it by itself
 
     def lay_out(self, step: Step) -> GraphInputs:
         bucket = self.bucket(step.plan)
@@ -472,7 +472,7 @@ def warm_up_shapes(lanes: int, max_context: int, drafts: int = 0) -> list[tuple[
     """Groups of shapes in the order of warm-up, each with the seconds until which its shapes are captured: every number of rows
     in the two shortest reaches; one row in longer contexts; one row with up to `drafts` drafts; more rows in longer contexts."""
     counts = [count for count in PADDED if count <= lanes] or [1]
-    lengths = sorted({min(count - 1, drafts) for count in PADDED} - {0})  # the longest of each bucket
+    lengths = sorted({min(count - 1, drafts) for count in PADDED} - {0})  # most drafts of each bucket
     starts = (LEAST_REACH // 2, LEAST_REACH)
     far = [LEAST_REACH << power for power in range(1, 32) if LEAST_REACH << power < max_context]
     near = [WarmUpShape(rows, start) for rows in counts for start in _within(starts, max_context)]

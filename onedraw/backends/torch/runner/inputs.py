@@ -133,15 +133,15 @@ class Inputs:
     host_tokens: Ints  # [T] token ids
     host_positions: Ints  # [T] position of each token in its sequence
     host_slots: Ints  # [T] slot of each token's key and value, counted over the pages of its row
-    host_ends: Ints  # [T] the last position each token sees
-    host_rows: Ints  # [T] row of each token
+    host_ends: Ints  # [T] the last position that each token sees
+    host_rows: Ints  # [T] the row of each token
     host_tables: tuple[Ints, ...]  # for each page group [R, W]: the pages of each row, then the scratch page
     host_tails: Ints | None  # [T] the position from which a token reads its path; None if no row branches
     host_paths: Ints | None  # [T, depth] the slots of the path, counted from the tail
     page_size: int
     windows: tuple[int | None, ...]  # attention window of each page group; None: all positions
     staging: Staging
-    bucket: Bucket | None = None  # None: the step is padded by the row rule alone
+    bucket: Bucket | None = None  # the sizes to which the step is padded; None: it is padded by the row rule alone
 
     @property
     def device(self) -> torch.device:

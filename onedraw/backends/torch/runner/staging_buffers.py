@@ -102,7 +102,7 @@ class StagingBuffer:
         self._side = (self._side + 1) % len(self._hosts)
         sent = self._sent[self._side]
         if sent is not None:
-            sent.synchronize()  # the host buffer is free again
+            sent.synchronize()  # after this the host buffer may be written again
         self._bytes = self._hosts[self._side].numpy()
         self._facts, self._used, self._open, self._full = [], 0, True, False
 

@@ -72,7 +72,7 @@ class LaneCounts:
         before: SamplingPosition | None = None
         for place in places:
             if before is not None and place.history is before.history and place.lane == before.lane:
-                continue  # another position of the same row
+                continue  # this is another position of the same sequence
             before = place
             history, mark = place.history, self._marks[place.lane]
             known = len(history)
@@ -176,9 +176,9 @@ SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits processed at a time: bou
 class FilteredScores:
     """The filtered distribution of each row. A deficit is (best score - score) / temperature."""
 
-    deficit: Tensor  # [C, V] float32
+    deficit: Tensor  # [C, V] float32: the deficit of each token
     limit: Tensor | None  # [C, 1] float32: the largest deficit that is kept; None: every token is kept
-    sound: Tensor  # [C] bool: whether a token is left
+    sound: Tensor  # [C] bool: whether the rule leaves a token
 
     def kept(self, rows: Tensor | None = None) -> Tensor:
         """Deficits in which dropped tokens are infinite.   [C, V]"""
@@ -296,7 +296,7 @@ class Sampler:
         return law, first_best(self._values(law, positions))
 
     def _law(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> FilteredScores:
-        best = scores.amax(1) + 0.0  # -0.0 becomes 0.0
+        best = scores.amax(1) + 0.0  # adding 0 turns -0.0 into 0.0
         sound = (best > -torch.inf) & (best < torch.inf)
         if scores is not raw:
             sound &= raw.amax(1) < torch.inf  # a ban may have removed an infinite logit

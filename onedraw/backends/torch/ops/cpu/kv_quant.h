@@ -37,7 +37,8 @@ INLINE uint16_t float_to_half(float x) {
 /* Rounds x, |x| <= 448, to e4m3, with ties to the even code. */
 INLINE uint8_t float_to_fp8(float x) {
     uint32_t bits = bits_of(x), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
-    if (rest < 0x3c800000) return (uint8_t)(sign | (uint32_t)rintf(fabsf(x) * 512.0f));  /* a subnormal is a multiple of 2^-9 */
+    /* The result is a subnormal, which is a multiple of 2^-9. */
+    if (rest < 0x3c800000) return (uint8_t)(sign | (uint32_t)rintf(fabsf(x) * 512.0f));
     return (uint8_t)(sign | ((rest + 0x7ffff + (rest >> 20 & 1) - 0x3c000000) >> 20));
 }
 

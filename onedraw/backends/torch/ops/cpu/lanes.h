@@ -13,9 +13,9 @@
 
 INLINE float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13, bits;
-    if (rest >= 0x0f800000) bits = rest | 0x7f800000;  /* infinite, or NaN */
+    if (rest >= 0x0f800000) bits = rest | 0x7f800000;  /* the number is infinite, or NaN */
     else if (rest >= 0x00800000) bits = rest + 0x38000000;
-    else {  /* zero, or subnormal */
+    else {  /* the number is zero, or subnormal */
         float small = (float)(h & 0x7fff) * 5.9604644775390625e-8f;
         memcpy(&bits, &small, 4);
     }

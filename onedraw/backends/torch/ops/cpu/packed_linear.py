@@ -42,7 +42,7 @@ class Panels:
 
     kind: str
     rows: int  # number of rows, including rows of zeros that pad the stored ones
-    width: int  # number of inputs
+    width: int  # number of inputs of each row
     data: Tensor  # uint8, aligned to 64 bytes
 
 

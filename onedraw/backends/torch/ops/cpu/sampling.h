@@ -9,8 +9,8 @@
 #include "thread_pool.h"
 
 typedef struct {
-    double top_p;            /* 1 if the row does not use it */
-    int64_t top_k;           /* 0 if the row does not use it */
+    double top_p;            /* top-p; 1 if the row does not use it */
+    int64_t top_k;           /* top-k; 0 if the row does not use it */
     float divisor, limit;    /* the temperature; the largest deficit, (best - score) / temperature, that min-p keeps */
     uint32_t key[2];         /* key of the Gumbel noise at this position */
     int32_t greedy, padding; /* greedy: sample without noise */

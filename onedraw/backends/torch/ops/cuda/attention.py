@@ -49,7 +49,7 @@ from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, wait_
 Ints = npt.NDArray[np.int64]
 FIRST_SPLIT = 128  # keys in each of the first splits; later splits are longer (`split_indices`)
 LOG2_E = math.log2(math.e)
-TILE_WORDS = 8  # columns of `TileSet.tiles`
+TILE_WORDS = 8  # number of columns of `TileSet.tiles`, which describe one tile
 TREE_COLUMNS = 64  # value columns per program of `attend_tree_paths`
 # Kinds of tiles, by the keys that they read. FULL: all keys of a token; TREE_PREFIX: the key blocks that all nodes of a tree
 # share; TREE_PATH: the remaining key blocks of one node.

@@ -35,7 +35,7 @@ Tile = tuple[int, int, int, int]  # first token, token count, kind, position of 
 TileLists = dict[tuple[int, int], list[Tile]]  # tiles by kind and height
 SPLIT_BUFFER_BYTES = 256 * 2**20  # the most memory that stored splits may take; beyond it, tiles are sequential
 LONG_PROMPT = 128  # rows of at least so many queries use tall tiles if heads are small
-NO_TREE = np.iinfo(np.int32).max  # a position after all others
+NO_TREE = np.iinfo(np.int32).max  # the start of the drafts of a row without a tree: a position after all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class TileSetLayout:
     merge_tokens: int  # tokens whose splits are stored to be merged; 0 if `sequential`
     splits: int  # one more than the index of the last split of any token
     grid_splits: int  # the largest number of splits of a tile
-    sequential: bool  # one program processes all splits of a tile
-    kind: int  # FULL, TREE_PREFIX or TREE_PATH
+    sequential: bool  # whether one program processes all splits of a tile
+    kind: int  # the kind of its tiles: FULL, TREE_PREFIX or TREE_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class AttentionLayout:
 
     tokens: int
     rows: int
-    width: int  # columns of the page table
+    width: int  # number of columns of the page table
     depth: int | None  # columns of the array of tree paths; None if no row has a draft tree
     page_size: int
     tile_sets: tuple[TileSetLayout, ...]
@@ -292,7 +292,7 @@ def _tile_table(inputs: Inputs, shape: AttentionShape, tiles: list[Tile]) -> Int
     low, high = firsts[first], inputs.host_ends[first + count - 1]
     carried_split: Ints | int = -1
     if kind != FULL:
-        # The end of the key blocks that all nodes share.
+        # The first position after the key blocks that all nodes of the tree share.
         prefix_stop = tree_start // block_keys(shape.dim) * block_keys(shape.dim)
         if kind == TREE_PATH:
             carried_split = np.where(low < prefix_stop, split_indices(prefix_stop - 1), -1)

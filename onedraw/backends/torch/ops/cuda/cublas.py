@@ -2,7 +2,7 @@
 
 In: a weight [N, K]. Out: the row counts at which cuBLAS may compute its products. cuBLAS picks an algorithm by the shape of the
 product, and some algorithms split K. So every row count is compared by itself when the weight is loaded, and cuBLAS is called
-with these counts only. Below 512 rows they are the sizes to which captured steps are padded.
+with these counts only. Below 512 rows they are the sizes to which captured steps are padded. Axes: T rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 from onedraw.backends.torch.ops.cuda.linear import linear
 from onedraw.backends.torch.runner.inputs import PADDED
 
-LIBRARY_ROWS = (*(count for count in PADDED if count > 64), 512, 1024, 2048)  # in order
-WHOLE_ROWS = LIBRARY_ROWS[-1]  # products of more rows are cut into parts of so many
-CHECK_BYTES = 256 * 2**20  # the largest result of a comparison
+LIBRARY_ROWS = (*(count for count in PADDED if count > 64), 512, 1024, 2048)  # the row counts to compare, in ascending order
+WHOLE_ROWS = LIBRARY_ROWS[-1]  # products of more rows are cut into parts of so many rows
+CHECK_BYTES = 256 * 2**20  # most bytes of the result of a compared product
 CHECK_SEEDS = (3, 4, 5)
 # In bf16 about one number in 5,000 shows that a sum of 4,096 was split. With so many columns, nine products of 96 rows have 170.
 LEAST_COLUMNS = 1024
 # From so many rows on cuBLAS is used for every weight at whose row count it agrees; for large weights also below. With a bias, a
 # residual or an activation, which cuBLAS leaves to a kernel of its own, from MANY_ROWS on.
 ALL_WEIGHTS_FROM = 512
-LARGE_WEIGHT = 2**24  # numbers
+LARGE_WEIGHT = 2**24  # elements from which a weight counts as large
 MANY_ROWS = 192
 
-Product = Callable[[Tensor, Tensor], Tensor]  # x [T, K], weight [N, K] → [T, N]
+Product = Callable[[Tensor, Tensor], Tensor]  # a function of x [T, K] and a weight [N, K] that returns [T, N]
 
 
 def forbid_reduced_precision() -> None:
-    """cuBLAS may not add partial sums in the dtype of the result."""
+    """Forbid cuBLAS to add partial sums in the dtype of the result, which would round them."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 

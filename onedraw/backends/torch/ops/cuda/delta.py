@@ -65,7 +65,7 @@ class DraftIncrements:
     """The rollback buffer: state increments of drafted tokens, which a commit applies to their lanes."""
 
     slots: Tensor  # [T] int32: slot of each token's increment, -1 for tokens that are not drafts
-    decays: Tensor  # [slots, Hv]: the factor of the state
+    decays: Tensor  # [slots, Hv]: the decays, by which the state is multiplied
     keys: Tensor  # [slots, Hk, Dk]: the normalized keys
     changes: Tensor  # [slots, Hv, Dv]: what key ⊗ change adds to the state
     conv_inputs: Tensor  # [slots, C]: the inputs that enter the lane's window

@@ -34,7 +34,7 @@ TREE_BRANCHES = 2  # branches of a tree that one program processes in parallel
 class RecurrentPaths:
     """Paths for one launch; each belongs to a different lane."""
 
-    table: Tensor  # [P, PATH_WORDS] int32
+    table: Tensor  # [P, PATH_WORDS] int32: one row per path, as `delta_recurrent.py` describes it
     entries: Tensor  # [n] int32: 4 * token, plus the flags RESTART and REPEAT
     branches: int = 1  # entries per time step: one for each branch that is processed in parallel
 

@@ -3,7 +3,8 @@
 In: the result of `sampling_kernels.py`, and which rows request logprobs. Out: for each of these rows the mass of all tokens, the
 deficit of the sampled token, and the most likely tokens with their deficits. A deficit is the best score minus a token's score,
 divided by the temperature; a mass is exp(-deficit) as an integer. Blocks of a row are combined only by integer sums and by
-comparisons, so their number and order do not change the result.
+comparisons, so their number and order do not change the result. The result is written to the columns TOTAL (sum of the masses),
+SAMPLED (bits of the sampled token's deficit) and, from TOP on, the most likely tokens. Axis: a row is one position to sample at.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -21,7 +22,7 @@ from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, exp
 from onedraw.sampling.logprobs import MASS_BITS, SAMPLED, TOP, TOTAL
 
 TOP_CAPACITIES = (32, 128)  # most likely tokens that a row's logprobs have room for; one of these for all rows of a step
-NO_LOGPROBS = -1  # the request of a row that wants no logprobs
+NO_LOGPROBS = -1  # in place of a row's request for logprobs if it wants none
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _block_logprobs(
     block = tl.program_id(1)
     request = tl.load(requests + row)
     if request >= 0:
-        best = row_max(block_maxima + (row * 2 + 1) * blocks, blocks, BLOCKS) + 0.0  # -0.0 becomes 0.0
+        best = row_max(block_maxima + (row * 2 + 1) * blocks, blocks, BLOCKS) + 0.0  # adding 0 turns -0.0 into 0.0
         ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
         mask = ids < VOCAB
         deficit = _described_deficit(logits, deficits, limits, row, ids, mask, best, request % 2, logits_stride, width)
@@ -122,8 +123,8 @@ def _row_logprobs(
 def write_logprobs(
     samples: Tensor, logits: Tensor, result: SamplingResult, requests: Tensor, *, vocab: int, width: int, pdl: bool = False
 ) -> None:
-    """Fill the columns TOTAL, SAMPLED and from TOP on of the rows of `samples` that request logprobs (`SamplingTable.logprobs`).
-    The number of columns is TOP and one of TOP_CAPACITIES."""
+    """Fill the logprob columns of `samples` in the rows that request logprobs (`SamplingTable.logprobs`). The tensor has TOP
+    columns and room for as many tokens as one of TOP_CAPACITIES says."""
     rows, blocks, capacity = len(samples), result.block_maxima.shape[2], samples.shape[1] - TOP
     totals = torch.zeros(rows, dtype=torch.int64, device=samples.device)
     candidates = torch.empty(rows, blocks, capacity, dtype=torch.int64, device=samples.device)

@@ -404,6 +404,6 @@ class TritonOps(FloatOps):
 @lru_cache(maxsize=8)
 def _busy(device: torch.device) -> int:
     """The number of programs that fills the device: two per multiprocessor."""
-    if device.type != "cuda":  # any number serves the interpreter
+    if device.type != "cuda":  # Triton's interpreter has no device to fill, so any number serves it
         return 64
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -50,7 +50,7 @@ class SamplingTable:
     masks: Tensor | None  # [M, words] int32, one bit per token that is allowed; None: no row has a mask
     mask_rows: Tensor | None  # [C] int32, the row of `masks` that applies, -1 for none
     logprobs: Tensor | None  # [C] int32, twice the number of most likely tokens, plus 1 for mode "processed"; or NO_LOGPROBS
-    has_top_k: bool  # whether some row uses top-k
+    has_top_k: bool  # whether some row of the step uses top-k
     has_top_p: bool  # whether some row uses top-p
     adjusted: bool  # whether some row has logit bias, penalties, DRY, bans or a mask
 

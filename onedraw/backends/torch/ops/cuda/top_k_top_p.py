@@ -101,9 +101,9 @@ def accumulate_weights(sums, deficit, mask, limit, SCALE: tl.constexpr, BY_MASS:
     new_sums = ()
     if BY_MASS:
         mass = tl.where(mask & (deficit <= limit), exp(0.0 - deficit) * SCALE, 0.0)
-        high = _floor(mass * 7.450580596923828e-09)  # 2^-27
+        high = _floor(mass * 7.450580596923828e-09)  # the factor is 2^-27
         rest = mass - high * 134217728.0
-        middle = _floor(rest * 6.103515625e-05)  # 2^-14
+        middle = _floor(rest * 6.103515625e-05)  # the factor is 2^-14
         low = _floor(rest - middle * 16384.0)
         for edge in tl.static_range(16):
             in_bin = _at_least(bin, edge)

@@ -2,7 +2,8 @@
 
 In: projections of the step's tokens, the step's spans, a layer's states. Out: the layer's output at every token. Axes: T tokens,
 Hk key heads of size Dk = dk, Hv value heads of size Dv, C convolution channels (q, k and v), K taps of the convolution.
-A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state increments of drafts until the commit.
+n = CHUNK positions. A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state increments of drafts
+until the commit (`recurrent_rollback.py`). a, b and z are projections of the input, like q, k and v.
 
     u = silu(conv(projected qkv)); q, k ← L2-normed per head, q / sqrt(dk);  β = sigmoid(b);  g = decay · softplus(a + bias)
     recurrent  S ← e^g S;  d = β (v - Sᵀk);  S ← S + k dᵀ;  o = Sᵀq
@@ -36,21 +37,21 @@ class DeltaWeights:
     """The float32 weights of a delta layer, apart from its projections."""
 
     conv: Tensor  # [K, C]: taps of the convolution, oldest first
-    decay: Tensor  # [Hv], negative: factor of the log decay g
-    bias: Tensor  # [Hv]: added to a
+    decay: Tensor  # [Hv], negative: by which softplus is multiplied to give g, the logarithm of the decay
+    bias: Tensor  # [Hv]: is added to the projection a
     norm: Tensor  # [Dv]: weight of the output norm
-    eps: float  # of the output norm
+    eps: float  # epsilon of the output norm
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaGates:
     """Queries, keys, values and gates of every token."""
 
-    q: Tensor  # [T, Hk, Dk]
-    k: Tensor  # [T, Hk, Dk]
-    v: Tensor  # [T, Hv, Dv]
+    q: Tensor  # [T, Hk, Dk]: queries
+    k: Tensor  # [T, Hk, Dk]: keys
+    v: Tensor  # [T, Hv, Dv]: values
     g: Tensor  # [T, Hv]: logarithm of the decay
-    decay: Tensor  # [T, Hv]: e^g
+    decay: Tensor  # [T, Hv]: the decay, e^g
     beta: Tensor  # [T, Hv]: how much of a value replaces the one that the state holds for its key
 
 

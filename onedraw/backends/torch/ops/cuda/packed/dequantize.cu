@@ -10,7 +10,7 @@
 
 struct DequantizeArguments {
     const byte *units;
-    halfword *weights;   // [count, spans * 256] float16
+    halfword *weights;   // [count, spans * 256] float16: the integer codes of the weights
     float *scales;       // [spans, stride], or [spans * 8, stride]: output index innermost
     halfword *minima;    // [count, spans, 8] float16, for K types with minima
     float *min_scales;   // scales of the minima [spans, stride], or minima [spans * 8, stride]
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_WARPS * 32) dequantize(c
 struct DequantizeRowsArguments {
     const byte *units;
     const long long *wanted;  // row numbers to read, or null for all rows in order
-    void *out;                // [count, width]
+    void *out;                // [count, width]: the values of the wanted rows
     int count, spans, width, dtype;  // dtype of `out`: 0 float16, 1 bfloat16, 2 float32
 };
 

@@ -212,7 +212,7 @@ struct ManyRowsArguments {
     const float *factors, *scales, *min_scales;
     const u16 *bias, *residual;
     u16 *y;
-    int rows, n, spans,                 // T, N, S
+    int rows, n, spans,                 // the sizes T, N and S
         scale_stride, factor_stride,    // N' and T': elements between rows of scales and min_scales, and of factors
         residual_stride, y_stride,      // elements between rows of the residual and of y
         paired;                         // whether y and the residual are 4-byte aligned with even strides, for access by words

@@ -406,11 +406,11 @@ __device__ __forceinline__ word minima_scales(const Unit &unit, int lane) {
 // Minima of blocks 2 t and 2 t + 1 of output g + 8 h, as float16 with the same subnormal scaling as the weights
 __device__ __forceinline__ word minima_pair(const Unit &unit, int h) { return h ? (unit.extra >> 2) & 0x03F003F0u : unit.extra & 0x003F003Fu; }
 
-__device__ __forceinline__ float power_of_two(word exponent) {  // 2^(exponent - 128)
+__device__ __forceinline__ float power_of_two(word exponent) {  // returns 2^(exponent - 128)
     return __uint_as_float(exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent);
 }
 
-// The scale, and in the next function the minimum, of a block of 32 inputs of output g + 8 h.
+// Returns the scale of a block of 32 inputs for output g + 8 h. The next function returns the block's minimum.
 __device__ __forceinline__ float block_scale(const Unit &unit, int block, int h) {
     if (MINIMA) return half_to_float(component(unit.scales[SCALE_LOADS / 2 * h + block / 4], block & 3) & 0xFFFFu);
     if (KIND == MXFP4) return power_of_two((component(unit.scales[0], 2 * h + block / 4) >> (8 * (block & 3))) & 255u);

@@ -17,7 +17,7 @@ struct ProductArguments {
     const float *factors;   // [rows, spans]: the 2^e by which a row's segment was divided (activations.py)
     const halfword *sums;   // [rows, spans, 16] float16: the hi parts of eight block sums, then the lo parts
     const halfword *bias, *residual;  // [outputs] and [rows, outputs] in the dtype of `out`, or null
-    halfword *out;          // [rows, outputs] float16 or bf16
+    halfword *out;          // [rows, outputs] float16 or bf16: the result
     float *partial_sums;    // [unit_count, segments, TILES, 32 lanes, 4]: sums of items, used only without WHOLE_K
     int *counters;          // [unit_count]: finished segments of a unit during a product without WHOLE_K; zero between products
     long long residual_stride, out_stride;  // elements between rows

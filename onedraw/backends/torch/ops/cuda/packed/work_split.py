@@ -34,7 +34,7 @@ ALIGNED = 0.97  # blocks are fewer, so that each reads rows of one segment, if t
 
 @dataclass(frozen=True, slots=True)
 class WorkSplit:
-    tiles: int  # row tiles of a block, eight rows each
+    tiles: int  # row tiles that a block computes
     whole_k: bool  # a block computes all segments of its outputs, except for units shared by two blocks
     warps: int  # maximum warps per block, a compile-time constant
     threads: int  # threads per block of this launch
@@ -88,9 +88,9 @@ def split_work(
         blocks = min(multiprocessors, unit_count)
         whole = unit_count >= BALANCED * height * multiprocessors or unit_count < multiprocessors
         granule = segments if whole else 1
-        items = -(-unit_count * segments // (blocks * granule)) * granule  # maximum per block; some blocks have a granule less
+        items = -(-unit_count * segments // (blocks * granule)) * granule  # the most items of a block; some have a granule less
         warps = min(items, WHOLE_K_WARPS[tiles])
-        pending = items + 1  # sums of all items, and of the carry from the preceding block
+        pending = items + 1  # sums to keep: those of all items, and the carry from the preceding block
         if whole:  # the sums of each warp's own unit, then of the items that are distributed over all warps
             pending = max(warps, *(units % warps * segments for units in (unit_count // blocks, height)))
         barriers = segments * buffer + pending * tiles * TILE_ROWS * UNIT_ROWS * 4
@@ -130,7 +130,7 @@ def _prefers_whole_k(rows: int, tiles: int, height: int) -> bool:
 
 # ------------------------------------------------------------------ experts
 
-EXPERT_WARPS = 8  # warps per block
+EXPERT_WARPS = 8  # warps of a block that computes experts
 EXPERT_BLOCKS = {1: 2, 2: 2, 4: 2, 8: 1}  # blocks per multiprocessor that the register limit allows, by row tiles
 # Row tiles and the largest average number of pairs per expert for which they are used. Tall tiles read weights less often, but a
 # kernel also computes the unused rows of a tile.
