@@ -22,14 +22,16 @@ from onedraw.build.checkpoint import open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
 from onedraw.checkpoints import drafters
 from onedraw.checkpoints.base import Checkpoint
+from onedraw.checkpoints.catalogue import find_in_catalogue
+from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.random_weights import DRAFTER_SHAPES
-from onedraw.errors import BadSetting, UnsupportedModel
+from onedraw.errors import BadSetting, ModelError, UnsupportedModel
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
 from onedraw.models.mtp import MtpSpec, has_mtp, read_mtp_info
 from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.models.source import ModelSource
 from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
-from onedraw.settings import DRAFT_WORDS, Settings
+from onedraw.settings import DRAFT_WORDS, Settings, default_cache_dir
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Proposer
 from onedraw.speculation.speculator import Speculator
@@ -62,7 +64,7 @@ def drafter_paths(settings: Settings) -> tuple[Path, ...]:
 
 def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
     """Return the drafter on the device: the one that --draft names, or with `auto` a drafter that ships for this model, else the
-    model's MTP head. None if there is none."""
+    downloaded one that the catalogue names for it, else the model's MTP head. None if there is none."""
     named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
     if "mtp" in settings.draft:
         named.append("mtp")
@@ -74,7 +76,27 @@ def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) 
         return named[0]
     if "auto" not in settings.draft:
         return None
-    return find_built_in_drafter(info.spec, checkpoint) or ("mtp" if has_mtp(checkpoint, info) else None)
+    built_in = find_built_in_drafter(info.spec, checkpoint) or find_downloaded_drafter(settings, info, checkpoint)
+    return built_in or ("mtp" if has_mtp(checkpoint, info) else None)
+
+
+def find_downloaded_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) -> Path | None:
+    """Return the drafter that the catalogue names for this model, if it was downloaded, as `onedraw pull` does, and fits."""
+    known = find_in_catalogue(settings.model, checkpoint.path)
+    if known is None or known.drafter is None:
+        return None
+    try:
+        path = resolve_model(known.drafter, settings.cache_dir or default_cache_dir(), offline=True)
+        drafter = open_drafter(path)
+    except ModelError:
+        return None
+    try:
+        check_drafter_fits(read_drafter_info(drafter).spec, info.spec)
+    except UnsupportedModel:
+        return None
+    finally:
+        drafter.close()
+    return path
 
 
 def known_drafter(info: ModelInfo, *, packed: bool) -> Path | None:

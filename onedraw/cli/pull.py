@@ -9,7 +9,7 @@ from onedraw.cli import terminal
 from onedraw.cli.flags import SETTINGS_HELP
 from onedraw.settings import Settings, default_cache_dir
 
-HELP = "download a model into the cache folder"
+HELP = "download a model, and the drafter that the catalogue names for it"
 EXAMPLES = """examples:
   onedraw pull smollm2
   onedraw pull qwen3-0.6b
@@ -37,7 +37,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def download(settings: Settings, notify: terminal.Progress) -> Path:
-    """Return the path of the model of these settings, downloaded first if needed."""
+    """Return the path of the model of these settings, downloaded first if needed, with the drafter that the catalogue names for
+    it. A model runs without its drafter, so a drafter that cannot be downloaded is only reported."""
+    from onedraw.checkpoints.catalogue import find_in_catalogue
     from onedraw.checkpoints.download import resolve_model
+    from onedraw.errors import ModelError
 
-    return resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=notify)
+    cache = settings.cache_dir or default_cache_dir()
+    path = resolve_model(settings.model, cache, progress=notify)
+    known = find_in_catalogue(settings.model, path)
+    if known is not None and known.drafter is not None and "auto" in settings.draft:
+        try:
+            resolve_model(known.drafter, cache, progress=notify)
+        except ModelError as error:
+            terminal.dim(f"no drafter for {settings.model}: {error}")
+    return path

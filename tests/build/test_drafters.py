@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onedraw.build.drafters import drafter_paths, make_speculator, proposer_names
+from onedraw.build.drafters import drafter_paths, make_speculator, proposer_names, select_drafter
 from onedraw.build.fit_devices import longest_draft
 from onedraw.build.llm import build_llm
+from onedraw.checkpoints import catalogue
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.llm.request_options import RequestOptions, make_generation
+from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings
 from onedraw.types import History, Request, SamplingParams
 from tests.support import tiny
@@ -110,3 +114,24 @@ def test_auto_drafts_with_the_mtp_head_of_the_checkpoint(tmp_path: Path) -> None
 @pytest.mark.parametrize(("given", "expected"), [({}, 16), ({"draft": ("none",)}, 0), ({"draft_tokens": 5}, 5)])
 def test_longest_draft_follows_the_settings(given: dict[str, Any], expected: int) -> None:
     assert longest_draft(Settings(model="smollm2", **given)) == expected
+
+
+def test_a_downloaded_drafter_of_the_catalogue_is_used_and_a_missing_or_unfit_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Path(__file__).parents[1] / "fixtures" / "trained"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("trained_dflash_qwen3", "trained_dflash_qwen3_5"):
+        repository = tmp_path / f"models--some--{name}"
+        (repository / "snapshots").mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("a" * 40)
+        (repository / "snapshots" / ("a" * 40)).symlink_to(trained / name)
+    for name, drafter in (("fit", "trained_dflash_qwen3"), ("unfit", "trained_dflash_qwen3_5"), ("missing", "nowhere")):
+        monkeypatch.setitem(catalogue.CATALOGUE, name, catalogue.CatalogueModel("some/model", "1M", drafter=f"some/{drafter}"))
+    with closing(open_checkpoint(trained / "trained_qwen3")) as checkpoint:
+        info = read_model_info(checkpoint)
+        found = {name: select_drafter(Settings(model=name), info, checkpoint) for name in ("fit", "unfit", "missing")}
+        assert found["fit"] == tmp_path / "models--some--trained_dflash_qwen3" / "snapshots" / ("a" * 40)
+        assert (found["unfit"], found["missing"]) == (None, None)
+        assert select_drafter(Settings(model="fit", draft=("ngram",)), info, checkpoint) is None
