@@ -14,6 +14,7 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import shlex
 import socket
 import sys
@@ -197,13 +198,14 @@ def model_card_lines(url: str, llm: LLM, options: ServerOptions, *, proposers: S
     card, capacity = llm.card, llm.service.capacity
     drafters = [*proposers, *([f"{capacity.drafter} on the device"] if capacity.drafter else [])]
     positions = capacity.groups[0].pages * capacity.page_size
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sampling = ", ".join(f"{name} {value:g}" for name, value in card.defaults.items())
     return [
         ("page", f"{url}{options.root_path}/"),
         ("API", f"{url}{options.root_path}/v1"),
         ("model", f"{card.name} ({card.family}, {card.dtype})" + (f", {sampling}" if sampling else "")),
         ("device", card.device),
-        ("memory", f"keys and values of {positions:,} tokens"),
+        ("memory", f"keys and values of {positions:,} tokens, {peak / 2**20:,.0f} MiB of host memory so far"),
         ("context", f"{card.max_context:,} tokens, {capacity.lanes} requests at once"),
         ("drafts", ", ".join(drafters) or "none"),
         ("key", "required" if options.keys else "none: --api-key KEY sets one"),
