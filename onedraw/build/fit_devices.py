@@ -70,7 +70,8 @@ KV_SEARCH_STEP = 64 << 20  # The search for the largest KV memory that fits ends
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """A model on devices, for any context length. `kv_bytes` is the memory for KV pages if --kv-memory is not given."""
+    """Computes how a model fits on devices, for any context length. `kv_bytes` is the memory for KV pages if --kv-memory is not
+    given."""
 
     settings: Settings
     info: ModelInfo

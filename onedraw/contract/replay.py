@@ -94,7 +94,7 @@ async def _again(record: Record, llm: LLM) -> Verdict:
 
 
 def judge(record: Record, reply: Reply) -> Verdict:
-    """Return the first difference between a reply and its record."""
+    """Compare a reply with its record, and return the verdict with the first difference."""
     found = reply.token_ids
     for index, (then, now) in enumerate(zip(record.reply, found)):
         if then != now:

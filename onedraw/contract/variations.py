@@ -97,7 +97,7 @@ class PlainRunFacts:
     settings: Settings  # the settings of the plain run
     longest: int  # number of tokens of the longest request, prompt and reply together
     page_bytes: int  # bytes of one KV page (a fixed number of positions) in all layers together
-    folder: Path  # an empty folder for the files of variations
+    folder: Path  # an empty folder, in which variations may write files such as snapshots
 
 
 @dataclass(frozen=True, slots=True)

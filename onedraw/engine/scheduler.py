@@ -62,7 +62,8 @@ class ScheduledRow:
 
 
 class Scheduler:
-    """The queues of sequences and the rules above. The engine owns it. `running` is in order of admission."""
+    """Plans steps by the rules above, from its queues of waiting and running sequences. `running` is in order of admission. The
+    engine owns the scheduler."""
 
     def __init__(
         self,

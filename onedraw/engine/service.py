@@ -193,7 +193,7 @@ class Service:
         except BaseException:
             log.exception("the engine failed and cannot continue")
         finally:
-            with self._changed:  # From here on `submit` refuses requests, so none can be left without an event.
+            with self._changed:  # After this `submit` refuses requests, so none can arrive that would never get an event.
                 self._stop = True
                 left, self._arrivals = self._arrivals, deque()
             for checked, sink in left:

@@ -74,7 +74,7 @@ class Reply:
     stop_reason: str | int | None = None
     usage: Usage = field(default_factory=Usage)
     prompt_logprobs: tuple[Logprobs, ...] | None = None
-    _open: ContentBlock | None = field(default=None, init=False, repr=False, compare=False)  # the block that grows
+    _open: ContentBlock | None = field(default=None, init=False, repr=False, compare=False)  # the last block, which grows
     # Content tokens that have no text yet, so that the block they belong to is not known.
     _pending: tuple[ReplyToken, ...] = field(default=(), init=False, repr=False, compare=False)
 

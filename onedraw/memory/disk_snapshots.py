@@ -43,7 +43,7 @@ HALF_LIFE = 24 * 3600.0  # An unused snapshot loses half of its value in this ma
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a file contains. `firsts` has, for each layer group, the index in the prefix of the first stored page."""
+    """One snapshot file. `firsts` has, for each layer group, the index of the first page of the prefix that is stored."""
 
     tokens: tuple[int, ...]
     logits: bool  # whether the logits of the last token are included

@@ -185,7 +185,8 @@ class PrefixCache:
         return frozenset(self._users[group])
 
     def audit(self) -> None:
-        """Raise if a node is unused, or if pages and nodes do not refer to each other."""
+        """Raise if the cache contradicts itself: a node that nothing needs, or pages and nodes that do not refer to each
+        other."""
         nodes = list(self.nodes())
         if len(nodes) != self._count or any(node.empty for node in nodes):
             raise AssertionError("the prefix cache has an unused node, or its node count is wrong")

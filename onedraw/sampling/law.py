@@ -38,7 +38,7 @@ NO_TOKEN = -1  # stands for a token if every token is excluded
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The parameters of steps 4 to 7 in the form in which fast samplers use them."""
+    """The parameters of temperature, min-p, top-k and top-p (steps 4 to 7) in the form in which fast samplers use them."""
 
     divisor: float = 1.0  # the temperature, by which scores are divided
     limit: float = math.inf  # min-p as a number: tokens whose deficit (best score - score) is larger are excluded

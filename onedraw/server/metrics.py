@@ -150,7 +150,7 @@ class Meters:
         self._limited.labels(self._model, caller if caller in self._keys else "", limit).inc()
 
     def show_keys(self, keys: Sequence[str], accounts: Accounts) -> None:
-        """Show what each API key has in flight."""
+        """Add metrics of the requests and tokens that each API key has in flight."""
         self._keys = frozenset(keys)
         self._registry.register(KeyCollector(self._keys, accounts, self._model))
 
@@ -167,7 +167,7 @@ class RequestTimer:
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
         self.arrival = time.monotonic()
-        self._last: dict[int, float] = {}  # choice index → when its last tokens arrived
+        self._last: dict[int, float] = {}  # for each choice, the time at which its last tokens arrived
 
     def see(self, piece: Piece) -> None:
         now = time.monotonic()

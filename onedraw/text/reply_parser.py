@@ -103,7 +103,7 @@ class ReplyParser:
         return self._parse(self._reasoning.push(text))
 
     def finish(self, *, cut: bool = False) -> list[ReplyPart]:
-        """Return the text that was held back, at the end of the reply."""
+        """Return the text that was held back, at the end of the reply. `cut` means that max_tokens ended it."""
         parts = self._parse(self._reasoning.finish())
         return parts if self._calls is None else [*parts, *self._convert(self._calls.finish(cut=cut))]
 

@@ -100,7 +100,7 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # The library raises a bare Exception.
+        except Exception as error:  # not a narrower class, since the library raises plain Exceptions
             raise CorruptFile(f"{file} cannot be read as a tokenizer ({error}); get the file again") from None
         backend.no_truncation()
         backend.no_padding()
@@ -119,7 +119,7 @@ class Tokenizer:
         """Return token ids. `add_special` adds the tokens that the model expects around a text, mostly a bos token."""
         try:
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
-        except TypeError:  # The library raises this for text with half of a surrogate pair, which _utf8 refuses by name.
+        except TypeError:  # The library raises this for half of a surrogate pair. `_utf8` raises an error that says so.
             _utf8(text)
             raise
 

@@ -70,7 +70,7 @@ class GrammarConstraint:
         # The error is kept, so that the same tokens always give the same error: a new matcher might get further before it fails.
         if self._failed is not None and tokens[: len(self._failed[0])] == self._failed[0]:
             raise BadParameter(self._param, self._failed[1])
-        if any(token >= self._vocab for token in drafts):  # The model's head can have more rows than the tokenizer has tokens.
+        if any(token >= self._vocab for token in drafts):  # The model's vocabulary may be larger than the tokenizer's.
             return EMPTY_MASK
         common = self._roll_back(common_prefix(self._tokens, tokens))
         consumed = self._matcher.try_consume_tokens(tokens[common:])

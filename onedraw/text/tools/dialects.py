@@ -63,7 +63,7 @@ class CallableTools:
 
     dialect: Dialect
     tools: tuple[Tool, ...] = ()
-    parallel: bool = True  # if False, the reply ends with its first call
+    parallel: bool = True  # whether the reply may have several calls; if not, it ends with the first
 
 
 # The texts before and after a call, which may be special tokens. The dialects llama and pythonic have none.
