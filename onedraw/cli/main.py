@@ -22,7 +22,7 @@ from onedraw.errors import BadRequest, BadSetting, OnedrawError
 
 COMMANDS = (
     *("serve", "run", "chat", "generate", "list", "pull", "rm", "ps"),
-    *("inspect", "bench", "prove", "replay", "export"),
+    *("inspect", "bench", "prove", "replay", "export", "completion"),
 )
 MANY_OPTIONS = 20  # If a command has more options than this, `--help` shows only those in COMMON.
 COMMON = frozenset(
@@ -127,7 +127,7 @@ def command_parser(name: str) -> Parser:
 
 def overview() -> str:
     """Return the text that `onedraw` without arguments and `onedraw --help` print."""
-    lines = [f"  {name:10}{command_module(name).HELP}" for name in COMMANDS]
+    lines = [f"  {name:12}{command_module(name).HELP}" for name in COMMANDS]
     return "\n".join(
         [
             "usage: onedraw COMMAND …",
