@@ -38,8 +38,8 @@ class SavedCheckpoint:
 
 
 class FakeBackend:
-    """`windows`: one per layer group, None for full attention. `pages`: per group, or one number for all. `favoured`: token ids
-    that are sampled more often."""
+    """A backend that computes hashes instead of a model. `windows`: one per layer group, None for full attention. `pages`: per
+    group, or one number for all. `favoured`: token ids that are sampled more often."""
 
     def __init__(
         self,

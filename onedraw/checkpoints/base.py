@@ -85,7 +85,7 @@ class StoredTensor:
         return True
 
     def packed(self) -> Bytes:
-        """All rows as stored on disk, [rows, bytes]."""
+        """The rows as they are stored on disk, [rows, bytes]; nothing is converted."""
         return self.data.reshape(math.prod(self.shape[:-1]), -1)
 
     def factors(self) -> None:

@@ -53,7 +53,8 @@ def _fp16(blocks: Bytes, at: int) -> Floats:
 
 
 def _nibbles(packed: Bytes, out: Floats) -> None:
-    """Low nibbles fill the first half of `out`, high nibbles the second. packed [..., m], out [..., 2m]."""
+    """Split the bytes of `packed` into nibbles: the low ones fill the first half of `out`, the high ones the second. If packed is
+    [..., m], out is [..., 2m]."""
     dense = np.ascontiguousarray(packed)
     middle = dense.shape[-1]
     out[..., :middle] = dense & 15
@@ -296,7 +297,7 @@ def dequantize_into(raw: Bytes, kind: str, out: Floats, *, tensor: str = "") -> 
 
 
 def copy_rows(raw: Bytes, out: Bytes) -> None:
-    """out [n, bytes] = raw, by a few threads: most of the time goes into page faults of the mapped file."""
+    """Copy the rows `raw` to out [n, bytes] by a few threads: most of the time goes into page faults of the mapped file."""
     shares = max(1, min(_threads(), raw.size // THREAD_BYTES))
     edges = [len(raw) * i // shares for i in range(shares + 1)]
     spans = [slice(start, stop) for start, stop in pairwise(edges)]

@@ -428,8 +428,8 @@ def mixture_kind(mixture: str, layer: int | None, weight: str, shape: tuple[int,
 
 
 def _q4_k_m(layer: int | None, weight: str, *, layers: int, tied: bool) -> str:
-    """llama.cpp's Q4_K_M: four bits, and more for sensitive weights: the head, v and down projections of every third layer and
-    of the first and last eighth, and fused projections."""
+    """The type that llama.cpp's mixture Q4_K_M gives a weight: four bits, and more for sensitive weights: the head, v and down
+    projections of every third layer and of the first and last eighth, and fused projections."""
     if weight == "head" or (weight == "embed" and tied):
         return "Q6_K"
     if weight == "delta_qkv":
@@ -489,7 +489,7 @@ class RandomQuantTensor:
 
 @lru_cache(maxsize=32)  # large enough for Qwen3.6-27B, whose weights need thirty pools
 def _block_pool(kind: str, std: float, count: int) -> Bytes:
-    """`count` random blocks, [count, bytes]."""
+    """A pool of `count` random blocks of a quantization type, [count, bytes]."""
     return random_blocks(kind, count, QUANT_TYPES[kind].block_values, np.random.default_rng(7), std)
 
 

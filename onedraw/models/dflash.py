@@ -71,7 +71,7 @@ _SAFETENSORS = WeightNames(
     outer=name_table("", "fc=fc.weight hidden_norm=hidden_norm.weight norm=norm.weight embed=embed_tokens.weight")
     | name_table("", "head=lm_head.weight d2t=d2t"),
     layer={weight: stored.removeprefix("model.") for weight, stored in SAFETENSORS_NAMES.layer.items()},
-    ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d is the inverse of d2t, which is read
+    ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d repeats what d2t says, and d2t is read
 )
 DRAFTER_WEIGHT_NAMES: dict[DrafterLayout, WeightNames] = {
     "z-lab": _SAFETENSORS,
@@ -286,7 +286,8 @@ def _target_layers(keys: ConfigReader, inner: ConfigReader, *, count: int, depth
 
 
 def default_target_layers(count: int, depth: int) -> tuple[int, ...]:
-    """z-lab's default for `count` draft layers and a target of `depth` layers: spread evenly."""
+    """The layers with features that z-lab uses by default for `count` draft layers and a target of `depth` layers: spread
+    evenly."""
     if count == 1:
         return (depth // 2,)
     return tuple(round(1 + index * (depth - 4) / (count - 1)) for index in range(count))

@@ -29,7 +29,8 @@ def rope_from_config(
     share: float | None = None,
     ignored: Collection[str] = (),
 ) -> RopeSpec:
-    """One rope for all layers. `share`: default of partial_rotary_factor; None if only full rotation is supported."""
+    """Read one rope for all layers. `share`: the rotated share of a head if the config has no partial_rotary_factor; None if only
+    full rotation is supported."""
     parameters, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
     theta = keys.number("rope_theta", DEFAULT_THETA)
     if parameters and scaling and parameters != scaling:
@@ -52,7 +53,7 @@ def rope_from_config(
 def ropes_by_layer_type(
     keys: ConfigReader, *, head_dims: Mapping[str, int], defaults: Mapping[str, Mapping[str, Any]], max_context: int, origin: str
 ) -> dict[str, RopeSpec]:
-    """A rope for each layer type; `defaults` replaces a missing rope_parameters."""
+    """Read a rope for each layer type. `defaults` is used if the config has no rope_parameters."""
     name = "rope_parameters"
     values: Mapping[str, Any] = keys.mapping(name) or defaults
     outer, ropes = ConfigReader(values, origin=f"{origin}: {name}"), {}

@@ -79,11 +79,11 @@ class ModelSource(Protocol):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """config.json, or the key-values of a GGUF file."""
+        """The configuration: config.json, or the key-values of a GGUF file."""
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """generation_config.json; empty if there is none."""
+        """The content of generation_config.json; empty if there is none."""
 
 
 class WeightSource(Protocol):

@@ -232,7 +232,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x += mixer(norm(x)); x += feed_forward(norm(x)); with optional parts that some families add:
+    """A layer updates the residual stream x: x += mixer(norm(x)); x += feed_forward(norm(x)). Some families add optional parts:
 
     sandwich          the outputs of mixer and feed-forward are normed before they are added to the residual
     parallel_experts  experts in parallel with the feed-forward; both outputs are normed and added

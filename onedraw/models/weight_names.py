@@ -104,7 +104,7 @@ def as_stored(name: str) -> WeightTransform:
 
 
 def unpermute_rows(name: str, heads: Callable[[AttentionSpec], int]) -> WeightTransform:
-    """q or k of a GGUF file whose converter interleaved the rotary halves of every head."""
+    """A transform for q or k of a GGUF file whose converter interleaved the rotary halves of every head."""
 
     def transform(lookup: WeightLookup) -> LazyTensor:
         return RowSelection(lookup.find(name), unpermuted_row_order(heads(lookup.attention), lookup.attention.head_dim))

@@ -28,22 +28,22 @@ from onedraw.models.weight_names import WeightLookup, WeightTransform
 
 
 def add_one(name: str) -> WeightTransform:
-    """A norm stored as weight - 1."""
+    """A transform for a norm stored as weight - 1."""
     return lambda lookup: ElementwiseTensor(lookup.find(name), ADD_ONE)
 
 
 def negative_exponential(name: str) -> WeightTransform:
-    """A negative decay stored as the logarithm of its magnitude."""
+    """A transform for a negative decay stored as the logarithm of its magnitude."""
     return lambda lookup: ElementwiseTensor(lookup.find(name), NEGATIVE_EXPONENTIAL)
 
 
 def squeeze_conv(name: str) -> WeightTransform:
-    """A convolution stored as [channels, 1, positions], without the axis of length 1."""
+    """A transform that removes the axis of length 1 of a convolution stored as [channels, 1, positions]."""
     return lambda lookup: lookup.find(name, (lookup.shape[0], 1, lookup.shape[1])).reshaped(lookup.shape)
 
 
 def half_of_each_head(name: str, part: Literal[0, 1]) -> WeightTransform:
-    """q (part 0) or its gate (part 1) of a matrix that stores both, alternating by head."""
+    """A transform for q (part 0) or its gate (part 1) of a matrix that stores both, alternating by head."""
 
     def transform(lookup: WeightLookup) -> LazyTensor:
         heads, width = lookup.attention.heads, lookup.attention.head_dim
@@ -54,7 +54,7 @@ def half_of_each_head(name: str, part: Literal[0, 1]) -> WeightTransform:
 
 
 def as_row(name: str) -> WeightTransform:
-    """A matrix of one row, which some files store as a vector."""
+    """A transform for a matrix of one row, which some files store as a vector."""
 
     def transform(lookup: WeightLookup) -> LazyTensor:
         flat = lookup.has(name) and len(lookup.tensors[lookup.stored_name(name)].shape) == 1
@@ -64,7 +64,7 @@ def as_row(name: str) -> WeightTransform:
 
 
 def by_mixer(*, attention: WeightTransform, delta: WeightTransform) -> WeightTransform:
-    """A weight with different transforms in attention layers and Gated DeltaNet layers."""
+    """A transform that is another one in attention layers and in Gated DeltaNet layers."""
 
     def transform(lookup: WeightLookup) -> LazyTensor:
         is_delta = lookup.layer is not None and isinstance(lookup.layer.mixer, DeltaSpec)
@@ -81,7 +81,7 @@ TiledPart = Literal["heads", "values", "channels"]
 
 
 def grouped_rows(name: str, part: TiledPart) -> WeightTransform:
-    """Rows in tiled order (the first value head of every key head, then the second …), regrouped by key head."""
+    """A transform for rows in tiled order (the first value head of every key head, then the second …), regrouped by key head."""
     return lambda lookup: RowSelection(lookup.find(name), grouped_order(_delta(lookup), part))
 
 
@@ -112,7 +112,8 @@ def _delta(lookup: WeightLookup) -> DeltaSpec:
 
 
 def experts(prefix: str) -> dict[str, WeightTransform]:
-    """Experts of a transformers folder: gate and up fused or separate, all experts in one tensor or one tensor each."""
+    """The transforms for experts of a transformers folder, where gate and up may be fused or separate, and experts may share one
+    tensor or have one each."""
 
     def inner(part: Literal["gate", "up"]) -> WeightTransform:
         def transform(lookup: WeightLookup) -> LazyTensor:
@@ -135,7 +136,7 @@ def experts(prefix: str) -> dict[str, WeightTransform]:
 
 
 def gguf_experts() -> dict[str, WeightTransform]:
-    """Experts of a GGUF file: gate and up fused or separate."""
+    """The transforms for experts of a GGUF file, where gate and up may be fused or separate."""
 
     def inner(part: Literal["gate", "up"]) -> WeightTransform:
         def transform(lookup: WeightLookup) -> LazyTensor:
@@ -154,7 +155,7 @@ def gguf_experts() -> dict[str, WeightTransform]:
 
 
 def half_of_fused(name: str, part: Literal["gate", "up"]) -> WeightTransform:
-    """The gate (first half) or up (second half) of a fused tensor [experts, 2 · width, hidden]."""
+    """A transform for the gate (first half) or up (second half) of a fused tensor [experts, 2 · width, hidden]."""
 
     def transform(lookup: WeightLookup) -> LazyTensor:
         count, width, hidden = lookup.shape

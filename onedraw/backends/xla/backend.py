@@ -93,8 +93,9 @@ class XlaBackend:
         notify: Callable[[str], None] = lambda line: None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`warm`: compile all programs now; otherwise each is compiled when a step first needs it. `check`: run the self-check.
-        `notify` receives lines for the user. `progress` is called after each loaded layer with its number and the total."""
+        """Load the model. `warm`: compile all programs now; otherwise each is compiled when a step first needs it. `check`: run
+        the self-check. `notify` receives lines for the user. `progress` is called after each loaded layer with its number and the
+        total."""
         require_supported(spec)
         self._spec, self._stage_devices = spec, tuple(stage_devices)
         self._conv = conv_width(spec)

@@ -53,7 +53,7 @@ class XlaWeightLoader:
         return {"norm": self._norm(None, "norm"), "head": self._put(wide)}
 
     def rope(self, rope: RopeSpec, positions: int) -> Array:
-        """cos and sin of every position, [positions, 2, d/2]."""
+        """The table of cos and sin of every position, [positions, 2, d/2], for d rotary dimensions of a head."""
         frequencies = np.asarray(rope.inverse_frequencies(), dtype=np.float32)
         wide = (np.arange(positions, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
         return self._put((np.stack([np.cos(wide), np.sin(wide)], axis=1) * rope.scale).astype(np.float32))

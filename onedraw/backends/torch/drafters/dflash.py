@@ -77,7 +77,7 @@ class DflashDrafter:
         arrange: Arrange,
         width: int = 1,
     ) -> None:
-        """`arrange` gets `width` candidates per position, or more: one for a chain, CANDIDATES for a tree."""
+        """Load the drafter. `arrange` gets `width` candidates per position, or more: one for a chain, CANDIDATES for a tree."""
         self._spec, self._target, self._layout, self._arrange = spec, target, layout.alone, arrange
         self._max_context = max_context
         self._ops, self._device = target.ops, target.device

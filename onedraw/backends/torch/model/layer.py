@@ -238,7 +238,8 @@ def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: WeightLoader
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """down(act(gate(h)) * up(h)). Padding adds zero rows and columns, whose products are exact zeros."""
+    """A dense gated feed-forward: down(act(gate(h)) * up(h)). Padding adds zero rows and columns, whose products are exact
+    zeros."""
 
     gate_up: Linear
     gated_product: GatedProduct | None  # the same product with the activation fused, if `ops` has such an operation

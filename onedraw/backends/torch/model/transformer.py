@@ -126,7 +126,7 @@ class StageInputs:
 
 
 class Transformer:
-    """All layers, on one device or several. Complete when constructed.
+    """A model: all layers, on one device or several. When it is constructed, all weights are loaded.
 
     `device` and `ops` are those of the last stage, where hidden states come out and drafters run. `dtype` is that of weights and
     products; `activation` that of the residual stream. `rows`: tokens of a step at most, where there are several stages.

@@ -37,7 +37,7 @@ class KernelChoices:
     """Choices of an implementation that affect rounding, so a backend's identity contains them. None: there is no such choice."""
 
     tile_heights: tuple[int, ...] | None = None  # queries that an attention tile may have
-    first_split: int | None = None  # keys in the first splits of attention
+    first_split: int | None = None  # keys in the first splits, the ranges of keys whose attention is computed by itself
     norm_warps: int | None = None  # the most warps of a program that computes a norm
 
     def texts(self) -> list[str]:
@@ -82,7 +82,7 @@ class Products(Protocol):
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up, where gate_up [T, 2F] has the gate in its first F columns: [T, F]."""
+        """Gated activation, activation(gate) * up, where gate_up [T, 2F] has the gate in its first F columns: [T, F]."""
         ...
 
     def gated_product(self, gate_up: Linear, activation: Activation) -> GatedProduct | None:
@@ -90,7 +90,7 @@ class Products(Protocol):
         ...
 
     def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
-        """x [T, W] times sigmoid or softplus of a gate [T, W], or of [T, W / n] with one value for n neighbouring columns."""
+        """Multiply x [T, W] by sigmoid or softplus of a gate [T, W], or [T, W / n] with one value for n neighbouring columns."""
         ...
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class CaptureOps(Protocol):
 class AttentionInputs(Protocol):
     @property
     def page_table(self) -> Tensor:
-        """[R, W]: the pages of each row, W being the most pages of a row."""
+        """The pages of each row, [R, W], where W is the most pages of a row."""
         ...
 
     def attend(
@@ -206,8 +206,8 @@ class AttentionInputs(Protocol):
 
 class DeltaInputs(Protocol):
     def run(self, projected: Tensor, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-        """projected [T, C + Hv * Dv + 2 Hv] → [T, Hv * Dv]. The states of lanes advance by known tokens; drafts only write their
-        increments to the rollback buffer."""
+        """Run the layer: projected [T, C + Hv * Dv + 2 Hv] → [T, Hv * Dv]. The states of lanes advance by known tokens; drafts
+        only write their increments to the rollback buffer."""
         ...
 
 
@@ -232,7 +232,7 @@ class PreparedInputs:
 
 class GatedProduct(Protocol):
     def gated(self, x: Tensor) -> Tensor:
-        """activation(gate) * up of the products of x with both weights: [T, K] → [T, F]."""
+        """Both products and the gated activation, activation(gate) * up: x [T, K] → [T, F]."""
         ...
 
 

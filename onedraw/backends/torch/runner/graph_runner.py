@@ -139,8 +139,8 @@ class GraphStage:
     def advance(
         self, before: ResidualStream | None, plan: Plan, bucket: Bucket, layout: InputLayout, probe: LayerProbe
     ) -> ResidualStream:
-        """`Transformer.advance` as a graph, for a stage beside others that are not captured. The stream that is returned has
-        memory of its own. May raise StagingBufferFull, before anything has been computed."""
+        """Replay `Transformer.advance` as a graph, for a stage beside others that are not captured. The stream that is returned
+        has memory of its own. May raise StagingBufferFull, before anything has been computed."""
         inputs = staged_inputs(plan, layout=layout, staging=self.staging, bucket=bucket)
         laid = self.lay_out(inputs, bucket, NOTHING, NOTHING)
         signature, entered = self.send(probe.layers), self.cross(before, bucket)

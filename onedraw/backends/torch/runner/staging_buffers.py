@@ -43,7 +43,8 @@ class Staging(Protocol):
         ...
 
     def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
-        """`make()`, or what it returned in an earlier step for this tensor and layout; it must not depend on the content."""
+        """Return `make()`, or what it returned in an earlier step for this tensor and layout; it must not depend on the
+        content."""
         ...
 
 

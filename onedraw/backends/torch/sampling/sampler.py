@@ -124,7 +124,7 @@ def uniform_bits(first: Tensor, second: Tensor, vocab: int, scratch: Scratch) ->
 
 
 def gumbel(first: Tensor, second: Tensor, vocab: int, scratch: Scratch) -> Tensor:
-    """-log(-log u) for every token id.   [C, 1] and [C, 1] -> [C, V] float32"""
+    """Gumbel noise -log(-log u) for every token id.   [C, 1] and [C, 1] -> [C, V] float32"""
     odd = uniform_bits(first, second, vocab, scratch).mul_(2).add_(1)  # u * 2^25
     rest, upper = (scratch.take(name, odd.shape, torch.int32) for name in ("rest", "spare"))
     above, below = (scratch.take(name, odd.shape, torch.float32) for name in ("above", "below"))
@@ -193,8 +193,8 @@ class SamplingInputs(Protocol):
     """The inputs of sampling on the device, for some positions."""
 
     def sample(self, logits: Callable[[slice], Tensor], last: Tensor | None) -> Tensor:
-        """[rows, columns] int64 for `read_samples`. `logits` is called for one slab of rows at a time. `last`: the token that
-        each lane sampled last, for rows whose last token only the device knows."""
+        """Sample all rows: [rows, columns] int64 for `read_samples`. `logits` is called for one slab of rows at a time. `last`:
+        the token that each lane sampled last, for rows whose last token only the device knows."""
         ...
 
 
@@ -202,7 +202,8 @@ class CapturableSampler(Protocol):
     """A sampler that reads only device memory once its inputs are prepared, so that CUDA graphs can capture it."""
 
     def prepare(self, positions: Sequence[SamplingPosition], *, staging: Staging, rows: int) -> SamplingInputs:
-        """`rows`: the number of rows after padding. Padding rows sample greedily, and their samples are not used."""
+        """Put the inputs of these positions on the device. `rows`: the number of rows after padding. Padding rows sample
+        greedily, and their samples are not used."""
         ...
 
 

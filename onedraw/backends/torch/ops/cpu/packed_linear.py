@@ -43,7 +43,7 @@ class Panels:
     kind: str
     rows: int  # number of rows, including rows of zeros that pad the stored ones
     width: int  # number of inputs of each row
-    data: Tensor  # uint8, aligned to 64 bytes
+    data: Tensor  # the panels' bytes as uint8, aligned to 64 bytes
 
 
 def pack_rows(kernels: Kernels, raw: np.ndarray, kind: str, *, rows: int, width: int, height: int) -> Panels:

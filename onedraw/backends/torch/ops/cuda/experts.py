@@ -255,8 +255,8 @@ def _grouped_gemm(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile. With GATE: activation(x · gateᵀ) times x · upᵀ,
-    where gate is the first half of the weight's rows and up the second; each is rounded as a separate product would be."""
+    """Compute y[pair] = x[pair // DIVIDE] · weight[expert]ᵀ for the pairs of one tile. With GATE: activation(x · gateᵀ) times x ·
+    upᵀ, where gate is the first half of the weight's rows and up the second; each is rounded as a separate product would be."""
     begin_kernel(PDL)
     tile = tl.program_id(0) * 3
     expert = tl.load(tiles + tile).to(tl.int64)

@@ -143,9 +143,9 @@ def linear(
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, K], rows of stride 1 → [T, N], written to `out` if given (it may be columns of a wider tensor). With `gate` (a number
-    of ACTIVATIONS), the weight's rows alternate between gate and up projection, and the result is activation(gate) * up,
-    [T, N / 2], rounded as `gated_activation` rounds."""
+    """The product of x [T, K], which has rows of stride 1, with a weight: [T, N], written to `out` if given (it may be columns of
+    a wider tensor). With `gate` (a number of ACTIVATIONS), the weight's rows alternate between gate and up projection, and the
+    result is activation(gate) * up, [T, N / 2], rounded as `gated_activation` rounds."""
     (rows, depth), n = x.shape, weight.shape[0]
     y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:

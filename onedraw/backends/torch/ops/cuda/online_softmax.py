@@ -44,7 +44,8 @@ def path_key_slots(
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """`key_slots` of a tree node: from `tree_start` on, positions map to the slots of the drafts on the node's path."""
+    """The slots of a block's keys for a tree node, like `key_slots`: from `tree_start` on, positions map to the slots of the
+    drafts on the node's path."""
     position = start + tl.arange(0, BLOCK_KEYS)
     in_range = (position >= low) & (position <= high)
     depth = tl.minimum(tl.maximum(position - tree_start, 0), path_width - 1)
@@ -81,7 +82,7 @@ def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, p
 @triton.jit
 def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D: tl.constexpr,
                          KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    """`accumulate` for a block of quantized values: the even and the odd one of two neighbouring columns have separate
+    """Add a block of quantized values, like `accumulate`: the even and the odd one of two neighbouring columns have separate
     accumulators."""
     dtype = ones.dtype
     new_max = tl.maximum(row_max, tl.max(scores, 1))

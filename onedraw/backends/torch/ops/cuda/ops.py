@@ -278,7 +278,8 @@ class TritonBank:
 
 
 class TritonOps(FloatOps):
-    """`pdl`: use programmatic dependent launch, where a kernel may start while the one before it ends (Hopper and later)."""
+    """The operations of a model in Triton. `pdl`: use programmatic dependent launch, where a kernel may start while the one
+    before it ends (Hopper and later)."""
 
     rule = RowRule(floor=1)
     choices = KernelChoices(first_split=FIRST_SPLIT, norm_warps=MAX_WARPS)

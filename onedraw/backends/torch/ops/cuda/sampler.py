@@ -114,7 +114,7 @@ class TokenMasks:
         return len(self._masks)
 
     def rows(self, count: int) -> npt.NDArray[np.int32]:
-        """[count]: the index of each position's mask, -1 where it has none."""
+        """The index of each position's mask, -1 where it has none: [count]."""
         found = np.full(count, -1, dtype=np.int32)
         for position, index in self._rows:
             found[position] = index
@@ -320,7 +320,7 @@ class TritonSampler(Sampler):
         return self._counts, increments
 
     def _weights_of_checksums(self) -> Tensor:
-        """[2, V] int64: by token, the weights of logits and of kept scores in a checksum."""
+        """The weights, by token, of logits and of kept scores in a checksum: [2, V] int64."""
         if self._checksum_weights is None:
             self._checksum_weights = torch.from_numpy(np.stack(checksum_weights(self._vocab))).to(self._device)
         return self._checksum_weights

@@ -207,7 +207,7 @@ def _slots(inputs: Inputs, table: Ints, tokens: Ints, blocks: Ints) -> Ints:
 
 
 def _mask(lowest: Ints, highest: Ints, pair_block: Ints) -> npt.NDArray[np.bool_]:
-    """[X, 1, 1, height, BLOCK]: true where the query does not attend to the key."""
+    """The mask of pairs, [X, 1, 1, height, BLOCK]: true where the query does not attend to the key."""
     key_at = pair_block[:, None, None] * BLOCK + np.arange(BLOCK)  # [X, 1, BLOCK]
     hidden: npt.NDArray[np.bool_] = (key_at < lowest[:, :, None]) | (key_at > highest[:, :, None])
     return hidden[:, None, None]

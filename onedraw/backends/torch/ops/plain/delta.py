@@ -56,8 +56,8 @@ class DeltaGates:
 
 
 def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
-    """projected [T, C + Hv * Dv + 2 Hv], columns of qkv, z, a and b → [T, Hv * Dv]. The states of lanes advance by known tokens;
-    drafts only write their increments to the rollback buffer."""
+    """Run the layer: projected [T, C + Hv * Dv + 2 Hv], columns of qkv, z, a and b → [T, Hv * Dv]. The states of lanes advance by
+    known tokens; drafts only write their increments to the rollback buffer."""
     spec, total = store.spec, len(projected)
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
     wide = projected.float()
@@ -178,7 +178,7 @@ def _chunk(state: Tensor, gated: DeltaGates, tokens: slice, out: Tensor) -> None
 
 
 def _tile(x: Tensor) -> Tensor:
-    """[n, heads, W] → [heads, CHUNK, W], padded with zeros."""
+    """Pad the positions of a chunk with zeros and put heads first: [n, heads, W] → [heads, CHUNK, W] for heads of size W."""
     return F.pad(x, (0, 0, 0, 0, 0, CHUNK - len(x))).transpose(0, 1).contiguous()
 
 

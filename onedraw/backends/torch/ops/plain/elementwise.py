@@ -18,7 +18,7 @@ from onedraw.models.spec import Activation, Gate, RopeSpec
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp of x, computed in place; returns x."""
+    """Replace x by exp(x) in place, and return it."""
     return apply_elementwise(torch.exp, x, out=x)
 
 
@@ -39,7 +39,7 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up, where gate_up [T, 2F] has the gate in its first F columns: [T, F]."""
+    """Gated activation, activation(gate) * up, where gate_up [T, 2F] has the gate in its first F columns: [T, F]."""
     width = gate_up.shape[1] // 2
     return activated(gate_up[:, :width].contiguous(), activation).mul_(gate_up[:, width:])
 
@@ -56,7 +56,7 @@ def opened(x: Tensor, gate: Gate) -> Tensor:
 
 
 def times_gate(x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
-    """x [T, W] times sigmoid or softplus of a gate [T, W], or of [T, W / n] with one value for n neighbouring columns."""
+    """Multiply x [T, W] by sigmoid or softplus of a gate [T, W], or [T, W / n] with one value for n neighbouring columns."""
     factor = opened(gate.contiguous(), kind)
     return x.view(len(x), gate.shape[1], -1).mul(factor.unsqueeze(2)).view(len(x), -1)
 
@@ -80,8 +80,8 @@ def _gelu_tanh(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps), computed in float32, times a weight if given: a float32 weight before rounding to x's dtype, any
-    other after it."""
+    """RMSNorm, x / sqrt(mean(x²) + eps), computed in float32, times a weight if given: a float32 weight before rounding to x's
+    dtype, any other after it."""
     wide = x.float()
     scale = ordered_sum(wide.square()).unsqueeze(-1).mul(1 / x.shape[-1]).add_(eps).rsqrt_()
     normed = wide.mul(scale)
@@ -103,8 +103,8 @@ def rope_table(rope: RopeSpec, length: int, *, dtype: torch.dtype, device: torch
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x [T, N, D] with its first d dimensions rotated by cos and sin [T, 2, d/2]: dimension i pairs with i + d/2 (half-split).
-    The other dimensions are copied."""
+    """Rotary embedding: x [T, N, D] with its first d dimensions rotated by cos and sin [T, 2, d/2]: dimension i pairs with i +
+    d/2 (half-split). The other dimensions are copied."""
     half = angles.shape[-1]
     cos, sin = angles[:, :1], angles[:, 1:]  # [T, 1, d/2]
     first, second = x[..., :half], x[..., half : 2 * half]

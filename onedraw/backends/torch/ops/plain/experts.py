@@ -39,8 +39,8 @@ class ExpertBank(Protocol):
         ...
 
     def __call__(self, h: Tensor, ids: Tensor, weights: Tensor, scale: float) -> Tensor:
-        """scale · Σ weight · expert(h) over the experts `ids` [T, used] with `weights` [T, used], added from the lowest expert
-        on, in h's dtype."""
+        """Compute scale · Σ weight · expert(h) over the experts `ids` [T, used] with `weights` [T, used], added from the lowest
+        expert on, in h's dtype."""
         ...
 
 

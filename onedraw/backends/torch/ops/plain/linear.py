@@ -68,7 +68,8 @@ class Linear:
         return torch.cat([self._product(x[start : start + block]) for start in range(0, len(x), block)])
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + x Wᵀ + b, rounded after each addition. An implementation that fuses them must give the same bits."""
+        """The product added to a residual, residual + x Wᵀ + b, rounded after each addition. An implementation that fuses them
+        must give the same bits."""
         return residual + self(x).to(residual.dtype)
 
     def _product(self, x: Tensor) -> Tensor:

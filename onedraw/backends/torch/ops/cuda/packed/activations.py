@@ -93,8 +93,8 @@ def empty_packed_activations(rows: int, width: int, device: torch.device) -> Pac
 
 @triton.jit
 def scaled_span(values, SPANS: tl.constexpr):
-    """float32 values [SPANS * 256], whole segments or the entire row → X [SPANS, 256] float16, 2^e [SPANS] float32, and the hi
-    and lo parts of the block sums [SPANS, 8] float16."""
+    """Scale one program's part of a row: float32 values [SPANS * 256], whole segments or the entire row → X [SPANS, 256] float16,
+    2^e [SPANS] float32, and the hi and lo parts of the block sums [SPANS, 8] float16."""
     values = tl.reshape(values, (SPANS, 256))
     # Bit patterns of magnitudes, compared as integers, sort like the floats, with NaN last.
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -194,7 +194,7 @@ def read_packed_weight(
 def load_packed_weight(
     tensors: Sequence[LazyTensor], *, pad: int, copier: HostToDeviceCopy, device: torch.device, workspace: Workspace
 ) -> PackedWeight:
-    """`read_packed_weight`, with its kernels compiled and its workspace reserved."""
+    """Read a weight by `read_packed_weight`, compile its kernels and reserve its workspace."""
     weight = read_packed_weight(tensors, pad=pad, copier=copier, device=device)
     if device.type == "cuda":  # kernels are compiled when weights are loaded, never during a step
         compile_kernels(weight.kind, device)
@@ -372,7 +372,7 @@ class PackedLinear(Linear):
         parts = [part for part in self.parts if isinstance(part, PackedWeight)]
         if not (self._pdl and 1 < len(parts) == len(self.parts) and 0 < rows <= FEW_ROWS):
             return []
-        *_, buffer = map(self.workspace.partial_sums, parts)  # each call may grow the buffer; the last one fits all parts
+        *_, buffer = map(self.workspace.partial_sums, parts)  # a call may grow the buffer; the last one fits all parts
         sizes = [partial_sum_count(rows, part) for part in parts]
         return list(torch.split(buffer[: sum(sizes)], sizes)) if sum(sizes) <= len(buffer) else []
 
