@@ -48,7 +48,7 @@ class ReplyStream:
         self._min_tokens = generation.params.min_tokens  # Stop strings are ignored until the reply has this many tokens.
         self._searching = False  # whether the reply has min_tokens, so that stop strings are searched
         self._count = 0  # number of the reply's tokens so far
-        self._offset = 0  # number of characters of these tokens, where the next token's text begins
+        self._offset = 0  # number of characters of all tokens so far, which is where the next token's text begins
         self.done = False
 
     def push(self, event: Event) -> list[Piece]:

@@ -203,7 +203,8 @@ def _json_string(first: str) -> Generator[None, str, str]:
 
 
 def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
-    """Parse <function=name> <parameter=key> value </parameter> … </function> and the closing marker."""
+    """Parse a call of Qwen3-Coder or Qwen3.5: <function=name> <parameter=key> value </parameter> … </function> and the closing
+    marker."""
     yield from expect("<function=", (yield from skip_space((yield))))
     name, _ = yield from read_until((">",))
     out.append(CallStart(name.strip()))
@@ -221,7 +222,7 @@ def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Pars
 
 
 def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
-    """Parse name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the closing marker."""
+    """Parse a call of Laguna: name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the closing marker."""
     opens, close = MARKERS["laguna"]
     name, which = yield from read_until(("<arg_key>", close, opens))
     if which == opens and not name.strip(SPACE):
@@ -348,7 +349,7 @@ def _as_json(text: str, types: Set[str]) -> str:
 
 
 def _gemma(out: list[CallEvent]) -> Parser:
-    """Parse call:name{key:value,…}, whose strings have Gemma's own quotes, and the closing marker."""
+    """Parse a call of Gemma: call:name{key:value,…}, whose strings have Gemma's own quotes, and the closing marker."""
     yield from expect("call:", (yield from skip_space((yield))))
     name, _ = yield from read_until(("{",))
     out.append(CallStart(name.strip(SPACE)))

@@ -342,7 +342,10 @@ class _LiteralGrammar:
 
     def _sequence(self, parts: Sequence[tuple[str, bool]], extra: str | None) -> str:
         """Write members in their order, with separators between those that are present, and then any number of members `extra`.
-        `first` matches the members from one on if none came before; `rest` matches them, with a separator, if one did."""
+
+        For each member there are two rules, which match it and all members after it. The rule `first` is for the case that no
+        member came before it; the rule `rest` begins with a separator, because one did.
+        """
         separator = lark_string(self._style.separator)
         first, rest = '""', '""'
         if extra is not None:
