@@ -210,26 +210,10 @@ def _time_many(n: int, k: int, rows: int, tiles: list[Tile]) -> None:
         "in use": by_products(),
         "cuBLAS alone": us(lambda weight: multiply(x, weight)),
         f"cuBLAS where equal ({rows in agrees.library_rows})": by_products(is_faster=lambda *_, **__: True),
-        "cuBLAS without split K": _without_split(x, weights[0], us),
     }
     found = [(us(partial(linear, x, tile=tile, residual=residual, gate=gate, pdl=True)), tile_name(tile)) for tile in tiles]
     report(f"{n} x {k}, {rows} rows (floor {2 * n * k / 4.2e6:.1f}), {fused or 'plain'}", times)
     print(f"    first tile {found[0]}, sorted {sorted(found)}", flush=True)
-
-
-def _without_split(x: Tensor, weight: Tensor, us: Callable[[Callable[[Tensor], Any]], float]) -> Any:
-    """cuBLASLt with algorithms that split K excluded: microseconds, and whether the bits are those of the tiles."""
-    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
-    try:
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-        matmul.allow_bf16_reduced_precision_reduction = (False, False)
-        same = torch.equal(multiply(x, weight), linear(x, weight))
-        return us(lambda weight: multiply(x, weight)), same
-    except Exception as problem:  # this version of torch has no such setting
-        return repr(problem)[:80]
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 # ------------------------------------------------------------------ attention

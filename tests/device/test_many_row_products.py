@@ -65,7 +65,7 @@ def test_products_by_cublas_have_the_bits_of_the_kernel(n: int, k: int, monkeypa
         monkeypatch.setattr(ops, "WHOLE_ROWS", 96)
         for product in (*products, gated):
             product.library_rows = (34, 65, 96)
-    monkeypatch.setattr(ops, "is_faster", lambda rows, weight, *, fuses: True)
+    monkeypatch.setattr(ops, "is_faster", lambda rows, weight: True)
     rows = [count for count in ROWS if INTERPRETED or count in (96, 128, 256, 1024, 2144)]
     x, residual = normal(rows[-1], k, seed=5), normal(rows[-1], n, seed=6)
     for count in rows:

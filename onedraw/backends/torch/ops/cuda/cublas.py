@@ -21,30 +21,28 @@ CHECK_BYTES = 256 * 2**20  # most bytes of the result of a compared product
 CHECK_SEEDS = (3, 4, 5)
 # In bf16 about one number in 5,000 shows that a sum of 4,096 was split. With so many columns, nine products of 96 rows have 170.
 LEAST_COLUMNS = 1024
-# From so many rows on cuBLAS is used for every weight at whose row count it agrees; for large weights also below. With a bias, a
-# residual or an activation, which cuBLAS leaves to a kernel of its own, from MANY_ROWS on.
+# From so many rows on cuBLAS is used for every weight at whose row count it agrees; for large weights also below, although it
+# leaves a bias, a residual or an activation to a kernel of its own.
 ALL_WEIGHTS_FROM = 512
 LARGE_WEIGHT = 2**24  # elements from which a weight counts as large
-MANY_ROWS = 192
 
 Product = Callable[[Tensor, Tensor], Tensor]  # a function of x [T, K] and a weight [N, K] that returns [T, N]
 
 
-def forbid_reduced_precision() -> None:
-    """Forbid cuBLAS to add partial sums in the dtype of the result, which would round them."""
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+def forbid_split_sums() -> None:
+    """Forbid cuBLAS to split K, and to add partial sums in the dtype of the result. Only cuBLASLt can be told the former."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)  # partial sums in bf16, split K
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(x, weight.t(), out=out)
 
 
-def is_faster(rows: int, weight: Tensor, *, fuses: bool) -> bool:
-    """Whether cuBLAS is faster than the Triton kernel. `fuses`: the kernel would fuse further operations."""
-    if rows >= ALL_WEIGHTS_FROM:
-        return True
-    return weight.numel() >= LARGE_WEIGHT and (rows >= MANY_ROWS or not fuses)
+def is_faster(rows: int, weight: Tensor) -> bool:
+    """Whether cuBLAS is faster than the Triton kernel."""
+    return rows >= ALL_WEIGHTS_FROM or weight.numel() >= LARGE_WEIGHT
 
 
 _AGREEMENTS: dict[tuple[int, int, torch.dtype, torch.device], tuple[int, ...]] = {}

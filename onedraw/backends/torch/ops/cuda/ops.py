@@ -22,7 +22,7 @@ from onedraw.backends.torch.ops.cuda import delta as delta_kernels
 from onedraw.backends.torch.ops.cuda.attention import FIRST_SPLIT, attend
 from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, DeviceAttentionInputs, stage_attention_inputs
 from onedraw.backends.torch.ops.cuda.commit import move_kept_kv, resolve_pending_tokens, store_last_tokens, verify_drafts
-from onedraw.backends.torch.ops.cuda.cublas import WHOLE_ROWS, forbid_reduced_precision, is_faster, library_rows, multiply
+from onedraw.backends.torch.ops.cuda.cublas import WHOLE_ROWS, forbid_split_sums, is_faster, library_rows, multiply
 from onedraw.backends.torch.ops.cuda.delta_chunked import chunked_delta
 from onedraw.backends.torch.ops.cuda.delta_inputs import DeltaTables, run_paths
 from onedraw.backends.torch.ops.cuda.delta_recurrent import MANY_PATHS
@@ -65,7 +65,7 @@ class TritonLinear(Linear):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The product x Wᵀ + b + residual of x [T, K], each sum rounded."""
         x = _straight(x)
-        if not self._uses_library(x, fuses=self.bias is not None or residual is not None):
+        if not self._uses_library(x):
             return linear(x, self._weight, bias=self.bias, residual=residual, pdl=self._pdl)
         y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
         for start in range(0, len(x), WHOLE_ROWS):
@@ -90,15 +90,15 @@ class TritonLinear(Linear):
         counts = " ".join(map(str, self.library_rows))
         return (f"{self.out_features} x {self.in_features} by cuBLAS at {counts} rows",) if counts else ()
 
-    def _by_library(self, rows: int, *, fuses: bool) -> bool:
-        return rows in self.library_rows and is_faster(rows, self._weight, fuses=fuses)
+    def _by_library(self, rows: int) -> bool:
+        return rows in self.library_rows and is_faster(rows, self._weight)
 
-    def _uses_library(self, x: Tensor, *, fuses: bool) -> bool:
+    def _uses_library(self, x: Tensor) -> bool:
         """Whether cuBLAS computes x, or its parts of WHOLE_ROWS rows. It was compared with rows that are neighbours in memory."""
-        return x.is_contiguous() and self._by_library(min(len(x), WHOLE_ROWS), fuses=fuses)
+        return x.is_contiguous() and self._by_library(min(len(x), WHOLE_ROWS))
 
     def _write(self, x: Tensor, y: Tensor, residual: Tensor | None) -> None:
-        if not self._by_library(len(x), fuses=self.bias is not None or residual is not None):
+        if not self._by_library(len(x)):
             linear(x, self._weight, bias=self.bias, residual=residual, out=y, pdl=self._pdl)
             return
         multiply(x, self._weight, out=y)
@@ -122,7 +122,7 @@ class TritonGated(TritonLinear):
     def gated(self, x: Tensor) -> Tensor:
         """Gate and up projection with the activation, activation(gate x) · up x: [T, K] → [T, F]."""
         x = _straight(x)
-        if not self._uses_library(x, fuses=True):
+        if not self._uses_library(x):
             return linear(x, self._weight, bias=self.bias, gate=ACTIVATIONS[self._activation], pdl=self._pdl)
         return gated_activation(self(x), self._activation, paired=True, pdl=self._pdl)
 
@@ -288,7 +288,7 @@ class TritonOps(FloatOps):
         self.name = f"{device.type}-triton"
         self._device, self._pdl = device, pdl
         if device.type == "cuda":
-            forbid_reduced_precision()
+            forbid_split_sums()
 
     @property
     def capture(self) -> CaptureOps:
