@@ -351,6 +351,9 @@ class HistoryConstraint:
         mask: TokenMask = self._masks[sum((*output, *drafts)) % 64]
         return mask
 
+    def legal(self, output: Sequence[int]) -> int:
+        return len(output)
+
 
 def requested(bench: Bench) -> None:
     """Compare tokens, logprobs and checksums of requests with logprobs and constraints, run alone, in a batch and with drafts."""

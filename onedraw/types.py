@@ -55,6 +55,10 @@ class Constraint(Protocol):
         """Return the tokens that may follow the output and the drafts. None allows all tokens."""
         ...
 
+    def legal(self, output: Sequence[int]) -> int:
+        """Return how many leading tokens of an output that a caller sent were allowed one after the other."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSpec:
@@ -172,6 +176,9 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    given: tuple[
+        int, ...
+    ] = ()  # the first tokens of the reply, already settled; those after them are sampled as if these had been
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether drafts may be used for this request
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both
@@ -320,7 +327,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a reply."""
+    """Token counts of a reply. Tokens that the request gave are in none of them, so the parts of a reply add up to the whole."""
 
     prompt: int = 0
     completion: int = 0

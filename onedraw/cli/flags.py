@@ -82,6 +82,8 @@ OPTIONS_HELP: Mapping[str, str] = {
     "seed": "makes the reply repeatable; without it one is drawn and reported",
     "max_tokens": "longest reply, in tokens",
     "min_tokens": "the reply does not end before this many tokens",
+    "continue_ids": "token ids of the reply's beginning, comma-separated; prints what follows them; needs the reply's --seed",
+    "system_fingerprint": "refuse to run unless the model has this fingerprint",
     "ignore_eos": "the model's end-of-reply tokens do not end the reply",
     "stop": "text that ends the reply; may be given several times",
     "stop_token_ids": "token ids that end the reply, comma-separated",

@@ -21,8 +21,8 @@ from typing import Literal, TypeAlias, assert_never
 from onedraw.contract.variations import Drive, Evidence, PlainRunFacts, Variation, requests, variations
 from onedraw.errors import BadSetting, NoTokenLeft, OutOfMemory
 from onedraw.llm.llm import LLM, idle_stats
-from onedraw.llm.reply import Reply, new_replies
-from onedraw.llm.reply_stream import Generation
+from onedraw.llm.reply import ContentBlock, Reply, new_replies
+from onedraw.llm.reply_stream import Generation, ReplyStream
 from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings
 from onedraw.text.constraints.grammar import structured_output_available
@@ -132,7 +132,9 @@ def _compare(
 ) -> ProofRow | None:
     """Return one row of the table, or None if the variation does not apply to the model. If the LLM cannot be built, the row says
     why the variation was not exercised."""
-    predicting = [replace(a, predicted=variation.predict(i, plain[i])) for i, a in enumerate(generations)]
+    parts = [(i, given) for i, reply in enumerate(plain) for given in variation.given(i, reply)]
+    predicting = [replace(generations[i], predicted=variation.predict(i, plain[i]), given=given) for i, given in parts]
+    begun: list[Reply] = []
     try:
         if variation.warmed_up:
             with build(settings) as llm:
@@ -140,15 +142,42 @@ def _compare(
         with build(settings) as llm:
             if not variation.applies(llm):
                 return None
+            begun = [_beginning(llm, one, plain[i]) for one, (i, _) in zip(predicting, parts, strict=True)]
             replies, happened = drive(llm, predicting, variation.drive, settings=settings)
     except (BadSetting, OutOfMemory) as error:
         return ProofRow(variation.name, "not exercised", note=str(error))
-    return judge(variation, plain, replies, exercised=variation.exercised(evidence, happened))
+    whole = [joined(first, rest) for first, rest in zip(begun, replies, strict=True)]
+    numbers = [i for i, _ in parts]
+    return judge(variation, plain, whole, exercised=variation.exercised(evidence, happened), numbers=numbers)
 
 
-def judge(variation: Variation, plain: Sequence[Reply], replies: Sequence[Reply], *, exercised: bool) -> ProofRow:
-    """Compare replies with those of the plain run. A difference always counts; equality only counts if `exercised`."""
-    for number, (expected, found) in enumerate(zip(plain, replies, strict=True)):
+def _beginning(llm: LLM, generation: Generation, plain: Reply) -> Reply:
+    """Return the part of a plain reply that a client has after the tokens that the generation gives."""
+    (begun,) = new_replies([generation])
+    for piece in ReplyStream(0, generation, llm.tokenizer).begun:
+        begun.add(piece)
+    begun.tokens = plain.tokens[: len(generation.given)]
+    return begun
+
+
+def joined(begun: Reply, rest: Reply) -> Reply:
+    """Return the reply whose beginning and rest these are, with the text in one block."""
+    text = ContentBlock(0, "content", text=begun.text + rest.text)
+    return replace(rest, tokens=[*begun.tokens, *rest.tokens], blocks=[text])
+
+
+def judge(
+    variation: Variation,
+    plain: Sequence[Reply],
+    replies: Sequence[Reply],
+    *,
+    exercised: bool,
+    numbers: Sequence[int] | None = None,
+) -> ProofRow:
+    """Compare replies with those of the plain run. A difference always counts; equality only counts if `exercised`. `numbers`
+    has the request of each reply, if they are not in order."""
+    for number, found in zip(range(len(plain)) if numbers is None else numbers, replies, strict=True):
+        expected = plain[number]
         position = first_difference(expected, found)
         if position is not None:
             return ProofRow(variation.name, "different", request=number, position=len(expected.prompt_ids) + position)

@@ -265,7 +265,7 @@ def _number(path: Path) -> int:
 
 # ---------------------------------------------------------------------------------------------- JSON codec
 # It turns frozen dataclasses into JSON values and back, by their type hints. A field's name in JSON is its own name, or `key` in
-# the field's metadata.
+# the field's metadata. An `optional` field is left out while it has its default.
 
 Value = TypeVar("Value")
 # Fields that no longer exist, but are in older records as null.
@@ -275,7 +275,8 @@ RETIRED: Mapping[type, frozenset[str]] = {SamplingParams: frozenset({"constraint
 def to_json(value: object, *, path: str = "") -> Any:
     """Return the JSON value of a dataclass. Numbers that JSON cannot write become strings, such as "-inf"."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {_key(f): to_json(getattr(value, f.name), path=f"{path}.{f.name}".lstrip(".")) for f in fields(value)}
+        written = [f for f in fields(value) if not (f.metadata.get("optional") and getattr(value, f.name) == f.default)]
+        return {_key(f): to_json(getattr(value, f.name), path=f"{path}.{f.name}".lstrip(".")) for f in written}
     match value:
         case None | bool() | int() | str():
             return value

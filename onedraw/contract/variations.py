@@ -83,6 +83,7 @@ def requests(llm: LLM, *, new_tokens: int) -> list[Generation]:
 # while the replies to the first caller run, so that they preempt these.
 Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part", "callers in turn"]
 
+CUTS = 3  # places in which each reply is cut
 SMALL_STEP = 16  # the most tokens that a step computes in the variation "small steps"
 RUN_AHEAD = ("model", "mtp")  # drafters that draft token by token, so that their drafts are chains and never trees
 TREE_BUDGET, WHOLE_TREE = 16, 64  # number of nodes of a draft tree; a forced draft length that is larger than any tree's depth
@@ -128,6 +129,8 @@ class Variation:
     exercised: Callable[[Evidence, Evidence], bool]  # tells from the plain run and this one whether the variation happened
     applies: Callable[[LLM], bool] = lambda llm: True  # whether the variation makes sense for this model
     predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # returns the predicted output of a request
+    # (index of a request, its plain reply) → beginnings of the reply; the request is sent once for each, to be continued after it
+    given: Callable[[int, Reply], tuple[tuple[int, ...], ...]] = lambda number, plain: ((),)
     warmed_up: bool = False  # whether to run all requests in another LLM first and close it, so that snapshots are on disk
 
 
@@ -150,6 +153,16 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             lambda plain, now: now.counted.middle_chunks > plain.counted.middle_chunks,
         ),
         Variation("preempted, few pages", _few_pages, "at once", lambda plain, now: now.counted.preemptions > 0),
+        Variation(
+            "continued after a cut", lambda facts: {}, "at once", lambda plain, now: now.counted.given_tokens > 0, given=_cut
+        ),
+        Variation(
+            "continued after a cut, few pages, prefix cache",
+            lambda facts: {**_few_pages(facts), "prefix_cache": True},
+            "at once",
+            lambda plain, now: now.counted.given_tokens > 0 and now.counted.preemptions > 0,
+            given=_cut,
+        ),
         Variation("prefix cache hit", lambda facts: {"prefix_cache": True}, "after a part", lambda plain, now: now.cached > 0),
         Variation(
             "the same prompt again, from its last logits",
@@ -258,6 +271,16 @@ def drafting(base: Settings) -> tuple[Variation, ...]:
     all_drafts = _draft(base, *base.draft)
     rows.append(
         Variation(
+            "drafts, continued after a cut",
+            all_drafts,
+            "at once",
+            lambda plain, now: now.counted.given_tokens > 0 and _both(now.drafted()),
+            predict=lambda number, reply: (_right if number % 2 else _scrambled)(number, reply),
+            given=_cut,
+        )
+    )
+    rows.append(
+        Variation(
             "drafts, batched, few pages",
             lambda facts: {**all_drafts(facts), **_few_pages(facts)},
             "at once",
@@ -322,6 +345,12 @@ def _half_right(number: int, reply: Reply) -> tuple[int, ...]:
         return ()
     half = len(reply.token_ids) // 2
     return (*reply.token_ids[:half], *_scrambled(number, reply))
+
+
+def _cut(number: int, reply: Reply) -> tuple[tuple[int, ...], ...]:
+    """Cut a reply in CUTS places. They differ from request to request, so that together they are all places of a reply."""
+    tokens = tuple(reply.token_ids)
+    return tuple(tokens[: (number + len(tokens) * part // CUTS) % len(tokens) + 1] for part in range(CUTS)) if tokens else ((),)
 
 
 def _few_pages(facts: PlainRunFacts) -> Mapping[str, Any]:

@@ -51,6 +51,7 @@ Observer = Callable[[Row, RowOutcome], None]  # called with each row that carrie
 COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler, allocator and speculator count the others
     "prompt_tokens",
     "completion_tokens",
+    "given_tokens",
     "drafts",
     "draft_trees",
     "draft_tokens",
@@ -98,6 +99,11 @@ class Engine:
     def add(self, request: Request, sink: Sink, constraint: Constraint | None = None) -> None:
         """Add a request. `constraint` was built from its constraint data, and no other request uses the same object."""
         sequence = Sequence(request, None if constraint is None else IsolatedConstraint(constraint))
+        self._totals["given_tokens"] += len(request.given)
+        if sequence.ending is not None:  # The given tokens are the whole reply.
+            stop_id = request.given[-1] if sequence.ending == "stop" else None
+            self._undelivered.append((sink, Event(request.id, (), sequence.ending, stop_id, sequence.usage)))
+            return
         self._live[request.id] = (sequence, sink)
         self.scheduler.add(sequence)
 

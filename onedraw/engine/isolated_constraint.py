@@ -27,6 +27,9 @@ class IsolatedConstraint:
         answer = self._try(output, drafts)
         return EMPTY_MASK if isinstance(answer, BaseException) else answer
 
+    def legal(self, output: Sequence[int]) -> int:
+        return self._constraint.legal(output)
+
     def failure(self, output: Sequence[int]) -> OnedrawError | None:
         """Return the error that the constraint raises after this output, or None if it does not raise."""
         answer = self._try(output, ())

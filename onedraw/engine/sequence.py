@@ -7,6 +7,8 @@ work of the sequence in one step: n known tokens, then drafts, of which `kept` a
     computed <= known                       positions whose state is committed
     row      = [computed, computed + n) and drafts, drafts only if the row reaches `known`
     after    : computed += n + kept;  known += len(sampled) = kept + 1, or 0 for a middle chunk
+
+The tokens that a request gives are output from the beginning. Such a sequence starts like one that was preempted after them.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Sequence:
     passed: int = 0  # how often other sequences were admitted before it because it needs more KV pages than are free
 
     def __post_init__(self, constraint: Constraint | None) -> None:
-        self.history = History(self.request.prompt, constraint=constraint)
+        self.history = History(self.request.prompt, list(self.request.given), constraint=constraint)
         self.key = TurnKey(self.request.caller, self.request.parent or self.request.id)
 
     @property
@@ -70,6 +72,14 @@ class Sequence:
         return self.request.params.max_tokens - len(self.history.output)
 
     @property
+    def ending(self) -> Finish | None:
+        """How the tokens known so far end the reply; None if more follow."""
+        output = self.history.output
+        if output and output[-1] in self.request.params.stop_ids:
+            return "stop"
+        return "length" if output and self.room == 0 else None
+
+    @property
     def overtime(self) -> int:
         """Tokens sampled since its turn ended; negative while the turn lasts."""
         return len(self.history.output) - self.turn_stop
@@ -78,7 +88,7 @@ class Sequence:
     def usage(self) -> Usage:
         return Usage(
             prompt=len(self.request.prompt),
-            completion=len(self.history.output),
+            completion=len(self.history.output) - len(self.request.given),
             cached=self.cached,
             kept=self.kept,
             rejected=self.rejected,
@@ -162,12 +172,9 @@ class Sequence:
         return sampled, finish
 
     def _append(self, sampled: tuple[SampledToken, ...]) -> tuple[tuple[SampledToken, ...], Finish | None]:
-        stop_ids = self.request.params.stop_ids
         for count, token in enumerate(sampled, start=1):
             self.history.output.append(token.token)
-            if token.token in stop_ids:
-                return sampled[:count], "stop"
-            if self.room == 0:
-                return sampled[:count], "length"
+            if self.ending is not None:
+                return sampled[:count], self.ending
         done = self.room == 0 and self.computed >= self.known
         return sampled, "length" if done else None

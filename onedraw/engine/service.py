@@ -36,6 +36,7 @@ __all__ = ["CheckedRequest", "Event", "Service", "Sink"]
 log = logging.getLogger("onedraw.engine")
 
 
+CONTINUE_IDS = "continue_ids"  # the option that callers know `Request.given` by
 BuildConstraint = Callable[[ConstraintSpec], Constraint | None]
 
 
@@ -99,6 +100,8 @@ class Service:
         for token in request.prompt:
             if not 0 <= token < capacity.vocab:
                 raise BadParameter("prompt", f"token id {token} is outside the vocabulary of {capacity.vocab}")
+        if request.given:
+            _check_given(request, constraint, vocab=capacity.vocab)
         if not request.prompt:
             raise BadParameter("prompt", "needs at least one token")
         total = len(request.prompt) + params.max_tokens
@@ -239,6 +242,28 @@ class Service:
         if cancelled:
             self._stats = engine.stats()
         return True
+
+
+def _check_given(request: Request, constraint: Constraint | None, *, vocab: int) -> None:
+    """Raise if the given tokens cannot be the beginning of this request's reply, as far as that shows without the model."""
+    given, params = request.given, request.params
+    if len(given) > params.max_tokens:
+        raise BadParameter(
+            CONTINUE_IDS,
+            f"{len(given)} tokens are over the {params.max_tokens} of max_tokens, which counts from the beginning of the reply",
+        )
+    for index, token in enumerate(given):
+        if not 0 <= token < vocab:
+            raise BadParameter(CONTINUE_IDS, f"token id {token} is outside the vocabulary of {vocab}")
+        if token in params.stop_ids and index + 1 < len(given):
+            raise BadParameter(CONTINUE_IDS, f"token {index} has the id {token}, which ends the reply, and others follow it")
+    legal = len(given) if constraint is None else constraint.legal(given)
+    if legal < len(given):
+        raise BadParameter(
+            CONTINUE_IDS,
+            f"token {legal} has the id {given[legal]}, which the response format or the thinking budget does not allow there; "
+            "send the options of the reply that is continued",
+        )
 
 
 def _plain_argmax(params: SamplingParams) -> bool:

@@ -55,6 +55,7 @@ class Stats:
     prefix_hits: int = 0  # tokens found in the prefix cache
     prompt_tokens: int = 0  # prompt tokens computed; those computed again after preemption count again
     completion_tokens: int = 0
+    given_tokens: int = 0  # tokens of replies that requests gave, so that they were not sampled
     preemptions: int = 0
     turn_preemptions: int = 0  # those of `preemptions` that gave the lane to another caller or request
     drafts: int = 0  # rows that carried drafts

@@ -32,17 +32,21 @@ from onedraw.text.reply_parser import ReplySyntax, chat_reply_syntax
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.text.tools.call_cache import CachedReply, ToolCallCache, cached_prompt, prompt_hash
 from onedraw.text.tools.dialects import CallableTools, ToolSyntax, ToolUse, detect_tool_syntax, template_inputs
-from onedraw.types import ModelCard, Piece, Request
+from onedraw.types import ModelCard, Piece, Request, Usage
 
+ONE_CHOICE = (
+    "continue_ids continues one choice: continue each with a request of its own, with n = 1 and the seed that the choice reported"
+)
 IDLE_SECONDS = 10.0  # the longest that `idle_stats` waits for the engine to become idle
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChoice:
-    """One choice of a generation. The engine has checked its request, so it can be submitted."""
+    """One choice of a generation. The engine has checked its request, so it can be submitted once."""
 
     generation: Generation
     checked: CheckedRequest
+    stream: ReplyStream  # It has read the tokens that the generation gives.
 
     @property
     def request(self) -> Request:
@@ -269,6 +273,8 @@ class LLM:
         if generation.n > self.service.max_requests:
             most = self.service.max_requests
             raise BadParameter("n", f"must be at most {most}, the requests that can run and wait here, not {generation.n}")
+        if generation.given and generation.n > 1:
+            raise BadParameter("n", ONE_CHOICE)
         name = f"{generation.label or 'r'}-{next(self._numbers)}"
         constraint = reply_constraint(
             generation.syntax, thinking_budget=generation.thinking_budget, response_format=generation.response_format
@@ -278,6 +284,7 @@ class LLM:
                 id=f"{name}-{i}",
                 prompt=generation.prompt,
                 params=replace(generation.params, seed=generation.seed_of(i)),
+                given=generation.given,
                 predicted=generation.predicted,
                 speculate=generation.speculate,
                 constraint=constraint,
@@ -286,14 +293,22 @@ class LLM:
             )
             for i in range(generation.n)
         ]
-        return [PreparedChoice(generation, self.service.check(request)) for request in requests]
+        checked = [self.service.check(request) for request in requests]  # first, so that a stream gets known ids only
+        return [PreparedChoice(generation, one, ReplyStream(0, generation, self.tokenizer)) for one in checked]
 
     def _begin(self, choices: Sequence[PreparedChoice], sink: Callable[[int], Sink]) -> list[ActiveChoice]:
-        active = [
-            ActiveChoice(choice, ReplyStream(index, choice.generation, self.tokenizer), Reply())
-            for index, choice in enumerate(choices)
-        ]
-        self.service.submit([(choice.checked, sink(index)) for index, choice in enumerate(choices)])
+        active = []
+        for index, choice in enumerate(choices):
+            choice.stream.index = index
+            active.append(ActiveChoice(choice, choice.stream, Reply()))
+            if choice.generation.origin:
+                for piece in choice.stream.begun:
+                    active[-1].reply.add(piece)
+        over = [choice.stream.ended_by_text for choice in choices]  # the given tokens are the whole reply
+        self.service.submit([(choice.checked, sink(index)) for index, choice in enumerate(choices) if not over[index]])
+        for index, choice in enumerate(choices):
+            if over[index]:
+                sink(index)(Event(choice.request.id, finish="stop", usage=Usage(prompt=len(choice.request.prompt))))
         return active
 
     def _push(self, choice: ActiveChoice, event: Event) -> list[Piece]:

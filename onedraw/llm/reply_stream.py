@@ -8,9 +8,11 @@ whether the reply ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from onedraw.engine.service import Event
+from onedraw.engine.service import CONTINUE_IDS, Event
+from onedraw.errors import BadParameter
 from onedraw.sampling.noise import child_seed
 from onedraw.text.constraints.response_format import ReplyFormat
 from onedraw.text.detokenizer import Detokenizer
@@ -31,11 +33,15 @@ class OpenPiece:
 
 
 class ReplyStream:
-    """Turns the events of one request into pieces. It has state; the caller that reads the events owns it."""
+    """Turns the events of one request into pieces. It has state; the caller that reads the events owns it.
+
+    Tokens that the generation gives are read first, so that detokenizer, parser and stop strings are in the state that they had
+    after them. Their pieces are in `begun`. Text that waits for later tokens there is part of the first piece that is pushed.
+    """
 
     def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer) -> None:
         syntax = generation.syntax
-        self._index = index
+        self.index = index
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(
             tokenizer, skip_special=generation.skip_special, opening=syntax.opening, spelled=syntax.spelled
@@ -49,37 +55,58 @@ class ReplyStream:
         self._searching = False  # whether the reply has min_tokens, so that stop strings are searched
         self._count = 0  # number of the reply's tokens so far
         self._offset = 0  # number of characters of all tokens so far, which is where the next token's text begins
+        self._hit: str | None = None  # the stop string that ended the reply
         self.done = False
+        self.begun = self._pieces(self._read_tokens(tuple(map(SampledToken, generation.given))))
+        self._given, self._given_reasoning = self._count, self._parser.reasoning_tokens
+        if self._given < len(generation.given):
+            end = "a tool call that is the last one allowed" if self._hit is None else f"the stop string {self._hit!r}"
+            raise BadParameter(
+                CONTINUE_IDS, f"the reply ends after {self._given} of these {len(generation.given)} tokens, with {end}"
+            )
+
+    @property
+    def ended_by_text(self) -> bool:
+        """Whether a stop string or the only tool call that is allowed ended the reply. The engine does not see that."""
+        return self._hit is not None or self._parser.done
 
     def push(self, event: Event) -> list[Piece]:
         """Return the pieces of an event, at least one. At a stop string the rest of the event is dropped and `done` is set."""
-        pieces = [OpenPiece(self._channel, self._call)]
-        count, hit = 0, None
-        for sampled in event.sampled:
-            count += 1
-            self._parser.count_token(self._tokenizer.token_bytes(sampled.token))
-            ends = sampled.token in self._stop_ids and event.finish == "stop" and sampled is event.sampled[-1]
-            self._searching = self._count + count >= self._min_tokens
-            now, before, length = len(pieces) - 1, pieces[-1], len(pieces[-1].text)
-            token, text = self._detokenize(sampled, ends=ends)
-            hit = None if ends else self._read(pieces, text)
-            # A token belongs to the piece in which its text begins, so the split does not depend on how many tokens an event has.
-            moved = len(pieces) > now + 1 and len(before.text) == length
-            pieces[now + moved].tokens.append(token)
-            if ends or hit is not None or self._parser.done:
-                break
-        self._count += count
-        finish: Finish | None = "stop" if hit is not None or self._parser.done else event.finish
+        before = self._count
+        pieces = self._read_tokens(event.sampled)
+        finish: Finish | None = "stop" if self.ended_by_text else event.finish
         if finish is not None:
-            finish, hit = self._end(pieces, finish, hit)
-        self._channel, self._call = pieces[-1].channel, pieces[-1].call
-        found = [Piece(self._index, one.channel, one.text, tuple(one.tokens), call=one.call) for one in pieces]
+            finish = self._end(pieces, finish)
+        found = self._pieces(pieces)
         if event.scored is not None:
             found[0] = replace(found[0], prompt_logprobs=event.scored)
         if finish is not None:
-            reason = hit if hit is not None else None if self._parser.done else event.stop_id
-            found[-1] = replace(found[-1], finish=finish, stop_reason=reason, usage=self._usage(event, count))
+            reason = self._hit if self._hit is not None else None if self._parser.done else event.stop_id
+            usage = self._usage(event, self._count - before)
+            found[-1] = replace(found[-1], finish=finish, stop_reason=reason, usage=usage)
         return found
+
+    def _read_tokens(self, tokens: Sequence[SampledToken]) -> list[OpenPiece]:
+        """Read tokens up to the one that ends the reply, and return their pieces, at least one."""
+        pieces = [OpenPiece(self._channel, self._call)]
+        for sampled in tokens:
+            self._count += 1
+            self._parser.count_token(self._tokenizer.token_bytes(sampled.token))
+            ends = sampled.token in self._stop_ids
+            self._searching = self._count >= self._min_tokens
+            now, before, length = len(pieces) - 1, pieces[-1], len(pieces[-1].text)
+            token, text = self._detokenize(sampled, ends=ends)
+            self._hit = None if ends else self._read(pieces, text)
+            # A token belongs to the piece in which its text begins, so the split does not depend on how many tokens an event has.
+            moved = len(pieces) > now + 1 and len(before.text) == length
+            pieces[now + moved].tokens.append(token)
+            if ends or self.ended_by_text:
+                break
+        return pieces
+
+    def _pieces(self, pieces: list[OpenPiece]) -> list[Piece]:
+        self._channel, self._call = pieces[-1].channel, pieces[-1].call
+        return [Piece(self.index, one.channel, one.text, tuple(one.tokens), call=one.call) for one in pieces]
 
     def _detokenize(self, sampled: SampledToken, *, ends: bool) -> tuple[ReplyToken, str]:
         """Return the token with its own text and offset, and the text that it adds to the reply."""
@@ -115,13 +142,13 @@ class ReplyStream:
             _append(pieces, "content", None, self._stops.finish())
         return None
 
-    def _end(self, pieces: list[OpenPiece], finish: Finish, hit: str | None) -> tuple[Finish, str | None]:
+    def _end(self, pieces: list[OpenPiece], finish: Finish) -> Finish:
         """Append the text that the detokenizer, parser and stop-string search held back, and decide the finish reason."""
         self.done = True
-        if hit is None:
-            hit = self._read(pieces, self._detokenizer.finish(), last=True, cut=finish == "length")
-            finish = finish if hit is None else "stop"
-        return "tool_calls" if finish == "stop" and self._parser.completed_calls else finish, hit
+        if self._hit is None:
+            self._hit = self._read(pieces, self._detokenizer.finish(), last=True, cut=finish == "length")
+            finish = finish if self._hit is None else "stop"
+        return "tool_calls" if finish == "stop" and self._parser.completed_calls else finish
 
     def _usage(self, event: Event, count: int) -> Usage:
         """Return the usage after this event. Only the first `count` tokens of the event belong to the reply; drafts that the
@@ -129,10 +156,10 @@ class ReplyStream:
         usage, dropped = event.usage, max(event.kept - count, 0)
         return replace(
             usage,
-            completion=self._count,
+            completion=self._count - self._given,
             kept=usage.kept - dropped,
             rejected=usage.rejected + dropped,
-            reasoning=self._parser.reasoning_tokens,
+            reasoning=self._parser.reasoning_tokens - self._given_reasoning,
         )
 
 
@@ -167,6 +194,8 @@ class Generation:
     thinking_budget: int | None = None  # most tokens of reasoning before the end marker is forced; None: no limit
     response_format: ReplyFormat | None = field(default=None, metadata={"key": "guide"})
     origin: str = ""  # hash of the prompt's text; empty if the reply is not cached for its tool calls
+    # The first tokens of the reply, already settled. Left out of a record while there are none.
+    given: tuple[int, ...] = field(default=(), metadata={"optional": True})
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether drafts may be used
     label: str = ""  # how the ids of its requests begin; empty means "r"

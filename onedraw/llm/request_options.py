@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from onedraw.engine.service import CONTINUE_IDS
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
 from onedraw.limits import MAX_CHARACTERS, MAX_FORMAT_CHARACTERS
 from onedraw.llm.reply_stream import Generation
@@ -42,6 +43,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text,
 
 DEFAULT_MAX_TOKENS = 256  # the default in the Python API and `onedraw generate`, or less if the context has less room
 NO_LIMIT = -1  # the value of max_tokens that means: as many as the context has room for
+NEEDS_SEED = "needs the seed of the reply that is continued, which every choice reports as `seed`"
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # Across these texts DRY finds no repetition, by default.
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat that RequestOptions does not have
 CONTINUE = "continue_final_message"  # the name of the option of a chat with which the reply continues the last message
@@ -79,6 +81,8 @@ class RequestOptions:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
+    continue_ids: tuple[int, ...] = ()  # the first tokens of the reply, already settled; the reply holds only those after them
+    system_fingerprint: str | None = None  # the fingerprint that the model must have
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -263,6 +267,9 @@ def make_generation(
         raise BadRequest("the prompt is empty; it needs at least one token", param="prompt", code="empty_prompt")
     max_tokens, min_tokens = _length(options, default_max_tokens, prompt=len(prompt), context=card.max_context)
     check_ids("stop_token_ids", options.stop_token_ids, vocab=card.vocab)
+    check_fingerprint(options.system_fingerprint, card.fingerprint)
+    if options.continue_ids and options.seed in (None, -1):
+        raise BadParameter(CONTINUE_IDS, NEEDS_SEED)
     eos = () if options.ignore_eos else card.eos_ids
     params = SamplingParams(
         **_sampling_values(options, card.defaults),
@@ -294,10 +301,21 @@ def make_generation(
         syntax=syntax,
         thinking_budget=_budget(options, syntax),
         response_format=response_format,
+        given=options.continue_ids,
         predicted=llm.encode_within_context(options.prediction, param="prediction") if options.prediction else (),
         speculate=options.speculation,
         label=label,
     )
+
+
+def check_fingerprint(wanted: str | None, actual: str) -> None:
+    """Raise if a request names another fingerprint than the model's, since its tokens may be others."""
+    if wanted is not None and wanted != actual:
+        raise BadParameter(
+            "system_fingerprint",
+            f"is {wanted!r}, and this model runs as {actual!r}, so its tokens may be others; send the request to a server with "
+            "that fingerprint, or without this field for a reply of this one",
+        )
 
 
 def _length(options: RequestOptions, default: int | None, *, prompt: int, context: int) -> tuple[int, int]:

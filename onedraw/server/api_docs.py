@@ -118,6 +118,27 @@ request.
 Stored responses (`store`, on by default) are kept in memory, up to a limit, and can only be read with the API key that created
 them.
 
+## Continuing a reply
+
+A stream that broke off, or a reply that stopped at `max_tokens`, is continued with `continue_ids`: the ids of its tokens so far
+(`return_token_ids`), sent with the same request and the `seed` that the choice reported. The answer is the rest of the same
+reply, token for token, on any server with the same `system_fingerprint`; send that too, and a server with another one refuses.
+It works with every sampling parameter, response format, tool, thinking budget and stop string.
+
+- The reply holds what follows the given tokens. Its text begins with the text that waited for later tokens there: a part of a
+  character, of a marker or of a stop string. (A reply that ended with `length` has shown that text already.)
+- `max_tokens`, `min_tokens`, stop strings and `text_offset` count from the beginning of the reply. `usage` counts the prompt
+  and the new tokens, so `completion_tokens` of the parts add up to those of the whole reply.
+- A reply that the given tokens already end finishes at once, with the reason that the whole reply has.
+- `n` choices are continued one by one, each with its own seed and `n: 1`. `echo` and a list of prompts are refused.
+- A call that the given tokens began keeps its `index`; its name comes again, with a new id, before the rest of its arguments.
+- Refused are ids outside the vocabulary, more of them than `max_tokens`, tokens behind one that ends the reply, and tokens
+  that the response format or the thinking budget does not allow.
+- A continued response on `/v1/responses` is not stored, so `store: true` is refused there.
+- Replies of `/v1/responses` and `/v1/messages` have no token ids; who continues them must have the ids from elsewhere.
+
+To let a reply become longer, continue it with a higher `max_tokens`: the tokens before do not depend on it.
+
 ## Limits
 
 Each limit is checked before the work that it bounds, and its error says what to do. Sizes of your choice are flags: `--max-body`,

@@ -15,7 +15,7 @@ from pydantic import BaseModel, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
-from onedraw.llm.request_options import EFFORTS, GUIDED, Effort, RequestOptions
+from onedraw.llm.request_options import EFFORTS, GUIDED, NEEDS_SEED, Effort, RequestOptions
 from onedraw.server.fields import TOOL_NAME, ListOf, StrictModel, Whole, field_doc, is_left_out, left_out, seed_field
 from onedraw.text.constraints.format_limits import schema_text
 from onedraw.text.constraints.response_format import ANY_OBJECT
@@ -310,6 +310,10 @@ class TokenFields(StrictModel):
         "object: token id → -100 … 100", "added to the logits of these tokens"
     )
     seed: int | None = seed_field("every choice")
+    continue_ids: ListOf[int] = field_doc(
+        "list of integers", "ids of the first tokens of the reply, which holds what follows them; needs `seed`; see below", []
+    )
+    system_fingerprint: str | None = field_doc("string", "refused if the server reports another one with its replies")
     stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
         "string or list", "ends the reply and is not part of its text; searched in the answer, not in reasoning or calls", ()
     )
@@ -319,6 +323,12 @@ class TokenFields(StrictModel):
         "list of strings", "words that the reply never contains", ()
     )
     speculation: bool = field_doc("boolean", "false: no speculative decoding for this request; it never changes a reply", True)
+
+    @model_validator(mode="after")
+    def _continued_by_seed(self) -> TokenFields:
+        if self.continue_ids and self.seed in (None, -1):
+            raise PydanticCustomError("agree", NEEDS_SEED, {"at": "continue_ids"})
+        return self
 
     @model_validator(mode="after")
     def _one_penalty(self) -> TokenFields:
@@ -424,6 +434,15 @@ class CompletionRequest(SamplingFields):
         le=MAX_TOP_LOGPROBS,
     )
     add_special_tokens: bool = field_doc("boolean", "add the tokenizer's special tokens to a text prompt", True)
+
+    @model_validator(mode="after")
+    def _one_reply_continued(self) -> CompletionRequest:
+        if self.continue_ids and len(self.prompt) > 1:
+            many = "continues one reply: send one request per prompt, each with the seed of its choice"
+            raise PydanticCustomError("agree", many, {"at": "continue_ids"})
+        if self.continue_ids and self.echo:
+            raise PydanticCustomError("agree", "belongs to the beginning of a reply, not to its continuation", {"at": "echo"})
+        return self
 
 
 class Message(StrictModel):

@@ -114,6 +114,8 @@ def best_draft_counts(
     A draft pays off if it is kept more often than the step, at its present speed, samples tokens in the time that the draft
     costs. The call pays off if the drafts together bring more than that for its time.
     """
+    if not rates:
+        return []  # No row of the step samples, so its cost as fitted may be zero.
     seconds = cost.base_seconds + running * (cost.row_seconds + cost.token_seconds) + host_drafts * cost.token_seconds
     tokens = running + host_kept
     best = [0] * len(rates)

@@ -258,9 +258,14 @@ def test_every_drafter_in_use_has_its_row(honest: ProofTable) -> None:
         "drafts: prediction, right",
         "drafts: prediction, wrong",
         "drafts: constrained output",
+        "drafts, continued after a cut",
         "drafts, batched, few pages",
     ]
-    assert [v.name for v in drafting(replace(FAKE, draft=("ngram",)))] == ["drafts: ngram", "drafts, batched, few pages"]
+    assert [v.name for v in drafting(replace(FAKE, draft=("ngram",)))] == [
+        "drafts: ngram",
+        "drafts, continued after a cut",
+        "drafts, batched, few pages",
+    ]
     assert drafting(replace(FAKE, draft=("none",))) == ()
 
 
@@ -366,3 +371,28 @@ def test_the_requests_of_prove_have_explicit_values_whatever_a_model_recommends(
         plain = [generation.params for generation in requests(llm, new_tokens=4)]
         llm.card = replace(llm.card, defaults={"temperature": 0.2, "top_p": 0.9, "top_k": 3, "repetition_penalty": 1.5})
         assert [generation.params for generation in requests(llm, new_tokens=4)] == plain
+
+
+class GivenIsPrompt(FakeBackend):
+    """Planted: the tokens of a reply that is computed again count as prompt, so recurrent layers compute them in another form."""
+
+    def run(self, row: Row) -> RowOutcome:
+        return super().run(
+            replace(row, prompt_stop=max(row.prompt_stop, row.stop - 1) if len(row.tokens) > 1 else row.prompt_stop)
+        )
+
+
+CONTINUED = ("continued after a cut", "continued after a cut, few pages, prefix cache", "drafts, continued after a cut")
+
+
+def test_continued_replies_are_proved_and_a_moved_prompt_end_is_found(honest: ProofTable) -> None:
+    assert {name: results(honest)[name] for name in CONTINUED} == dict.fromkeys(CONTINUED, "same")
+    found = results(prove(FAKE, quick=True, build=build_with(GivenIsPrompt, recurrent=True)))
+    assert found["continued after a cut"] == "different"
+    assert found["batched, at once, random order"] == "same"
+
+
+def test_replies_that_are_not_cut_do_not_exercise_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onedraw.contract.variations._cut", lambda number, reply: ((),))
+    some_rows(monkeypatch, CONTINUED[0])
+    assert results(prove(FAKE, quick=True)) == {CONTINUED[0]: "not exercised"}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from onedraw.engine.engine import Event
+from onedraw.errors import BadParameter
 from onedraw.llm.reply import Reply
 from onedraw.llm.reply_stream import Generation, ReplyStream
 from onedraw.text.fake_tokenizer import fake_tokenizer
@@ -155,3 +156,36 @@ def test_the_stop_token_of_a_reply_adds_no_text() -> None:
     (piece,) = stream.push(Event("r", tuple(map(SampledToken, tokens)), "stop", tokens[-1]))
     assert (piece.text, piece.stop_reason) == ("\ufffd", tokens[-1])
     assert [(token.offset, token.text) for token in piece.tokens] == [(0, ""), (1, "\ufffd!")]
+
+
+@pytest.mark.parametrize("name", list(REPLIES))
+@pytest.mark.parametrize("stop", [(), ("stop",), ("t",), (" st", "stopp")])
+@pytest.mark.parametrize("syntax", [SYNTAX, PLAIN_TEXT], ids=["read", "plain"])
+def test_a_stream_that_is_cut_after_any_token_is_continued_without_a_gap(
+    name: str, stop: tuple[str, ...], syntax: ReplySyntax
+) -> None:
+    for ends in (True, False):
+        tokens = [*ids(REPLIES[name]), *([EOS] if ends else [])]
+        finish: Finish = "stop" if ends else "length"
+        whole = pieces(tokens, range(1, len(tokens)), syntax=syntax, stop=stop, finish=finish)
+        kept = [token.token for piece in whole for token in piece.tokens]
+        for count in range(1, len(kept) + 1):
+            generation = Generation(
+                (1,), SamplingParams(stop_ids=frozenset({EOS})), stop, syntax=syntax, given=tuple(kept[:count])
+            )
+            stream = ReplyStream(0, generation, TOKENIZER)
+            new = () if stream.ended_by_text else tuple(map(SampledToken, tokens[count:]))
+            rest = stream.push(Event("r", new, finish))
+            (channels, *same), (expected, *of_whole) = summary([*stream.begun, *rest]), summary(whole)
+            assert [token for token, _ in channels] == [token for token, _ in expected]
+            assert same == of_whole
+            assert rest[-1].usage is not None
+            assert rest[-1].usage.completion == len(kept) - count == sum(len(piece.tokens) for piece in rest)
+
+
+def test_tokens_behind_the_end_of_a_reply_are_refused() -> None:
+    generation = Generation((1,), SamplingParams(), stop=("stop",), given=tuple(ids("one stop two")))
+    with pytest.raises(
+        BadParameter, match="continue_ids: the reply ends after 8 of these 12 tokens, with the stop string 'stop'"
+    ):
+        ReplyStream(0, generation, TOKENIZER)

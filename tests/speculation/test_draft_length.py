@@ -272,3 +272,7 @@ def test_no_costs_are_ever_negative(steps: list[tuple[int, int, float]]) -> None
         assert cost.token_seconds > 0.0
         assert cost.row_seconds >= 0.0
         assert speed(1.0, 4, cost=cost, running=3) > 0.0
+
+
+def test_a_step_in_which_no_row_samples_needs_no_drafts_even_if_its_fitted_cost_is_zero() -> None:
+    assert best_draft_counts([], cost=RowCost(0.0, 1.0), drafting=RowCost(), running=0, limit=4) == []

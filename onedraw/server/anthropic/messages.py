@@ -308,10 +308,17 @@ class MessagesRequest(CountRequest):
     top_k: Whole | None = field_doc("integer >= -1", "0 and -1: off")
     min_p: float | None = field_doc("number, 0 … 1", "0: off")
     seed: int | None = seed_field("the reply")
+    continue_ids: ListOf[int] = field_doc(
+        "list of integers", "ids of the first tokens of the reply, which holds what follows them; needs `seed`", []
+    )
+    system_fingerprint: str | None = field_doc("string", "refused if the server reports another one with its replies")
     speculation: bool = field_doc("boolean", "false: no speculative decoding; it never changes a reply", True)
 
     def chat(self) -> dict[str, Any]:
-        same = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "speculation", "stream")
+        same = (
+            *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "speculation", "stream"),
+            *("continue_ids", "system_fingerprint"),
+        )
         given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         return super().chat() | given | ({"stop": self.stop_sequences} if self.stop_sequences else {})
 

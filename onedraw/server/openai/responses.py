@@ -245,7 +245,7 @@ class ResponsesWriter:
     def _finished(self, reply: Reply, usage: Usage) -> Json:
         items = [self._done_item(block) for block in reply.blocks]
         whole = self._response(items, status=_status(reply.finish), usage=usage)
-        if self._body.store:
+        if self._body.stores:
             spoken = [item for item in items if item["type"] != "reasoning"]
             messages = (*self._before, *messages_of(self._items), *messages_of(spoken))
             self._store.keep(StoredResponse(whole, self._input_items(), messages, self._owner))
@@ -381,7 +381,7 @@ class ResponsesWriter:
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": body.summary},
-            "store": body.store,
+            "store": body.stores,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "text": {"format": _format_of(body)},

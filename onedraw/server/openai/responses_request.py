@@ -188,7 +188,9 @@ class ResponsesRequest(TokenFields):
     )
     instructions: str | None = field_doc("string", "the system message; not kept for the next response")
     previous_response_id: str | None = field_doc("string", "continue that response, if it is still stored")
-    store: bool = field_doc("boolean", "store the response in memory, for `previous_response_id`", True)
+    store: bool = field_doc(
+        "boolean", "store the response in memory, for `previous_response_id`; a continued one is not stored", True
+    )
     stream: bool = field_doc("boolean", "answer in server-sent events", False)
     max_output_tokens: Whole | None = field_doc(
         "integer >= -1", "the most tokens of the reply, which ends at the context at the latest"
@@ -212,6 +214,16 @@ class ResponsesRequest(TokenFields):
     )
     thinking_budget: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
+
+    @model_validator(mode="after")
+    def _stores_whole_replies(self) -> ResponsesRequest:
+        if self.continue_ids and self.store and "store" in self.model_fields_set:
+            raise PydanticCustomError("agree", "a continued reply has no beginning to store; send false", {"at": "store"})
+        return self
+
+    @property
+    def stores(self) -> bool:
+        return self.store and not self.continue_ids
 
     @property
     def functions(self) -> list[tuple[int, ResponseTool]]:

@@ -50,6 +50,10 @@ class PrefixStates(Generic[StateT]):
         self._tokens = tokens
         return self._states[-1]
 
+    def at(self, count: int) -> StateT:
+        """Return the state after the first `count` tokens of the sequence that was asked for last."""
+        return self._states[count]
+
 
 def common_prefix(known: list[int], tokens: list[int]) -> int:
     """Return the length of the common prefix. Mostly it is close to the length of the shorter list, so the search begins
@@ -81,6 +85,9 @@ class AllOf:
                 common = bits if common is None else intersect(common, bits)
         return common
 
+    def legal(self, output: Sequence[int]) -> int:
+        return min(constraint.legal(output) for constraint in self.constraints)
+
 
 class BoundedNumbers:
     """Limits the digits in a row of a reply to LONGEST_NUMBER, in addition to a grammar. Where the grammar allows nothing but
@@ -98,6 +105,10 @@ class BoundedNumbers:
             return bits
         others = intersect(bits, ~self._digits)  # `intersect` cuts a grammar's mask, which may be longer than the vocabulary
         return others if others.any() else bits
+
+    def legal(self, output: Sequence[int]) -> int:
+        """The limit on digits is not checked, because where it applies depends on the mask at every position."""
+        return self._grammar.legal(output)
 
     def _next(self, run: int, token: int) -> int:
         """Return how many digits the reply ends with after this token; `run` is their number before it."""

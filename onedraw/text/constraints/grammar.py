@@ -83,6 +83,11 @@ class GrammarConstraint:
             raise BadParameter(self._param, self._failed[1])
         return bits
 
+    def legal(self, output: Sequence[int]) -> int:
+        known = next((i for i, token in enumerate(output) if token >= self._vocab), len(output))
+        self.allowed(output[:known], ())
+        return len(self._tokens)
+
     def _roll_back(self, common: int) -> int:
         """Roll the matcher back to the first `common` tokens and return how many stay consumed. If the grammar's rules have
         limits such as `max_tokens`, llguidance cannot roll back; then a new matcher starts with 0 tokens."""

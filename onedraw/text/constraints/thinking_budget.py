@@ -52,6 +52,12 @@ class ThinkingBudget:
         index = self._states.after(output, drafts).closing
         return None if index == NOT_CLOSING else self._masks[self._closing[index]]
 
+    def legal(self, output: Sequence[int]) -> int:
+        self._states.after(output, ())
+        forced = ((i, self._states.at(i).closing) for i in range(len(output)))
+        wrong = (i for i, index in forced if index != NOT_CLOSING and output[i] != self._closing[index])
+        return next(wrong, len(output))
+
     def _next(self, state: BudgetState, token: int) -> BudgetState:
         data = self._token_bytes(token)
         reasoning = advance(state.reasoning, data, self._reasoning)

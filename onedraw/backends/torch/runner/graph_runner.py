@@ -459,6 +459,9 @@ class AnyToken:
     def allowed(self, output: Sequence[int], drafts: Sequence[int]) -> TokenMask:
         return self._mask
 
+    def legal(self, output: Sequence[int]) -> int:
+        return len(output)
+
 
 class WarmUpShape(NamedTuple):
     """A step of `rows` rows at position `start`, each with `drafts` drafts."""
