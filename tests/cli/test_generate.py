@@ -76,10 +76,11 @@ def test_the_default_length_is_reduced_to_a_small_context(terminal: Terminal) ->
     assert len(whole["prompt_ids"]) + len(whole["token_ids"]) == 32
 
 
-def test_a_requested_length_over_the_context_names_both_numbers(terminal: Terminal) -> None:
-    assert terminal.run("generate", *FAKE, "hello", "--max-tokens", "40", "--max-context", "32") == 2
-    assert "the reply may have 40" in terminal.err
-    assert "context of 32" in terminal.err
+def test_a_requested_length_over_the_context_ends_at_the_context(terminal: Terminal) -> None:
+    given = ("generate", *FAKE, "--prompt-ids", "1,2,3", "--max-tokens", "40", "--max-context", "32", "--ignore-eos")
+    reply = terminal.json(*given)
+    assert len(reply["token_ids"]) == 29
+    assert reply["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(
