@@ -193,7 +193,7 @@ def open_random(model: str) -> RandomCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RandomDrafter:
-    """A DFlash drafter with random weights."""
+    """A DFlash drafter with random weights, for benchmarks of speculative decoding."""
 
     config: Mapping[str, Any]
     path: Path

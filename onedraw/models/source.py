@@ -87,7 +87,7 @@ class ModelSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """A model's weights by layer and name; layer None for weights outside the layers. Each is read when requested."""
+    """Gives a model's weights by layer and name, with layer None for weights outside the layers. Each is read when requested."""
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor: ...
 

@@ -156,7 +156,7 @@ class DflashDrafter:
             waits = known == 1 and row.samples and index not in drafting and not _ends(row, outcome)
             if waits and context.count < LONGEST_WAIT:
                 self._waiting[row.lane] = context
-            elif context.count:  # without tokens, the row was restored from a checkpoint as a whole
+            elif context.count:  # a row without tokens was restored whole from a checkpoint
                 ready.append(context)
         return ready
 

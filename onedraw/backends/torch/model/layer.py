@@ -89,8 +89,8 @@ def load_layer(index: int, spec: LayerSpec, loader: WeightLoader, ops: Ops, eps:
 def run_layer(
     x: Tensor, layer: Layer, *, ops: Ops, store: LayerStore, prepared: PreparedInputs, eps: float, own_input: Tensor | None = None
 ) -> Tensor:
-    """The tokens of a step through one layer: residual stream x [T, E] → [T, E]. `own_input`: [T, width], for layers that have an
-    input of their own."""
+    """Run the tokens of a step through one layer: residual stream x [T, E] → [T, E]. `own_input`: [T, width], for layers that
+    have an input of their own."""
     if layer.fused is not None:
         assert isinstance(store, PageStore)
         return layer.fused(x, [prepared.attention(layer.spec.attention)], [store])[0]
@@ -376,7 +376,7 @@ def runs_of_layers(layers: Sequence[Layer], ops: Ops, eps: float) -> list[LayerR
 def run_fused(
     fused: FusedLayers, span: range, x: Tensor, stage: Stage, state: ModelState, prepared: PreparedInputs, probe: LayerProbe
 ) -> Tensor:
-    """Run the layers `span` of a stage, counted from its first layer, as one operation."""
+    """Run some layers of a stage as one operation. `span`: their numbers, counted from the first layer of the stage."""
     inputs = [prepared.attention(stage.layers[index].spec.attention) for index in span]
     stores = [store for store in state.stores[span.start : span.stop] if isinstance(store, PageStore)]
     kept = [index - stage.start - span.start for index in probe.layers if index - stage.start in span]

@@ -194,7 +194,8 @@ static void attend_narrow(const float *row, float *out, const attention *a, long
     attend_heads(row, out, a, t, h, count, a->dim, room);
 }
 
-/* Query heads that one item of work computes: those of a KV head, or fewer if there would be too few items for all threads. */
+/* The number of query heads that one item of work computes: those of a KV head, or fewer if there would be too few items for
+ * all threads. */
 static long heads_per_item(const attention *a, const worker *m, long tokens) {
     long count = a->heads / a->kv_heads;
     while (count > 1 && (count > SHARED || (a->heads / a->kv_heads) % count || tokens * a->heads / count < 4 * m->count)) count--;

@@ -70,7 +70,7 @@ INLINE float put_codes(const float *x, void *store, long kind, long place, long 
     return scale;
 }
 
-/* One head of a page as floats; codes are not multiplied by their scale. */
+/* Reads one head of a page as floats; codes are not multiplied by their scale. */
 INLINE void get_head(float *out, const void *store, long kind, long place, long dim) {
     long d = 0;
     if (kind == KV_INT8) {

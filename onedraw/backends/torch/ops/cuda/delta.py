@@ -6,7 +6,7 @@ In: projections of a step's tokens, and the lanes' convolution windows. Out: que
 (recurrent form, for generated and drafted tokens). The formulas are in `ops/plain/delta.py`. Everything between the projections
 and the last product is float32. Axes: T tokens, Hk key heads of size Dk, Hv value heads of size Dv, C = 2 Hk Dk + Hv Dv
 convolution channels, K taps of the convolution. A lane is the slot of a sequence's recurrent state; its window holds the last K -
-1 inputs of its convolution.
+1 inputs of its convolution. PDL is programmatic dependent launch.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"

@@ -5,7 +5,8 @@ values are written to their pages. Results are rounded where separate operations
 and value heads, D the size of a head.
 
 A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. 8-bit pages store
-codes and scales (`kv_quant.py`); codes have no NaN, so there the key's scale is NaN.
+codes and scales (`kv_quant.py`); codes have no NaN, so there the key's scale is NaN. PDL is programmatic dependent launch: a
+kernel may start while the one before it ends, and waits before it reads what that one writes.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"

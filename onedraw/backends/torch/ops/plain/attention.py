@@ -101,8 +101,8 @@ def _gathered(store: Tensor, group: TileGroup, rows: Tensor, width: int, blocks:
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """One small product per pair. A GPU library selects its kernel by the number of products, so there it always gets LAUNCH of
-    them, padded with zeros."""
+    """Multiply left and right, one small product per pair. A GPU library selects its kernel by the number of products, so there
+    it always gets LAUNCH of them, padded with zeros."""
     if left.device.type == "cpu":
         return torch.bmm(left, right)
     missing = -len(left) % LAUNCH

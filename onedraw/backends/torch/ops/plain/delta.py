@@ -37,7 +37,7 @@ class DeltaWeights:
     """The float32 weights of a delta layer, apart from its projections."""
 
     conv: Tensor  # [K, C]: taps of the convolution, oldest first
-    decay: Tensor  # [Hv], negative: by which softplus is multiplied to give g, the logarithm of the decay
+    decay: Tensor  # [Hv], negative: multiplied by the softplus, it gives g, the logarithm of the decay
     bias: Tensor  # [Hv]: is added to the projection a
     norm: Tensor  # [Dv]: weight of the output norm
     eps: float  # epsilon of the output norm

@@ -220,8 +220,9 @@ __device__ __forceinline__ word component(const uint4 &v, int i) { return i == 0
 
 // ------------------------------------------------------------------ a unit in the registers of a warp
 
-// 1024 and 64 in both halves of a word. An integer placed in the low mantissa bits of float16 1024, or from bit 4 on in float16
-// 64, is thereby added to it; adding the negative number gives the integer as float16.
+// Integers are converted to float16 without conversion instructions: these are 1024 and 64 in both halves of a word. An
+// integer placed in the low mantissa bits of float16 1024, or from bit 4 on in float16 64, is thereby added to it; adding the
+// negative number gives the integer as float16.
 #define MAGIC 0x64006400u
 #define TOP_MAGIC 0x54005400u
 #define MINUS_1024 0xE400E400u
@@ -271,7 +272,7 @@ __device__ __forceinline__ void load_unit(Unit &unit, const byte *at, int lane, 
     load_scales(unit, at, lane, more);
 }
 
-// The integer scales of outputs g (lower half of a word) and g + 8 (upper half), prepared for multiplication with codes
+// The integer scales of outputs g (lower half of a word) and g + 8 (upper half), prepared for multiplication with codes.
 struct Scales {
     word magic;
     word pairs[8];  // K types and NVFP4: bytes of outputs g and g + 8 interleaved, two of each in a word

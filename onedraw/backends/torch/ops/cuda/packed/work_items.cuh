@@ -285,7 +285,8 @@ __device__ __forceinline__ void add_item(const ProductArguments &p, float (&sums
             sums[n][c] = __fmul_rn(__fmul_rn(sums[n][c], subnormal_inverse(c >> 1)), powers[n * 8 + (c & 1)]);
 }
 
-// The item (item + turn) mod items, for item and turn below items.
+// Numbers the items of a block from item `turn` on, so that blocks start at different units: returns (item + turn) mod items, for
+// item and turn below items.
 __device__ __forceinline__ int rotated(int item, int turn, int items) { return item + turn < items ? item + turn : item + turn - items; }
 
 // A work item: its unit and segment, the address of its weights, and the number of spans in its segment (`live`).
