@@ -303,3 +303,15 @@ def test_drafts_are_valid_trees() -> None:
         assert len(drafts) <= 12
         assert all(-1 <= draft.parent < index for index, draft in enumerate(drafts))
         assert len({(d.parent, d.token) for d in drafts}) == len(drafts)
+
+
+def test_a_drafter_of_few_tokens_counts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties count the tokens of the history. Those that the drafter does not propose have no count, and once had no place."""
+    monkeypatch.setattr("onedraw.backends.torch.drafters.dflash.SMALL_VOCAB", 320)
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=60, frequency_penalty=0.3, repetition_penalty=1.1, checksums=True)
+    prompt = (*range(1000, 1020), *range(8, 40))
+    request = Request("few", prompt, params)
+    [expected] = plain(lambda: backend_of(None, lanes=1), [request])
+    [got], stats = run(backend_of(dflash(0)), [request], Schedule())
+    assert same([got], [expected])
+    assert stats.draft_tokens > 0

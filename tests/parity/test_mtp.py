@@ -34,9 +34,9 @@ class Recording(DraftModel):
         settled = [*row.history.prompt, *row.history.output, *(choice.token for choice in outcome.sampled)]
         best, ranked = self._ranker.best, []
 
-        def keep(logits: Any) -> Any:
+        def keep(logits: Any, *given: Any, **named: Any) -> Any:
             ranked.append(logits[0].numpy().copy())
-            return best(logits)
+            return best(logits, *given, **named)
 
         self._ranker.best = keep  # type: ignore[method-assign]
         drafts = super().draft(turn)

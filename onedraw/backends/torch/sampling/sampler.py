@@ -48,21 +48,22 @@ from onedraw.types import Logprobs, SampledToken, TokenMask
 
 class LaneCounts:
     """How often tokens occur in the output of each lane, and whether they occur in its prompt. It is made when the first position
-    with penalties is sampled. Owner: the sampler."""
+    with penalties is sampled. Tokens beyond `vocab` are not counted, since a drafter may propose the first tokens only.
+    Owner: the sampler."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
         # There is one lane more than needed: padding of a step is counted there and never read.
         self.output = torch.zeros(lanes + 1, vocab, dtype=torch.int32, device=device)
         self.prompt = torch.zeros(lanes + 1, vocab, dtype=torch.bool, device=device)
         self._marks: list[CountedHistory | None] = [None] * lanes
-        self._device = device
+        self._vocab, self._device = vocab, device
 
     def read(self, places: Sequence[SamplingPosition]) -> tuple[Tensor, Tensor]:
         """Counts in the output, and whether a token is in prompt or output, drafts included.   [C, V] each"""
         _add(self.output, self.grown(places))
         lanes = torch.tensor([place.lane for place in places], device=self._device)
         counts = self.output[lanes]
-        _add(counts, [(row, token) for row, place in enumerate(places) for token in place.drafts])
+        _add(counts, [(row, token) for row, place in enumerate(places) for token in place.drafts if token < self._vocab])
         return counts, (counts > 0).logical_or_(self.prompt[lanes])
 
     def grown(self, places: Sequence[SamplingPosition]) -> list[tuple[int, int]]:
@@ -81,7 +82,7 @@ class LaneCounts:
                 start = len(history.prompt)
             else:
                 start = mark.known
-            grown.extend((place.lane, token) for token in history.slice(start, known))
+            grown.extend((place.lane, token) for token in history.slice(start, known) if token < self._vocab)
             self._marks[place.lane] = CountedHistory(place.request_id, history.prompt, known)
         return grown
 
@@ -93,7 +94,8 @@ class LaneCounts:
     def _open(self, lane: int, prompt: tuple[int, ...]) -> None:
         self.output[lane] = 0
         self.prompt[lane] = False
-        self.prompt[lane, torch.tensor(prompt, dtype=torch.int64, device=self._device)] = True
+        known = [token for token in prompt if token < self._vocab]
+        self.prompt[lane, torch.tensor(known, dtype=torch.int64, device=self._device)] = True
 
 
 def _add(counts: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
