@@ -67,7 +67,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
         if message.startswith("unrecognized arguments: -"):
-            near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            begun = [option for option in self._option_string_actions if option.startswith(unknown)]
+            near = begun or difflib.get_close_matches(unknown, self._option_string_actions, n=1)
             message = f"unknown option {unknown}" + (f": did you mean {near[0]}?" if near else "")
         raise UsageError(message)
 

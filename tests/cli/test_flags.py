@@ -110,7 +110,7 @@ def test_flags_become_request_options() -> None:
         (("--logit-bias", "5"), "not ID=VALUE"),
         (("--logit-bias", "a=b"), "not ID=VALUE"),
         (("--dtype", "f8"), "invalid choice: 'f8'"),
-        (("--temp", "1"), "unrecognized arguments"),
+        (("--temp", "1"), "unknown option --temp: did you mean --temperature"),
         (("--draft-tokens", "many"), "not a number: 'many'; write for example 4, or auto"),
         (("--draft-window", "64"), "verified with full attention"),
         (("--draft-window",), "could change the answer"),
