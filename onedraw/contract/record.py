@@ -126,7 +126,8 @@ class RecordWriter:
 
 
 class RecordingLLM(LLM):
-    """An LLM that records finished choices. It takes over the service of the LLM it is made from, and closes it."""
+    """An LLM that records finished choices. It uses the service of the LLM it is made from and owns it from then on:
+    closing it closes that service."""
 
     def __init__(self, llm: LLM, writer: RecordWriter, *, source: str, text: bool = False) -> None:
         super().__init__(

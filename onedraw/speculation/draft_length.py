@@ -119,8 +119,6 @@ def best_draft_counts(
     seconds = cost.base_seconds + running * (cost.row_seconds + cost.token_seconds) + host_drafts * cost.token_seconds
     tokens = running + host_kept
     best = [0] * len(rates)
-    if not rates or seconds <= 0.0:  # no row samples, or nothing is known about costs
-        return best
     fastest = tokens / seconds
     for _ in range(REFINEMENTS):
         found = [_drafts_at(fastest, rate, cost=cost, drafting=drafting, limit=limit, nodes=nodes) for rate in rates]

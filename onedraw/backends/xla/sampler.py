@@ -76,7 +76,8 @@ def sample(
 
 
 def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs: SamplingInputs, *, vocab: int) -> Array:
-    """The result rows for the host: [C, TOP + the most logprobs] int64, columns of `backends/sampled_rows.py`."""
+    """Return a result row per position, [C, 4 + n] int64: token, checksum, then the columns of `sampling/logprobs.py` (total
+    mass, deficit of the token, and the n most likely tokens, as many as can be asked for)."""
     scores = adjusted(logits, counts, inputs)
     best = _top(scores)
     valid = (best > -jnp.inf) & (best < jnp.inf) & (logits.max(1) < jnp.inf)

@@ -172,7 +172,8 @@ class CaptureOps(Protocol):
         ...
 
     def keep_last_tokens(self, samples: Tensor, lanes: Tensor, last: Tensor) -> None:
-        """Store the sampled tokens of these lanes: last[lanes] = samples[:, 0]."""
+        """Store the token that each row sampled: last[lanes] = samples[:, 0]. `samples` [rows, columns] are the sampler's result
+        rows, whose first column is the token. For steps without drafts."""
         ...
 
 
@@ -283,7 +284,7 @@ class DeviceCommit:
 
     samples: Tensor  # [T]: the token sampled at each position
     tokens: Tensor  # [T]: the input tokens
-    parents: Tensor  # [T]: of a draft, the index of its parent among the row's drafts, or -1
+    parents: Tensor  # [T]: index of a draft's parent among its row's drafts; -1: it follows the last known token
     rows: Tensor  # [R, 5]: first token, tokens, lane, first slot in the rollback buffer, KV slot of the first draft
     bucket: Bucket
     page_tables: Mapping[AttentionSpec, Tensor]

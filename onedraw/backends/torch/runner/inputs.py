@@ -132,7 +132,7 @@ class Inputs:
     spans: tuple[Span, ...]  # the spans of the plan's rows, then those of padding tokens, each of which is a row of its own
     host_tokens: Ints  # [T] token ids
     host_positions: Ints  # [T] position of each token in its sequence
-    host_slots: Ints  # [T] slot of each token's key and value, counted over the pages of its row
+    host_slots: Ints  # [T] index of each token's key and value in its row's pages laid end to end; not the position in a tree
     host_ends: Ints  # [T] the last position that each token sees
     host_rows: Ints  # [T] the row of each token
     host_tables: tuple[Ints, ...]  # for each page group [R, W]: the pages of each row, then the scratch page

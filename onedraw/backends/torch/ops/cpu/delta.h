@@ -21,7 +21,8 @@ typedef struct {
      * taps: [tokens][conv], the inputs of each token's convolution; closings and kept: the windows after each run and of each
      * save. */
     const int64_t *taps, *closings, *kept;
-    const int64_t *parents;                /* [tokens]: of a draft, the index of its parent among the drafts, or -1 */
+    const int64_t *parents;                /* [tokens]: for a draft, the index of its parent among the drafts of its
+                                            * row, or -1 if it follows the last known token; -1 for known tokens */
     const int64_t *save_counts, *save_slots; /* of each save: prompt tokens before it, and its checkpoint slot */
     const run *run;
     float *states, *windows, *saved_states, *saved_windows;

@@ -67,7 +67,7 @@ class DraftIncrements:
     slots: Tensor  # [T] int32: slot of each token's increment, -1 for tokens that are not drafts
     decays: Tensor  # [slots, Hv]: the decays, by which the state is multiplied
     keys: Tensor  # [slots, Hk, Dk]: the normalized keys
-    changes: Tensor  # [slots, Hv, Dv]: what key ⊗ change adds to the state
+    changes: Tensor  # [slots, Hv, Dv]: the changes; a commit adds the outer product key ⊗ change to the decayed state
     conv_inputs: Tensor  # [slots, C]: the inputs that enter the lane's window
 
 

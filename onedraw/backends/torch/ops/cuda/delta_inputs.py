@@ -1,10 +1,12 @@
 """Inputs of the Gated DeltaNet kernels for one step: index tables of 32-bit integers on the device.
 
-In: RecurrentSpans. Out: DeltaTables: convolution taps, chunks, paths, and the sources of the convolution windows. A path lists
-the tokens that one program of the recurrent form processes: a row's known tokens, then its drafts, a tree branch by branch. Axes:
-T tokens, P paths, K taps of the convolution. A row is the work of one sequence in one step; a lane is the slot of its recurrent
-state; the rollback buffer holds the state increments of drafts until the commit. An entry is a token of a path as 4 * token, plus
-the flags of `delta_tree.py`; a time step has one entry for each branch that is processed in parallel.
+In: RecurrentSpans. Out: DeltaTables, which say from which rows of inputs the convolution of each token reads (taps), which
+64-token chunks of prompts are computed at once, which tokens are computed one by one and in which order (paths), and from which
+rows each lane's new convolution window is copied. A path lists the tokens that one program of the recurrent form, which
+computes a token after the other, processes: a row's known tokens, then its drafts, a tree branch by branch. Axes: T tokens, P
+paths, K taps of the convolution. A row is the work of one sequence in one step; a lane is the slot of its recurrent state; the
+rollback buffer holds the state increments of drafts until the commit. A path is stored as entries, the integers 4 * (index of
+the token) + flags of `delta_tree.py`; a time step has one entry for each branch that is processed in parallel.
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ def _split(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
 
 
 def _axes(codes: Tensor, steps: int) -> Tensor:
-    """Divide codes [rows, spans, 256] into the axes of the fragment layout, [U, h, g, spans, q, i, u, t, e]. The sixteen steps of
-    a unit are taken in groups of `steps`: q numbers the groups, and i the steps of a group."""
+    """Divide codes [rows, spans, 256] into the axes of the fragment layout, [U, h, g, spans, q, i, u, t, e]. The step of
+    a unit, i of the module's docstring, is two axes here: it is q * steps + i."""
     return _split(_split(codes, 0, -1, 2, 8), -1, 16 // steps, steps, 2, 4, 2)
 
 
