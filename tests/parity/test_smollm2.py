@@ -100,7 +100,7 @@ def first_tokens(llm: LLM, prompt: tuple[int, ...], options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}],
+    [{"temperature": 1.0, "top_p": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}],
     ids=["softmax", "filtered"],
 )
 def test_first_tokens_follow_the_sampling_rule(llm: LLM, peer: Any, options: dict[str, Any]) -> None:
