@@ -134,9 +134,12 @@ class Speculator:
         begin = perf_counter()
         counts = self._drafter_counts(requests, limit)
         for index, request in enumerate(requests):
-            if not request.speculate or counts[index]:
+            if not request.speculate:
                 continue
             known = self._of(request, DEVICE)
+            if counts[index]:
+                known.probe.reset()
+                continue
             if known.probe.due() and self._pay_for_probe(self._drafter_cost(), 1):
                 known.probe.back_off()
                 counts[index] = 1
@@ -268,7 +271,9 @@ class Speculator:
     def _pay_for_probe(self, drafting: RowCost, count: int) -> bool:
         """Return whether the saved time covers a probe of `count` drafts, and if so subtract the probe's cost from it."""
         price = drafting.base_seconds + drafting.row_seconds + count * (drafting.token_seconds + self._steps.cost.token_seconds)
-        if price > self._savings:
+        # No more than this can be saved up. A higher price, perhaps from one slow call, is paid back later.
+        most = PROBE_SAVINGS * self._steps.cost.base_seconds
+        if min(price, most) > self._savings:
             return False
         self._savings -= price
         self._probe_seconds += price

@@ -210,3 +210,19 @@ def test_the_counters_add_up() -> None:
     assert stats.propose_seconds > 0.0
     with pytest.raises(AttributeError):
         stats.drafts = 4  # type: ignore[misc]
+
+
+def test_one_slow_first_call_does_not_turn_the_drafter_off_for_good() -> None:
+    """The first call may compile kernels. Probes are paid for later if their price is more than can be saved up."""
+    speculator, calls, count = Speculator(), 0, 0
+    for _ in range(3000):
+        propose(speculator, OWN if count else ())
+        [count] = speculator.plan_drafter([REQUEST], limit=7)
+        if count:
+            speculator.record_outcome("r", DEVICE, drafted=count, kept=count)
+        seconds = 0.0 if not count else 1.0 if not calls else 0.002
+        calls += bool(count)
+        speculator.record_step(
+            tokens=1 + count, rows=1, seconds=0.01, drafting_rows=bool(count), drafted=count, drafter_seconds=seconds
+        )
+    assert calls > 1000

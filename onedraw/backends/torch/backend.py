@@ -367,9 +367,11 @@ class TorchBackend:
     def _finish(self, result: StepResult, begin: float) -> Outcome:
         """The outcome of a captured step, which has been committed on the device."""
         result.wait()
-        begin, self._collected = max(begin, self._collected), time.perf_counter()
+        begin, done = max(begin, self._collected), time.perf_counter()
         with current_device(self.model.device):
-            return self._open.executor.drafted(result, self._collected - begin)
+            outcome = self._open.executor.drafted(result, done - begin)
+        self._collected = time.perf_counter()
+        return outcome
 
     @property
     def _keeps_tokens(self) -> bool:

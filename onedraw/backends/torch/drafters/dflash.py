@@ -146,14 +146,16 @@ class DflashDrafter:
         joined = torch.cat([by_layer[layer] for layer in self._spec.target_layers], dim=1)  # [T, n * Et]
         for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
             known = len(row.tokens)
-            features = [joined[span.first : span.first + known]]
+            own = joined[span.first : span.first + known]
+            features = [own.clone() if known == 1 else own]  # it may wait, and a view would keep the features of the whole step
             if outcome.kept:
                 features.append(joined[[span.first + known + draft for draft in outcome.kept]])
             context = Context(row, row.start, known + len(outcome.kept), features)
             waited = self._waiting.pop(row.lane, None)
             if waited is not None and waited.row.request_id == row.request_id and waited.start + waited.count == row.start:
                 context = Context(row, waited.start, waited.count + context.count, [*waited.features, *features])
-            waits = known == 1 and row.samples and index not in drafting and not _ends(row, outcome)
+            generated = known == 1 and row.samples and row.start >= row.prompt_stop
+            waits = generated and index not in drafting and not _ends(row, outcome)
             if waits and context.count < LONGEST_WAIT:
                 self._waiting[row.lane] = context
             elif context.count:  # a row without tokens was restored whole from a checkpoint

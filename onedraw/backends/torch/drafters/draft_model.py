@@ -146,10 +146,12 @@ class DraftModel:
         while running:
             hidden = hidden.index_select(0, torch.tensor(self._padded(ends), dtype=torch.long, device=self._device))
             logits = self._model.logits(hidden)[: len(running), : self._vocab].float()
-            positions = [DraftedPosition(r.row, r.sampled, len(r.drafts) + 1) for r in running]
-            for runner, token in zip(running, self._ranker.best(logits, positions, arm=arm), strict=True):
-                runner.drafts.append(Draft(token, len(runner.drafts) - 1))
-            going = [i for i, runner in enumerate(running) if len(runner.drafts) < runner.room]
+            positions = [DraftedPosition(r.row, (*r.sampled, *(draft.token for draft in r.drafts)), 1) for r in running]
+            best = self._ranker.best(logits, positions, arm=arm)
+            for runner, token in zip(running, best, strict=True):
+                if token >= 0:  # else the logits are not finite, and the drafts of this row end here
+                    runner.drafts.append(Draft(token, len(runner.drafts) - 1))
+            going = [i for i, r in enumerate(running) if best[i] >= 0 and len(r.drafts) < r.room]
             running = [running[i] for i in going]
             if running:
                 hidden, ends = self._step(running, hidden, going)

@@ -28,7 +28,7 @@ from onedraw.backends.torch.ops.cuda.sampling_kernels import (
     SamplingTable,
     sample_tokens,
 )
-from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging, StagingBufferFull
+from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging
 from onedraw.backends.torch.sampling.sampler import LaneCounts, Sampler
 from onedraw.sampling.adjustments import NO_ADJUSTMENT, Adjustment, adjustment, valid_ids
 from onedraw.sampling.law import Filters, checksum_weights, filters
@@ -227,15 +227,15 @@ class TritonSampler(Sampler):
         if row_words:
             table[: len(positions), KEY_0:] = row_words
         tensors = [staging.put(array) for array in (table, *entries.arrays(padded=rows > 0))]
-        counts, increments = self._count_increments(counting, rows)
         try:
+            counts, increments = self._count_increments(counting, rows)
             staged = None if counts is None else staging.put(increments)
             requests = staging.put(_padded_to(len(table), logprobs)) if max(logprobs, default=NO_LOGPROBS) >= 0 else None
             mask_rows = staging.put(masks.rows(len(table))) if len(masks) else None
             bits = staging.put_rows(masks.bits(), len(table)) if len(masks) else None
-        except StagingBufferFull:  # the increments were recorded as added, but the step does not run
-            if counts is not None:
-                counts.forget(counting)
+        except BaseException:  # no room or no memory: the increments were recorded as added, but the step does not run
+            if self._counts is not None:
+                self._counts.forget(counting)
             raise
         return SamplingTable(
             rows=tensors[0],
