@@ -132,8 +132,18 @@ def honest() -> ProofTable:
     return prove(FAKE)
 
 
+# The fake model may end its replies before later requests arrive, and then nothing is preempted: `tests/laws` exercises these.
+TIMED = ("preempted for other callers", "drafts, batched, few pages")
+
+
+def without_timed(found: dict[str, str]) -> dict[str, str]:
+    """The rows whose exercise does not depend on when requests arrive. The others are never different."""
+    assert {found.get(name, "same") for name in TIMED} <= {"same", "not exercised"}
+    return {name: verdict for name, verdict in found.items() if name not in TIMED}
+
+
 def test_every_variation_of_the_fake_model_is_the_same(honest: ProofTable) -> None:
-    found = results(honest)
+    found = without_timed(results(honest))
     threads = found.pop("2 threads")
     assert set(found.values()) == {"same"}
     assert threads == "not exercised"  # the fake model uses no CPU threads
@@ -141,7 +151,7 @@ def test_every_variation_of_the_fake_model_is_the_same(honest: ProofTable) -> No
 
 
 def test_the_quick_table_exercises_the_same_variations() -> None:
-    assert results(prove(FAKE, quick=True)) == results(prove(FAKE))
+    assert without_timed(results(prove(FAKE, quick=True))) == without_timed(results(prove(FAKE)))
 
 
 def test_sampling_from_checkpoints_is_the_same() -> None:
