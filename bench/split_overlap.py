@@ -30,7 +30,8 @@ from onedraw.build.checkpoint import find_checkpoint
 from onedraw.build.drafters import make_speculator
 from onedraw.build.llm import make_service, torch_backend
 from onedraw.checkpoints.random_weights import random_weights
-from onedraw.engine.service import Event, Service
+from onedraw.engine.client import Event
+from onedraw.engine.service import Service
 from onedraw.models.registry import LLAMA, ModelInfo, read_model_info
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.settings import Settings

@@ -62,7 +62,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSpec:
-    """Describes a constraint as plain data, for example by the text of a grammar. `engine/service.py` has the Constraint object
+    """Describes a constraint as plain data, for example by the text of a grammar. `engine/client.py` has the Constraint object
     built from it. The engine itself never reads the content."""
 
 

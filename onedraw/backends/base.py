@@ -1,6 +1,6 @@
 """The backend protocol: a backend takes a plan and returns an outcome. The engine knows devices only through this file.
 
-In: Plan. Out: Outcome. A capability that a backend lacks is a field of its Capacity; `engine/service.py` checks it once per
+In: Plan. Out: Outcome. A capability that a backend lacks is a field of its Capacity; `engine/client.py` checks it once per
 request and rejects the request with an error that names it. A row is the work of one sequence in one step; a lane is the slot of
 a sequence's state on the device; a draft is a token that is proposed before it is sampled. A plan is in flight from its
 submission until its outcome is collected.

@@ -13,47 +13,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from onedraw.backends.base import Capacity
-from onedraw.engine.engine import Engine, Event, Sink
+from onedraw.engine.client import BuildConstraint, CheckedRequest, check_count, check_request, refuse_constraints
+from onedraw.engine.engine import Engine, Sink
 from onedraw.engine.stats import Stats
-from onedraw.errors import (
-    BadParameter,
-    BadRequest,
-    ContextOverflow,
-    OnedrawError,
-    QueueFull,
-    ShuttingDown,
-    StepFailed,
-    Unsupported,
-)
-from onedraw.memory.pages import longest_context
-from onedraw.types import Constraint, ConstraintSpec, Request, SamplingParams
-
-__all__ = ["CheckedRequest", "Event", "Service", "Sink"]
+from onedraw.errors import OnedrawError, QueueFull, ShuttingDown, StepFailed
+from onedraw.types import Request
 
 log = logging.getLogger("onedraw.engine")
 
 
-CONTINUE_IDS = "continue_ids"  # the option that callers know `Request.given` by
-BuildConstraint = Callable[[ConstraintSpec], Constraint | None]
-
-
-def refuse_constraints(spec: ConstraintSpec) -> Constraint | None:
-    raise Unsupported("this service was built without constraints", code="constraints_unsupported")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request that the backend can serve, with its constraint already built."""
-
-    request: Request
-    constraint: Constraint | None = None
-
-
 class Service:
-    """Builds, runs and closes an engine on a thread of its own.
+    """Builds, runs and closes an engine on a thread of its own. It is the EngineClient of an engine in this process.
 
     The engine is built on that thread as well, so that the OpenMP pool of a CPU backend belongs to it: two pools on one machine
     would slow each other down by a third.
@@ -85,7 +57,6 @@ class Service:
 
     @property
     def max_requests(self) -> int:
-        """The most requests that may run and wait together. A call for more choices than this could never be accepted."""
         return self._queue_limit + self.capacity.lanes
 
     def stats(self) -> Stats:
@@ -93,45 +64,10 @@ class Service:
         return self._stats
 
     def check(self, request: Request) -> CheckedRequest:
-        """Build the request's constraint, and raise if the request cannot be served. This runs on the caller's thread, because
-        compiling a grammar takes time and the engine's thread must not wait for it."""
-        capacity, params = self.capacity, request.params
-        constraint = None if request.constraint is None else self._build_constraint(request.constraint)
-        for token in request.prompt:
-            if not 0 <= token < capacity.vocab:
-                raise BadParameter("prompt", f"token id {token} is outside the vocabulary of {capacity.vocab}")
-        if request.given:
-            _check_given(request, constraint, vocab=capacity.vocab)
-        if not request.prompt:
-            raise BadParameter("prompt", "needs at least one token")
-        total = len(request.prompt) + params.max_tokens
-        room = longest_context(
-            capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk
-        )
-        if total > room:
-            raise ContextOverflow(
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}: together {total}, "
-                f"over the context of {room}",
-                param="max_tokens",
-                prompt=len(request.prompt),
-            )
-        if not capacity.returns_logits and (constraint is not None or not _plain_argmax(params)):
-            raise Unsupported(
-                "this backend does not return logits, so only plain greedy decoding is served: temperature 0 and no "
-                "penalty, bias, min_tokens, bans, constraint or logprobs",
-                code="sampling_unsupported",
-            )
-        return CheckedRequest(request, constraint)
+        return check_request(request, self.capacity, self._build_constraint)
 
     def check_count(self, replies: int, *, param: str | None = None) -> None:
-        """Raise if so many replies could never be submitted together, because the queue is too short."""
-        if replies > self.max_requests:
-            raise BadRequest(
-                f"{replies} replies at once are more than the {self.max_requests} that may run and wait; "
-                f"split them over several requests, or raise --queue-limit or --max-batch",
-                param=param,
-                code="too_many_replies",
-            )
+        check_count(replies, self.max_requests, param=param)
 
     def submit(self, requests: Sequence[tuple[Request | CheckedRequest, Sink]]) -> None:
         """Accept all of the requests or none. Requests that are not checked yet are checked first."""
@@ -242,39 +178,3 @@ class Service:
         if cancelled:
             self._stats = engine.stats()
         return True
-
-
-def _check_given(request: Request, constraint: Constraint | None, *, vocab: int) -> None:
-    """Raise if the given tokens cannot be the beginning of this request's reply, as far as that shows without the model."""
-    given, params = request.given, request.params
-    if len(given) > params.max_tokens:
-        raise BadParameter(
-            CONTINUE_IDS,
-            f"{len(given)} tokens are over the {params.max_tokens} of max_tokens, which counts from the beginning of the reply",
-        )
-    for index, token in enumerate(given):
-        if not 0 <= token < vocab:
-            raise BadParameter(CONTINUE_IDS, f"token id {token} is outside the vocabulary of {vocab}")
-        if token in params.stop_ids and index + 1 < len(given):
-            raise BadParameter(CONTINUE_IDS, f"token {index} has the id {token}, which ends the reply, and others follow it")
-    legal = len(given) if constraint is None else constraint.legal(given)
-    if legal < len(given):
-        raise BadParameter(
-            CONTINUE_IDS,
-            f"token {legal} has the id {given[legal]}, which the response format or the thinking budget does not allow there; "
-            "send the options of the reply that is continued",
-        )
-
-
-def _plain_argmax(params: SamplingParams) -> bool:
-    return (
-        params.temperature == 0
-        and not params.counts_history
-        and params.dry is None
-        and not params.logit_bias
-        and not params.min_tokens
-        and not params.bad_words
-        and params.logprobs is None
-        and params.prompt_logprobs is None
-        and not params.checksums
-    )

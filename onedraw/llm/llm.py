@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from onedraw.engine.service import CheckedRequest, Event, Service, Sink
+from onedraw.engine.client import CheckedRequest, EngineClient, Event, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, OnedrawError, TextTooLong
 from onedraw.limits import MAX_CHARACTERS_COUNTED
@@ -78,7 +78,7 @@ class LLM:
     def __init__(
         self,
         *,
-        service: Service,
+        service: EngineClient,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         card: ModelCard,

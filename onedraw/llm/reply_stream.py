@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from onedraw.engine.service import CONTINUE_IDS, Event
+from onedraw.engine.client import CONTINUE_IDS, Event
 from onedraw.errors import BadParameter
 from onedraw.sampling.noise import child_seed
 from onedraw.text.constraints.response_format import ReplyFormat

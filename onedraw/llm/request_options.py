@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from onedraw.engine.service import CONTINUE_IDS
+from onedraw.engine.client import CONTINUE_IDS
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
 from onedraw.limits import MAX_CHARACTERS, MAX_FORMAT_CHARACTERS
 from onedraw.llm.reply_stream import Generation

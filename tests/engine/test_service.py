@@ -13,9 +13,10 @@ import pytest
 from onedraw.backends.base import StepHandle
 from onedraw.backends.fake import FakeBackend
 from onedraw.build.llm import make_service
+from onedraw.engine.client import Event
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
-from onedraw.engine.service import Event, Service
+from onedraw.engine.service import Service
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, NonFiniteLogits, QueueFull, ShuttingDown, Unsupported
 from onedraw.memory.allocator import Allocator
 from onedraw.settings import Settings

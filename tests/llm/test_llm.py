@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from onedraw.build.llm import build_llm
-from onedraw.engine.service import CheckedRequest, Event, Service, Sink
+from onedraw.engine.client import CheckedRequest, EngineClient, Event, Sink
 from onedraw.errors import BadParameter, ContextOverflow, NoTokenLeft, OnedrawError
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply_stream import Generation
@@ -48,7 +48,7 @@ def choices(text: str) -> tuple[SampledToken, ...]:
 
 def an_llm(script: Script) -> LLM:
     return LLM(
-        service=cast(Service, Scripted(script)),
+        service=cast(EngineClient, Scripted(script)),
         tokenizer=TOKENIZER,
         template=None,
         card=CARD,

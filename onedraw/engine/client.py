@@ -1,0 +1,156 @@
+"""The border of the engine: what the rest of the program needs of it, in whichever process or on whichever machine it runs.
+
+Everything above the engine (`llm`, `server`, `contract`, `cli`) knows it as an EngineClient. Requests and events are plain data;
+a constraint crosses as its description. What can be refused without the engine's state is decided by `check_request` and
+`check_count`, on the caller's side, so every client refuses the same requests with the same errors before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from onedraw.backends.base import Capacity
+from onedraw.engine.engine import Event, Sink
+from onedraw.engine.stats import Stats
+from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Unsupported
+from onedraw.memory.pages import longest_context
+from onedraw.types import Constraint, ConstraintSpec, Request, SamplingParams
+
+__all__ = ["BuildConstraint", "CheckedRequest", "EngineClient", "Event", "Sink", "check_count", "check_request"]
+
+CONTINUE_IDS = "continue_ids"  # the option that callers know `Request.given` by
+BuildConstraint = Callable[[ConstraintSpec], Constraint | None]
+
+
+def refuse_constraints(spec: ConstraintSpec) -> Constraint | None:
+    raise Unsupported("this service was built without constraints", code="constraints_unsupported")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that the backend can serve. A client in the engine's process passes the constraint on; any other sends only the
+    request, which describes the constraint."""
+
+    request: Request
+    constraint: Constraint | None = None
+
+
+class EngineClient(Protocol):
+    """An engine that runs somewhere. Its methods are thread-safe."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine runs and takes requests."""
+        ...
+
+    @property
+    def max_requests(self) -> int:
+        """The most requests that may run and wait together. A call for more choices than this could never be accepted."""
+        ...
+
+    def stats(self) -> Stats:
+        """Return the counters as they were after the last step that is known here."""
+        ...
+
+    def check(self, request: Request) -> CheckedRequest:
+        """Build the request's constraint, and raise if the request cannot be served. This takes time on the caller's thread."""
+        ...
+
+    def check_count(self, replies: int, *, param: str | None = None) -> None:
+        """Raise if so many replies could never be submitted together, because the queue is too short."""
+        ...
+
+    def submit(self, requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
+        """Accept all of the requests or none. A sink gets the events of its request, on a thread of the client, so it must not
+        block; the last event has a finish reason or an error. A full queue is an error that is raised here, or, where only the
+        engine can tell, the first and last event of each of these requests."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request early. An unknown id belongs to a request that has ended, so it is ignored."""
+        ...
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish within `drain_seconds`, then cancel the rest and stop the engine."""
+        ...
+
+
+def check_request(request: Request, capacity: Capacity, build_constraint: BuildConstraint) -> CheckedRequest:
+    """Build the request's constraint, and raise if an engine of this capacity cannot serve the request."""
+    params = request.params
+    constraint = None if request.constraint is None else build_constraint(request.constraint)
+    for token in request.prompt:
+        if not 0 <= token < capacity.vocab:
+            raise BadParameter("prompt", f"token id {token} is outside the vocabulary of {capacity.vocab}")
+    if request.given:
+        _check_given(request, constraint, vocab=capacity.vocab)
+    if not request.prompt:
+        raise BadParameter("prompt", "needs at least one token")
+    total = len(request.prompt) + params.max_tokens
+    room = longest_context(capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk)
+    if total > room:
+        raise ContextOverflow(
+            f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}: together {total}, "
+            f"over the context of {room}",
+            param="max_tokens",
+            prompt=len(request.prompt),
+        )
+    if not capacity.returns_logits and (constraint is not None or not _plain_argmax(params)):
+        raise Unsupported(
+            "this backend does not return logits, so only plain greedy decoding is served: temperature 0 and no "
+            "penalty, bias, min_tokens, bans, constraint or logprobs",
+            code="sampling_unsupported",
+        )
+    return CheckedRequest(request, constraint)
+
+
+def check_count(replies: int, most: int, *, param: str | None = None) -> None:
+    """Raise if so many replies are more than the `most` requests that may run and wait together."""
+    if replies > most:
+        raise BadRequest(
+            f"{replies} replies at once are more than the {most} that may run and wait; "
+            f"split them over several requests, or raise --queue-limit or --max-batch",
+            param=param,
+            code="too_many_replies",
+        )
+
+
+def _check_given(request: Request, constraint: Constraint | None, *, vocab: int) -> None:
+    """Raise if the given tokens cannot be the beginning of this request's reply, as far as that shows without the model."""
+    given, params = request.given, request.params
+    if len(given) > params.max_tokens:
+        raise BadParameter(
+            CONTINUE_IDS,
+            f"{len(given)} tokens are over the {params.max_tokens} of max_tokens, which counts from the beginning of the reply",
+        )
+    for index, token in enumerate(given):
+        if not 0 <= token < vocab:
+            raise BadParameter(CONTINUE_IDS, f"token id {token} is outside the vocabulary of {vocab}")
+        if token in params.stop_ids and index + 1 < len(given):
+            raise BadParameter(CONTINUE_IDS, f"token {index} has the id {token}, which ends the reply, and others follow it")
+    legal = len(given) if constraint is None else constraint.legal(given)
+    if legal < len(given):
+        raise BadParameter(
+            CONTINUE_IDS,
+            f"token {legal} has the id {given[legal]}, which the response format or the thinking budget does not allow there; "
+            "send the options of the reply that is continued",
+        )
+
+
+def _plain_argmax(params: SamplingParams) -> bool:
+    return (
+        params.temperature == 0
+        and not params.counts_history
+        and params.dry is None
+        and not params.logit_bias
+        and not params.min_tokens
+        and not params.bad_words
+        and params.logprobs is None
+        and params.prompt_logprobs is None
+        and not params.checksums
+    )
