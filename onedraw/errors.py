@@ -9,6 +9,7 @@ OnedrawError                 base class of all errors raised on purpose
 │   └── NoTokenLeft          the sampling parameters leave no token to sample
 ├── QueueFull                too many requests are waiting: 429
 ├── ShuttingDown             the server is shutting down: 503
+├── EngineLost               the engine of a request failed or its process ended, and no other could continue the request: 503
 ├── NonFiniteLogits          the model's activations overflowed: 500; the message names a dtype that avoids it
 ├── StepFailed               an exception in an engine step: 500, with an id that is also in the log
 ├── ModelError               the checkpoint cannot be used
@@ -98,6 +99,10 @@ class QueueFull(OnedrawError):
 
 class ShuttingDown(OnedrawError):
     code, status = "shutting_down", 503
+
+
+class EngineLost(OnedrawError):
+    code, status = "engine_lost", 503
 
 
 class NonFiniteLogits(OnedrawError):

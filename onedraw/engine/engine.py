@@ -202,6 +202,7 @@ class Engine:
     def stats(self) -> Stats:
         allocator, drafting = self.scheduler.allocator, self.scheduler.speculator.stats()
         return Stats(
+            replicas=1,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             pages_used=allocator.pages_held,

@@ -18,7 +18,7 @@ from onedraw.backends.base import Capacity
 from onedraw.engine.client import BuildConstraint, CheckedRequest, check_count, check_request, refuse_constraints
 from onedraw.engine.engine import Engine, Sink
 from onedraw.engine.stats import Stats
-from onedraw.errors import OnedrawError, QueueFull, ShuttingDown, StepFailed
+from onedraw.errors import EngineLost, OnedrawError, QueueFull, ShuttingDown, StepFailed
 from onedraw.types import Request
 
 log = logging.getLogger("onedraw.engine")
@@ -77,7 +77,7 @@ class Service:
             if self._draining:
                 raise ShuttingDown("the server is shutting down and takes no new requests")
             if self._stop or not self._thread.is_alive():
-                raise ShuttingDown("the engine failed and takes no new requests; see the server's log")
+                raise EngineLost("the engine failed and takes no new requests; see the server's log")
             if self._stats.waiting + len(self._arrivals) + len(requests) > self._queue_limit + self._free_lanes():
                 self._refuse_over_share([one.request.caller for one, _ in checked])
             self._arrivals.extend(checked)
@@ -124,7 +124,7 @@ class Service:
             made.set_exception(error)
             return
         made.set_result(engine)
-        end: OnedrawError = StepFailed("the engine failed and takes no more requests; see the server's log")
+        end: OnedrawError = EngineLost("the engine failed and takes no more requests; see the server's log")
         try:
             while self._step(engine):
                 pass

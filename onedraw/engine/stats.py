@@ -8,6 +8,7 @@ The engine, scheduler, allocator and speculator count; `/metrics`, `onedraw benc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 
@@ -34,8 +35,8 @@ class DraftingEstimates:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since the start, except for `running`, `waiting`, `pages_*`, `checkpoints_used`, `checkpoints_total` and
-    `drafting`, which are gauges: they tell the present state."""
+    """Counters since the start, except for `running`, `waiting`, `pages_*`, `checkpoints_used`, `checkpoints_total`,
+    `drafting` and `replicas`, which are gauges: they tell the present state."""
 
     running: int = 0
     waiting: int = 0
@@ -80,15 +81,43 @@ class Stats:
     steps_ahead: int = 0  # steps submitted before the tokens of the previous one were known
     step_seconds: float = 0.0  # duration of all steps together
 
+    replicas: int = 0  # engines that run; a gauge
+    replicas_lost: int = 0  # engines that died
+    moved_requests: int = 0  # requests that were continued on another replica
+
     def since(self, earlier: Stats) -> Stats:
         """Return the counts since `earlier`. Gauges become differences as well."""
-        composite = ("accepted_per_position", "drafted_by", "drafting")
-        numbers = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Stats) if f.name not in composite}
+        numbers = {name: getattr(self, name) - getattr(earlier, name) for name in _NUMBERS}
         pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
         before = {d.source: d for d in earlier.drafted_by}
         drafted_by = (_difference(d, before.get(d.source, DraftStats(d.source))) for d in self.drafted_by)
         kept = tuple(a - b for a, b in pairs)
         return Stats(**numbers, accepted_per_position=kept, drafted_by=tuple(drafted_by), drafting=self.drafting)
+
+
+_NUMBERS = tuple(f.name for f in fields(Stats) if f.name not in ("accepted_per_position", "drafted_by", "drafting"))
+
+
+def total(parts: Iterable[Stats]) -> Stats:
+    """Return the sum over several engines. `drafting` is that of the engine with the most steps, since estimates have no sum."""
+    parts = list(parts)
+    if not parts:
+        return Stats()
+    sources: dict[str, DraftStats] = {}
+    for one in (drafts for part in parts for drafts in part.drafted_by):
+        seen = sources.get(one.source, DraftStats(one.source))
+        sources[one.source] = DraftStats(one.source, seen.rows + one.rows, seen.drafted + one.drafted, seen.kept + one.kept)
+    return Stats(
+        **{name: sum(getattr(part, name) for part in parts) for name in _NUMBERS},
+        accepted_per_position=tuple(map(sum, zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0))),
+        drafted_by=tuple(sources.values()),
+        drafting=max(parts, key=lambda part: part.steps).drafting,
+    )
+
+
+def counters_only(stats: Stats) -> Stats:
+    """Return the counts of an engine that has ended, which has no present state."""
+    return replace(stats, running=0, waiting=0, pages_used=0, pages_total=0, checkpoints_used=0, checkpoints_total=0, replicas=0)
 
 
 def _difference(now: DraftStats, earlier: DraftStats) -> DraftStats:

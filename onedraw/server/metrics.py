@@ -29,6 +29,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
     ("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", lambda s: s.pages_used / max(s.pages_total, 1)),
     ("prompt_checkpoints", "Prompt checkpoints in memory.", lambda s: s.checkpoints_used),
+    ("replicas", "Engines that serve requests.", lambda s: s.replicas),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
@@ -57,6 +58,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("spec_decode_drafter_seconds", "Time that the model's own drafter took in generating steps.", lambda s: s.drafter_seconds),
     ("spec_decode_probe_seconds", "Estimated time of drafts that were only tried.", lambda s: s.probe_seconds),
     ("spec_decode_host_seconds", "Time spent in proposers and drafting decisions on the host.", lambda s: s.propose_seconds),
+    ("replicas_lost", "Replicas that died.", lambda s: s.replicas_lost),
+    ("requests_moved", "Requests continued on another replica.", lambda s: s.moved_requests),
 )
 
 

@@ -17,7 +17,16 @@ from onedraw.engine.client import Event
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
-from onedraw.errors import BadParameter, BadRequest, ContextOverflow, NonFiniteLogits, QueueFull, ShuttingDown, Unsupported
+from onedraw.errors import (
+    BadParameter,
+    BadRequest,
+    ContextOverflow,
+    EngineLost,
+    NonFiniteLogits,
+    QueueFull,
+    ShuttingDown,
+    Unsupported,
+)
 from onedraw.memory.allocator import Allocator
 from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
@@ -304,7 +313,7 @@ def test_an_engine_that_cannot_continue_ends_every_request_and_takes_no_new_one(
     service.submit([(request("a"), raises), (request("b"), inbox.put)])
     assert read(inbox)[1].error is not None
     wait_until(lambda: not service.ready)
-    with pytest.raises(ShuttingDown, match="the engine failed"):
+    with pytest.raises(EngineLost, match="the engine failed"):
         service.submit([(request("c"), inbox.put)])
     service.close()
 
