@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from onedraw import limits
 from onedraw.server.anthropic import messages
 from onedraw.server.fields import Rule, Treatment
+from onedraw.server.ollama import requests as ollama
 from onedraw.server.openai import responses_request as items
 from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import (
@@ -42,6 +43,8 @@ This page is generated: `python -m onedraw.server.api_docs > docs/api.md`. A tes
 | `GET /v1/responses/{id}/input_items` | its input items: `limit`, `order`, `after` |
 | `POST /v1/responses/input_tokens` | counts the tokens of a prompt |
 | `POST /v1/messages`, `POST /v1/messages/count_tokens` | answers messages, in Anthropic's shape; counts the tokens of a prompt |
+| `POST /api/chat`, `POST /api/generate` | answers messages, a prompt or a raw text, in Ollama's shape |
+| `POST /api/show`, `GET /api/tags`, `GET /api/ps`, `GET /api/version` | model and version, in Ollama's shape |
 | `POST /tokenize` | `{prompt, add_special_tokens}` or `{messages}` → `{tokens, count, max_model_len}` |
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
 | `POST /apply-template` | the body of a chat → `{prompt}`, the text that the model would read |
@@ -112,8 +115,17 @@ the arguments so far, if its name is complete, and else it is dropped; the finis
 are never part of the content. Where `tool_choice` forces a call, a `response_format` beside it has no effect.
 
 A stream ends with `data: [DONE]`. If it fails after it began, its last event is `{"error": …}`, without `[DONE]`; on
-`/v1/responses` it is `error` and then `response.failed`, on `/v1/messages` `error`. A client that disconnects cancels its
-request.
+`/v1/responses` it is `error` and then `response.failed`, on `/v1/messages` `error`, below `/api` `{"error": …}` as a line. A
+client that disconnects cancels its request.
+
+Replies of `/api/chat` and `/api/generate` have Ollama's shape, and the tokens that the same request has on
+`/v1/chat/completions` (with `raw`, on `/v1/completions`). The last object has `done_reason`, the counts and durations, and also
+the `seed` and `system_fingerprint` of the reply. `prompt_eval_duration` is the time to the first token, waiting included; nothing
+is loaded, so `load_duration` is 0. A tool call is written once it is complete, with its `id`; a call that `num_predict` cuts is
+left out. A result of a tool belongs to the call with its `tool_call_id`, else to the first open call of its `tool_name`, else to
+the first open call. A request without messages or prompt generates nothing (`done_reason` is `load`), and models are neither
+loaded nor unloaded by it. `/api/version` has the version of Ollama whose API this is, which clients compare, and that of the
+server as `onedraw`. The endpoints of Ollama that create, copy, pull and delete models, and its embeddings, do not exist here.
 
 Stored responses (`store`, on by default) are kept in memory, up to a limit, and can only be read with the API key that created
 them.
@@ -151,7 +163,8 @@ LIMIT_ROWS
 ## Errors
 
 `{"error": {"message", "type", "param", "code"}}`, always; below `/v1/messages` it is
-`{"type": "error", "error": {"type", "message", "param"}}`.
+`{"type": "error", "error": {"type", "message", "param"}}`, and below `/api` `{"error", "param", "code"}`, where `error` is the
+message.
 
 | status | when |
 |---|---|
@@ -189,6 +202,13 @@ def page() -> str:
         ("`POST /v1/messages/count_tokens`", messages.CountRequest),
         ("A message in Anthropic's shape", messages.MessageParam),
         ("A tool in Anthropic's shape", messages.MessageTool),
+        ("`POST /api/chat`", ollama.OllamaChat),
+        ("`POST /api/generate`", ollama.OllamaGenerate),
+        ("`options` of Ollama's API", ollama.OllamaOptions),
+        ("A message in Ollama's shape", ollama.OllamaMessage),
+        ("A tool call in Ollama's shape", ollama.OllamaCall),
+        ("The function of a tool call in Ollama's shape", ollama.OllamaFunction),
+        ("`POST /api/show`", ollama.OllamaShow),
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),
     )

@@ -41,14 +41,17 @@ from onedraw.server.middleware import (
     RootPathMiddleware,
     or_disconnect,
 )
+from onedraw.server.ollama import writer as ollama
+from onedraw.server.ollama.requests import OllamaChat, OllamaGenerate, OllamaShow
+from onedraw.server.ollama.writer import OllamaWriter
 from onedraw.server.openai.chat import Json, OpenAIWriter
 from onedraw.server.openai.responses import ResponseStore, ResponsesWriter, check_query, listing, page_of
 from onedraw.server.openai.responses_request import ResponsesRequest, numbered
 from onedraw.server.openapi import document
-from onedraw.server.parsing import Parsed, RequestT, as_chat, parse
+from onedraw.server.parsing import Parsed, RequestT, as_request, parse
 from onedraw.server.prompts import PreparedRequest, bursts, chat_prompt, chat_text, count_prompt, prepare, total_usage
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from onedraw.server.sse import NAMED, OPENAI, EventStream, Framing
+from onedraw.server.streaming import LINES, NAMED, OPENAI, ChunkStream, Framing
 from onedraw.server.work import Workers
 from onedraw.types import Piece, Usage
 
@@ -125,7 +128,7 @@ class Endpoints:
         before, items = self._store.before(body.previous_response_id, owner), self._store.resolved(body.items, owner)
         messages = numbered(items)
         names = body.names(before, messages)
-        return before, items, names, as_chat({**body.chat(before, messages), **changes}, names)
+        return before, items, names, as_request(ChatRequest, {**body.chat(before, messages), **changes}, names)
 
     async def message(self, request: Request) -> Response:
         timer, parsed = RequestTimer(self.meters), await self._read(request, MessagesRequest)
@@ -143,6 +146,36 @@ class Endpoints:
         names, wanted = await self._convert(request, lambda: _equivalent(parsed.request, max_tokens=1))
         counted = await self._work(request, lambda: count_prompt(wanted, self.llm, names=names))
         return JSONResponse({"input_tokens": counted}, headers=_headers(parsed.ignored))
+
+    async def ollama_chat(self, request: Request) -> Response:
+        return await self._ollama(request, OllamaChat, "chat")
+
+    async def ollama_generate(self, request: Request) -> Response:
+        return await self._ollama(request, OllamaGenerate, "generate")
+
+    async def _ollama(self, request: Request, kind: type[OllamaChat] | type[OllamaGenerate], shape: ollama.Shape) -> Response:
+        timer, parsed = RequestTimer(self.meters), await self._read(request, kind)
+        body = parsed.request
+        names, wanted = await self._convert(request, lambda: self._ollama_request(body.filled()))
+        if body.is_empty:
+            await self._work(request, lambda: prepare(wanted, self.llm, names=names))
+            return JSONResponse(ollama.nothing_generated(self.llm.card, shape), headers=_headers(parsed.ignored))
+
+        def write(prepared: PreparedRequest) -> OllamaWriter:
+            openai = OpenAIWriter(prepared, card=self.llm.card, tokenizer=self.llm.tokenizer)
+            return OllamaWriter(prepared, shape, card=self.llm.card, timer=timer, openai=openai)
+
+        return await self._answer(
+            request, wanted, parsed.ignored, timer=timer, write=write, framing=LINES, prefix="ollama-", names=names
+        )
+
+    def _ollama_request(self, body: OllamaChat | OllamaGenerate) -> tuple[Mapping[str, str], ChatRequest | CompletionRequest]:
+        """Return a map from field names of the equivalent request to those of Ollama's, for errors, and that request. It is a
+        completion if the prompt shall not go through a chat template, or the model has none."""
+        names, context = body.names(), self.llm.card.max_context
+        if isinstance(body, OllamaGenerate) and (body.raw or (self.llm.template is None and not body.system)):
+            return names, as_request(CompletionRequest, body.completion(context=context), names)
+        return names, as_request(ChatRequest, body.chat(context=context), names)
 
     def _openai(self, wanted: CompletionRequest | ChatRequest) -> Callable[[PreparedRequest], OpenAIWriter]:
         return lambda prepared: OpenAIWriter(
@@ -195,7 +228,7 @@ class Endpoints:
         chunks = run.chunks()
         # Wait for the first chunk before the response starts: an error until then can still set the HTTP status.
         first = await or_disconnect(request.receive, anext(chunks))
-        return EventStream(_after(first, chunks), headers, framing, writer.failed)
+        return ChunkStream(_after(first, chunks), headers, framing, writer.failed)
 
     # ------------------------------------------------------------------ tokens
 
@@ -252,6 +285,20 @@ class Endpoints:
         self._find_model(name)
         return JSONResponse(self._card())
 
+    async def ollama_show(self, request: Request) -> Response:
+        parsed = await self._read(request, OllamaShow)
+        self._check_model(parsed.request.name)
+        return JSONResponse(ollama.shown_model(self.llm), headers=_headers(parsed.ignored))
+
+    async def ollama_tags(self) -> Response:
+        return JSONResponse({"models": [ollama.model_entry(self.llm.card)]})
+
+    async def ollama_ps(self) -> Response:
+        return JSONResponse({"models": [ollama.running_entry(self.llm.card)]})
+
+    async def ollama_version(self) -> Response:
+        return JSONResponse(ollama.version())
+
     async def health(self) -> Response:
         self._refuse_when_closed()
         return JSONResponse({"status": "ok"})
@@ -297,7 +344,8 @@ class Endpoints:
 
     def _find_model(self, name: str | None) -> None:
         card = self.llm.card
-        if name is not None and name != card.name and name not in self.options.aliases:
+        known = (card.name, *self.options.aliases)
+        if name is not None and name not in known and name.removesuffix(":latest") not in known:  # Ollama's clients add a tag.
             raise ModelNotFound(f"the model {name!r} is not served here; this server has {card.name!r}", param="model")
 
     def _refuse_when_closed(self) -> None:
@@ -331,7 +379,7 @@ def _equivalent(body: CountRequest, **changes: Any) -> tuple[Mapping[str, str], 
     """Return a map from field names of the equivalent chat request to those of a Messages request, for errors, and that chat
     request."""
     names = body.names()
-    return names, as_chat({**body.chat(), **changes}, names)
+    return names, as_request(ChatRequest, {**body.chat(), **changes}, names)
 
 
 class Writer(Protocol):
@@ -436,6 +484,9 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.state.endpoints = endpoints = Endpoints(llm, options)
     for path, get in (("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
+    for path, get in (("/api/tags", endpoints.ollama_tags), ("/api/ps", endpoints.ollama_ps)):
+        app.add_api_route(path, get, methods=["GET"], response_model=None)
+    app.add_api_route("/api/version", endpoints.ollama_version, methods=["GET"], response_model=None)
     for path, get in (("/tokenizer_info", endpoints.tokenizer_info), ("/version", endpoints.version)):
         app.add_api_route(path, get, methods=["GET"], response_model=None)
     for path, get in (("/health", endpoints.health), ("/metrics", endpoints.metrics), ("/openapi.json", endpoints.openapi)):
@@ -447,6 +498,9 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         "/v1/responses/input_tokens": endpoints.count_response,
         "/v1/messages": endpoints.message,
         "/v1/messages/count_tokens": endpoints.count,
+        "/api/chat": endpoints.ollama_chat,
+        "/api/generate": endpoints.ollama_generate,
+        "/api/show": endpoints.ollama_show,
         "/tokenize": endpoints.tokenize,
         "/detokenize": endpoints.detokenize,
         "/apply-template": endpoints.apply_template,

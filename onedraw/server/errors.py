@@ -1,4 +1,4 @@
-"""Errors as HTTP responses in OpenAI's or Anthropic's shape.
+"""Errors as HTTP responses in OpenAI's, Anthropic's or Ollama's shape.
 
 The input is an exception, the output the error object and its response. An unexpected exception is logged under an id, and the
 client receives the id without the details.
@@ -30,6 +30,12 @@ PATHS = (
     "/v1/responses/input_tokens",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
+    "/api/tags",
+    "/api/ps",
+    "/api/version",
     "/tokenize",
     "/detokenize",
     "/apply-template",
@@ -132,13 +138,19 @@ def message_error(error: OnedrawError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": _cut(str(error)), "param": _cut(error.param)}}
 
 
+def ollama_error(error: OnedrawError) -> dict[str, Any]:
+    """Return the error object in Ollama's shape."""
+    return {"error": _cut(str(error)), "param": _cut(error.param), "code": error.code}
+
+
 def error_response(error: Exception, *, path: str = "") -> JSONResponse:
-    """Build the response of an error. Below the path /v1/messages it has Anthropic's shape, elsewhere OpenAI's."""
+    """Build the response of an error, in the shape of the API that the path belongs to."""
     found = known(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if found.status == 401:
         headers["www-authenticate"] = "Bearer"
     if found.status in (429, 503):
         headers["retry-after"] = str(found.retry_seconds if isinstance(found, RateLimited) else RETRY_SECONDS)
-    shape = message_error if path.startswith("/v1/messages") else error_object
+    shapes = {"/v1/messages": message_error, "/api/": ollama_error}
+    shape = next((shape for beginning, shape in shapes.items() if path.startswith(beginning)), error_object)
     return JSONResponse(shape(found), status_code=found.status, headers=headers)

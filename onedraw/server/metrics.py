@@ -170,6 +170,7 @@ class RequestTimer:
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
         self.arrival = time.monotonic()
+        self.first_token: float | None = None  # the time of the first token of any choice
         self._last: dict[int, float] = {}  # for each choice, the time at which its last tokens arrived
 
     def see(self, piece: Piece) -> None:
@@ -188,4 +189,5 @@ class RequestTimer:
                 self._meters.between.observe((now - self._last[choice]) / count)
         else:
             self._meters.first.observe(now - self.arrival)
+            self.first_token = self.first_token or now
         self._last[choice] = now

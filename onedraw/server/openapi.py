@@ -21,9 +21,10 @@ from onedraw.server import protocol as tool_fields
 from onedraw.server.anthropic import messages
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest
 from onedraw.server.fields import LEFT_OUT_TOOL, Rule, Treatment
+from onedraw.server.ollama.requests import OllamaChat, OllamaGenerate, OllamaShow
 from onedraw.server.openai import responses_request as items
 from onedraw.server.openai.responses_request import ResponsesRequest
-from onedraw.server.parsing import kinds_in, table_of
+from onedraw.server.parsing import TOOL_TYPES, kinds_in, table_of
 from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -42,6 +43,9 @@ POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
     "/v1/responses/input_tokens": (ResponsesRequest, "Count the tokens of items", "InputTokens"),
     "/v1/messages": (MessagesRequest, "Answer messages, in Anthropic's shape", "MessageReply"),
     "/v1/messages/count_tokens": (CountRequest, "Count the tokens of messages", "TokenCount"),
+    "/api/chat": (OllamaChat, "Answer messages, in Ollama's shape", "OllamaReply"),
+    "/api/generate": (OllamaGenerate, "Answer or continue a prompt, in Ollama's shape", "OllamaReply"),
+    "/api/show": (OllamaShow, "The served model, in Ollama's shape", "OllamaModel"),
     "/tokenize": (TokenizeRequest, "A text or a chat as token ids", "Tokens"),
     "/detokenize": (DetokenizeRequest, "Token ids as text", "Text"),
     "/apply-template": (ChatRequest, "The prompt of a chat, as text", "Text"),
@@ -51,6 +55,9 @@ GETS: Mapping[str, tuple[str, str]] = {
     "/v1/models/{name}": ("The served model", "Model"),
     "/v1/responses/{response_id}": ("A stored response", "Response"),
     "/v1/responses/{response_id}/input_items": ("Its input items", "ItemList"),
+    "/api/tags": ("The served model, in Ollama's shape", "OllamaModels"),
+    "/api/ps": ("The served model, in Ollama's shape", "OllamaModels"),
+    "/api/version": ("The version of Ollama's API, and of the server", "Version"),
     "/tokenizer_info": ("Tokenizer and chat template", "TokenizerInfo"),
     "/version": ("The version of the server", "Version"),
     "/health": ("Whether the server accepts requests", "Health"),
@@ -65,6 +72,7 @@ PAGE: list[Json] = [
     {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
     {"name": "after", "in": "query", "schema": {"type": "string"}},
 ]
+ERROR_SHAPES = {"/v1/messages": "MessageError", "/api/": "OllamaError"}  # the beginning of a path → the shape of its errors
 ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
 
 _TEXTS: Json = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
@@ -75,7 +83,12 @@ _PART: Json = {
     "required": ["type", "text"],
     "additionalProperties": False,
 }
-_LEFT_OUT: Json = {"type": "string", "pattern": LEFT_OUT_TOOL.pattern}
+# A tool that the prompt leaves out. Only its type is read, so its other fields may have any value.
+_LEFT_OUT_TOOL: Json = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "pattern": LEFT_OUT_TOOL.pattern}},
+    "required": ["type"],
+}
 _STRING: Json = {"type": "string"}
 _NAME: Json = {"type": "object", "properties": {"name": _STRING}, "required": ["name"], "additionalProperties": False}
 
@@ -98,9 +111,9 @@ def _choice(named: Json, allowed: Json) -> Json:
 
 # Schemas of the values that our own validator functions accept: pydantic cannot derive a schema from a function.
 VALIDATOR_SCHEMAS: Mapping[Callable[..., Any], Json] = {
-    protocol.function_type: {"anyOf": [{"const": "function"}, _LEFT_OUT]},
-    messages.tool_type: {"anyOf": [{"const": "custom"}, _LEFT_OUT]},
-    protocol._texts: _TEXTS,
+    protocol.function_type: {"const": "function"},
+    messages.tool_type: {"const": "custom"},
+    protocol.texts: _TEXTS,
     protocol._prompts: {
         "anyOf": [
             {"type": "string"},
@@ -145,6 +158,24 @@ OBJECTS = {
             "error": {"type": "object", "required": ["message", "type"]},
         },
         "required": ["type", "error"],
+    },
+    "OllamaError": {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error", "param", "code"]},
+    "OllamaReply": {
+        "type": "object",
+        "properties": {"model": {"type": "string"}, "created_at": {"type": "string"}, "done": {"type": "boolean"}},
+        "required": ["model", "created_at", "done"],
+    },
+    "OllamaModel": {
+        "type": "object",
+        "properties": {"capabilities": {"type": "array", "items": {"type": "string"}}, "model_info": {"type": "object"}},
+        "required": ["details", "model_info", "capabilities", "template"],
+    },
+    "OllamaModels": {
+        "type": "object",
+        "properties": {
+            "models": {"type": "array", "items": {"type": "object", "required": ["name", "model", "digest", "details"]}}
+        },
+        "required": ["models"],
     },
     "Version": {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]},
     "TokenizerInfo": {
@@ -248,15 +279,16 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
         schemas |= {name: _without(found) for name, found in inner.items() if name not in sifted}
     schemas |= {name: schema(model, table_of(model), card=card, lenient=lenient) for name, model in sifted.items()}
     key: Json = {"security": [{"key": []}]} if locked else {}
-    paths: Json = {path: {"post": {**_post(*found), **key}} for path, found in POSTS.items()}
+    paths: Json = {path: {"post": {**_post(path, *found), **key}} for path, found in POSTS.items()}
     for path, (summary, shape) in GETS.items():
-        paths[path] = {"get": {**_get(summary, _json(shape)), **({} if path == "/health" else key)}}
+        paths[path] = {"get": {**_get(path, summary, _json(shape)), **({} if path == "/health" else key)}}
     for path, (summary, media) in PLAIN.items():
         content: Json = {media: {"schema": {"type": "object" if media.endswith("json") else "string"}}}
-        paths[path] = {"get": {**_get(summary, content), **({} if path == "/" else key)}}
-    paths["/v1/responses/{response_id}"]["delete"] = {**_get("Delete a stored response", _json("Deleted")), **key}
+        paths[path] = {"get": {**_get(path, summary, content), **({} if path == "/" else key)}}
+    stored = "/v1/responses/{response_id}"
+    paths[stored]["delete"] = {**_get(stored, "Delete a stored response", _json("Deleted")), **key}
     paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"] = PAGE
-    paths["/v1/responses"]["post"]["responses"]["200"]["links"] = _links(paths, "/v1/responses/{response_id}")
+    paths["/v1/responses"]["post"]["responses"]["200"]["links"] = _links(paths, stored)
     for path, methods in paths.items():
         for name in re.findall(r"{(\w+)}", path):
             given = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -281,16 +313,17 @@ def _links(paths: Json, stem: str) -> Json:
     return links
 
 
-def _post(model: type[BaseModel], summary: str, shape: str) -> Json:
+def _post(path: str, model: type[BaseModel], summary: str, shape: str) -> Json:
     content = _json(shape)
     if "stream" in model.model_fields and shape != "InputTokens":
-        content = {**content, "text/event-stream": {"schema": {"type": ["string", "object"]}}}
+        media = "application/x-ndjson" if path.startswith("/api/") else "text/event-stream"
+        content = {**content, media: {"schema": {"type": ["string", "object"]}}}
     body = {"required": True, "content": _json(model.__name__)}
-    error = "MessageError" if model in (MessagesRequest, CountRequest) else "Error"
-    return {**_get(summary, content, error=error), "requestBody": body}
+    return {**_get(path, summary, content), "requestBody": body}
 
 
-def _get(summary: str, content: Json, *, error: str = "Error") -> Json:
+def _get(path: str, summary: str, content: Json) -> Json:
+    error = next((shape for beginning, shape in ERROR_SHAPES.items() if path.startswith(beginning)), "Error")
     errors = {str(status): {"description": HTTPStatus(status).phrase, "content": _json(error)} for status in ERRORS}
     return {"summary": summary, "responses": {"200": {"description": "OK", "content": content}, **errors}}
 
@@ -315,8 +348,11 @@ def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard
             found = _other(rule)
         described = {"description": rule.note} if rule.note else {}
         properties[name] = {**(found if name in required else _nullable(found)), **described}
-    body: Json = {"type": "object", "properties": properties, "additionalProperties": lenient}
-    return {**body, "required": required} if required else body
+    # A field that is null counts as not sent, also one that is not known.
+    body: Json = {"type": "object", "properties": properties, "additionalProperties": lenient or {"type": "null"}}
+    if required:
+        body["required"] = required
+    return {"anyOf": [body, _LEFT_OUT_TOOL]} if model in TOOL_TYPES else body
 
 
 def _honoured(name: str, field: FieldInfo, made: Json, *, card: ModelCard) -> Json:

@@ -30,6 +30,7 @@ from onedraw.server.fields import (
     sift,
     table,
 )
+from onedraw.server.ollama import requests as ollama
 from onedraw.server.openai import responses_request as items
 from onedraw.server.protocol import (
     PART_FIELDS,
@@ -68,6 +69,13 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     messages.CountRequest: table(messages.CountRequest, messages.RULES),
     messages.MessageParam: table(messages.MessageParam),
     messages.MessageTool: table(messages.MessageTool, TOOL_RULES),
+    ollama.OllamaChat: table(ollama.OllamaChat, ollama.CHAT_RULES),
+    ollama.OllamaGenerate: table(ollama.OllamaGenerate, ollama.GENERATE_RULES),
+    ollama.OllamaMessage: table(ollama.OllamaMessage, ollama.MESSAGE_RULES),
+    ollama.OllamaCall: table(ollama.OllamaCall, ollama.CALL_RULES),
+    ollama.OllamaFunction: table(ollama.OllamaFunction, ollama.FUNCTION_RULES),
+    ollama.OllamaOptions: table(ollama.OllamaOptions, ollama.OPTION_RULES),
+    ollama.OllamaShow: table(ollama.OllamaShow, ollama.SHOW_RULES),
 }
 # The fields of nested objects that have no pydantic model, by (model, field) that contains them. None means a plain value.
 Shape = Mapping[str, "Shape | None"]
@@ -176,10 +184,11 @@ def _object_in(annotation: Any) -> type[BaseModel] | None:
     return found[0] if len(found) == 1 else None
 
 
-def as_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
-    """Build a chat request from the fields of another API's request. `names` maps its field names to the caller's, for errors."""
+def as_request(kind: type[RequestT], fields: Mapping[str, Any], names: Mapping[str, str]) -> RequestT:
+    """Build a chat or completion request from the fields of another API's request. `names` maps its field names to the caller's,
+    for errors."""
     try:
-        return _validated(ChatRequest, dict(fields))
+        return _validated(kind, dict(fields))
     except BadParameter as error:
         raise error.renamed(names) from None
 

@@ -188,7 +188,7 @@ def _kind(value: object) -> dict[str, Any]:
     return {"kind": {bool: "a boolean", int: "a number", float: "a number", dict: "an object"}.get(type(value), "this")}
 
 
-def _texts(value: object) -> tuple[str, ...]:
+def texts(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
@@ -303,7 +303,7 @@ class TokenFields(StrictModel):
     dry_range: Whole | None = field_doc(
         "integer >= -1", "how many of the last tokens DRY searches for repetitions; 0 and -1: all"
     )
-    dry_sequence_breakers: Annotated[tuple[str, ...], PlainValidator(_texts)] | None = field_doc(
+    dry_sequence_breakers: Annotated[tuple[str, ...], PlainValidator(texts)] | None = field_doc(
         "list of strings", "repetitions are not matched across these; default line break, colon, quote, asterisk"
     )
     logit_bias: Annotated[dict[int, float], PlainValidator(_bias)] | None = field_doc(
@@ -314,12 +314,12 @@ class TokenFields(StrictModel):
         "list of integers", "ids of the first tokens of the reply, which holds what follows them; needs `seed`; see below", []
     )
     system_fingerprint: str | None = field_doc("string", "refused if the server reports another one with its replies")
-    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
+    stop: Annotated[tuple[str, ...], PlainValidator(texts)] = field_doc(
         "string or list", "ends the reply and is not part of its text; searched in the answer, not in reasoning or calls", ()
     )
     stop_token_ids: ListOf[int] = field_doc("list of integers", "token ids that end the reply", [])
     ignore_eos: bool = field_doc("boolean", "continue after the end-of-sequence token", False)
-    bad_words: Annotated[tuple[str, ...], PlainValidator(_texts)] = field_doc(
+    bad_words: Annotated[tuple[str, ...], PlainValidator(texts)] = field_doc(
         "list of strings", "words that the reply never contains", ()
     )
     speculation: bool = field_doc("boolean", "false: no speculative decoding for this request; it never changes a reply", True)

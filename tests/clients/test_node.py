@@ -1,4 +1,4 @@
-"""Clients from the npm registry: openai and the Vercel AI SDK, each a script that prints its results as JSON."""
+"""Clients from the npm registry: openai, ollama and the Vercel AI SDK, each a script that prints its results as JSON."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def run(server: Server, script: str, part: str, *, key: str | None = None) -> An
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+@pytest.mark.parametrize("script", ["openai.js", "ai.js", "ollama.js"])
 @pytest.mark.parametrize("part", ["chat", "stream"])
 def test_chat_and_streaming(server: Server, script: str, part: str) -> None:
     assert run(server, script, part)["text"] == server.reply(seed=7, max_tokens=12)
 
 
-@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+@pytest.mark.parametrize("script", ["openai.js", "ai.js", "ollama.js"])
 def test_errors(server: Server, script: str) -> None:
     result = run(server, script, "error")
     assert (result["status"], "temperature" in result["message"]) == (400, True)
@@ -48,7 +48,7 @@ def test_tools(server: Server, needs: Callable[..., None], script: str) -> None:
     assert 1 <= run(server, script, "tools")["days"] <= 9
 
 
-@pytest.mark.parametrize("script", ["openai.js", "ai.js"])
+@pytest.mark.parametrize("script", ["openai.js", "ai.js", "ollama.js"])
 def test_structured_output(server: Server, needs: Callable[..., None], script: str) -> None:
     needs(field="response_format")
     assert 1 <= run(server, script, "structured")["days"] <= 9
@@ -76,3 +76,10 @@ def test_responses_refer_to_earlier_ones_by_id(server: Server, needs: Callable[.
     result = run(server, "ai.js", "responses-refer")
     assert result["text"]
     assert result["referred"]
+
+
+def test_ollama_generates_and_lists_the_model(server: Server, needs: Callable[..., None]) -> None:
+    needs(path="/api/generate")
+    assert run(server, "ollama.js", "generate")["text"] == server.reply(seed=7, max_tokens=12)
+    found = run(server, "ollama.js", "models")
+    assert (found["names"], "tools" in found["capabilities"]) == ([server.model], True)

@@ -11,9 +11,9 @@ import anthropic
 import jsonschema
 import pytest
 
-from onedraw.server.anthropic import messages
 from onedraw.server.auth import ApiKey
 from onedraw.server.config import ServerOptions
+from onedraw.server.openai.chat import arguments_object
 from tests.server.running import fake_llm, serving
 
 PATH = "/v1/messages"
@@ -234,5 +234,5 @@ def test_neutral_fields_are_accepted(fake: Any) -> None:
     ],
 )
 def test_invalid_arguments_of_a_call_become_a_valid_json_object(arguments: str, given: Any) -> None:
-    assert messages._input(arguments) == given
+    assert arguments_object(arguments) == given
     json.dumps(given, allow_nan=False)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest
 from onedraw.server.errors import log
+from onedraw.server.ollama.requests import OllamaChat, OllamaGenerate, OllamaShow
 from onedraw.server.openai.responses_request import ResponsesRequest
 from onedraw.server.parsing import TABLES
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -22,6 +23,7 @@ from tests.support.searching import examples
 
 SAID = [{"role": "user", "content": "a"}]
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+SHORT = {"num_predict": 3, "stop": ["b"]}
 BASES: dict[str, tuple[type, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "a", "max_tokens": 3}),
     "/v1/chat/completions": (ChatRequest, {"messages": SAID, "max_tokens": 3, "tools": [{"type": "function", "function": TOOL}]}),
@@ -29,6 +31,12 @@ BASES: dict[str, tuple[type, dict[str, Any]]] = {
     "/v1/responses/input_tokens": (ResponsesRequest, {"input": "a"}),
     "/v1/messages": (MessagesRequest, {"messages": SAID, "max_tokens": 3, "system": "b"}),
     "/v1/messages/count_tokens": (CountRequest, {"messages": SAID}),
+    "/api/chat": (
+        OllamaChat,
+        {"messages": SAID, "options": {"num_predict": 3}, "tools": [{"type": "function", "function": TOOL}]},
+    ),
+    "/api/generate": (OllamaGenerate, {"prompt": "a", "options": SHORT}),
+    "/api/show": (OllamaShow, {"model": "a"}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1, 2]}),
 }
@@ -159,8 +167,9 @@ def test_no_json_is_answered_with_a_server_error(small: Served, path: str) -> No
         assert "Traceback" not in answer.text
         if answer.status_code != 200:
             error = answer.json()["error"]
-            assert error["message"]
-            assert error["type"] in ("invalid_request_error", "not_found_error", "rate_limit_error")
+            assert error if path.startswith("/api/") else error["message"]
+            kinds = ("invalid_request_error", "not_found_error", "rate_limit_error")
+            assert isinstance(error, str) if path.startswith("/api/") else error["type"] in kinds
         assert not unexpected.found, unexpected.found[0].exc_info
 
     level, disabled = log.level, log.disabled

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from onedraw.errors import OnedrawError
-from onedraw.server.sse import NAMED, EventStream
+from onedraw.server.streaming import NAMED, ChunkStream
 from tests.server.running import fake_llm, serving, slowed, wait_until
 
 HELLO = [{"role": "user", "content": "Say hello."}]
@@ -189,7 +189,7 @@ def test_an_error_that_cannot_be_written_in_the_shape_of_the_api_is_written_in_t
     async def receive() -> Any:
         await asyncio.sleep(60)
 
-    stream = EventStream(chunks(), {}, NAMED, failed)
+    stream = ChunkStream(chunks(), {}, NAMED, failed)
     asyncio.run(stream({"type": "http"}, receive, send))
     assert b'"fine"' in sent[1]["body"]
     assert sent[-1]["body"].startswith(b"event: error\ndata: ")

@@ -8,7 +8,6 @@ a piece is a part of a reply as it arrives.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -35,7 +34,7 @@ from onedraw.server.fields import (
     seed_field,
     sift,
 )
-from onedraw.server.openai.chat import Json
+from onedraw.server.openai.chat import Json, arguments_object
 from onedraw.server.prompts import PreparedRequest
 from onedraw.server.protocol import ANY_MODEL
 from onedraw.types import ModelCard, Piece, Usage
@@ -440,21 +439,7 @@ def _content(block: ContentBlock, *, empty: bool = False) -> Json:
             return {"type": "text", "text": text}
         case "tool":
             assert block.call is not None
-            return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": _input(text)}
-
-
-def _input(arguments: str) -> Json:
-    """Parse the arguments of a call; cut-off arguments give {}. Numbers beyond the range of a float are clamped and NaN becomes
-    null, so that the reply is valid JSON."""
-    try:
-        found = json.loads(arguments, parse_float=_finite, parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _finite(number: str) -> float:
-    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
+            return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments_object(text)}
 
 
 def write_usage(usage: Usage) -> Json:

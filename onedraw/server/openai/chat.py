@@ -6,6 +6,8 @@ shapes, ready for JSON. A choice is one of the n replies to a prompt.
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -284,3 +286,17 @@ def _message(reply: Reply) -> Json:
             for one in calls
         ]
     return message
+
+
+def arguments_object(arguments: str) -> Json:
+    """Parse the arguments of a call, for APIs that send them as an object; cut-off arguments give {}. Numbers beyond the range
+    of a float are clamped and NaN becomes null, so that the reply is valid JSON."""
+    try:
+        found = json.loads(arguments, parse_float=_finite_float, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _finite_float(number: str) -> float:
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))

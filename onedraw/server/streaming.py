@@ -1,6 +1,6 @@
-"""Server-sent events: the HTTP response of a streamed reply.
+"""The HTTP response of a streamed reply: server-sent events, or lines of JSON.
 
-The input is an async generator of chunks. An error after the start is sent as an event. If the client disconnects, the
+The input is an async generator of chunks. An error after the start is sent as a chunk. If the client disconnects, the
 generator is closed, which cancels the generation.
 """
 
@@ -22,22 +22,36 @@ from onedraw.server.middleware import or_disconnect
 Chunk = dict[str, Any]
 
 
+def event(chunk: Chunk) -> bytes:
+    """Return a chunk as a server-sent event."""
+    return b"data: %b\n\n" % to_json(chunk, inf_nan_mode="null")
+
+
+def named_event(chunk: Chunk) -> bytes:
+    """Return a chunk as a server-sent event with an `event:` line, which has its type."""
+    return b"event: %b\n%b" % (chunk["type"].encode(), event(chunk))
+
+
+def json_line(chunk: Chunk) -> bytes:
+    return to_json(chunk, inf_nan_mode="null") + b"\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """The differences between the event streams of OpenAI's and Anthropic's APIs."""
+    """The differences between the streams of OpenAI's, Anthropic's and Ollama's APIs."""
 
-    named: bool  # whether each event has an `event:` line with its type
-    last: bytes  # bytes to send after the last event of a complete stream
-
-
-OPENAI = Framing(named=False, last=b"data: [DONE]\n\n")
-NAMED = Framing(named=True, last=b"")
+    write: Callable[[Chunk], bytes]
+    last: bytes = b""  # bytes to send after the last chunk of a complete stream
+    media_type: str = "text/event-stream"
 
 
-class EventStream(Response):
+OPENAI = Framing(event, last=b"data: [DONE]\n\n")
+NAMED = Framing(named_event)
+LINES = Framing(json_line, media_type="application/x-ndjson")
+
+
+class ChunkStream(Response):
     """Sends the chunks of an async generator. If it raises, `failed` turns the error into last chunks, and the stream ends."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -47,7 +61,8 @@ class EventStream(Response):
         failed: Callable[[OnedrawError], list[Chunk]],
     ) -> None:
         # The header x-accel-buffering tells reverse proxies to pass events on without buffering.
-        super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=framing.media_type)
         del self.headers["content-length"]
         self._chunks = chunks
         self._framing = framing
@@ -61,25 +76,19 @@ class EventStream(Response):
         async with aclosing(self._chunks) as stream:
             try:
                 async for chunks in stream:
-                    await send({"type": "http.response.body", "body": self._events(chunks), "more_body": True})
+                    await send({"type": "http.response.body", "body": self._joined(chunks), "more_body": True})
                 last = self._framing.last
             except Exception as error:
-                last = self._error_events(known(error))
+                last = self._error_chunks(known(error))
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _error_events(self, error: OnedrawError) -> bytes:
+    def _error_chunks(self, error: OnedrawError) -> bytes:
         try:
-            return self._events(self._failed(error))
+            return self._joined(self._failed(error))
         except Exception as failure:  # `failed` writes the reply so far, which may be the very part that cannot be written
             log.error("an error could not be written in the shape of its endpoint", exc_info=failure)
-            return event({"type": "error", **error_object(error)}, self._framing.named)
+            return self._framing.write({"type": "error", **error_object(error)})
 
-    def _events(self, chunks: list[Chunk]) -> bytes:
+    def _joined(self, chunks: list[Chunk]) -> bytes:
         """Join all chunks into one write, since a socket write per chunk would cost more than making the chunk."""
-        return b"".join(event(chunk, self._framing.named) for chunk in chunks)
-
-
-def event(value: Chunk, named: bool = False) -> bytes:
-    """Return one event as bytes. With `named` it has an `event:` line with its type."""
-    name = b"event: %b\n" % value["type"].encode() if named else b""
-    return b"%bdata: %b\n\n" % (name, to_json(value, inf_nan_mode="null"))
+        return b"".join(map(self._framing.write, chunks))
