@@ -7,6 +7,7 @@ packages receive single values. Each field is a flag: `max_context` is `--max-co
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,7 +25,8 @@ SchedulingPolicy = Literal["fair", "fcfs"]
 Overlap = Literal["auto", "on", "off"]
 BackendName = Literal["torch", "xla", "fake"]
 XlaPlatform = Literal["auto", "cpu", "cuda", "tpu"]
-DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # the values of --draft that are not paths
+DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # the values of --draft that name no file
+HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.gguf)"  # owner/name of a repository on the hub
 
 
 ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (  # (setting, environment variable, parser of its value)
@@ -64,7 +66,9 @@ class Settings:
     prefix_cache: bool = True  # whether prompts share the KV pages of common prefixes
     scheduling_policy: SchedulingPolicy = "fair"  # whether callers take turns, or the order of arrival decides
     queue_limit: int = 256  # requests that may wait before new ones are refused with 429
-    draft: tuple[str, ...] = ("auto",)  # drafters: auto, none, ngram, prediction, mtp, or the path of a drafter or draft model
+    draft: tuple[str, ...] = (
+        "auto",
+    )  # drafters: auto, none, ngram, prediction, mtp, or the path or hub id of a drafter or draft model
     draft_tokens: int | None = None  # drafts per row and step; None adapts them to how many are kept
     tree_budget: int = 0  # nodes of a draft tree; 0 means that drafts form a chain
     trace_verify: bool = False  # whether to print how every draft was verified
@@ -148,9 +152,11 @@ class Settings:
 
     def _check_drafting(self) -> None:
         for entry in self.draft:
-            if entry not in DRAFT_WORDS and not entry.startswith("random:") and not (entry and Path(entry).exists()):
+            named = entry in DRAFT_WORDS or entry.startswith("random:") or re.fullmatch(HUB_ID, entry)
+            if not named and not (entry and Path(entry).exists()):
                 raise BadSetting(
-                    f"--draft: {entry!r} is neither {', '.join(DRAFT_WORDS)} nor the path of a drafter or draft model"
+                    f"--draft: {entry!r} is neither {', '.join(DRAFT_WORDS)} nor the path or hub id (owner/name) of a drafter or "
+                    "draft model"
                 )
         if not self.draft or ("none" in self.draft and len(set(self.draft)) > 1):
             raise BadSetting("--draft: give at least one value; none (no speculative decoding) cannot be combined with others")

@@ -25,8 +25,11 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
     """Open the model's checkpoint, downloaded first if needed; `random:SHAPE` has random weights."""
     if is_random(settings.model):
         return open_random(settings.model)
-    path = resolve_model(settings.model, settings.cache_dir or default_cache_dir(), progress=progress)
-    return open_checkpoint(path)
+    return open_checkpoint(resolve_model(settings.model, cache_folder(settings), progress))
+
+
+def cache_folder(settings: Settings) -> Path:
+    return settings.cache_dir or default_cache_dir()
 
 
 def describe(settings: Settings, checkpoint: Checkpoint) -> ModelInfo:

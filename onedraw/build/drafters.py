@@ -18,25 +18,26 @@ from typing import Any, Literal
 from onedraw.backends.devices import float_dtype
 from onedraw.backends.memory_plan import MemoryPlan
 from onedraw.backends.packing import gpu_packed_savings, is_gpu_packed
-from onedraw.build.checkpoint import open_drafter, read_text
+from onedraw.build.checkpoint import Progress, cache_folder, open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
 from onedraw.checkpoints import drafters
 from onedraw.checkpoints.base import Checkpoint
 from onedraw.checkpoints.catalogue import find_in_catalogue
 from onedraw.checkpoints.download import resolve_model
-from onedraw.checkpoints.random_weights import DRAFTER_SHAPES
+from onedraw.checkpoints.random_weights import DRAFTER_SHAPES, is_random
 from onedraw.errors import BadSetting, ModelError, UnsupportedModel
 from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_info
 from onedraw.models.mtp import MtpSpec, has_mtp, read_mtp_info
 from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.models.source import ModelSource
 from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
-from onedraw.settings import DRAFT_WORDS, Settings, default_cache_dir
+from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Proposer
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
 
+HOST_WEIGHTS = ("predecessor", "successor")  # of a candidate selector, whose rows are read from the file
 DRAFT_MODEL_TOKENS = 4  # how many tokens a draft model drafts if --draft-tokens is not given
 NAME_KEYS = ("general.name", "general.basename", "_name_or_path")  # metadata keys under which a checkpoint names its model
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
@@ -57,23 +58,26 @@ def proposer_names(settings: Settings) -> tuple[str, ...]:
     return tuple(name for name in PROPOSERS if name in settings.draft or "auto" in settings.draft)
 
 
-def drafter_paths(settings: Settings) -> tuple[Path, ...]:
-    """Return the paths in --draft, which name drafters and draft models that run on the device."""
-    return tuple(Path(entry) for entry in settings.draft if entry not in DRAFT_WORDS)
+def drafter_names(settings: Settings) -> tuple[str, ...]:
+    """Return the paths and hub ids in --draft, which name drafters and draft models that run on the device."""
+    return tuple(entry for entry in settings.draft if entry not in DRAFT_WORDS)
 
 
-def select_drafter(settings: Settings, info: ModelInfo, checkpoint: Checkpoint) -> Path | Literal["mtp"] | None:
-    """Return the drafter on the device: the one that --draft names, or with `auto` a drafter that ships for this model, else the
-    downloaded one that the catalogue names for it, else the model's MTP head. None if there is none."""
-    named: list[Path | Literal["mtp"]] = [*drafter_paths(settings)]
-    if "mtp" in settings.draft:
-        named.append("mtp")
+def select_drafter(
+    settings: Settings, info: ModelInfo, checkpoint: Checkpoint, progress: Progress | None = None
+) -> Path | Literal["mtp"] | None:
+    """Return the drafter on the device: the one that --draft names, downloaded first if needed, or with `auto` a drafter that
+    ships for this model, else the downloaded one that the catalogue names for it, else the model's MTP head. None if there is
+    none."""
+    named: list[str] = [*drafter_names(settings), *(["mtp"] if "mtp" in settings.draft else [])]
     if len(named) > 1:
         raise BadSetting(
             f"--draft: only one drafter can run on the device, not {len(named)}; auto, ngram and prediction may be added"
         )
+    if named == ["mtp"]:
+        return "mtp"
     if named:
-        return named[0]
+        return Path(named[0]) if is_random(named[0]) else resolve_model(named[0], cache_folder(settings), progress)
     if "auto" not in settings.draft:
         return None
     built_in = find_built_in_drafter(info.spec, checkpoint) or find_downloaded_drafter(settings, info, checkpoint)
@@ -86,12 +90,12 @@ def find_downloaded_drafter(settings: Settings, info: ModelInfo, checkpoint: Che
     if known is None or known.drafter is None:
         return None
     try:
-        path = resolve_model(known.drafter, settings.cache_dir or default_cache_dir(), offline=True)
+        path = resolve_model(known.drafter, cache_folder(settings), offline=True)
         drafter = open_drafter(path)
     except ModelError:
         return None
     try:
-        check_drafter_fits(read_drafter_info(drafter).spec, info.spec)
+        check_drafter_fits(read_drafter_info(drafter, len(info.spec.layers)).spec, info.spec)
     except UnsupportedModel:
         return None
     finally:
@@ -123,11 +127,14 @@ def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
         own = open_drafter(source)
         try:
             if is_drafter(own):
-                drafter = read_drafter_info(own)
+                drafter = read_drafter_info(own, len(info.spec.layers))
                 spec = drafter.spec
                 # The projections to keys and values exist a second time, for the context.
                 contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
                 twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), gpu_packed_savings(contexts)
+                codebooks = [drafter.weights.tensor(None, name) for name in HOST_WEIGHTS if name in drafter.spec.outer_shapes()]
+                twice -= sum(math.prod(tensor.shape) for tensor in codebooks)
+                saved -= gpu_packed_savings(codebooks)
             else:
                 spec = read_model_info(own).spec
             saved += gpu_packed_savings(own.tensors.values())
@@ -190,7 +197,7 @@ class DrafterBuilder:
             checkpoint = open_drafter(self.source)
             try:
                 if is_drafter(checkpoint):
-                    drafter = read_drafter_info(checkpoint)
+                    drafter = read_drafter_info(checkpoint, len(target.spec.layers))
                     check_drafter_fits(drafter.spec, target.spec)
                     arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
                     width = CANDIDATES if settings.tree_budget else 1

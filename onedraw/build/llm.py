@@ -20,7 +20,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
 from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
-from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_paths, make_speculator, select_drafter
+from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_names, make_speculator, select_drafter
 from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
 from onedraw.build.xla import require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import CheckpointOffload
@@ -143,7 +143,7 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     if settings.kv_dtype != "auto":
         raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
-    if drafter_paths(settings) or "mtp" in settings.draft:
+    if drafter_names(settings) or "mtp" in settings.draft:
         raise BadSetting("--draft: the fake backend has no drafters on the device; use auto, none, ngram or prediction")
     tokenizer = fake_tokenizer()
     context = settings.max_context or 2048
@@ -184,7 +184,7 @@ def _build_model(settings: Settings, notify: Progress, speculator: Speculator, *
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
         constraints = ConstraintFactory(tokenizer, info.eos_ids)
-        source = None if settings.backend == "xla" else select_drafter(settings, info, checkpoint)
+        source = None if settings.backend == "xla" else select_drafter(settings, info, checkpoint, notify)
         drafter = None if source is None else DrafterBuilder(source, tokenizer, checkpoint)
 
         def make_backend() -> Backend:

@@ -77,11 +77,13 @@ CATALOGUE: Mapping[str, CatalogueModel] = {
     "qwen3.6-35b-a3b": CatalogueModel("Qwen/Qwen3.6-35B-A3B", "35B", drafter="z-lab/Qwen3.6-35B-A3B-DFlash"),
     "llama3.2-1b": CatalogueModel("meta-llama/Llama-3.2-1B-Instruct", "1.2B"),
     "llama3.2-3b": CatalogueModel("meta-llama/Llama-3.2-3B-Instruct", "3.2B"),
-    "llama3.1-8b": CatalogueModel("meta-llama/Llama-3.1-8B-Instruct", "8B"),
+    "llama3.1-8b": CatalogueModel(
+        "meta-llama/Llama-3.1-8B-Instruct", "8B", drafter="z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"
+    ),
     "gemma4-e2b": CatalogueModel("google/gemma-4-E2B-it", "5.1B"),
     "gemma4-e4b": CatalogueModel("google/gemma-4-E4B-it", "8B"),
-    "gemma4-26b-a4b": CatalogueModel("google/gemma-4-26B-A4B-it", "26B"),
-    "gemma4-31b": CatalogueModel("google/gemma-4-31B-it", "31B"),
+    "gemma4-26b-a4b": CatalogueModel("google/gemma-4-26B-A4B-it", "26B", drafter="z-lab/gemma-4-26B-A4B-it-DFlash"),
+    "gemma4-31b": CatalogueModel("google/gemma-4-31B-it", "31B", drafter="z-lab/gemma-4-31B-it-DFlash"),
 }
 BUILT_IN_MODELS: Mapping[str, BuiltInModel] = {name: model.wheel for name, model in CATALOGUE.items() if model.wheel is not None}
 

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes, Floats
 from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
-from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, detect_layout, outer_shapes, read_drafter_spec
+from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, detect_layout, drafter_shapes, read_drafter_spec
 from onedraw.models.registry import find_family
 from onedraw.models.source import CheckpointFormat, LazyTensor, ReshapedRows
 from onedraw.models.spec import ModelSpec
-from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, TensorShape, WeightKey, weight_shapes
+from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, weight_shapes
 
 PREFIX = "random:"
 END_TOKEN = 256  # the id that ends a reply, in the tokenizer that random weights get (`text/fake_tokenizer.py`)
@@ -217,11 +217,8 @@ def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = 
     bare = RandomDrafter(config, Path(name), mixture)
     layout = detect_layout(bare)
     spec = read_drafter_spec(bare, layout)
-    shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
-    for index, layer in enumerate(spec.layers):
-        shapes |= {(index, weight): shape for weight, shape in layer.shapes(spec.hidden).items()}
     tensors: dict[str, LazyTensor] = {}
-    for key, shape in shapes.items():
+    for key, shape in drafter_shapes(spec).items():
         plain = random_tensor(DRAFTER_WEIGHT_NAMES[layout].stored_name(key), key[1], shape, tied=False, seed=0)
         kind = mixture_kind(mixture, *key, shape, layers=len(spec.layers), tied=False) if mixture else "F32"
         quantized = RandomQuantTensor(plain.name, shape, kind, plain.seed, plain.std)

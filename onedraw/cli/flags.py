@@ -53,9 +53,9 @@ SETTINGS_HELP: Mapping[str, str] = {
     "scheduling_policy": "who runs next if not all requests fit: fair (callers in turn, then the requests of a caller; running "
     "replies of whoever holds most are preempted) or fcfs (strict order of arrival)",
     "queue_limit": "requests that may wait before new ones are refused",
-    "draft": "drafters for speculative decoding: auto, none, ngram, prediction, mtp (the model's own head), or the path of a "
-    "drafter or draft model; repeatable (default: auto: prediction, ngram, and the drafter that ships or was pulled with the "
-    "model)",
+    "draft": "drafters for speculative decoding: auto, none, ngram, prediction, mtp (the model's own head), or the path or "
+    "hub id of a drafter or draft model; repeatable (default: auto: prediction, ngram, and the drafter that ships or was "
+    "pulled with the model)",
     "draft_tokens": "draft tokens per sequence and step; auto: as many as pay off (default: auto)",
     "tree_budget": "nodes of a draft tree; 0: a chain",
     "trace_verify": "print to stderr whether each draft was kept",

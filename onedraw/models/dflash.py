@@ -1,7 +1,7 @@
 """DFlash drafters: their spec, their weights, and whether a drafter fits a target.
 
-In: an open checkpoint in one of three layouts (z-lab or speculators safetensors, GGUF `dflash`) and the ModelSpec of the target,
-the model that it drafts for. Out: DrafterInfo, or UnsupportedModel.
+In: an open checkpoint in one of four layouts (z-lab or speculators safetensors, GGUF `dflash` of llama.cpp, GGUF `*-dflash-draft`
+of Lucebox) and the ModelSpec of the target, the model that it drafts for. Out: DrafterInfo, or UnsupportedModel.
 
 A feature of a position is the target's residual stream there, after a layer that the drafter names. A block is the positions that
 one pass of the drafter computes; its positions are called slots. Slot 0 holds the anchor, which is the last sampled token, and
@@ -18,9 +18,21 @@ A drafter computes, for C committed positions with features F [C, n·Ht] and the
 A layer with a window W attends to context positions C - W … C - 1, the same for every slot. Within the block every slot attends
 to every slot, or with `causal_in_block` only to itself and the slots before it.
 
+Laguna drafters add: a norm of every feature before fc (`feature_norms`), a gate on the output of attention, and context keys and
+values of rms(c) · attn_norm instead of c (`normed_context`).
+DFlash2 drafters add, in a layer and for the slots of the block only, a convolution before and after each sublayer f. With its
+normed input h, taps τ, channels i and groups of channels i/G:
+    δ        = h · projᵀ                                       [2, taps, groups]; side 0 before f, side 1 after it
+    conv(z)  = Σ_τ (base[side, τ, i] + δ[side, τ, i/G]) · z[slot - τ, i]      without slots before the block
+    x       += conv₁(f(conv₀(h)))
+and a candidate selector: of a slot, the top_k tokens b score U(b) + ⟨predecessor[a] ⊙ (selector · x), successor[b]⟩. Here
+U are the logits, x is the slot's output after the last norm, and a the token drafted for the slot before it, at first the anchor.
+
 Weights, float32, matrices as [outputs, inputs]
     outer      fc [E, n·Ht]  hidden_norm [E]  norm [E]; embed [V, E] and head [Vd, E] if the drafter has its own
-    layer      the names of `weight_names.py`, with q_norm and k_norm
+               feature_norms [n, Ht]; predecessor and successor [V, rank], selector [rank, E]
+    layer      the names of `weight_names.py`, with q_norm and k_norm; attn_conv and mlp_conv [2, taps, E], attn_conv_proj and
+               mlp_conv_proj [2 · taps · groups, E]
     target_ids int64 [Vd]: the target's token id of every row of the head, if the drafter has a reduced vocabulary
 """
 
@@ -29,57 +41,152 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.config_reader import IGNORED_KEYS, MAX_LAYERS, ConfigReader, code_notes, default_head_dim, layer_types
+from onedraw.models.config_reader import (
+    IGNORED_KEYS,
+    IGNORED_MOE_KEYS,
+    MAX_LAYERS,
+    ConfigReader,
+    code_notes,
+    default_head_dim,
+    layer_types,
+)
 from onedraw.models.family import IGNORED_METADATA, check_layer_sizes
+from onedraw.models.laguna import read_gate, stored_gate
 from onedraw.models.rope import rope_from_config, rope_from_metadata
-from onedraw.models.source import LazyTensor, ModelSource
-from onedraw.models.spec import AttentionSpec, DrafterLayout, DrafterSpec, LayerSpec, MlpSpec, ModelSpec
+from onedraw.models.source import LazyTensor, ModelSource, RowSelection, StackedTensors
+from onedraw.models.spec import (
+    AttentionSpec,
+    ConvolutionSpec,
+    DrafterLayout,
+    DrafterSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    SelectorSpec,
+)
 from onedraw.models.weight_names import (
     GGUF_NAMES,
     SAFETENSORS_NAMES,
     TensorShape,
     WeightArrays,
     WeightKey,
+    WeightLookup,
     WeightNames,
+    WeightTransform,
     find_tensor,
+    find_weights,
     name_table,
     refuse_unused_tensors,
 )
 
-SUPPORTED = "DFlashDraftModel (z-lab), speculators of type dflash, GGUF of architecture dflash"
-DEFAULT_BLOCK = 16  # block size of z-lab configs that name none
+LAGUNA, DFLASH2 = "DFlashLagunaForCausalLM", "DFlash2DraftModel"
+ZLAB = ("DFlashDraftModel", DFLASH2, LAGUNA)
+GGUF_DRAFTS = ("qwen35-dflash-draft", "dflash-draft", "gemma4-dflash-draft")  # architectures in files of Lucebox
+SUPPORTED = f"{', '.join(ZLAB)}, speculators of type dflash, GGUF of architecture dflash, {', '.join(GGUF_DRAFTS)}"
+DEFAULT_BLOCK = 16  # block size of z-lab configs and Lucebox files that name none
 DEFAULT_HEAD_DIM = 128  # head size of Qwen3 configs that name none
+DEFAULT_MASKS = {"qwen35-dflash-draft": 248070, "gemma4-dflash-draft": 4}  # mask tokens of Lucebox files that name none
+MAX_CANDIDATES = 256  # how many tokens of a slot a candidate selector may score, at most
+GEMMA4_WINDOW = 2048  # Gemma 4 drafters have this window in every layer but the last, if a Lucebox file names none
 
-# Unsupported variants of DFlash: pattern in a name of an architecture, model type or tensor → description. First match wins.
+# Unsupported variants of DFlash: pattern in a name of an architecture, model type, key or tensor → description. First match wins.
 VARIANTS = {
-    r"dflash2|candidate_selector|attention_conv|mlp_conv": "DFlash2, which adds convolutions and a candidate selector",
-    r"laguna|aux_hidden_norms|aux_norm": "a Laguna draft, which norms every feature and gates its attention",
     r"dspark|markov|conf_proj|confidence": "DSpark, which adds a Markov head and a confidence head",
     r"domino": "Domino, which adds a recurrent head",
     r"dflare|fusion_": "DFlare, which fuses features per layer",
 }
 IGNORED_DRAFTER_KEYS = IGNORED_KEYS | {"auto_map", "tie_word_embeddings", "max_anchors", "mask_token"}
 IGNORED_SPECULATOR_KEYS = {"speculators_version", "speculators_config", "has_no_defaults_at_init", *IGNORED_DRAFTER_KEYS}
+# Keys about experts in configs of Laguna drafters, which have none (num_experts is 0), and a repetition of target_layer_ids.
+IGNORED_LAGUNA_KEYS = (
+    IGNORED_DRAFTER_KEYS
+    | IGNORED_MOE_KEYS
+    | {
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_routed_scaling_factor",
+        "moe_router_use_sigmoid",
+        "moe_router_score_func",
+        "moe_router_logit_softcapping",
+        "moe_apply_router_weight_on_input",
+        "eagle_aux_hidden_state_layer_ids",
+    }
+)
 
+
+def part_of_qkv(part: Literal["q", "k", "v"], names: WeightNames) -> WeightTransform:
+    """A transform for q, k or v, which Laguna drafters store as one tensor with the rows of q, then k, then v."""
+    separate, fused = names.layer[part], "layers.{layer}.self_attn.qkv_proj.weight"
+
+    def transform(lookup: WeightLookup) -> LazyTensor:
+        if not lookup.has(fused):
+            return lookup.find(separate)
+        queries, keys = lookup.attention.heads * lookup.attention.head_dim, lookup.attention.kv_heads * lookup.attention.head_dim
+        starts = {"q": 0, "k": queries, "v": queries + keys}
+        stored = lookup.find(fused, (queries + 2 * keys, lookup.shape[1]))
+        return RowSelection(stored, np.arange(starts[part], starts[part] + lookup.shape[0]))
+
+    return transform
+
+
+def stacked_norms(name: str) -> WeightTransform:
+    """A transform for norms that are stored as one vector per feature: name.0.weight, name.1.weight …"""
+    return lambda lookup: StackedTensors(
+        tuple(lookup.find(f"{name}.{index}.weight", lookup.shape[1:]) for index in range(lookup.shape[0]))
+    )
+
+
+_OUTER = "fc=fc.weight hidden_norm=hidden_norm.weight norm=norm.weight embed=embed_tokens.weight head=lm_head.weight d2t=d2t"
+_BLK = "blk.{layer}."
 _SAFETENSORS = WeightNames(
-    outer=name_table("", "fc=fc.weight hidden_norm=hidden_norm.weight norm=norm.weight embed=embed_tokens.weight")
-    | name_table("", "head=lm_head.weight d2t=d2t"),
-    layer={weight: stored.removeprefix("model.") for weight, stored in SAFETENSORS_NAMES.layer.items()},
+    outer=name_table("", f"{_OUTER} feature_norms=aux_hidden_norms.0.weight")
+    | name_table("candidate_selector.", "predecessor=predecessor_codebook successor=successor_codebook")
+    | name_table("candidate_selector.", "selector=hidden_projection.weight"),
+    layer={weight: stored.removeprefix("model.") for weight, stored in SAFETENSORS_NAMES.layer.items()}
+    | name_table("layers.{layer}.", "attn_gate=self_attn.g_proj.weight")
+    | name_table("layers.{layer}.attention_conv.", "attn_conv=base_kernel attn_conv_proj=kernel_projection.weight")
+    | name_table("layers.{layer}.mlp_conv.", "mlp_conv=base_kernel mlp_conv_proj=kernel_projection.weight"),
     ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d repeats what d2t says, and d2t is read
+)
+_SAFETENSORS = replace(
+    _SAFETENSORS,
+    transforms={part: part_of_qkv(part, _SAFETENSORS) for part in ("q", "k", "v")}
+    | {"feature_norms": stacked_norms("aux_hidden_norms")},
 )
 DRAFTER_WEIGHT_NAMES: dict[DrafterLayout, WeightNames] = {
     "z-lab": _SAFETENSORS,
     "speculators": _SAFETENSORS,
     "gguf": WeightNames(
         outer=name_table("", "fc=fc.weight hidden_norm=enc.output_norm.weight norm=output_norm.weight")
-        | name_table("", "embed=token_embd.weight head=output.weight d2t=d2t"),
-        layer=GGUF_NAMES.layer,
+        | name_table("", "embed=token_embd.weight head=output.weight d2t=d2t feature_norms=enc.aux_norm.weight")
+        | name_table("selector_", "predecessor=predecessor.weight successor=successor.weight selector=hidden.weight"),
+        layer={**GGUF_NAMES.layer, "attn_gate": f"{_BLK}attn_gate.weight"}
+        | name_table(_BLK, "attn_conv=attn_conv_base attn_conv_proj=attn_conv_proj.weight")
+        | name_table(_BLK, "mlp_conv=ffn_conv_base mlp_conv_proj=ffn_conv_proj.weight"),
+        ignored=GGUF_NAMES.ignored,
+    ),
+    "gguf-draft": WeightNames(
+        outer=name_table("dflash.", "fc=fc.weight hidden_norm=hidden_norm.weight feature_norms=aux_hidden_norm.0.weight")
+        | name_table("", "norm=output_norm.weight embed=token_embd.weight head=output.weight d2t=d2t")
+        | name_table("dflash.selector.", "predecessor=pred_cb successor=succ_cb selector=hproj.weight"),
+        layer={**GGUF_NAMES.layer, "attn_gate": f"{_BLK}attn_gate.weight"}
+        | name_table(_BLK, "attn_conv=attn_conv.base attn_conv_proj=attn_conv.proj.weight")
+        | name_table(_BLK, "mlp_conv=ffn_conv.base mlp_conv_proj=ffn_conv.proj.weight"),
+        transforms={"feature_norms": stacked_norms("dflash.aux_hidden_norm")},
+        aliases=(
+            (r"^dflash_(fc|hidden_norm)\.weight$", r"dflash.\1.weight"),
+            (r"^(blk\.\d+)\.post_attention_norm\.weight$", r"\1.ffn_norm.weight"),
+        ),
         ignored=GGUF_NAMES.ignored,
     ),
 }
@@ -99,11 +206,12 @@ def is_drafter(source: ModelSource) -> bool:
     )
 
 
-def read_drafter_info(source: ModelSource) -> DrafterInfo:
-    """Read the configuration, and check that the tensors match it. No weight is read."""
+def read_drafter_info(source: ModelSource, depth: int | None = None) -> DrafterInfo:
+    """Read the configuration, and check that the tensors match it. No weight is read. `depth`: the number of layers of the
+    target, from which the layers with features follow if the file does not list them."""
     layout = detect_layout(source)
     _refuse_variants(source)
-    spec = read_drafter_spec(source, layout)
+    spec = read_drafter_spec(source, layout, depth)
     return DrafterInfo(spec, DrafterWeights(source, spec, DRAFTER_WEIGHT_NAMES[layout]))
 
 
@@ -115,11 +223,13 @@ def detect_layout(source: ModelSource) -> DrafterLayout:
     if source.format == "gguf":
         if name == "dflash":
             return "gguf"
+        if name in GGUF_DRAFTS:
+            return "gguf-draft"
     elif "speculators_model_type" in source.config:  # checked first: such files may name z-lab's architecture too
         name = f"speculators_model_type {source.config['speculators_model_type']}"
         if source.config["speculators_model_type"] == "dflash":
             return "speculators"
-    elif name == "DFlashDraftModel":
+    elif name in ZLAB:
         return "z-lab"
     raise UnsupportedModel(
         f"{source.path}: {name or 'a nameless model'}{_variant(name)} is not supported as a drafter; supported: {SUPPORTED}"
@@ -128,7 +238,8 @@ def detect_layout(source: ModelSource) -> DrafterLayout:
 
 def _refuse_variants(source: ModelSource) -> None:
     """Refuse drafters with parts that plain DFlash does not have."""
-    for name in (_name(source), *source.tensors):
+    switched_on = (key for key, value in source.config.items() if value) if source.format == "gguf" else ()
+    for name in (_name(source), *source.tensors, *switched_on):
         if variant := _variant(name):
             raise UnsupportedModel(f"{source.path}: {name}{variant} is not supported; supported drafters: {SUPPORTED}")
     if (source.path / "mask_embedding.pt").exists():  # this file would replace the embedding of the mask token
@@ -152,14 +263,14 @@ def _variant(name: str) -> str:
     return ""
 
 
-def read_drafter_spec(source: ModelSource, layout: DrafterLayout) -> DrafterSpec:
+def read_drafter_spec(source: ModelSource, layout: DrafterLayout, depth: int | None = None) -> DrafterSpec:
     match layout:
         case "z-lab":
             spec = _from_zlab(source)
         case "speculators":
             spec = _from_speculators(source)
-        case "gguf":
-            spec = _from_metadata(source)
+        case "gguf" | "gguf-draft":
+            spec = _from_metadata(source, layout, depth)
         case _:
             assert_never(layout)
     return _validated(spec, str(source.path))
@@ -172,7 +283,10 @@ def _from_zlab(source: ModelSource) -> DrafterSpec:
     origin = str(source.path / "config.json")
     keys = ConfigReader(source.config, origin=origin)
     inner = ConfigReader(keys.mapping("dflash_config") or {}, origin=f"{origin}: dflash_config")
+    laguna, dflash2 = _name(source) == LAGUNA, _name(source) == DFLASH2
     layers = _layers(keys, origin)
+    if laguna:
+        layers = _laguna_layers(layers, keys, origin)
     window = inner.optional_integer("swa_window_size") or keys.optional_integer("sliding_window")
     if inner.flag("use_swa"):  # every layer has a window, regardless of layer_types
         if window is None:
@@ -184,6 +298,8 @@ def _from_zlab(source: ModelSource) -> DrafterSpec:
     causal = keys.flag("is_causal") if keys.get("is_causal") is not None else inner_causal
     _refuse_switches(keys)
     _refuse_switches(inner)
+    inner.expect("input_embedding_scale", 1, 1.0)
+    cap = inner.get("final_logit_softcapping")
     spec = DrafterSpec(
         layout="z-lab",
         layers=layers,
@@ -198,10 +314,16 @@ def _from_zlab(source: ModelSource) -> DrafterSpec:
         target_layers=ids,
         max_context=keys.integer("max_position_embeddings"),
         target_depth=depth,
+        feature_norms=laguna,
+        normed_context=laguna,
+        convolution=_convolution(inner, "") if dflash2 else None,
+        selector=_selector(inner, "") if dflash2 else None,
+        logit_scale=keys.number("logit_scale", 1.0) * inner.number("output_multiplier", 1.0),
+        softcap=_optional_number(keys if cap is None else inner, "final_logit_softcapping"),
         notes=code_notes(keys),
     )
-    keys.refuse_unknown(IGNORED_DRAFTER_KEYS)
-    inner.refuse_unknown({"mask_token"})
+    keys.refuse_unknown(IGNORED_LAGUNA_KEYS if laguna else IGNORED_DRAFTER_KEYS)
+    inner.refuse_unknown({"mask_token", "num_speculative_tokens"})
     return _with_own_tensors(spec, source, embed="embed_tokens.weight", head="lm_head.weight")
 
 
@@ -217,6 +339,9 @@ def _from_speculators(source: ModelSource) -> DrafterSpec:
     _refuse_switches(keys)
     _refuse_switches(stack)
     keys.expect("pure_draft_prefix_len", 1)
+    for part in (keys, stack):
+        part.expect("logit_scale", 1, 1.0)
+        part.expect("final_logit_softcapping")
     hidden, vocab = stack.integer("hidden_size"), stack.integer("vocab_size")
     spec = DrafterSpec(
         layout="speculators",
@@ -261,6 +386,19 @@ def _layers(keys: ConfigReader, origin: str) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(replace(mixer, window=window), feed_forward) for window in _windows(keys, count, origin))
 
 
+def _laguna_layers(layers: tuple[LayerSpec, ...], keys: ConfigReader, origin: str) -> tuple[LayerSpec, ...]:
+    """Layers with Laguna's gate, and its keys that other drafters do not have."""
+    keys.expect("num_experts", 0)
+    keys.expect("rope_style", "rotate-half")
+    keys.expect("mlp_layer_types", ["dense"] * len(layers))
+    gate = read_gate(keys, origin)
+    heads = keys.integers("num_attention_heads_per_layer", len(layers), [layer.attention.heads for layer in layers])
+    return tuple(
+        replace(layer, mixer=replace(layer.attention, heads=own, gate="softplus", gate_per=gate))
+        for layer, own in zip(layers, heads, strict=True)
+    )
+
+
 def _windows(keys: ConfigReader, count: int, origin: str) -> list[int | None]:
     """The window of every layer: by layer_types, or by Qwen3's rule (use_sliding_window from max_window_layers on)."""
     full, sliding = kinds = ("full_attention", "sliding_attention")
@@ -300,42 +438,81 @@ def _refuse_switches(keys: ConfigReader) -> None:
     keys.expect("attention_sink_bias", False)
     keys.expect("is_neox_style", True)
     keys.expect("rope_is_neox_style", True)
-    keys.expect("logit_scale", 1, 1.0)
-    keys.expect("final_logit_softcapping")
 
 
 # ------------------------------------------------------------------ GGUF
 
 
-def _from_metadata(source: ModelSource) -> DrafterSpec:
-    metadata, tensors, origin = source.config, source.tensors, source.path.name
-    keys = ConfigReader(metadata, origin=origin, prefix="dflash.")
+def _from_metadata(source: ModelSource, layout: DrafterLayout, depth: int | None) -> DrafterSpec:
+    """The spec of a GGUF file of llama.cpp, or of Lucebox (`gguf-draft`), where its own keys begin with `dflash.` once more."""
+    metadata, tensors, origin, arch = source.config, source.tensors, source.path.name, _name(source)
+    lucebox = layout == "gguf-draft"
+    own, second = ("dflash.", "dflash.dflash2.") if lucebox else ("", "")
+    keys = ConfigReader(metadata, origin=origin, prefix=f"{arch}.")
     vocabulary = ConfigReader(metadata, origin=origin, prefix="tokenizer.ggml.")
     keys.expect("sample_from_anchor", False)
-    hidden, layers = keys.integer("embedding_length"), _metadata_layers(keys, source)
-    ids = _zero_based(keys.get("target_layers"), "dflash.target_layers", offset=1, origin=origin)
-    fc, head, tokens = tensors.get("fc.weight"), tensors.get("output.weight"), metadata.get("tokenizer.ggml.tokens")
+    keys.expect("decoder_arch", "laguna")
+    names = DRAFTER_WEIGHT_NAMES[layout]
+    feature_norms = any(name in tensors for name in ("enc.aux_norm.weight", "dflash.aux_hidden_norm.0.weight"))
+    normed_context = bool(keys.get(own + "context_kv_layer_norm"))
+    laguna = keys.get("decoder_arch") == "laguna" or feature_norms or normed_context or "blk.0.attn_gate.weight" in tensors
+    layers = _metadata_layers(keys, source, laguna=laguna)
+    causal = keys.flag("attention.causal", laguna) if laguna or keys.get("attention.causal") is not None else None
+    hidden, width = keys.integer("embedding_length"), None
+    for name in (names.outer["fc"], "dflash_fc.weight"):
+        width = tensors[name].shape[-1] if name in tensors and tensors[name].shape else width
+    ids = _metadata_target_layers(keys, hidden=hidden, width=width, depth=depth, origin=origin, lucebox=lucebox)
+    head, tokens = tensors.get(names.outer["head"]), metadata.get("tokenizer.ggml.tokens")
     vocab = keys.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    mask = keys.optional_integer("dflash.mask_token_id", least=0) if lucebox else None
+    mask = vocabulary.optional_integer("mask_token_id", least=0) if mask is None else mask
+    dflash2 = keys.get(second + "selector_top_k") is not None
     spec = DrafterSpec(
-        layout="gguf",
+        layout=layout,
         layers=layers,
-        causal_in_block=tuple(layer.attention.window is not None for layer in layers),
+        causal_in_block=tuple(layer.attention.window is not None if causal is None else causal for layer in layers),
         hidden=hidden,
-        # No key names the target's hidden size: fc's input width divided by the number of features.
-        target_hidden=fc.shape[-1] // len(ids) if fc is not None and fc.shape else hidden,
+        # Files of llama.cpp have no key for the target's hidden size: fc's input width divided by the number of features.
+        target_hidden=keys.optional_integer("dflash.target_hidden") or (hidden if width is None else width // len(ids)),
         vocab=vocab,
         draft_vocab=head.shape[0] if head is not None and head.shape else vocab,
         eps=keys.number("attention.layer_norm_rms_epsilon"),
-        block=keys.integer("block_size", least=2),
-        mask_token=_mask(vocabulary.optional_integer("mask_token_id", least=0), origin),
+        block=keys.integer(own + "block_size", DEFAULT_BLOCK if lucebox else None, least=2),
+        mask_token=_mask(DEFAULT_MASKS.get(arch) if mask is None else mask, origin),
         target_layers=ids,
         max_context=keys.integer("context_length"),
+        feature_norms=feature_norms,
+        normed_context=laguna,
+        convolution=_convolution(keys, second) if dflash2 else None,
+        selector=_selector(keys, second) if dflash2 else None,
+        logit_scale=keys.number("logit_scale", 1.0),
+        softcap=_optional_number(keys, "dflash.logit_softcap" if lucebox else "final_logit_softcapping"),
     )
     keys.refuse_unknown(IGNORED_METADATA)
-    return _with_own_tensors(spec, source, embed="token_embd.weight", head="output.weight")
+    return _with_own_tensors(spec, source, embed=names.outer["embed"], head=names.outer["head"])
 
 
-def _metadata_layers(keys: ConfigReader, source: ModelSource) -> tuple[LayerSpec, ...]:
+def _metadata_target_layers(
+    keys: ConfigReader, *, hidden: int, width: int | None, depth: int | None, origin: str, lucebox: bool
+) -> tuple[int, ...]:
+    """The target layers whose outputs are the features: as listed, or Lucebox's default for a target of `depth` layers."""
+    if not lucebox:
+        return _zero_based(keys.get("target_layers"), "dflash.target_layers", offset=1, origin=origin)
+    listed = keys.get("dflash.target_layer_ids")
+    count, total = keys.optional_integer("dflash.n_target_layers"), keys.optional_integer("dflash.n_target_features")
+    if listed is not None:
+        ids = _zero_based(listed, "dflash.target_layer_ids", offset=0, origin=origin)
+        if count is not None and count != len(ids):
+            raise CorruptFile(f"{origin}: dflash.target_layer_ids lists {len(ids)} layers, dflash.n_target_layers is {count}")
+        return ids
+    count = count or (total or width or 0) // hidden
+    if depth is None or count < 1:
+        raise CorruptFile(f"{origin}: dflash.target_layer_ids is missing, and the number of the target's layers is not known")
+    step = (depth - 2) // max(count - 1, 1)
+    return tuple(1 + index * step for index in range(count))
+
+
+def _metadata_layers(keys: ConfigReader, source: ModelSource, *, laguna: bool) -> tuple[LayerSpec, ...]:
     origin, divisors = source.path.name, source.tensors.get("rope_freqs.weight")
     count, max_context = keys.integer("block_count", most=MAX_LAYERS), keys.integer("context_length")
     heads = keys.integers("attention.head_count", count)
@@ -347,33 +524,60 @@ def _metadata_layers(keys: ConfigReader, source: ModelSource) -> tuple[LayerSpec
     keys.expect("attention.value_length", head_dim)
     keys.number("rope.freq_base")  # required: it depends on the target, so no default is right
     rope = rope_from_metadata(keys, divisors, head_dim=head_dim, max_context=max_context, origin=origin)
-    windows = _metadata_windows(keys, count, origin)
+    windows = _metadata_windows(keys, count, origin, arch=_name(source))
+    gated = [laguna and f"blk.{index}.attn_gate.weight" in source.tensors for index in range(count)]
     return tuple(
         LayerSpec(
-            AttentionSpec(heads[i], kv_heads[i], head_dim, rope, head_dim**-0.5, window=windows[i], qk_norm=True),
+            AttentionSpec(
+                heads[i],
+                kv_heads[i],
+                head_dim,
+                rope,
+                head_dim**-0.5,
+                window=windows[i],
+                qk_norm=True,
+                gate="softplus" if gated[i] else None,
+                gate_per=stored_gate(source, i, heads[i]) if gated[i] else "element",
+            ),
             MlpSpec(widths[i]),
         )
         for i in range(count)
     )
 
 
-def _metadata_windows(keys: ConfigReader, count: int, origin: str) -> list[int | None]:
-    window, pattern = (
-        keys.optional_integer("attention.sliding_window", least=0) or None,
-        keys.get("attention.sliding_window_pattern"),
-    )
+def _metadata_windows(keys: ConfigReader, count: int, origin: str, *, arch: str) -> list[int | None]:
+    """The window of every layer. Without a pattern it applies to all layers in files of llama.cpp; in Lucebox files to none, or
+    to all but the last in a Gemma 4 drafter."""
+    window = keys.optional_integer("attention.sliding_window", least=0) or None
+    pattern = keys.get("attention.sliding_window_pattern")
+    if arch in GGUF_DRAFTS:
+        window = keys.optional_integer("dflash.sliding_window", least=0) or window
+    if arch == "gemma4-dflash-draft" and pattern is None:
+        window, pattern = window or GEMMA4_WINDOW, [True] * (count - 1) + [False]
     if pattern is None:
-        return [window] * count
+        return [None if arch in GGUF_DRAFTS else window] * count
     if not isinstance(pattern, list) or len(pattern) != count or not all(isinstance(slides, bool) for slides in pattern):
         raise CorruptFile(
-            f"{origin}: dflash.attention.sliding_window_pattern must be a list of {count} booleans, not {pattern!r}"
+            f"{origin}: {arch}.attention.sliding_window_pattern must be a list of {count} booleans, not {pattern!r}"
         )
     if window is None and any(pattern):
-        raise CorruptFile(f"{origin}: dflash.attention.sliding_window_pattern has sliding layers, but no sliding_window is set")
+        raise CorruptFile(f"{origin}: {arch}.attention.sliding_window_pattern has sliding layers, but no sliding_window is set")
     return [window if slides else None for slides in pattern]
 
 
 # ------------------------------------------------------------------ shared by all layouts
+
+
+def _convolution(keys: ConfigReader, prefix: str) -> ConvolutionSpec:
+    return ConvolutionSpec(keys.integer(f"{prefix}conv_kernel_size", most=64), keys.integer(f"{prefix}conv_group_size"))
+
+
+def _selector(keys: ConfigReader, prefix: str) -> SelectorSpec:
+    return SelectorSpec(keys.integer(f"{prefix}selector_rank"), keys.integer(f"{prefix}selector_top_k", most=MAX_CANDIDATES))
+
+
+def _optional_number(keys: ConfigReader, name: str) -> float | None:
+    return None if keys.get(name) is None else keys.number(name)
 
 
 def _either(keys: ConfigReader, inner: ConfigReader, name: str, origin: str, *, least: int = 1) -> int | None:
@@ -409,6 +613,10 @@ def _validated(spec: DrafterSpec, origin: str) -> DrafterSpec:
     check_layer_sizes(spec.layers, origin)
     if spec.mask_token >= spec.vocab:
         raise CorruptFile(f"{origin}: mask token {spec.mask_token} is outside the vocabulary of {spec.vocab}")
+    if spec.convolution is not None and spec.hidden % spec.convolution.group:
+        raise CorruptFile(f"{origin}: conv_group_size {spec.convolution.group} does not divide the hidden size {spec.hidden}")
+    if spec.selector is not None and spec.mapped:
+        raise UnsupportedModel(f"{origin}: a candidate selector together with a reduced vocabulary (d2t) is not supported")
     reduced = spec.draft_vocab != spec.vocab
     if (spec.mapped and not spec.own_head) or (reduced and not spec.mapped):
         raise CorruptFile(
@@ -420,15 +628,11 @@ def _validated(spec: DrafterSpec, origin: str) -> DrafterSpec:
 # ------------------------------------------------------------------ weights
 
 
-def outer_shapes(spec: DrafterSpec) -> dict[str, TensorShape]:
-    """Shapes of the weights outside the layers."""
-    hidden = spec.hidden
-    shapes: dict[str, TensorShape] = {"fc": (hidden, spec.feature_width)}
-    shapes |= {"hidden_norm": (hidden,), "norm": (hidden,)}
-    if spec.own_embedding:
-        shapes |= {"embed": (spec.vocab, hidden)}
-    if spec.own_head:
-        shapes |= {"head": (spec.draft_vocab, hidden)}
+def drafter_shapes(spec: DrafterSpec) -> dict[WeightKey, TensorShape]:
+    """Shapes of all weights of a drafter."""
+    shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in spec.outer_shapes().items()}
+    for index in range(len(spec.layers)):
+        shapes |= {(index, weight): shape for weight, shape in spec.layer_shapes(index).items()}
     return shapes
 
 
@@ -438,14 +642,10 @@ class DrafterWeights:
     def __init__(self, source: ModelSource, spec: DrafterSpec, names: WeightNames) -> None:
         self.spec = spec
         self._origin = str(source.path)
-        shapes: dict[WeightKey, TensorShape] = {(None, weight): shape for weight, shape in outer_shapes(spec).items()}
-        for index in range(len(spec.layers)):
-            shapes |= {(index, weight): shape for weight, shape in spec.layers[index].shapes(spec.hidden).items()}
-        self._tensors = {key: find_tensor(source, names.stored_name(key), shape) for key, shape in shapes.items()}
-        for tensor in self._tensors.values():
-            tensor.require_readable()
+        used: set[str] = set()
+        self._tensors = find_weights(source, spec, names, shapes=drafter_shapes(spec), used=used)
         self._map = find_tensor(source, names.outer["d2t"], (spec.draft_vocab,)) if spec.mapped else None
-        used = {tensor.name for tensor in self._tensors.values()} | ({self._map.name} if self._map else set())
+        used |= {self._map.name} if self._map else set()
         refuse_unused_tensors(source, used, ignored=names.ignored, kind="DFlash drafter")
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor:
@@ -454,17 +654,17 @@ class DrafterWeights:
 
     def outer(self) -> WeightArrays:
         """All weights outside the layers."""
-        return {weight: self._tensors[None, weight].float32() for weight in outer_shapes(self.spec)}
+        return {weight: self._tensors[None, weight].float32() for weight in self.spec.outer_shapes()}
 
     def layer(self, index: int) -> WeightArrays:
-        return {weight: self._tensors[index, weight].float32() for weight in self.spec.layers[index].shapes(self.spec.hidden)}
+        return {weight: self._tensors[index, weight].float32() for weight in self.spec.layer_shapes(index)}
 
     def target_ids(self) -> NDArray[np.int64] | None:
         """The target's token id of every draft id; None if they are the same."""
         if self._map is None:
             return None
         ids = self._map.int64()
-        if self.spec.layout != "gguf":  # safetensors store target id - draft id, GGUF stores the target id
+        if not self.spec.layout.startswith("gguf"):  # safetensors store target id - draft id, GGUF stores the target id
             ids = ids + np.arange(len(ids))
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= self.spec.vocab:
             worst = ids.max() if ids.max() >= self.spec.vocab else ids.min()

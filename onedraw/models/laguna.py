@@ -49,7 +49,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
         raise CorruptFile(f"{origin}: layer_types has sliding_attention layers, but no sliding_window is set")
     head_dim, bias = keys.integer("head_dim", HEAD_DIM), keys.flag("attention_bias")
     heads = keys.integers("num_attention_heads_per_layer", count, [keys.integer("num_attention_heads")] * count)
-    kv_heads, gate_per = keys.integer("num_key_value_heads"), _gate_per(keys, origin)
+    kv_heads, gate_per = keys.integer("num_key_value_heads"), read_gate(keys, origin)
     head_dims = dict.fromkeys(types, head_dim)
     rope_keys = _rope_keys(keys, origin)
     ropes = ropes_by_layer_type(rope_keys, head_dims=head_dims, defaults=ROPES, max_context=max_context, origin=origin)
@@ -86,7 +86,8 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     return validated(spec, origin)
 
 
-def _gate_per(keys: ConfigReader, origin: str) -> GatePer:
+def read_gate(keys: ConfigReader, origin: str) -> GatePer:
+    """Whether the gate is per head or per element, by config.json."""
     gating = keys.get("gating")
     if gating not in (None, True, "per-head", "per-element"):
         raise UnsupportedModel(f"{origin}: gating = {gating!r} is not supported; supported: true, 'per-head', 'per-element'")
@@ -170,7 +171,7 @@ def _from_metadata(source: ModelSource) -> ModelSpec:
             out_bias=f"blk.{index}.attn_output.bias" in tensors,
             qk_norm=True,
             gate="softplus",
-            gate_per=_stored_gate(source, index, heads[index]),
+            gate_per=stored_gate(source, index, heads[index]),
         )
         for index in range(count)
     ]
@@ -187,7 +188,7 @@ def _from_metadata(source: ModelSource) -> ModelSpec:
     return validated(spec, origin)
 
 
-def _stored_gate(source: ModelSource, index: int, heads: int) -> GatePer:
+def stored_gate(source: ModelSource, index: int, heads: int) -> GatePer:
     """Whether the gate is per head or per element, by its width: a GGUF file has no key for it."""
     gate = source.tensors.get(f"blk.{index}.attn_gate.weight")
     return "element" if gate is not None and gate.shape[0] != heads else "head"

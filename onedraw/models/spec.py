@@ -26,7 +26,7 @@ Activation = Literal["silu", "gelu_tanh"]
 # RMSNorm multiplies by its weight after rounding to the model's dtype ("narrow"), or in float32 before rounding ("wide").
 Norm = Literal["narrow", "wide"]
 Gate = Literal["sigmoid", "softplus"]
-DrafterLayout = Literal["z-lab", "speculators", "gguf"]
+DrafterLayout = Literal["z-lab", "speculators", "gguf", "gguf-draft"]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -357,6 +357,29 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionSpec:
+    """The grouped convolutions of a DFlash2 layer, before and after attention and feed-forward, over the slots of a block."""
+
+    taps: int  # the slot itself and the taps - 1 before it
+    group: int  # neighbouring channels that share the part of their kernel that depends on the input
+
+    def shapes(self, hidden: int) -> Shapes:
+        base, projection = (2, self.taps, hidden), (2 * self.taps * (hidden // self.group), hidden)
+        return {"attn_conv": base, "attn_conv_proj": projection, "mlp_conv": base, "mlp_conv_proj": projection}
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorSpec:
+    """The candidate selector of a DFlash2 drafter, which scores a slot's likeliest tokens given the token drafted before it."""
+
+    rank: int
+    top_k: int  # how many tokens of a slot it scores
+
+    def shapes(self, hidden: int, vocab: int) -> Shapes:
+        return {"predecessor": (vocab, self.rank), "successor": (vocab, self.rank), "selector": (self.rank, hidden)}
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterSpec:
     """A DFlash drafter: layers that read hidden states of the target, followed by the target's head or a separate one."""
 
@@ -376,6 +399,12 @@ class DrafterSpec:
     own_head: bool = False
     mapped: bool = False  # draft token ids differ from the target's: see DrafterWeights.target_ids
     target_depth: int | None = None  # number of target layers, if the file names it
+    feature_norms: bool = False  # whether every feature is normed, with a weight of its own, before the first projection
+    normed_context: bool = False  # whether a layer norms the context with its attn_norm before its keys and values
+    convolution: ConvolutionSpec | None = None
+    selector: SelectorSpec | None = None
+    logit_scale: float = 1.0  # logits are multiplied by it
+    softcap: float | None = None  # then logits become cap * tanh(logits / cap)
     notes: tuple[str, ...] = ()
 
     @property
@@ -384,7 +413,24 @@ class DrafterSpec:
         position, concatenated."""
         return len(self.target_layers) * self.target_hidden
 
+    def outer_shapes(self) -> Shapes:
+        """Shapes of the weights outside the layers."""
+        hidden = self.hidden
+        shapes: Shapes = {"fc": (hidden, self.feature_width), "hidden_norm": (hidden,), "norm": (hidden,)}
+        if self.feature_norms:
+            shapes |= {"feature_norms": (len(self.target_layers), self.target_hidden)}
+        if self.own_embedding:
+            shapes |= {"embed": (self.vocab, hidden)}
+        if self.own_head:
+            shapes |= {"head": (self.draft_vocab, hidden)}
+        return shapes if self.selector is None else shapes | self.selector.shapes(hidden, self.vocab)
+
+    def layer_shapes(self, index: int) -> Shapes:
+        """Shapes of one layer's weights."""
+        shapes = self.layers[index].shapes(self.hidden)
+        return shapes if self.convolution is None else shapes | self.convolution.shapes(self.hidden)
+
     @property
     def parameters(self) -> int:
-        own = self.vocab * self.own_embedding + self.draft_vocab * self.own_head
-        return self.hidden * (self.feature_width + 2 + own) + sum(layer.parameters(self.hidden) for layer in self.layers)
+        every = [self.outer_shapes(), *(self.layer_shapes(index) for index in range(len(self.layers)))]
+        return sum(math.prod(shape) for shapes in every for shape in shapes.values())

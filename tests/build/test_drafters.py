@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from onedraw.build.drafters import drafter_paths, make_speculator, proposer_names, select_drafter
+from onedraw.build.drafters import drafter_names, make_speculator, proposer_names, select_drafter
 from onedraw.build.fit_devices import longest_draft
 from onedraw.build.llm import build_llm
 from onedraw.checkpoints import catalogue
 from onedraw.checkpoints.open import open_checkpoint
-from onedraw.errors import BadSetting, UnsupportedModel
+from onedraw.errors import BadSetting, ModelNotFound, UnsupportedModel
 from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings
@@ -46,8 +46,8 @@ def test_draft_tokens_sets_the_length_of_proposals() -> None:
 
 def test_paths_in_draft_are_device_drafters(tmp_path: Path) -> None:
     settings = Settings(backend="fake", draft=("ngram", str(tmp_path)))
-    assert drafter_paths(settings) == (tmp_path,)
-    assert drafter_paths(Settings(draft=("ngram", "prediction"))) == ()
+    assert drafter_names(settings) == (str(tmp_path),)
+    assert drafter_names(Settings(draft=("ngram", "prediction"))) == ()
     with pytest.raises(BadSetting, match="no drafters on the device"):
         build_llm(settings)
 
@@ -135,3 +135,10 @@ def test_a_downloaded_drafter_of_the_catalogue_is_used_and_a_missing_or_unfit_on
         assert found["fit"] == tmp_path / "models--some--trained_dflash_qwen3" / "snapshots" / ("a" * 40)
         assert (found["unfit"], found["missing"]) == (None, None)
         assert select_drafter(Settings(model="fit", draft=("ngram",)), info, checkpoint) is None
+        by_hub_id = Settings(model="missing", draft=("ngram", "some/trained_dflash_qwen3"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert select_drafter(by_hub_id, info, checkpoint) == found["fit"]
+        with pytest.raises(ModelNotFound, match="some/nowhere could not be downloaded"):
+            select_drafter(Settings(draft=("some/nowhere",)), info, checkpoint)
+        with pytest.raises(BadSetting, match=r"'nowhere' is neither auto, .* nor the path or hub id"):
+            Settings(draft=("nowhere",))

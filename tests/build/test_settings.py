@@ -34,7 +34,7 @@ def test_a_single_drafter_may_be_given_without_a_list() -> None:
     ("flags", "message"),
     [
         ({"draft": ("",)}, "'' is neither auto, none"),
-        ({"draft": ("n-gram",)}, "'n-gram' is neither auto, none, ngram, prediction, mtp nor the path of"),
+        ({"draft": ("n-gram",)}, "'n-gram' is neither auto, none, ngram, prediction, mtp nor the path or hub id"),
         ({"draft": ("no/such/drafter.gguf",)}, "no/such/drafter.gguf"),
         ({"draft": ("none", "ngram")}, "none .* cannot be combined"),
         ({"draft": ()}, "none .* cannot be combined"),

@@ -11,9 +11,17 @@ import pytest
 
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import CorruptFile, ModelError, UnsupportedModel
-from onedraw.models.dflash import DrafterInfo, check_drafter_fits, default_target_layers, is_drafter, read_drafter_info
+from onedraw.models.dflash import (
+    DrafterInfo,
+    check_drafter_fits,
+    default_target_layers,
+    is_drafter,
+    read_drafter_info,
+    read_drafter_spec,
+)
 from onedraw.models.registry import read_model_info
 from onedraw.models.spec import AttentionSpec, DrafterSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from tests.support import drafter_files
 from tests.support import tiny_drafters as tiny
 from tests.support.memory_source import MemorySource
 from tools.convert_drafter import convert
@@ -217,13 +225,13 @@ def with_tensor(config: dict[str, Any], name: str) -> Callable[[Path], Path]:
 
 ZLAB, SPECULATORS = tiny.zlab_config, tiny.speculators_config
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "DFlash2": (
-        lambda folder: tiny.write_zlab(folder, architectures=["DFlash2DraftModel"]),
-        "DFlash2DraftModel .*supported: DFlashDr",
+    "DSpark": (
+        lambda folder: tiny.write_zlab(folder, architectures=["DSparkDraftModel"]),
+        "DSparkDraftModel .*Markov head.*supported: DFlashDr",
     ),
-    "Laguna": (
-        lambda folder: tiny.write_zlab(folder, architectures=["DFlashLagunaForCausalLM"]),
-        "DFlashLagunaForCausalLM .*Laguna draft.*supported: DFlashDraftModel",
+    "Laguna with experts": (
+        lambda folder: tiny.write_zlab(folder, architectures=["DFlashLagunaForCausalLM"], num_experts=8),
+        "num_experts = 8 is not supported",
     ),
     "a model": (
         lambda folder: tiny.write_zlab(folder, architectures=["Qwen3ForCausalLM"]),
@@ -239,8 +247,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "a Markov head": (with_tensor(ZLAB(), "markov_head.w1.weight"), r"markov_head\.w1\.weight \(DSpark.*supported drafters"),
     "a confidence head": (with_tensor(ZLAB(), "confidence_head.weight"), r"confidence_head\.weight \(DSpark"),
-    "feature norms": (with_tensor(ZLAB(), "aux_hidden_norms.0.weight"), r"aux_hidden_norms\.0\.weight \(a Laguna draft"),
-    "a selector": (with_tensor(ZLAB(), "candidate_selector.hidden_projection.weight"), "candidate_selector.*DFlash2"),
+    "feature norms without Laguna": (with_tensor(ZLAB(), "aux_hidden_norms.0.weight"), r"aux_hidden_norms\.0\.weight is unexp"),
+    "a selector without DFlash2": (
+        with_tensor(ZLAB(), "candidate_selector.hidden_projection.weight"),
+        "selector.* is unexpected",
+    ),
     "an unknown tensor": (
         with_tensor(ZLAB(), "layers.0.extra.weight"),
         r"tensor layers\.0\.extra\.weight is unexpected: .* DFlash drafter",
@@ -261,8 +272,16 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: tiny.write_zlab(folder, is_neox_style=False),
         "is_neox_style = False is not supported",
     ),
-    "scaled logits": (lambda folder: tiny.write_zlab(folder, logit_scale=0.5), "logit_scale = 0.5 is not supported"),
-    "capped logits": (lambda folder: tiny.write_zlab(folder, final_logit_softcapping=30.0), "final_logit_softcapping = 30.0"),
+    "scaled logits of speculators": (
+        lambda folder: tiny.write_speculators(folder, logit_scale=0.5),
+        "logit_scale = 0.5 is not supported",
+    ),
+    "scaled embeddings": (
+        lambda folder: tiny.write_zlab(
+            folder, dflash_config={"mask_token_id": 5, "target_layer_ids": [0, 2], "input_embedding_scale": 2.0}
+        ),
+        "input_embedding_scale = 2.0 is not supported",
+    ),
     "biases": (lambda folder: tiny.write_zlab(folder, attention_bias=True), "attention_bias = True is not supported"),
     "an unknown key": (
         lambda folder: tiny.write_zlab(folder, hc_mult=4),
@@ -346,7 +365,8 @@ def gguf_source(**changes: Any) -> MemorySource:
     ("changes", "message"),
     [
         ({"sample_from_anchor": True}, "dflash.sample_from_anchor = True is not supported"),
-        ({"decoder_arch": "laguna"}, "dflash.decoder_arch = 'laguna' is not supported"),
+        ({"decoder_arch": "other"}, "dflash.decoder_arch = 'other' is not supported"),
+        ({"domino.enabled": 1}, r"dflash.domino.enabled \(Domino"),
         ({"block_size": None}, "dflash.block_size is missing"),
         ({"target_layers": None}, "dflash.target_layers must be a list of layers counted from 1"),
         ({"target_layers": [0, 4]}, r"counted from 1, not \[0, 4\]"),
@@ -362,16 +382,68 @@ def test_the_error_about_a_gguf_file_names_the_key(changes: dict[str, Any], mess
 
 def test_other_gguf_drafters_are_refused_by_name() -> None:
     source = gguf_source()
-    for name, value in (("markov_w1.weight", "DSpark"), ("conf_proj.weight", "DSpark"), ("enc.aux_norm.weight", "Laguna")):
+    for name, value in (
+        ("markov_w1.weight", "DSpark"),
+        ("conf_proj.weight", "DSpark"),
+        ("dflash.dspark.markov.w1", "DSpark"),
+        ("dflash.domino.gru.weight_ih", "Domino"),
+    ):
         made = replace(source, tensors=source.tensors | {name: source.tensors["fc.weight"]})
         with pytest.raises(UnsupportedModel, match=rf"{name}.*{value}.*supported drafters: "):
             read_drafter_info(made)
-    other = replace(source, config={"general.architecture": "qwen35-dflash-draft"})
+    other = replace(source, config={"general.architecture": "eagle3-dflash"})
     assert is_drafter(other)
-    with pytest.raises(
-        UnsupportedModel, match=r"qwen35-dflash-draft is not supported as a drafter; supported: .*GGUF of architecture dflash"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"eagle3-dflash is not supported as a drafter; supported: .*qwen35-dflash-draft"):
         read_drafter_info(other)
+
+
+# ------------------------------------------------------------------ files of Lucebox
+
+
+def lucebox_source(tmp_path: Path, arch: str = "qwen35-dflash-draft", **changes: Any) -> MemorySource:
+    checkpoint = open_checkpoint(drafter_files.write_lucebox(TRAINED / "trained_dflash_qwen3", tmp_path / "d.gguf", arch=arch))
+    config = dict(checkpoint.config) | {f"{arch}.{name}": value for name, value in changes.items()}
+    return MemorySource(config, "gguf", dict(checkpoint.tensors), path=checkpoint.path)
+
+
+def test_layers_with_features_follow_from_the_targets_depth_if_a_lucebox_file_lists_none(tmp_path: Path) -> None:
+    source = lucebox_source(tmp_path, **{"dflash.target_layer_ids": None})
+    assert read_drafter_info(source, 64).spec.target_layers == (1, 63)
+    with pytest.raises(CorruptFile, match=r"dflash\.target_layer_ids is missing"):
+        read_drafter_info(source)
+    assert read_drafter_info(lucebox_source(tmp_path)).spec.target_layers == (1, 3)
+    five = replace(source, config={**source.config, "qwen35-dflash-draft.dflash.n_target_layers": 5})
+    assert read_drafter_spec(five, "gguf-draft", 64).target_layers == (1, 16, 31, 46, 61)
+    with pytest.raises(CorruptFile, match=r"lists 2 layers, dflash\.n_target_layers is 3"):
+        read_drafter_info(lucebox_source(tmp_path, **{"dflash.n_target_layers": 3}))
+
+
+def test_mask_token_and_block_of_a_lucebox_file_have_defaults(tmp_path: Path) -> None:
+    bare = {"dflash.mask_token_id": None, "dflash.block_size": None}
+    spec = read_drafter_info(lucebox_source(tmp_path, "gemma4-dflash-draft", **bare)).spec
+    assert (spec.mask_token, spec.block, spec.softcap) == (4, 16, 30.0)
+    with pytest.raises(CorruptFile, match="mask token 248070 is outside the vocabulary of 1024"):
+        read_drafter_info(lucebox_source(tmp_path, **bare))
+    with pytest.raises(CorruptFile, match="mask_token_id is missing"):
+        read_drafter_info(lucebox_source(tmp_path, "dflash-draft", **bare))
+
+
+def test_windows_of_a_lucebox_file_follow_its_pattern_or_for_gemma_4_the_rule(tmp_path: Path) -> None:
+    slides = {"attention.sliding_window": 9, "attention.sliding_window_pattern": [True, False]}
+    spec = read_drafter_info(lucebox_source(tmp_path, **slides)).spec
+    assert [layer.attention.window for layer in spec.layers] == [9, None]
+    assert spec.causal_in_block == (True, False)
+    without = read_drafter_info(lucebox_source(tmp_path, **{"attention.sliding_window": 9})).spec
+    assert [layer.attention.window for layer in without.layers] == [None, None]
+    gemma = read_drafter_info(lucebox_source(tmp_path, "gemma4-dflash-draft")).spec
+    assert [layer.attention.window for layer in gemma.layers] == [2048, None]
+
+
+def test_logits_of_a_drafter_may_be_scaled_and_capped(tmp_path: Path) -> None:
+    inner = {"mask_token_id": 5, "target_layer_ids": [0, 2], "output_multiplier": 0.5, "final_logit_softcapping": 20.0}
+    spec = zlab(tmp_path, logit_scale=0.5, dflash_config=inner)
+    assert (spec.logit_scale, spec.softcap) == (0.25, 20.0)
+    assert zlab(tmp_path / "b", final_logit_softcapping=30.0).softcap == 30.0
 
 
 # ------------------------------------------------------------------ fit

@@ -31,12 +31,12 @@ class Recording(DflashDrafter):
 
     seen: list[tuple[DraftBlock, np.ndarray]]
 
-    def _arranged(self, blocks: list[DraftBlock], logits: Tensor) -> list[tuple[Draft, ...]]:
+    def _arranged(self, blocks: list[DraftBlock], logits: Tensor, hidden: Tensor) -> list[tuple[Draft, ...]]:
         slot = 0
         for block in blocks:
             self.seen.append((block, logits[slot : slot + block.count - 1].numpy().copy()))
             slot += block.count - 1
-        return super()._arranged(blocks, logits)
+        return super()._arranged(blocks, logits, hidden)
 
 
 def described_drafter(kind: str) -> DrafterInfo:

@@ -32,14 +32,20 @@ def block_hidden(weights: AnyWeights, features: np.ndarray, anchor: int, *, embe
     """The output of the last layer [B, E], before the final norm."""
     spec, outer = weights.spec, weights.outer()
     count, size = len(features), spec.block
+    if spec.feature_norms:
+        each = features.astype(np.float64).reshape(count, len(spec.target_layers), -1)
+        features = (rms(each, spec.eps) * outer["feature_norms"]).reshape(count, -1)
     context = rms(features.astype(np.float64) @ outer["fc"].T, spec.eps) * outer["hidden_norm"]  # [C, E]
     tokens = [anchor] + [spec.mask_token] * (size - 1)
     x = outer.get("embed", embed)[tokens].astype(np.float64)  # [B, E]
     for index, layer in enumerate(spec.layers):
         w, a = weights.layer(index), layer.mixer
         assert a.rope.kind == "default"
-        h = rms(x, spec.eps) * w["attn_norm"]
-        both = np.concatenate([context, h])  # input of keys and values: context features unchanged, block normed
+        h = normed = rms(x, spec.eps) * w["attn_norm"]
+        if spec.convolution is not None:
+            h = convolve(h, normed, w, "attn_conv", side=0)
+        read = rms(context, spec.eps) * w["attn_norm"] if spec.normed_context else context
+        both = np.concatenate([read, h])  # input of keys and values
         positions = np.arange(count + size)
         q = rotate(rms((h @ w["q"].T).reshape(size, a.heads, -1), spec.eps) * w["q_norm"], positions[count:], a.rope.theta)
         k = rotate(rms((both @ w["k"].T).reshape(count + size, a.kv_heads, -1), spec.eps) * w["k_norm"], positions, a.rope.theta)
@@ -53,16 +59,54 @@ def block_hidden(weights: AnyWeights, features: np.ndarray, anchor: int, *, embe
                 scores = k[first : last + 1, shared] @ q[slot, number] / np.sqrt(q.shape[-1])
                 shares = np.exp(scores - scores.max())
                 mixed[slot, number] = shares @ v[first : last + 1, shared] / shares.sum()
-        x = x + mixed.reshape(size, -1) @ w["o"].T
-        h = rms(x, spec.eps) * w["mlp_norm"]
+        if a.gate is not None:
+            gate = np.log1p(np.exp(h @ w["attn_gate"].T))  # softplus; one per head or per element
+            mixed = mixed * gate.reshape(size, a.heads, -1)
+        out = mixed.reshape(size, -1) @ w["o"].T
+        x = x + (out if spec.convolution is None else convolve(out, normed, w, "attn_conv", side=1))
+        h = normed = rms(x, spec.eps) * w["mlp_norm"]
+        if spec.convolution is not None:
+            h = convolve(h, normed, w, "mlp_conv", side=0)
         gate = h @ w["gate"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up"].T)) @ w["down"].T
+        out = (gate / (1 + np.exp(-gate)) * (h @ w["up"].T)) @ w["down"].T
+        x = x + (out if spec.convolution is None else convolve(out, normed, w, "mlp_conv", side=1))
     return x
 
 
+def convolve(z: np.ndarray, normed: np.ndarray, w: dict[str, np.ndarray], name: str, *, side: int) -> np.ndarray:
+    """A convolution of DFlash2 over the slots of one block; its kernel depends on the sublayer's normed input."""
+    base, delta = w[name], normed @ w[f"{name}_proj"].T
+    _, taps, hidden = base.shape
+    delta = delta.reshape(len(z), 2, taps, -1)
+    group, out = hidden // delta.shape[-1], np.zeros_like(z)
+    for slot in range(len(z)):
+        for tap in range(min(taps, slot + 1)):
+            for channel in range(hidden):
+                factor = base[side, tap, channel] + delta[slot, side, tap, channel // group]
+                out[slot, channel] += factor * z[slot - tap, channel]
+    return out
+
+
 def head_logits(weights: AnyWeights, hidden: np.ndarray, *, head: np.ndarray) -> np.ndarray:
-    outer = weights.outer()
-    return (rms(hidden[1:], weights.spec.eps) * outer["norm"]) @ outer.get("head", head).T
+    spec, outer = weights.spec, weights.outer()
+    logits = spec.logit_scale * (rms(hidden[1:], spec.eps) * outer["norm"]) @ outer.get("head", head).T
+    return logits if spec.softcap is None else spec.softcap * np.tanh(logits / spec.softcap)
+
+
+def drafted(weights: AnyWeights, features: np.ndarray, anchor: int, *, embed: np.ndarray, head: np.ndarray) -> list[int]:
+    """The tokens of a block when greedy: the likeliest of every slot, or the best candidate after the one before it."""
+    hidden = block_hidden(weights, features, anchor, embed=embed)
+    logits = head_logits(weights, hidden, head=head)
+    spec, outer = weights.spec, weights.outer()
+    if spec.selector is None:
+        return proposals(weights, logits)
+    found = [anchor]
+    for row, state in zip(logits, rms(hidden[1:], spec.eps) * outer["norm"]):
+        candidates = np.argsort(-row, kind="stable")[: spec.selector.top_k]
+        wanted = outer["predecessor"][found[-1]] * (outer["selector"] @ state)
+        scores = [row[token] + wanted @ outer["successor"][token] for token in candidates]
+        found.append(int(candidates[int(np.argmax(scores))]))
+    return found[1:]
 
 
 def proposals(weights: AnyWeights, logits: np.ndarray) -> list[int]:
@@ -154,7 +198,7 @@ def greedy_with_drafts(
     choices, features = target.run(prompt, layers)
     committed, anchor, kept = list(prompt), choices[-1], []
     for _ in range(steps):
-        drafts = proposals(drafter, block_logits(drafter, spoil(features), anchor, embed=target.embed, head=target.head))
+        drafts = drafted(drafter, spoil(features), anchor, embed=target.embed, head=target.head)
         choices, seen = target.run([*committed, anchor, *drafts], layers)
         after = choices[len(committed) :]  # after the anchor, after each draft
         agreed = next((i for i, draft in enumerate(drafts) if draft != after[i]), len(drafts))
@@ -173,9 +217,8 @@ def draft_along(target: Target, drafter: Drafter, tokens: list[int], prompt: int
     assert choices[prompt - 1 : -1] == tokens[prompt:], "not the target's greedy text"
     position, kept = prompt, []  # position of the anchor
     while position + drafter.spec.block <= len(tokens):
-        logits = block_logits(drafter, spoil(features[:position]), tokens[position], embed=target.embed, head=target.head)
         truth = tokens[position + 1 : position + drafter.spec.block]
-        drafts = proposals(drafter, logits)
+        drafts = drafted(drafter, spoil(features[:position]), tokens[position], embed=target.embed, head=target.head)
         agreed = next((i for i, (draft, right) in enumerate(zip(drafts, truth)) if draft != right), len(truth))
         kept.append(agreed)
         position += agreed + 1

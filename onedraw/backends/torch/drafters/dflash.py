@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from onedraw.backends.torch.drafters.base import CompletedStep, DraftedPosition, Ranker, drafting_sampler, room_ahead
+from onedraw.backends.torch.model.block_convolution import LayerConvolutions
 from onedraw.backends.torch.model.layer import AttentionMixer, Layer, load_layer, rope_tables, run_layer
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
@@ -30,6 +32,7 @@ from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.dflash import DrafterWeights
+from onedraw.models.source import LazyTensor
 from onedraw.models.spec import DrafterSpec
 from onedraw.types import Draft, Row, RowOutcome
 
@@ -62,6 +65,27 @@ class Context:
     features: list[Tensor]  # the features of all `n` layers side by side, in pieces that together are [count, n * Et]
 
 
+@dataclass(frozen=True, slots=True)
+class CandidateSelector:
+    """Scores the likeliest tokens of a slot given the token drafted for the slot before it (formula: `models/dflash.py`).
+
+    It runs on the host: few rows of the two codebooks are needed, and they are read from the mapped file.
+    """
+
+    top_k: int
+    hidden: Linear  # [E] → [rank]
+    predecessor: LazyTensor  # [V, rank]
+    successor: LazyTensor  # [V, rank]
+
+    def scores(
+        self, before: int, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float32], hidden: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """Scores of the tokens `ids` of one slot, after the token `before`.   [top_k]"""
+        weights = self.predecessor.take_rows(np.array([before])).float32()[0] * hidden
+        found: npt.NDArray[np.float32] = logits + self.successor.take_rows(ids).float32() @ weights
+        return found
+
+
 class DflashDrafter:
     """Drafts with a DFlash model. When it is constructed, its weights are loaded and its pages allocated. Owner: the backend."""
 
@@ -84,6 +108,11 @@ class DflashDrafter:
         loader = WeightLoader(weights, ops=self._ops, dtype=target.dtype, device=self._device)
         self._fc = loader.linear(None, "fc")
         self._hidden_norm, self._norm = loader.kept(None, "hidden_norm"), loader.kept(None, "norm")
+        self._feature_norms = loader.kept(None, "feature_norms") if spec.feature_norms else None
+        self._selector = None
+        if spec.selector is not None:
+            codebooks = weights.tensor(None, "predecessor"), weights.tensor(None, "successor")
+            self._selector = CandidateSelector(spec.selector.top_k, loader.linear(None, "selector"), *codebooks)
         self._embedding = loader.kept(None, "embed") if spec.own_embedding else None
         self._head = loader.linear(None, "head") if spec.own_head else target.head
         ids = weights.target_ids()
@@ -99,7 +128,10 @@ class DflashDrafter:
         self._layers: list[Layer] = []
         self._contexts: list[Linear] = []  # by layer, the product that makes keys and values of the context
         for index, layer in enumerate(spec.layers):
-            self._layers.append(load_layer(index, layer, loader, self._ops, spec.eps))
+            made = load_layer(index, layer, loader, self._ops, spec.eps)
+            if spec.convolution is not None:
+                made = replace(made, convolutions=LayerConvolutions.load(index, spec.convolution, loader), fused=None)
+            self._layers.append(made)
             self._contexts.append(loader.linear(index, "k", "v"))
         sizes = StateSizes(pages=self._layout.scratch, page_size=layout.page_size)
         self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=self._device)
@@ -173,13 +205,18 @@ class DflashDrafter:
         padding = len(placed.host_tokens) - firsts[-1]
         parts = [part for context in contexts for part in context.features]
         joined = torch.cat([*parts, parts[-1][-1:].expand(padding, -1)]).to(self._target.dtype)  # [M, n * Et]
+        if self._feature_norms is not None:
+            each = joined.view(-1, self._spec.target_hidden)  # [M * n, Et]
+            normed = self._ops.rms_norm(each, None, self._spec.eps).view(len(joined), *self._feature_norms.shape)
+            joined = (normed * self._feature_norms).view(len(joined), -1)
         context = self._ops.rms_norm(self._fc(joined), self._hidden_norm, self._spec.eps)
         prepared = PreparedInputs(self._ops, placed, self._ropes)
         for layer, linear, store in zip(self._layers, self._contexts, self.state.stores, strict=True):
             own, mixer = layer.mixer, layer.spec.attention
             assert isinstance(own, AttentionMixer)
             assert isinstance(store, PageStore)
-            prepared.attention(mixer).write(linear(context), spec=mixer, store=store, k_norm=own.k_norm, eps=self._spec.eps)
+            read = self._ops.rms_norm(context, layer.attn_norm, self._spec.eps) if self._spec.normed_context else context
+            prepared.attention(mixer).write(linear(read), spec=mixer, store=store, k_norm=own.k_norm, eps=self._spec.eps)
 
     # ------------------------------------------------------------------ block
 
@@ -205,24 +242,32 @@ class DflashDrafter:
         }
         x = self._embed(next(iter(placed.values())).tokens)
         prepared = {causal: PreparedInputs(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
+        places = torch.zeros(len(x), dtype=torch.long)  # of each token in its block; rows of padding read no other row
+        places[: len(tokens)] = torch.cat([torch.arange(block.count) for block in blocks])
+        places = places.to(self._device)
         for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self.state.stores, strict=True):
-            x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared[causal], eps=self._spec.eps)
+            x = run_layer(x, layer, ops=self._ops, store=store, prepared=prepared[causal], eps=self._spec.eps, slots=places)
         x = self._ops.rms_norm(x, self._norm, self._spec.eps)
         slots = [span.first + slot for span in spans for slot in range(1, span.count)]
         padding = self._layout.rule.padded(len(slots)) - len(slots)
         index = torch.tensor([*slots, *slots[-1:] * padding], dtype=torch.long, device=self._device)
-        logits = self._head(x.index_select(0, index))[: len(slots), : self._vocab].float()
-        return self._arranged(blocks, logits)
+        hidden = x.index_select(0, index)
+        logits = self._head(hidden)[: len(slots), : self._vocab].float() * self._spec.logit_scale
+        if self._spec.softcap is not None:
+            logits = torch.tanh(logits / self._spec.softcap) * self._spec.softcap
+        return self._arranged(blocks, logits, hidden)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self._target.embed(tokens) if self._embedding is None else self._embedding.index_select(0, tokens)
 
-    def _arranged(self, blocks: list[DraftBlock], logits: Tensor) -> list[tuple[Draft, ...]]:
-        """The drafts of each block, from the logits of all drafted positions."""
+    def _arranged(self, blocks: list[DraftBlock], logits: Tensor, hidden: Tensor) -> list[tuple[Draft, ...]]:
+        """The drafts of each block, from the logits and the hidden states of all drafted positions."""
         arm = self._ranker.choose_arm()
         positions = [DraftedPosition(b.row, b.sampled, depth) for b in blocks for depth in range(1, b.count)]
         ranked: list[list[tuple[int, float]]]
-        if self._width == 1:
+        if self._selector is not None:
+            ranked = self._selected(self._selector, blocks, logits, hidden, arm=arm)
+        elif self._width == 1:
             ranked = [[(token, 0.0)] for token in self._ranker.best(logits, positions, arm=arm, ids=self._target_ids)]
         else:
             ids, values = self._ranker.candidates(logits)
@@ -239,6 +284,24 @@ class DflashDrafter:
             self._ranker.remember(block.row, drafts, arm)
             found.append(drafts)
         return found
+
+    def _selected(
+        self, selector: CandidateSelector, blocks: list[DraftBlock], logits: Tensor, hidden: Tensor, *, arm: int
+    ) -> list[list[tuple[int, float]]]:
+        """The candidates of all positions, each scored after the best candidate of the position before it. In a tree they are
+        those of every node of a depth."""
+        found = logits.topk(min(selector.top_k, logits.shape[1]), dim=1)
+        ids, values = found.indices.cpu().numpy(), found.values.cpu().numpy()
+        projected = selector.hidden(hidden).float().cpu().numpy()
+        ranked: list[list[tuple[int, float]]] = []
+        for block in blocks:
+            before = block.sampled[-1]
+            for depth in range(1, block.count):
+                slot = len(ranked)
+                scores = selector.scores(before, ids[slot], values[slot], projected[slot])
+                ranked.append(self._ranker.rank(block.row, ids[slot], scores, position=block.start + depth, arm=arm))
+                before = ranked[-1][0][0]
+        return ranked
 
 
 def _ends(row: Row, outcome: RowOutcome) -> bool:

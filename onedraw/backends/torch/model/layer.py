@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from onedraw.backends.torch.model.block_convolution import LayerConvolutions
 from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
 from onedraw.backends.torch.ops.base import DenseLayer, FusedLayers, GatedProduct, Ops, PreparedInputs
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
@@ -47,6 +48,7 @@ class Layer:
     scale: Tensor | None  # [1], by which the layer's output is multiplied; None stands for 1
     dtype: torch.dtype  # dtype of products; the residual stream may have another dtype
     fused: FusedLayers | None = None  # the whole layer as one operation, if `ops` has one for it
+    convolutions: LayerConvolutions | None = None  # around mixer and feed-forward, in layers of DFlash2 drafters
 
     @property
     def linears(self) -> list[Linear]:
@@ -87,20 +89,33 @@ def load_layer(index: int, spec: LayerSpec, loader: WeightLoader, ops: Ops, eps:
 
 
 def run_layer(
-    x: Tensor, layer: Layer, *, ops: Ops, store: LayerStore, prepared: PreparedInputs, eps: float, own_input: Tensor | None = None
+    x: Tensor,
+    layer: Layer,
+    *,
+    ops: Ops,
+    store: LayerStore,
+    prepared: PreparedInputs,
+    eps: float,
+    own_input: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Run the tokens of a step through one layer: residual stream x [T, E] → [T, E]. `own_input`: [T, width], for layers that
-    have an input of their own."""
+    have an input of their own. `slots`: [T], the place of each token in its block, for layers with convolutions."""
     if layer.fused is not None:
         assert isinstance(store, PageStore)
         return layer.fused(x, [prepared.attention(layer.spec.attention)], [store])[0]
     h = ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype)
-    if layer.post_attn_norm is None:
+    if (around := layer.convolutions) is not None:
+        assert slots is not None
+        x = x + around.mixer(h, slots, lambda h: layer.mixer(h, prepared, store, ops)).to(x.dtype)
+    elif layer.post_attn_norm is None:
         x = layer.mixer(h, prepared, store, ops, x)
     else:
         x = x + ops.rms_norm(layer.mixer(h, prepared, store, ops).to(x.dtype), layer.post_attn_norm, eps)
     h = ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype)
-    if layer.parallel_experts is None and layer.post_mlp_norm is None:
+    if around is not None and slots is not None:
+        x = x + around.feed_forward(h, slots, lambda h: layer.feed_forward(h, x, ops)).to(x.dtype)
+    elif layer.parallel_experts is None and layer.post_mlp_norm is None:
         x = layer.feed_forward(h, x, ops, add=True)
     else:
         fed = layer.feed_forward(h, x, ops).to(x.dtype)
