@@ -38,7 +38,7 @@ SEED_RANGE = 2**63  # A caller may give any signed 64-bit integer as the seed.
 MAX_TOP_LOGPROBS = 128  # the limit on `logprobs`: how many of the most likely tokens are returned with each token
 PENDING_TOKEN = -1  # stands in Row.tokens for a token that the previous step is still sampling; see Row.awaits_token
 
-LogprobsMode = Literal["raw", "processed"]
+LogprobsMode = Literal["raw", "processed", "both"]
 Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # The engine never sets "tool_calls": it does not see text.
 Channel = Literal["content", "reasoning", "tool"]
 TokenMask = npt.NDArray[np.uint32]  # token i is allowed if bit i % 32 of word i // 32 is set; ids beyond the end are not allowed
@@ -179,6 +179,9 @@ class Request:
     given: tuple[
         int, ...
     ] = ()  # the first tokens of the reply, already settled; those after them are sampled as if these had been
+    forced: tuple[
+        int, ...
+    ] = ()  # the first tokens of the reply, those of `given` included: taken as sampled, whatever the noise, so they are scored
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether drafts may be used for this request
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both
@@ -196,9 +199,15 @@ class History:
     prompt: tuple[int, ...]
     output: list[int] = field(default_factory=list)
     constraint: Constraint | None = None  # restricts the next token, given `output`
+    forced: tuple[int, ...] = ()  # the output that the request forces, from its first token on; it may be longer than `output`
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    def forced_at(self, drafts: int) -> int | None:
+        """Return the token that is forced after `output` and that many drafts; None if one is sampled there."""
+        index = len(self.output) + drafts
+        return self.forced[index] if index < len(self.forced) else None
 
     def slice(self, start: int, stop: int) -> list[int]:
         """Return the tokens at absolute positions [start, stop)."""
@@ -289,10 +298,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The logprob of a token, and of the most likely tokens at its position, the best first."""
+    """The logprob of a token, and of the most likely tokens at its position, the best first. With the mode "both" these are raw,
+    and `processed` and `mass` are set."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    processed: float | None = None  # the token's logprob in the distribution that is sampled from; -inf if a filter excludes it
+    # The share of the probability that min-p, top-k and top-p left, after bias, penalties, bans and temperature.
+    mass: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,12 @@ class SamplingPosition(NamedTuple):
     def at(self) -> int:
         return len(self.history) + len(self.drafts)
 
+    @property
+    def forced(self) -> int:
+        """The token that the request forces here, or NO_TOKEN if one is sampled."""
+        token = self.history.forced_at(len(self.drafts)) if self.history.forced else None
+        return NO_TOKEN if token is None else token
+
 
 @dataclass(frozen=True, slots=True)
 class CountedHistory:
@@ -63,7 +69,9 @@ def read_samples(rows: Integers, positions: Sequence[SamplingPosition]) -> list[
 def _sample(token: int, params: SamplingParams, rows: Integers, index: int) -> SampledToken:
     if params.logprobs is None and not params.checksums:
         return SampledToken(token)
-    logprobs = None if params.logprobs is None else read_logprobs(rows[index], params.logprobs)
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = read_logprobs(rows[index], params.logprobs, both=params.logprobs_mode == "both")
     return SampledToken(token, logprobs, int(rows[index, CHECKSUM]) if params.checksums else None)
 
 

@@ -47,7 +47,7 @@ REPLAY = "replay:"  # the prefix of `--draft replay:K`, which only this command 
 # Request options that are not flags of this command, because the benchmark decides them.
 SET_HERE = (
     *("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation"),
-    *("continue_ids", "system_fingerprint"),
+    *("continue_ids", "reply_ids", "system_fingerprint"),
     *("reasoning_effort", "thinking_budget", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 

@@ -68,7 +68,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default="smollm2", help="the model to chat with (default: smollm2)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_request_options(
-        parser, leave_out=("n", "continue_ids", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums", "prediction")
+        parser,
+        leave_out=("n", "continue_ids", "reply_ids", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums", "prediction"),
     )
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 

@@ -83,6 +83,7 @@ OPTIONS_HELP: Mapping[str, str] = {
     "max_tokens": "longest reply, in tokens",
     "min_tokens": "the reply does not end before this many tokens",
     "continue_ids": "token ids of the reply's beginning, comma-separated; prints what follows them; needs the reply's --seed",
+    "reply_ids": "token ids with which the reply begins, comma-separated, as if they had been sampled; see --logprobs",
     "system_fingerprint": "refuse to run unless the model has this fingerprint",
     "ignore_eos": "the model's end-of-reply tokens do not end the reply",
     "stop": "text that ends the reply; may be given several times",

@@ -134,6 +134,8 @@ def _compare(
     why the variation was not exercised."""
     parts = [(i, given) for i, reply in enumerate(plain) for given in variation.given(i, reply)]
     predicting = [replace(generations[i], predicted=variation.predict(i, plain[i]), given=given) for i, given in parts]
+    if variation.forces:
+        predicting = [_forcing(one, plain[i]) for one, (i, _) in zip(predicting, parts, strict=True)]
     begun: list[Reply] = []
     try:
         if variation.warmed_up:
@@ -149,6 +151,12 @@ def _compare(
     whole = [joined(first, rest) for first, rest in zip(begun, replies, strict=True)]
     numbers = [i for i, _ in parts]
     return judge(variation, plain, whole, exercised=variation.exercised(evidence, happened), numbers=numbers)
+
+
+def _forcing(generation: Generation, plain: Reply) -> Generation:
+    """Return a generation that scores the plain reply. Its seed is another one, which must not matter."""
+    params = replace(generation.params, seed=generation.params.seed + 1)
+    return replace(generation, params=params, forced=tuple(plain.token_ids))
 
 
 def _beginning(llm: LLM, generation: Generation, plain: Reply) -> Reply:

@@ -131,6 +131,7 @@ class Variation:
     predict: Callable[[int, Reply], tuple[int, ...]] = lambda number, plain: ()  # returns the predicted output of a request
     # (index of a request, its plain reply) → beginnings of the reply; the request is sent once for each, to be continued after it
     given: Callable[[int, Reply], tuple[tuple[int, ...], ...]] = lambda number, plain: ((),)
+    forces: bool = False  # whether each request forces its plain reply and has another seed, so that it is scored
     warmed_up: bool = False  # whether to run all requests in another LLM first and close it, so that snapshots are on disk
 
 
@@ -163,6 +164,7 @@ def variations(base: Settings, *, threads: int) -> tuple[Variation, ...]:
             lambda plain, now: now.counted.given_tokens > 0 and now.counted.preemptions > 0,
             given=_cut,
         ),
+        Variation("scored, not sampled", lambda facts: {}, "at once", lambda p, now: now.counted.forced_tokens > 0, forces=True),
         Variation("prefix cache hit", lambda facts: {"prefix_cache": True}, "after a part", lambda plain, now: now.cached > 0),
         Variation(
             "the same prompt again, from its last logits",

@@ -16,11 +16,13 @@ from onedraw.engine.engine import Event, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Unsupported
 from onedraw.memory.pages import longest_context
+from onedraw.sampling.adjustments import is_allowed
 from onedraw.types import Constraint, ConstraintSpec, Request, SamplingParams
 
 __all__ = ["BuildConstraint", "CheckedRequest", "EngineClient", "Event", "Sink", "check_count", "check_request"]
 
 CONTINUE_IDS = "continue_ids"  # the option that callers know `Request.given` by
+REPLY_IDS = "reply_ids"  # the option that callers know `Request.forced` by
 BuildConstraint = Callable[[ConstraintSpec], Constraint | None]
 
 
@@ -88,7 +90,9 @@ def check_request(request: Request, capacity: Capacity, build_constraint: BuildC
         if not 0 <= token < capacity.vocab:
             raise BadParameter("prompt", f"token id {token} is outside the vocabulary of {capacity.vocab}")
     if request.given:
-        _check_given(request, constraint, vocab=capacity.vocab)
+        _check_beginning(CONTINUE_IDS, request.given, request, constraint, vocab=capacity.vocab)
+    if request.forced:
+        _check_beginning(REPLY_IDS, request.forced, request, constraint, vocab=capacity.vocab)
     if not request.prompt:
         raise BadParameter("prompt", "needs at least one token")
     total = len(request.prompt) + params.max_tokens
@@ -100,7 +104,7 @@ def check_request(request: Request, capacity: Capacity, build_constraint: BuildC
             param="max_tokens",
             prompt=len(request.prompt),
         )
-    if not capacity.returns_logits and (constraint is not None or not _plain_argmax(params)):
+    if not capacity.returns_logits and (constraint is not None or request.forced or not _plain_argmax(params)):
         raise Unsupported(
             "this backend does not return logits, so only plain greedy decoding is served: temperature 0 and no "
             "penalty, bias, min_tokens, bans, constraint or logprobs",
@@ -120,26 +124,40 @@ def check_count(replies: int, most: int, *, param: str | None = None) -> None:
         )
 
 
-def _check_given(request: Request, constraint: Constraint | None, *, vocab: int) -> None:
-    """Raise if the given tokens cannot be the beginning of this request's reply, as far as that shows without the model."""
-    given, params = request.given, request.params
+def _check_beginning(name: str, given: tuple[int, ...], request: Request, constraint: Constraint | None, *, vocab: int) -> None:
+    """Raise if these tokens, which callers know as `name`, cannot be the beginning of this request's reply, as far as that shows
+    without the model."""
+    params = request.params
     if len(given) > params.max_tokens:
         raise BadParameter(
-            CONTINUE_IDS,
+            name,
             f"{len(given)} tokens are over the {params.max_tokens} of max_tokens, which counts from the beginning of the reply",
         )
     for index, token in enumerate(given):
         if not 0 <= token < vocab:
-            raise BadParameter(CONTINUE_IDS, f"token id {token} is outside the vocabulary of {vocab}")
+            raise BadParameter(name, f"token id {token} is outside the vocabulary of {vocab}")
         if token in params.stop_ids and index + 1 < len(given):
-            raise BadParameter(CONTINUE_IDS, f"token {index} has the id {token}, which ends the reply, and others follow it")
-    legal = len(given) if constraint is None else constraint.legal(given)
+            raise BadParameter(name, f"token {index} has the id {token}, which ends the reply, and others follow it")
+    legal = len(given) if constraint is None else _legal(given, constraint, params)
     if legal < len(given):
         raise BadParameter(
-            CONTINUE_IDS,
+            name,
             f"token {legal} has the id {given[legal]}, which the response format or the thinking budget does not allow there; "
-            "send the options of the reply that is continued",
+            "send the options that the reply was generated with",
         )
+
+
+def _legal(given: tuple[int, ...], constraint: Constraint, params: SamplingParams) -> int:
+    """Return how many of these leading tokens the constraint allows. A last one that ends the reply is looked up in the mask
+    before it, since a grammar that is complete need not read it."""
+    if given[-1] not in params.stop_ids:
+        return constraint.legal(given)
+    before = given[:-1]
+    legal = constraint.legal(before)
+    if legal < len(before):
+        return legal
+    mask = constraint.allowed(before, ())
+    return legal + (mask is None or is_allowed(mask, given[-1]))
 
 
 def _plain_argmax(params: SamplingParams) -> bool:

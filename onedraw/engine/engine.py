@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from onedraw.backends.base import Backend, StepHandle
 from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.isolated_constraint import IsolatedConstraint
-from onedraw.engine.scheduler import ScheduledRow, Scheduler
+from onedraw.engine.scheduler import FORCED, ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import DraftingEstimates, DraftStats, Stats
 from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, OutOfMemory, StepFailed
@@ -52,6 +52,7 @@ COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler
     "prompt_tokens",
     "completion_tokens",
     "given_tokens",
+    "forced_tokens",
     "drafts",
     "draft_trees",
     "draft_tokens",
@@ -262,7 +263,7 @@ class Engine:
 
     def _commit(self, member: ScheduledRow, result: RowOutcome) -> None:
         sequence, row = member.sequence, member.row
-        if row.drafts:
+        if row.drafts and member.source != FORCED:
             kept = len(result.kept)
             drafted, deepest = len(row.drafts), tree_depth(row.drafts)
             self.scheduler.speculator.record_outcome(row.request_id, member.source, drafted=drafted, kept=kept, depth=deepest)
@@ -274,6 +275,8 @@ class Engine:
         ahead = self.scheduler.in_flight[sequence]
         sequence.lease.commit(min(sequence.computed, sequence.known), sequence.history, ahead=ahead)
         self._totals["completion_tokens"] += len(sampled)
+        known = len(sequence.history.output)
+        self._totals["forced_tokens"] += max(min(len(sequence.history.forced), known) - (known - len(sampled)), 0)
         scored = self._prompt_logprobs(sequence)
         sink = self._live[row.request_id][1]
         error = _no_token_error(sequence, result) if result.no_token_left and finish is None else None
@@ -355,13 +358,13 @@ class Engine:
                 drafter_seconds=outcome.drafter_seconds,
             )
         for member, result in zip(members, outcome.rows, strict=True):
-            row = member.row
+            row, speculative = member.row, member.source != FORCED
             totals["prompt_tokens"] += max(min(row.stop, row.prompt_stop) - row.start, 0)
             totals["middle_chunks"] += row.stop < member.sequence.known
-            totals["drafts"] += bool(row.drafts)
+            totals["drafts"] += bool(row.drafts) and speculative
             totals["draft_trees"] += chain_length(row.drafts) < len(row.drafts)
-            totals["draft_tokens"] += len(row.drafts)
-            totals["accepted_tokens"] += len(result.kept)
+            totals["draft_tokens"] += len(row.drafts) * speculative
+            totals["accepted_tokens"] += len(result.kept) * speculative
             if row.restore is not None:
                 totals["restores"] += 1
                 totals["whole_prompts"] += not row.tokens

@@ -42,11 +42,13 @@ from onedraw.engine.sequence import Sequence
 from onedraw.engine.waiting_queue import WaitingQueue
 from onedraw.memory.allocator import Allocator, Lease
 from onedraw.memory.pages import longest_row
+from onedraw.speculation.proposers import chain
 from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import History, Row
 
 MIN_STEP_TOKENS = 16  # After the device ran out of memory, the token budget of a step is halved, but not below this.
 GROW_STEPS = 64  # After so many computed steps, a budget that was halved is doubled again.
+FORCED = "forced"  # the source of drafts that are the forced tokens of a request; they are not counted as speculation
 SHARED_TURN = TurnKey("", "")  # the key of every sequence under strict order of arrival, so that none takes another's turn
 
 Fetch = Callable[[History], None]  # loads a snapshot of the prompt into the prefix cache, if there is one on disk
@@ -58,7 +60,7 @@ class ScheduledRow:
 
     sequence: Sequence
     row: Row
-    source: str = ""  # the name of the proposer that made the row's drafts, or "device" for the backend's drafter
+    source: str = ""  # the name of the proposer that made the row's drafts, "device" for the backend's drafter, or FORCED
 
 
 class Scheduler:
@@ -274,6 +276,9 @@ class Scheduler:
         room = min(left, sequence.room - 1, self.capacity.max_drafts, self.capacity.max_context - sequence.known - 1)
         if room <= 0 or not self.capacity.logits_per_position:
             return NO_PROPOSAL
+        if sequence.history.forced:
+            forced = sequence.history.forced[len(sequence.history.output) :][:room] if sequence.request.speculate else ()
+            return Proposal(chain(forced), FORCED) if forced else NO_PROPOSAL
         known = (sequence.request, sequence.history, sequence.next_drafts)
         proposal = self.speculator.propose(*known, room=room, running=running, tentative=tentative)
         drafts = proposal.drafts[:room]
@@ -289,7 +294,7 @@ class Scheduler:
         if not self.capacity.drafter:
             return members
         limits = dict.fromkeys(range(len(members)), 0)
-        sampling = [index for index, member in enumerate(members) if member.row.samples]
+        sampling = [i for i, member in enumerate(members) if member.row.samples and not member.row.history.forced]
         requests = [members[index].sequence.request for index in sampling]
         limits.update(zip(sampling, self.speculator.plan_drafter(requests, limit=self.capacity.lookahead - 1), strict=True))
         return [replace(member, row=replace(member.row, draft_limit=limits[i])) for i, member in enumerate(members)]

@@ -9,6 +9,7 @@ work of the sequence in one step: n known tokens, then drafts, of which `kept` a
     after    : computed += n + kept;  known += len(sampled) = kept + 1, or 0 for a middle chunk
 
 The tokens that a request gives are output from the beginning. Such a sequence starts like one that was preempted after them.
+The tokens that a request forces are its drafts, all of which are right, because sampling takes them whatever the noise.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Sequence:
     passed: int = 0  # how often other sequences were admitted before it because it needs more KV pages than are free
 
     def __post_init__(self, constraint: Constraint | None) -> None:
-        self.history = History(self.request.prompt, list(self.request.given), constraint=constraint)
+        self.history = History(self.request.prompt, list(self.request.given), constraint=constraint, forced=self.request.forced)
         self.key = TurnKey(self.request.caller, self.request.parent or self.request.id)
 
     @property

@@ -57,6 +57,7 @@ class Stats:
     prompt_tokens: int = 0  # prompt tokens computed; those computed again after preemption count again
     completion_tokens: int = 0
     given_tokens: int = 0  # tokens of replies that requests gave, so that they were not sampled
+    forced_tokens: int = 0  # tokens of replies that requests forced, so that they were scored and not sampled
     preemptions: int = 0
     turn_preemptions: int = 0  # those of `preemptions` that gave the lane to another caller or request
     drafts: int = 0  # rows that carried drafts

@@ -24,7 +24,7 @@ from onedraw.limits import MAX_CHARACTERS_COUNTED
 from onedraw.llm.mailbox import LoopWakeup, Mailbox
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.reply_stream import Generation, ReplyStream
-from onedraw.llm.request_options import Prompt, generation_from_keywords
+from onedraw.llm.request_options import Prompt, generation_from_keywords, score_options
 from onedraw.text.chat_template import ChatTemplate, final_content, render_to_end
 from onedraw.text.constraints.factory import ConstraintFactory, reply_constraint
 from onedraw.text.reasoning import ReasoningSyntax, detect_reasoning, initial_thinking
@@ -112,6 +112,13 @@ class LLM:
         Options are the fields of RequestOptions; a chat also takes tools, tool_choice and parallel_tool_calls.
         """
         return _one_or_all(self.run(generation_from_keywords(self, prompt, options)))
+
+    def score(self, prompt: Prompt, reply: str | Sequence[int], **options: Any) -> Reply:
+        """Return a given reply with the logprobs, raw and processed, that its tokens have when this model generates it with these
+        options, and the share of the probability that the filters leave at each of them. Of the options, only `seed` and
+        `max_tokens` do not matter."""
+        ids = self.encode_within_context(reply, param="reply") if isinstance(reply, str) else tuple(reply)
+        return self.run(generation_from_keywords(self, prompt, score_options(ids, options)))[0]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
         """Return an iterator over the reply's pieces. Closing it cancels the request. Errors in the options are raised by this
@@ -285,6 +292,7 @@ class LLM:
                 prompt=generation.prompt,
                 params=replace(generation.params, seed=generation.seed_of(i)),
                 given=generation.given,
+                forced=generation.forced,
                 predicted=generation.predicted,
                 speculate=generation.speculate,
                 constraint=constraint,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from onedraw.engine.client import CONTINUE_IDS, Event
+from onedraw.engine.client import CONTINUE_IDS, REPLY_IDS, Event
 from onedraw.errors import BadParameter
 from onedraw.sampling.noise import child_seed
 from onedraw.text.constraints.response_format import ReplyFormat
@@ -60,10 +60,12 @@ class ReplyStream:
         self.begun = self._pieces(self._read_tokens(tuple(map(SampledToken, generation.given))))
         self._given, self._given_reasoning = self._count, self._parser.reasoning_tokens
         if self._given < len(generation.given):
-            end = "a tool call that is the last one allowed" if self._hit is None else f"the stop string {self._hit!r}"
-            raise BadParameter(
-                CONTINUE_IDS, f"the reply ends after {self._given} of these {len(generation.given)} tokens, with {end}"
-            )
+            raise self._ends_early(CONTINUE_IDS, self._given, len(generation.given))
+        self._forced = len(generation.forced)
+
+    def _ends_early(self, name: str, count: int, total: int) -> BadParameter:
+        end = "a tool call that is the last one allowed" if self._hit is None else f"the stop string {self._hit!r}"
+        return BadParameter(name, f"the reply ends after {count} of these {total} tokens, with {end}")
 
     @property
     def ended_by_text(self) -> bool:
@@ -74,6 +76,8 @@ class ReplyStream:
         """Return the pieces of an event, at least one. At a stop string the rest of the event is dropped and `done` is set."""
         before = self._count
         pieces = self._read_tokens(event.sampled)
+        if self.ended_by_text and self._count < self._forced:
+            raise self._ends_early(REPLY_IDS, self._count - self._given, self._forced - self._given)
         finish: Finish | None = "stop" if self.ended_by_text else event.finish
         if finish is not None:
             finish = self._end(pieces, finish)
@@ -196,6 +200,8 @@ class Generation:
     origin: str = ""  # hash of the prompt's text; empty if the reply is not cached for its tool calls
     # The first tokens of the reply, already settled. Left out of a record while there are none.
     given: tuple[int, ...] = field(default=(), metadata={"optional": True})
+    # The first tokens of the reply, those of `given` included: they are taken as sampled, so that those after `given` are scored.
+    forced: tuple[int, ...] = field(default=(), metadata={"optional": True})
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether drafts may be used
     label: str = ""  # how the ids of its requests begin; empty means "r"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from onedraw.engine.client import CONTINUE_IDS
+from onedraw.engine.client import CONTINUE_IDS, REPLY_IDS
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow
 from onedraw.limits import MAX_CHARACTERS, MAX_FORMAT_CHARACTERS
 from onedraw.llm.reply_stream import Generation
@@ -82,6 +82,7 @@ class RequestOptions:
     max_tokens: int | None = None
     min_tokens: int | None = None
     continue_ids: tuple[int, ...] = ()  # the first tokens of the reply, already settled; the reply holds only those after them
+    reply_ids: tuple[int, ...] = ()  # a reply, after `continue_ids`, whose tokens are scored instead of sampling others
     system_fingerprint: str | None = None  # the fingerprint that the model must have
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
@@ -122,6 +123,22 @@ def generation_from_keywords(llm: LLM, prompt: Prompt, options: Mapping[str, Any
     tools = {name: options[name] for name in TOOL_OPTIONS if options.get(name) is not None}
     continues = bool(options.get(CONTINUE))
     return generation_for(llm, prompt, RequestOptions.of(**named), use=_tool_use(**tools), continue_final_message=continues)
+
+
+def score_options(reply: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with which a request scores a reply instead of sampling one. `reply` follows `continue_ids`."""
+    if not reply:
+        raise BadRequest("the reply is empty; it needs at least one token", param=REPLY_IDS, code="empty_reply")
+    count = len(options.get(CONTINUE_IDS) or ()) + len(reply)
+    least = options.get("min_tokens")
+    return {
+        **options,
+        REPLY_IDS: reply,
+        "max_tokens": count,
+        "min_tokens": None if least is None else min(least, count),  # beyond the reply it has no effect
+        "logprobs": options.get("logprobs") or 0,
+        "logprobs_mode": "both",
+    }
 
 
 def generation_for(
@@ -270,6 +287,15 @@ def make_generation(
     check_fingerprint(options.system_fingerprint, card.fingerprint)
     if options.continue_ids and options.seed in (None, -1):
         raise BadParameter(CONTINUE_IDS, NEEDS_SEED)
+    if options.reply_ids and options.n > 1:
+        raise BadParameter("n", "only one reply is scored; remove it")
+    if (missing := len(options.continue_ids) + len(options.reply_ids) - max_tokens) > 0 and options.reply_ids:
+        raise ContextOverflow(
+            f"the prompt of {len(prompt)} tokens and the reply have {missing} tokens more than the context of "
+            f"{card.max_context} or max_tokens allows",
+            param=REPLY_IDS,
+            prompt=len(prompt),
+        )
     eos = () if options.ignore_eos else card.eos_ids
     params = SamplingParams(
         **_sampling_values(options, card.defaults),
@@ -302,6 +328,7 @@ def make_generation(
         thinking_budget=_budget(options, syntax),
         response_format=response_format,
         given=options.continue_ids,
+        forced=options.continue_ids + options.reply_ids if options.reply_ids else (),
         predicted=llm.encode_within_context(options.prediction, param="prediction") if options.prediction else (),
         speculate=options.speculation,
         label=label,

@@ -84,6 +84,11 @@ def mask_to_bools(mask: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
     return found if len(found) == vocab else np.pad(found, (0, vocab - len(found)))
 
 
+def is_allowed(mask: TokenMask, token: int) -> bool:
+    """Whether a token mask allows this token."""
+    return token // 32 < len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)
+
+
 def valid_ids(ids: Collection[int], vocab: int) -> Iterable[int]:
     """Return those ids that are in the vocabulary."""
     return (token for token in ids if 0 <= token < vocab)

@@ -28,7 +28,7 @@ from functools import lru_cache
 import numpy as np
 
 from onedraw.sampling.adjustments import adjustment, mask_to_bools, valid_ids
-from onedraw.sampling.logprobs import Integers, logprobs, masses
+from onedraw.sampling.logprobs import Integers, logprobs, masses, with_processed
 from onedraw.sampling.noise import Floats, gumbel
 from onedraw.types import History, Logprobs, SampledToken, SamplingParams
 
@@ -51,28 +51,38 @@ def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequen
 
     If a logit is NaN or +inf, the logits are not a distribution but an error of the model, so every token is excluded.
     """
+    deficit, limit = deficits(logits, params, history, drafts)
+    return np.subtract(np.float32(0), np.where(deficit > limit, np.float32(np.inf), deficit))
+
+
+def deficits(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> tuple[Floats, np.float32]:
+    """Return the deficits of all tokens after steps 1 to 4 of the rule, and the largest that the filters keep.   [V]"""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # Extreme parameters may give ±inf or NaN, see below.
         scores = _adjusted(logits, params, history, drafts)
         best = scores.max() + np.float32(0)  # adding 0 turns -0.0 into 0.0
         if not (logits.max() < np.inf and np.isfinite(best)):
-            return np.full_like(logits, -np.inf)
+            return np.full_like(logits, np.inf), np.float32(np.inf)
         deficit: Floats = best - scores
         if params.temperature > 0:
             deficit /= np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
-            deficit[deficit > _limit(deficit, params)] = np.inf
-    return np.subtract(np.float32(0), deficit)
+            return deficit, _limit(deficit, params)
+    return deficit, np.float32(np.inf)
 
 
 def sample(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> SampledToken | None:
     """Return the token at the position after `history` and `drafts`, with the logprobs and checksum that the parameters request.
-    None if the rule excludes every token."""
+    None if the rule excludes every token. A token that the history forces is taken instead of the sampled one."""
     scores = law(logits, params, history, drafts)
     token = _sample_id(scores, params, len(history) + len(drafts))
     if token == NO_TOKEN:
         return None
+    forced = history.forced_at(len(drafts))
+    token = token if forced is None else forced
     found: Logprobs | None = None
     if params.logprobs is not None:
-        found = logprobs(logits if params.logprobs_mode == "raw" else scores, token, params.logprobs)
+        found = logprobs(scores if params.logprobs_mode == "processed" else logits, token, params.logprobs)
+        if params.logprobs_mode == "both":
+            found = with_processed(found, *deficits(logits, params, history, drafts), token)
     return SampledToken(token, found, checksum(logits, scores) if params.checksums else None)
 
 

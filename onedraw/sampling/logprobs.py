@@ -8,6 +8,7 @@ blocks. `logprobs` is the definition; `read_logprobs` computes the same from a r
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,9 @@ from onedraw.types import Logprobs
 MASS_BITS = 40  # probabilities are counted in units of 2^-40 of the best token's
 
 # Columns of a device sampler's row that hold logprobs: the sum of all masses, the bits of the sampled token's deficit, and from
-# TOP on the most likely tokens, each as (bits of its deficit) << 32 | token id.
-TOTAL, SAMPLED, TOP = 2, 3, 4
+# TOP on the most likely tokens, each as (bits of its deficit) << 32 | token id. With the mode "both" these are of the logits, and
+# the same two numbers of the kept scores follow, then the sum of all masses before the filters.
+TOTAL, SAMPLED, KEPT_TOTAL, KEPT_SAMPLED, ALL_TOTAL, TOP = 2, 3, 4, 5, 6, 7
 
 Integers = npt.NDArray[np.int64]
 
@@ -34,15 +36,31 @@ def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
     return Logprobs(float(values[token]), tuple((int(i), float(values[i])) for i in order if deficit[i] < np.inf))
 
 
-def read_logprobs(row: Integers, top: int) -> Logprobs:
+def with_processed(found: Logprobs, deficit: Floats, limit: np.float32, token: int) -> Logprobs:
+    """Return raw logprobs together with the token's logprob among the tokens that the filters keep, and their share of the mass.
+    `deficit` is the deficits before the filters, `limit` the largest that they keep.   [V]"""
+    kept = np.where(deficit > limit, np.float32(np.inf), deficit)
+    total = int(masses(kept).sum())
+    return _with_processed(found, kept[token : token + 1], total, int(masses(deficit).sum()))
+
+
+def _with_processed(found: Logprobs, deficit: Floats, kept: int, everything: int) -> Logprobs:
+    return replace(found, processed=float(log_shares(deficit, kept)[0]), mass=kept / everything if everything > 0 else 0.0)
+
+
+def read_logprobs(row: Integers, top: int, *, both: bool = False) -> Logprobs:
     """Return the logprobs that a device sampler has written into a row of integers. They have the same bits as the result of
-    `logprobs` for the same scores."""
+    `logprobs` for the same scores; with `both`, as that of `with_processed`."""
     bits = np.concatenate([row[SAMPLED : SAMPLED + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
     deficit = bits.view(np.float32)
     values = log_shares(deficit, int(row[TOTAL])).tolist()
     ids = (row[TOP : TOP + top] & 0xFFFFFFFF).tolist()
     ranked = zip(ids, values[1:], np.isfinite(deficit[1:]).tolist(), strict=True)
-    return Logprobs(values[0], tuple((token, value) for token, value, finite in ranked if finite))
+    found = Logprobs(values[0], tuple((token, value) for token, value, finite in ranked if finite))
+    if not both:
+        return found
+    kept = row[KEPT_SAMPLED : KEPT_SAMPLED + 1].astype(np.int32).view(np.float32)
+    return _with_processed(found, kept, int(row[KEPT_TOTAL]), int(row[ALL_TOTAL]))
 
 
 def log_shares(deficit: Floats, total: int) -> Floats:

@@ -23,6 +23,7 @@ from onedraw.server.protocol import (
     Message,
     Prediction,
     ResponseFormat,
+    ScoreRequest,
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
@@ -38,6 +39,7 @@ This page is generated: `python -m onedraw.server.api_docs > docs/api.md`. A tes
 | `GET /v1/models`, `GET /v1/models/{id}` | the served model: `max_model_len`, sampling `defaults`, `fingerprint` |
 | `POST /v1/completions` | continues prompts |
 | `POST /v1/chat/completions` | answers messages |
+| `POST /v1/score` | the logprobs of a given reply, as the sampler has them |
 | `POST /v1/responses` | answers items, in the shape of OpenAI's Responses |
 | `GET /v1/responses/{id}`, `DELETE /v1/responses/{id}` | a stored response; deletes it |
 | `GET /v1/responses/{id}/input_items` | its input items: `limit`, `order`, `after` |
@@ -151,6 +153,27 @@ It works with every sampling parameter, response format, tool, thinking budget a
 
 To let a reply become longer, continue it with a higher `max_tokens`: the tokens before do not depend on it.
 
+## Scoring a reply
+
+`POST /v1/score` takes a request as it was generated (`messages` or `prompt`, with the same sampling parameters, response format,
+tools and stop strings) and a reply: `reply_ids`, or `reply`, a text. It samples nothing and returns one entry per token:
+
+| field | meaning |
+|---|---|
+| `token_ids`, `tokens` | the reply |
+| `logprobs` | the model's own logprob of each token |
+| `processed_logprobs` | its logprob in the distribution that is sampled from; -9999 if a filter or a ban excludes it |
+| `kept_masses` | the share of the probability that `min_p`, `top_k`, `top_p` left, after bias, penalties, bans, temperature |
+| `top_logprobs` | with `top_logprobs: n`: the likeliest tokens of each position, with `id` |
+| `score_checksums`, `prompt_token_ids` | with `return_checksums` and `return_token_ids` |
+
+The numbers have the bits that a generation of this reply has, alone or batched, with drafts or none, cold or from the cache; the
+`seed` does not matter. With `logprobs_mode: "both"` a generation reports the same numbers itself: `processed_logprob` and
+`kept_mass` with each token of a chat, `processed_token_logprobs` and `kept_masses` with a completion. Up to 65 tokens are
+computed at once, like drafts that are known to be right. With `continue_ids` only the tokens after these are scored. Tokens that
+cannot follow each other in a reply are refused: outside the vocabulary, behind one that ends the reply, not allowed by the
+response format, behind a stop string. [training.md](training.md) shows how a trainer uses it.
+
 ## Limits
 
 Each limit is checked before the work that it bounds, and its error says what to do. Sizes of your choice are flags: `--max-body`,
@@ -188,6 +211,7 @@ def page() -> str:
     sections = (
         ("`POST /v1/completions`", CompletionRequest),
         ("`POST /v1/chat/completions`", ChatRequest),
+        ("`POST /v1/score`", ScoreRequest),
         ("A message", Message),
         ("A tool", ToolSpec),
         ("The function of a tool", FunctionTool),

@@ -47,10 +47,11 @@ from onedraw.server.ollama.writer import OllamaWriter
 from onedraw.server.openai.chat import Json, OpenAIWriter
 from onedraw.server.openai.responses import ResponseStore, ResponsesWriter, check_query, listing, page_of
 from onedraw.server.openai.responses_request import ResponsesRequest, numbered
+from onedraw.server.openai.score import ScoreWriter
 from onedraw.server.openapi import document
 from onedraw.server.parsing import Parsed, RequestT, as_request, parse
 from onedraw.server.prompts import PreparedRequest, bursts, chat_prompt, chat_text, count_prompt, prepare, total_usage
-from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ScoreRequest, TokenizeRequest
 from onedraw.server.streaming import LINES, NAMED, OPENAI, ChunkStream, Framing
 from onedraw.server.work import Workers
 from onedraw.types import Piece, Usage
@@ -83,6 +84,14 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         timer, parsed = RequestTimer(self.meters), await self._read(request, ChatRequest)
         return await self._answer(request, parsed.request, parsed.ignored, timer=timer, write=self._openai(parsed.request))
+
+    async def score(self, request: Request) -> Response:
+        timer, parsed = RequestTimer(self.meters), await self._read(request, ScoreRequest)
+
+        def write(prepared: PreparedRequest) -> ScoreWriter:
+            return ScoreWriter(prepared, card=self.llm.card, tokenizer=self.llm.tokenizer)
+
+        return await self._answer(request, parsed.request, parsed.ignored, timer=timer, write=write)
 
     async def respond(self, request: Request) -> Response:
         timer, parsed = RequestTimer(self.meters), await self._read(request, ResponsesRequest)
@@ -494,6 +503,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     posts = {
         "/v1/completions": endpoints.complete,
         "/v1/chat/completions": endpoints.chat,
+        "/v1/score": endpoints.score,
         "/v1/responses": endpoints.respond,
         "/v1/responses/input_tokens": endpoints.count_response,
         "/v1/messages": endpoints.message,

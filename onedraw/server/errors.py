@@ -24,6 +24,7 @@ PATHS = (
     "/v1/models",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/score",
     "/v1/responses",
     "/v1/responses/{id}",
     "/v1/responses/{id}/input_items",

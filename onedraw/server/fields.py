@@ -152,6 +152,7 @@ CHAT_RULES = (
     refused("web_search_options", "the server sends no requests to other servers"),
     refused("chat_template", "the checkpoint's own template is used; render it yourself and use /v1/completions"),
 )
+SCORE_RULES = tuple(rule for rule in CHAT_RULES if rule.name != "add_special_tokens")
 MESSAGE_RULES = (
     neutral("annotations", "other servers put it into replies; it is not read", []),
     refused("function_call", "use `tool_calls`"),

@@ -29,6 +29,7 @@ from onedraw.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 from onedraw.types import ModelCard
@@ -39,6 +40,7 @@ COMPONENT = "#/components/schemas/{model}"
 POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
     "/v1/completions": (CompletionRequest, "Continue prompts", "Completion"),
     "/v1/chat/completions": (ChatRequest, "Answer messages", "ChatCompletion"),
+    "/v1/score": (ScoreRequest, "The logprobs of a given reply", "Score"),
     "/v1/responses": (ResponsesRequest, "Answer items", "Response"),
     "/v1/responses/input_tokens": (ResponsesRequest, "Count the tokens of items", "InputTokens"),
     "/v1/messages": (MessagesRequest, "Answer messages, in Anthropic's shape", "MessageReply"),
@@ -176,6 +178,17 @@ OBJECTS = {
             "models": {"type": "array", "items": {"type": "object", "required": ["name", "model", "digest", "details"]}}
         },
         "required": ["models"],
+    },
+    "Score": {
+        "type": "object",
+        "properties": {
+            "object": {"const": "score"},
+            **{
+                name: {"type": "array", "items": {"type": "number"}}
+                for name in ("token_ids", "logprobs", "processed_logprobs", "kept_masses")
+            },
+        },
+        "required": ["id", "object", "model", "token_ids", "tokens", "logprobs", "processed_logprobs", "kept_masses", "usage"],
     },
     "Version": {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]},
     "TokenizerInfo": {
@@ -315,7 +328,7 @@ def _links(paths: Json, stem: str) -> Json:
 
 def _post(path: str, model: type[BaseModel], summary: str, shape: str) -> Json:
     content = _json(shape)
-    if "stream" in model.model_fields and shape != "InputTokens":
+    if "stream" in model.model_fields and shape not in ("InputTokens", "Score"):
         media = "application/x-ndjson" if path.startswith("/api/") else "text/event-stream"
         content = {**content, media: {"schema": {"type": ["string", "object"]}}}
     body = {"required": True, "content": _json(model.__name__)}

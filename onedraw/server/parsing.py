@@ -22,6 +22,7 @@ from onedraw.server.fields import (
     CHAT_RULES,
     COMPLETION_RULES,
     MESSAGE_RULES,
+    SCORE_RULES,
     STREAM_RULES,
     TOKENIZE_RULES,
     TOOL_RULES,
@@ -42,6 +43,7 @@ from onedraw.server.protocol import (
     Message,
     Prediction,
     ResponseFormat,
+    ScoreRequest,
     StreamOptions,
     StructuredOutputs,
     TokenizeRequest,
@@ -61,6 +63,7 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     ResponseFormat: table(ResponseFormat),
     JsonSchema: table(JsonSchema),
     StructuredOutputs: table(StructuredOutputs),
+    ScoreRequest: table(ScoreRequest, SCORE_RULES),
     TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
     DetokenizeRequest: table(DetokenizeRequest),
     items.ResponsesRequest: table(items.ResponsesRequest, items.RULES),
@@ -84,6 +87,7 @@ _INSIDE: Shape = {"type": None, "function": {"name": None}}
 _TEXT: Shape = dict.fromkeys(PART_FIELDS)
 SHAPES: Mapping[tuple[type[BaseModel], str], Shape] = {
     (ChatRequest, "tool_choice"): {**_INSIDE, "allowed_tools": {"mode": None, "tools": _INSIDE}},
+    (ScoreRequest, "tool_choice"): {**_INSIDE, "allowed_tools": {"mode": None, "tools": _INSIDE}},
     (items.ResponsesRequest, "tool_choice"): {**_NAMED, "mode": None, "tools": _NAMED},
     (Message, "content"): _TEXT,
     (Prediction, "content"): _TEXT,

@@ -16,7 +16,7 @@ from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDo
 from onedraw.limits import MAX_PROMPT_TOKENS
 from onedraw.llm.llm import LLM, PreparedChoice
 from onedraw.llm.reply_stream import Generation
-from onedraw.llm.request_options import make_chat_generation, make_generation, settle_seed, thinking_switches
+from onedraw.llm.request_options import make_chat_generation, make_generation, score_options, settle_seed, thinking_switches
 from onedraw.sampling.noise import prompt_seed
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
@@ -25,6 +25,7 @@ from onedraw.server.protocol import (
     CompletionRequest,
     Message,
     Prompt,
+    ScoreRequest,
     TokenizeRequest,
 )
 from onedraw.types import Piece, Usage
@@ -88,6 +89,8 @@ def prepare(
     spellings = (spelled, names or {})
     try:
         match request:
+            case ScoreRequest():
+                prepared = _score(request, llm, caller)
             case ChatRequest():
                 prepared = _chat(request, llm, prefix or "chatcmpl-", caller)
             case CompletionRequest():
@@ -160,6 +163,24 @@ def _chat(request: ChatRequest, llm: LLM, prefix: str, caller: str) -> PreparedR
         raise
     choices = llm.prepare(generation, caller=caller)
     return _prepared(request, [generation], choices, id=identity, kind="chat", echoes=[None], logprobs=request.logprobs)
+
+
+def _score(request: ScoreRequest, llm: LLM, caller: str) -> PreparedRequest:
+    identity = f"score-{secrets.token_hex(12)}"
+    reply = request.reply_ids
+    if request.reply is not None:
+        reply = list(llm.encode_within_context(request.reply, param="reply"))
+    given = {"continue_ids": request.continue_ids, "min_tokens": request.min_tokens, "logprobs": request.top_logprobs}
+    options = request.options(**score_options(tuple(reply), given))
+    if request.prompt is None:
+        generation = make_chat_generation(options, llm=llm, label=identity, use=request.tool_use(), **_template_inputs(request))
+    else:
+        [prompt] = request.prompt
+        if isinstance(prompt, str):
+            prompt = llm.encode_within_context(prompt, param="prompt", add_special=request.add_special_tokens)
+        generation = make_generation(options, llm=llm, prompt=prompt, label=identity)
+    choices = llm.prepare(generation, caller=caller)
+    return _prepared(request, [generation], choices, id=identity, kind="chat", echoes=[None], logprobs=True)
 
 
 def _prepared(

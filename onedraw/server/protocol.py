@@ -349,8 +349,8 @@ class SamplingFields(TokenFields):
     )
     max_completion_tokens: Whole | None = field_doc("integer >= -1", "the same as `max_tokens`")
     n: int = field_doc(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
-    logprobs_mode: Literal["raw", "processed"] = field_doc(
-        '"raw" or "processed"', "of the model's own distribution, or of the one that was sampled from", "raw"
+    logprobs_mode: Literal["raw", "processed", "both"] = field_doc(
+        '"raw", "processed" or "both"', "of the model's own distribution, of the one that was sampled from, or see below", "raw"
     )
     skip_special_tokens: bool = field_doc("boolean", "leave special tokens out of the text", True)
     prediction: Prediction | None = field_doc(
@@ -550,6 +550,33 @@ def _tool(number: int, function: FunctionTool) -> Tool:
     path = f"tools[{number}].function.parameters"
     schema = schema_text(function.parameters, path) if function.parameters else NO_PARAMETERS
     return Tool(function.name, function.description or "", schema, strict=function.strict, param=path)
+
+
+class ScoreRequest(ChatRequest):
+    """The request that a reply was generated with, by chat messages or by a prompt, and the reply."""
+
+    messages: ListOf[Message] | None = field_doc("list of objects", "see below; this or `prompt`", min_length=1)  # type: ignore[assignment]
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)] | None = field_doc(
+        "string or list of token ids", "the prompt itself, without the chat template"
+    )
+    add_special_tokens: bool = field_doc("boolean", "add the tokenizer's special tokens to a text prompt", True)
+    reply: str | None = field_doc("string", "the reply as a text, which is tokenized; this or `reply_ids`")
+    reply_ids: ListOf[int] = field_doc("list of integers", "the ids of the reply's tokens, after those of `continue_ids`", [])
+    logprobs: bool = field_doc("boolean", "a score always has them", True)
+    n: int = field_doc("integer, 1 … 1", "one reply is scored", 1, ge=1, le=1)
+    stream: Literal[False] = field_doc("false", "a score is not streamed", False)
+
+    @model_validator(mode="after")
+    def _one_reply_to_one_prompt(self) -> ScoreRequest:
+        if (self.messages is None) == (self.prompt is None):
+            raise PydanticCustomError("agree", "send either messages or prompt", {"at": "prompt"})
+        if self.prompt is not None and len(self.prompt) > 1:
+            raise PydanticCustomError("agree", "only one prompt; send a request for each", {"at": "prompt"})
+        if self.prompt is not None and self.tools:
+            raise PydanticCustomError("agree", "only with messages", {"at": "tools"})
+        if (self.reply is None) == (not self.reply_ids):
+            raise PydanticCustomError("agree", "send either reply or reply_ids", {"at": "reply_ids"})
+        return self
 
 
 class TokenizeRequest(StrictModel):

@@ -34,8 +34,9 @@ def test_every_row_is_sampled_by_the_rule(whole_numbers: bool, kind: type[Sample
     """With logprobs and token masks on some of the rows; one vocabulary is longer than a block of the kernels."""
     for seed, vocab in enumerate((3, 3000) if INTERPRETED else (3, 64, 1000, 1000, 3000)):
         case = random_case(seed, rows=12 if INTERPRETED else 60, vocab=vocab, whole_numbers=whole_numbers, tokens=min(vocab, 6))
-        assert any(p.params.logprobs and p.params.logprobs_mode == "processed" for p in case.positions)
-        assert any(p.params.logprobs and p.params.logprobs_mode == "raw" for p in case.positions)
+        for mode in ("raw", "processed", "both"):
+            assert any(p.params.logprobs is not None and p.params.logprobs_mode == mode for p in case.positions)
+        assert any(p.history.forced for p in case.positions)
         assert any(p.history.constraint is not None for p in case.positions)
         assert wrong_rows(case, sample_all(make_sampler(vocab, device=DEVICE, kind=kind), case, DEVICE)) == []
 

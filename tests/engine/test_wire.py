@@ -93,7 +93,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         stop_ids=st.frozensets(ids, max_size=4),
         bad_words=st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
         logprobs=st.none() | st.integers(0, 128),
-        logprobs_mode=st.sampled_from(["raw", "processed"]),
+        logprobs_mode=st.sampled_from(["raw", "processed", "both"]),
         prompt_logprobs=st.none() | st.integers(0, 128),
         checksums=st.booleans(),
     )
@@ -139,13 +139,20 @@ requests = of(
     prompt=tokens,
     params=sampling_params(),
     given=tokens,
+    forced=tokens,
     predicted=tokens,
     speculate=st.booleans(),
     constraint=st.none() | constraints,
     caller=words,
     parent=words,
 )
-logprobs = of(Logprobs, logprob=numbers, top=st.lists(st.tuples(ids, numbers), max_size=3).map(tuple))
+logprobs = of(
+    Logprobs,
+    logprob=numbers,
+    top=st.lists(st.tuples(ids, numbers), max_size=3).map(tuple),
+    processed=st.none() | numbers,
+    mass=st.none() | numbers,
+)
 sampled = of(
     SampledToken,
     token=ids,

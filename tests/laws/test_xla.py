@@ -27,6 +27,7 @@ from onedraw.models.registry import read_model_info
 from onedraw.settings import Settings
 from onedraw.types import DryParams, Request, SamplingParams
 from tests.laws.harness import KnownAnswerProposer, Schedule, plain, run, same
+from tests.laws.test_forced import forcing, scored
 from tests.laws.test_snapshots import requests_of as disk_requests
 from tests.laws.test_snapshots import restarted
 from tests.support import tiny
@@ -117,6 +118,19 @@ def test_no_schedule_changes_a_bit(cases: dict[str, Case], name: str) -> None:
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
         counted.update(hits=stats.prefix_hits, mixed=stats.mixed_steps)
     assert [what for what, count in counted.items() if not count] == [], counted
+
+
+@pytest.mark.parametrize("name", [DENSE, HYBRID])
+def test_a_forced_reply_has_the_scores_of_its_generation(cases: dict[str, Case], name: str) -> None:
+    requests = [scored(request) for request in REQUESTS]
+    expected, _ = run(cases[name].backend, requests, Schedule())
+    forced = [
+        forcing(request, answer, len(answer.tokens) - (number == 2), speculate=number != 1)
+        for number, (request, answer) in enumerate(zip(requests, expected, strict=True))
+    ]
+    got, stats = run(cases[name].backend, forced, Schedule(reuse=True, arrivals=LATE[::2]))
+    assert same(got, expected)
+    assert min(stats.forced_tokens, stats.prefix_hits) > 0
 
 
 def test_a_prompt_restored_from_disk_gives_the_bits_of_a_cold_run(cases: dict[str, Case], tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def sample(
 
 
 def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs: SamplingInputs, *, vocab: int) -> Array:
-    """Return a result row per position, [C, 4 + n] int64: token, checksum, then the columns of `sampling/logprobs.py` (total
-    mass, deficit of the token, and the n most likely tokens, as many as can be asked for)."""
+    """Return a result row per position, [C, 7 + n] int64: token, checksum, then the columns of `sampling/logprobs.py` (total
+    mass, deficit of the token, three for the mode "both", and the n most likely tokens, as many as can be asked for)."""
     scores = adjusted(logits, counts, inputs)
     best = _top(scores)
     valid = (best > -jnp.inf) & (best < jnp.inf) & (logits.max(1) < jnp.inf)
@@ -87,9 +87,11 @@ def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs:
     noise = lax.cond(inputs["noisy"].any(), lambda: gumbel(inputs["keys"], logits.shape[1]), lambda: jnp.zeros_like(logits))
     values = jnp.where(inputs["noisy"][:, None], noise, 0) - filtered
     token = jnp.argmax(values, axis=1).astype(jnp.int64)
+    token = jnp.where(inputs["forced"] >= 0, inputs["forced"], token)
     parts = [jnp.where(valid, token, NO_TOKEN)[:, None], _checksums(logits, filtered, sums, inputs)[:, None]]
     seen = jnp.where(inputs["raw"][:, None], _deficits(logits), filtered)
-    parts += _logprob_columns(seen, token, inputs["raw"] | inputs["processed"], inputs["top"], vocab)
+    kept = _kept_columns(filtered, deficit, token, inputs["both"])
+    parts += _logprob_columns(seen, token, inputs["raw"] | inputs["processed"], kept, inputs["top"], vocab)
     return jnp.concatenate(parts, axis=1)
 
 
@@ -97,8 +99,8 @@ def score(weights: dict[str, Any], x: Array, index: Array, tokens: Array, top: A
     """The raw logprobs of given tokens, each predicted at position `index` of the step, as result rows. They are for prompt
     logprobs."""
     deficit = _deficits(logits_of(weights, x[index], eps=eps, vocab=vocab))
-    nothing = jnp.zeros((len(index), 2), jnp.int64)
-    return jnp.concatenate([nothing, *_logprob_columns(deficit, tokens, jnp.ones(len(index), bool), top, vocab)], axis=1)
+    nothing, kept = jnp.zeros((len(index), 2), jnp.int64), jnp.zeros((len(index), 3), jnp.int64)
+    return jnp.concatenate([nothing, *_logprob_columns(deficit, tokens, jnp.ones(len(index), bool), kept, top, vocab)], axis=1)
 
 
 # ── steps 1 to 3 of the sampling rule in `sampling/law.py`: bias, penalties, bans
@@ -189,8 +191,21 @@ def masses(deficit: Array) -> Array:
 # ── logprobs and checksums ────────────────────────────────────────────────────────────
 
 
-def _logprob_columns(deficit: Array, token: Array, wanted: Array, top: Array, vocab: int) -> list[Array]:
-    """Columns for logprobs: total mass, deficit of the token, and the most likely tokens; zeros if no row requests them."""
+def _kept_columns(filtered: Array, deficit: Array, token: Array, wanted: Array) -> Array:
+    """Columns for the mode "both", [C, 3]: the mass of the kept tokens, the deficit of the token among them, and the mass before
+    the filters; zeros if no row has that mode."""
+
+    def found() -> Array:
+        sampled = jnp.take_along_axis(filtered, token[:, None], axis=1)
+        totals = [masses(one).sum(1, keepdims=True) for one in (filtered, deficit)]
+        return jnp.concatenate([totals[0], _bits(sampled), totals[1]], axis=1)
+
+    return lax.cond(wanted.any(), found, lambda: jnp.zeros((len(filtered), 3), jnp.int64))
+
+
+def _logprob_columns(deficit: Array, token: Array, wanted: Array, kept: Array, top: Array, vocab: int) -> list[Array]:
+    """Columns for logprobs: total mass, deficit of the token, the columns `kept`, and the most likely tokens; zeros if no row
+    requests them."""
     count = min(MAX_TOP_LOGPROBS, vocab)
 
     def mass() -> Array:
@@ -204,6 +219,7 @@ def _logprob_columns(deficit: Array, token: Array, wanted: Array, top: Array, vo
     shapes = [(len(deficit), 2), (len(deficit), count)]
     return [
         lax.cond(wanted.any(), mass, lambda: jnp.zeros(shapes[0], jnp.int64)),
+        kept,
         lax.cond(top > 0, likeliest, lambda: jnp.zeros(shapes[1], jnp.int64)),
     ]
 
@@ -315,7 +331,8 @@ def _dense(positions: Sequence[SamplingPosition], rows: int, vocab: int, lanes: 
     float32, boolean = np.float32, np.bool_
     shares = [f.top_p if f.top_p < 1 else OFF for f in chains]
     words = [key(p.params.seed, p.at) for p in positions]
-    raw = [p.logprobs is not None and p.logprobs_mode == "raw" for p in params]
+    raw = [p.logprobs is not None and p.logprobs_mode in ("raw", "both") for p in params]
+    both = [p.logprobs is not None and p.logprobs_mode == "both" for p in params]
     processed = [p.logprobs is not None and p.logprobs_mode == "processed" for p in params]
     return {
         "keys": np.asarray([*words, *[(0, 0)] * (rows - len(words))], dtype=np.uint32),
@@ -330,7 +347,9 @@ def _dense(positions: Sequence[SamplingPosition], rows: int, vocab: int, lanes: 
         "frequency": column([p.frequency_penalty for p in params], 0.0, float32),
         "presence": column([p.presence_penalty for p in params], 0.0, float32),
         "constrained": np.zeros(rows, dtype=boolean),
+        "forced": column([p.forced for p in positions], NO_TOKEN, np.int64),
         "raw": column(raw, False, boolean),
+        "both": column(both, False, boolean),
         "processed": column(processed, False, boolean),
         "top": np.int32(max((p.logprobs or 0 for p in params), default=0)),
         "summed": np.bool_(any(p.checksums for p in params)),

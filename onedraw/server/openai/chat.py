@@ -189,7 +189,8 @@ class OpenAIWriter:
         if self._prepared.kind == "chat":
             return {"content": self.chat_logprobs(tokens), "refusal": None} if tokens else None
         start = len(self._prepared.echo_of(index) or "")
-        return {
+        both = _both_columns([token.logprobs for token in (*echoed, *tokens)])
+        return both | {
             "tokens": [self._token_text(token.token) for token in (*echoed, *tokens)],
             "token_logprobs": [_finite_or_none(token.logprobs) for token in (*echoed, *tokens)],
             "top_logprobs": [self._alternatives(token) for token in (*echoed, *tokens)],
@@ -211,8 +212,12 @@ class OpenAIWriter:
 
     def _chat_entry(self, token: ReplyToken) -> Json:
         assert token.logprobs is not None  # every token has logprobs if the request asks for any
-        top = [self._entry(id, logprob) for id, logprob in token.logprobs.top]
-        return self._entry(token.token, token.logprobs.logprob) | {"top_logprobs": top}
+        found = token.logprobs
+        top = [self._entry(id, logprob) for id, logprob in found.top]
+        entry = self._entry(token.token, found.logprob) | {"top_logprobs": top}
+        return (
+            entry if found.processed is None else entry | {"processed_logprob": finite(found.processed), "kept_mass": found.mass}
+        )
 
     def _entry(self, id: int, logprob: float) -> Json:
         return {"token": self._token_text(id), "logprob": finite(logprob), "bytes": list(self._tokenizer.token_bytes(id))}
@@ -248,6 +253,15 @@ def finite(logprob: float) -> float:
 
 def _finite_or_none(logprobs: Logprobs | None) -> float | None:
     return None if logprobs is None else finite(logprobs.logprob)
+
+
+def _both_columns(found: Sequence[Logprobs | None]) -> Json:
+    """Return the columns of a completion's logprobs with the mode "both"; none if no token has them."""
+    processed = [None if one is None else one.processed for one in found]
+    if all(one is None for one in processed):
+        return {}
+    masses = [None if one is None else one.mass for one in found]
+    return {"processed_token_logprobs": [None if one is None else finite(one) for one in processed], "kept_masses": masses}
 
 
 def prompt_offsets(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:

@@ -52,7 +52,7 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
         stop_ids=frozenset(tokens(2)),
         bad_words=maybe((tuple(tokens(2)), tuple(tokens(1))), ()),
         logprobs=maybe(int(rng.choice([0, 1, 5, 20])), None, 0.5),
-        logprobs_mode="raw" if rng.random() < 0.5 else "processed",
+        logprobs_mode=("raw", "processed", "both")[int(rng.integers(3))],
         checksums=bool(rng.random() < 0.7),
     )
 
@@ -80,6 +80,8 @@ def random_case(seed: int, *, rows: int, vocab: int, whole_numbers: bool = False
         prompt, output, drafts = (rng.integers(0, distinct, size=n).tolist() for n in length)
         constraint = FixedMask(token_mask(rng.integers(0, vocab, size=rng.integers(1, 10)).tolist(), vocab))
         history = History(tuple(prompt), output, constraint if rng.random() < 0.2 else None)
+        if rng.random() < 0.3:
+            history.forced = (*output, *drafts, int(rng.integers(0, vocab)))
         positions.append(SamplingPosition(row, random_params(rng, vocab), history, tuple(drafts), f"request-{row}"))
     return Case(torch.from_numpy(logits), positions)
 
@@ -115,5 +117,10 @@ def _same_logprobs(expected: Logprobs | None, found: Logprobs | None) -> bool:
     if expected is None or found is None:
         return expected is found
     same_ids = [token for token, _ in expected.top] == [token for token, _ in found.top]
-    pairs = zip((expected.logprob, *(v for _, v in expected.top)), (found.logprob, *(v for _, v in found.top)))
-    return same_ids and all(abs(a - b) < 1e-5 for a, b in pairs)
+    if (expected.processed is None) != (found.processed is None):
+        return False
+    first, second = (
+        [one.logprob, *(value for _, value in one.top), *(() if one.processed is None else (one.processed, one.mass or 0.0))]
+        for one in (expected, found)
+    )
+    return same_ids and all(a == b or abs(a - b) < 1e-5 for a, b in zip(first, second, strict=True))

@@ -41,7 +41,7 @@ from onedraw.backends.torch.sampling.exact import (
 )
 from onedraw.sampling.adjustments import HistoryTokens, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, checksum_weights, filters
-from onedraw.sampling.logprobs import TOP, TOTAL, read_logprobs
+from onedraw.sampling.logprobs import ALL_TOTAL, KEPT_SAMPLED, KEPT_TOTAL, SAMPLED, TOP, TOTAL, read_logprobs
 from onedraw.sampling.noise import BITS, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import Logprobs, SampledToken, TokenMask
 
@@ -277,18 +277,21 @@ class Sampler:
         """Sample one slab.   [C, columns] int64, for `read_samples`"""
         raw = self._padded(logits)
         law, tokens = self._chosen(raw, self._adjusted(raw, positions), positions)
+        forced = [(row, p.forced) for row, p in enumerate(positions) if p.history.forced and p.forced != NO_TOKEN]
+        if forced:
+            rows, known = torch.tensor(forced, device=self._device).unbind(1)
+            tokens[rows] = known
         answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)
         answers[:, TOKEN] = torch.where(law.sound, tokens, NO_TOKEN)
-        own = [row for row, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == "raw"]
-        if own:
-            rows = self._rows(own, len(positions))
-            self._describe(answers, rows, _deficits(raw if rows is None else raw[rows]), tokens)
-        lawful = [
-            row for row, p in enumerate(positions) if p.params.logprobs is not None and p.params.logprobs_mode == "processed"
-        ]
-        if lawful:
-            rows = self._rows(lawful, len(positions))
-            self._describe(answers, rows, law.kept(rows), tokens)
+        modes = [p.params.logprobs_mode if p.params.logprobs is not None else "" for p in positions]
+        if own := [row for row, mode in enumerate(modes) if mode in ("raw", "both")]:
+            which = self._rows(own, len(positions))
+            self._describe(answers, which, _deficits(raw if which is None else raw[which]), tokens)
+        if lawful := [row for row, mode in enumerate(modes) if mode == "processed"]:
+            which = self._rows(lawful, len(positions))
+            self._describe(answers, which, law.kept(which), tokens)
+        if both := [row for row, mode in enumerate(modes) if mode == "both"]:
+            self._describe_kept(answers, self._index(both), law, tokens)
         if any(p.params.checksums for p in positions):
             answers[:, CHECKSUM] = self._checksums(raw, law)
         return answers
@@ -440,10 +443,19 @@ class Sampler:
         if top:
             parts.append(likeliest(deficit, top))
         found = torch.cat(parts, 1)
+        columns = torch.tensor([TOTAL, SAMPLED, *range(TOP, TOP + top)], device=self._device)
         if rows is None:
-            answers[:, TOTAL : TOTAL + found.shape[1]] = found
+            answers[:, columns] = found
         else:
-            answers[rows, TOTAL : TOTAL + found.shape[1]] = found
+            answers[rows[:, None], columns] = found
+
+    def _describe_kept(self, answers: Tensor, rows: Tensor, law: FilteredScores, tokens: Tensor) -> None:
+        """Write total mass and deficit of the token among the kept tokens, and the mass before the filters."""
+        kept = law.kept(rows)
+        chosen = kept.gather(1, tokens[rows][:, None])
+        answers[rows, KEPT_TOTAL] = masses(kept, self._scratch).sum(1)
+        answers[rows, KEPT_SAMPLED] = chosen.view(torch.int32).to(torch.int64)[:, 0]
+        answers[rows, ALL_TOTAL] = masses(law.deficit[rows], self._scratch).sum(1)
 
     def _checksums(self, raw: Tensor, law: FilteredScores) -> Tensor:
         if self._checksum_weights is None:

@@ -25,18 +25,20 @@ from onedraw.backends.torch.ops.cuda.sampling_kernels import (
     KEY_0,
     LANE,
     TOP_K,
+    SamplingResult,
     SamplingTable,
     sample_tokens,
 )
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging
 from onedraw.backends.torch.sampling.sampler import LaneCounts, Sampler
 from onedraw.sampling.adjustments import NO_ADJUSTMENT, Adjustment, adjustment, valid_ids
-from onedraw.sampling.law import Filters, checksum_weights, filters
-from onedraw.sampling.logprobs import TOP
+from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
+from onedraw.sampling.logprobs import ALL_TOTAL, KEPT_SAMPLED, KEPT_TOTAL, SAMPLED, TOP, TOTAL
 from onedraw.sampling.noise import key
 from onedraw.types import PENDING_TOKEN, SamplingParams, TokenMask
 
 MAX_CACHED_PARAMS = 4096
+_PROCESSED = 1  # a request for processed logprobs without alternatives, encoded as in `SamplingTable.logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class TritonSampler(Sampler):
                 sampler=self,
             )
         table = inputs.table
-        optional = (table.output, table.masks, table.logprobs)
+        optional = (table.output, table.masks, table.logprobs, table.both, table.forced)
         staging.note((table.has_top_k, table.has_top_p, table.adjusted, *(x is None for x in optional), checksums, columns))
         return inputs
 
@@ -198,6 +200,9 @@ class TritonSampler(Sampler):
         """Sample the positions in these rows of the table: [C, columns], for `read_samples`."""
         table, sizes = inputs.table.part(rows), {"vocab": self._vocab, "width": self._width}
         result, checksums = sample_tokens(logits, table, **sizes, weights=inputs.weights, pdl=self._pdl)
+        if table.forced is not None:  # Where the rule leaves no token, none is forced either.
+            known = (table.forced >= 0) & (result.tokens >= 0)
+            result = replace(result, tokens=torch.where(known, table.forced, result.tokens))
         if inputs.columns == 1:
             return result.tokens.unsqueeze(1)
         samples = torch.zeros(len(table.rows), inputs.columns, dtype=torch.int64, device=self._device)
@@ -206,13 +211,26 @@ class TritonSampler(Sampler):
             samples[:, CHECKSUM] = checksums
         if table.logprobs is not None:
             write_logprobs(samples, logits, result, table.logprobs, **sizes, pdl=self._pdl)
+        if table.both is not None:
+            self._write_kept(samples, logits, result, table.both)
         return samples
+
+    def _write_kept(self, samples: Tensor, logits: Tensor, result: SamplingResult, requests: Tensor) -> None:
+        """Fill the columns of the mode "both": mass and deficit among the kept tokens, then the mass without a limit."""
+        unlimited = replace(result, limits=torch.full_like(result.limits, torch.inf))
+        for described, columns in ((result, (KEPT_TOTAL, KEPT_SAMPLED)), (unlimited, (ALL_TOTAL,))):
+            found = torch.zeros(len(samples), TOP + TOP_CAPACITIES[0], dtype=torch.int64, device=self._device)
+            write_logprobs(found, logits, described, requests, vocab=self._vocab, width=self._width, pdl=self._pdl)
+            for target, source in zip(columns, (TOTAL, SAMPLED)):
+                samples[:, target] = found[:, source]
 
     def _sampling_table(self, positions: Sequence[SamplingPosition], staging: Staging, rows: int) -> SamplingTable:
         table = np.zeros((max(len(positions), rows), COLUMNS), dtype=np.int64)
         table[len(positions) :] = _PADDING_ROW
         entries, row_words, counting = TokenEntries(), list[tuple[int, ...]](), list[SamplingPosition]()
         masks, logprobs = TokenMasks(self._vocab), [_logprobs_request(p.params) for p in positions]
+        both = [_PROCESSED if _wants_both(p.params) else NO_LOGPROBS for p in positions]
+        forced = [p.forced for p in positions]
         has_top_k = has_top_p = adjusted = False
         for first, group in _group_by_history(positions):
             head, packed = group[0], self._packed_params(group[0].params)
@@ -231,6 +249,8 @@ class TritonSampler(Sampler):
             counts, increments = self._count_increments(counting, rows)
             staged = None if counts is None else staging.put(increments)
             requests = staging.put(_padded_to(len(table), logprobs)) if max(logprobs, default=NO_LOGPROBS) >= 0 else None
+            kept = staging.put(_padded_to(len(table), both)) if max(both, default=NO_LOGPROBS) >= 0 else None
+            taken = staging.put(_padded_to(len(table), forced).astype(np.int64)) if max(forced, default=NO_TOKEN) >= 0 else None
             mask_rows = staging.put(masks.rows(len(table))) if len(masks) else None
             bits = staging.put_rows(masks.bits(), len(table)) if len(masks) else None
         except BaseException:  # no room or no memory: the increments were recorded as added, but the step does not run
@@ -247,6 +267,8 @@ class TritonSampler(Sampler):
             mask_rows=mask_rows,
             masks=bits,
             logprobs=requests,
+            both=kept,
+            forced=taken,
             has_top_k=has_top_k,
             has_top_p=has_top_p,
             adjusted=adjusted or bits is not None,
@@ -336,9 +358,14 @@ def _logprobs_request(params: SamplingParams) -> int:
     return NO_LOGPROBS if params.logprobs is None else 2 * params.logprobs + (params.logprobs_mode == "processed")
 
 
-def _padded_to(count: int, requests: Sequence[int]) -> npt.NDArray[np.int32]:
-    padded = np.full(count, NO_LOGPROBS, dtype=np.int32)
-    padded[: len(requests)] = requests
+def _wants_both(params: SamplingParams) -> bool:
+    return params.logprobs is not None and params.logprobs_mode == "both"
+
+
+def _padded_to(count: int, values: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Values of the positions, and -1 (no logprobs, no token) for padding."""
+    padded = np.full(count, -1, dtype=np.int32)
+    padded[: len(values)] = values
     return padded
 
 
