@@ -79,8 +79,8 @@ clean:
 # ---------------------------------------------------------------------------------------------- set-up
 
 $(VENV)/.stamp-serve: EXTRAS := serve,structured,terminal,models
-$(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,xla,ray,test,browser
-$(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,xla,ray,test,browser,check
+$(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,xla,ray,otel,test,browser
+$(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,xla,ray,otel,test,browser,check
 
 # Remove a .venv whose Python does not run, that was moved, or in which an installation was interrupted.
 $(shell [ ! -e $(VENV) ] || { $(BIN)/python -c 'import pip' && grep -qF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg \

@@ -207,6 +207,14 @@ def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onedraw"
 
 
+def otlp_traces_endpoint(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the URL to which OpenTelemetry's variables say that traces are sent; None if they name none or turn traces off."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
+        return None
+    base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").rstrip("/")
+    return environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or (f"{base}/v1/traces" if base else None)
+
+
 def size_in_bytes(text: str) -> int:
     """Parse a size such as '512MiB', '2G', '1.5 GiB' or '4096'. K, M, G and T are powers of 1024."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -340,7 +340,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a reply. Tokens that the request gave are in none of them, so the parts of a reply add up to the whole."""
+    """Token counts of a reply, and how long it waited. Tokens that the request gave are in none of the counts, so the parts of a
+    reply add up to the whole."""
 
     prompt: int = 0
     completion: int = 0
@@ -348,6 +349,7 @@ class Usage:
     kept: int = 0  # drafts that were kept
     rejected: int = 0  # drafts that were rejected
     reasoning: int = 0  # tokens of `completion` that are reasoning, including its markers
+    queued: float = field(default=0.0, compare=False)  # seconds from the engine's queue to the first step
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from onedraw.cli import terminal
 from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.cli.ps import registered
 from onedraw.errors import BadSetting
-from onedraw.settings import default_cache_dir, size_in_bytes
+from onedraw.settings import default_cache_dir, otlp_traces_endpoint, size_in_bytes
 
 HELP = "serve a model over HTTP, with OpenAI's interface"
 EXAMPLES = """examples:
@@ -92,6 +92,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     for name, what in KEY_LIMITS.items():
         web.add_argument(f"--key-{name}", type=int, metavar="N", help=f"{what} (default: any)")
+    web.add_argument(
+        "--metrics-prefix",
+        default="",
+        metavar="TEXT",
+        help="prefix of the names in /metrics, like vllm: for dashboards made for vLLM",
+    )
+    web.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send an OpenTelemetry span per request there, like http://127.0.0.1:4318/v1/traces "
+        "(default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, else no traces)",
+    )
     web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
     web.add_argument(
         "--log-format", choices=LOG_FORMATS, default="text", help="text, or one JSON object per line (default: text)"
@@ -130,6 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
         key_tokens=arguments.key_tokens,
         key_requests_per_minute=arguments.key_requests_per_minute,
         key_tokens_per_minute=arguments.key_tokens_per_minute,
+        metrics_prefix=arguments.metrics_prefix,
+        otlp_traces_endpoint=arguments.otlp_traces_endpoint or otlp_traces_endpoint(),
         log_level=arguments.log_level,
         log_format=arguments.log_format,
         log_prompts=arguments.log_prompts,

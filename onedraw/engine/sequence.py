@@ -14,6 +14,7 @@ The tokens that a request forces are its drafts, all of which are right, because
 
 from __future__ import annotations
 
+import time
 from dataclasses import InitVar, dataclass, field
 
 from onedraw.engine.fairness import TurnKey
@@ -42,6 +43,8 @@ class Sequence:
     lease: Lease | None = None
     cached: int = 0  # number of prompt positions that came from the prefix cache when the sequence was first admitted
     admitted: bool = False
+    created: float = field(default_factory=time.monotonic)
+    queued: float = 0.0  # seconds from its creation until it was first admitted
     kept: int = 0
     rejected: int = 0
     scored: list[Logprobs] = field(default_factory=list)
@@ -93,6 +96,7 @@ class Sequence:
             cached=self.cached,
             kept=self.kept,
             rejected=self.rejected,
+            queued=self.queued,
         )
 
     @property
@@ -108,6 +112,7 @@ class Sequence:
         self.scored.clear()
         if not self.admitted:
             self.admitted = True
+            self.queued = time.monotonic() - self.created
             self.cached = min(lease.cached, len(self.request.prompt))
 
     @property

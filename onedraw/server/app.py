@@ -53,8 +53,9 @@ from onedraw.server.parsing import Parsed, RequestT, as_request, parse
 from onedraw.server.prompts import PreparedRequest, bursts, chat_prompt, chat_text, count_prompt, prepare, total_usage
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ScoreRequest, TokenizeRequest
 from onedraw.server.streaming import LINES, NAMED, OPENAI, ChunkStream, Framing
+from onedraw.server.tracing import RequestTrace, Tracing, TracingMiddleware, trace_of
 from onedraw.server.work import Workers
-from onedraw.types import Piece, Usage
+from onedraw.types import Finish, Piece, Usage
 
 IGNORED = "x-onedraw-ignored"  # the header that lists unknown fields and left-out tools
 LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on the few threads for long work, see `work.py`.
@@ -68,9 +69,10 @@ class Endpoints:
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm = llm
         self.options = options
-        self.meters = Meters(llm.service.stats, llm.card.name)
+        self.meters = Meters(llm.service.stats, llm.card.name, prefix=options.metrics_prefix)
         self._accounts = Accounts(options.limits, refused=self.meters.limited)
         self.meters.show_keys([key.name for key in options.keys], self._accounts)
+        self.tracing = None if options.otlp_traces_endpoint is None else Tracing(options.otlp_traces_endpoint)
         self.draining = False
         self._store = ResponseStore()
         self._workers = Workers()
@@ -223,6 +225,8 @@ class Endpoints:
         finally:
             gone.set()
         asked = [choice.request for choice in prepared.choices]
+        trace = trace_of(request.scope)
+        trace.describe(prepared, self.llm.card)
         permit.reserve(prompt=sum(len(one.prompt) for one in asked), reply=sum(one.params.max_tokens for one in asked))
         note(id=prepared.id, seed=prepared.seed_of(0))
         if self.options.log_prompts:
@@ -231,7 +235,8 @@ class Endpoints:
             )
         headers = _headers(ignored) | {"x-request-id": prepared.id}
         writer = write(prepared)
-        run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, permit=permit, seconds=self.options.request_seconds)
+        seconds = self.options.request_seconds
+        run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, permit=permit, trace=trace, seconds=seconds)
         if not wanted.stream:
             return JSONResponse(await or_disconnect(request.receive, run.whole()), headers=headers)
         chunks = run.chunks()
@@ -414,6 +419,7 @@ class ReplyRun:
         llm: LLM,
         timer: RequestTimer,
         permit: Permit,
+        trace: RequestTrace,
         seconds: float | None = None,
     ) -> None:
         self._seconds = seconds
@@ -423,6 +429,8 @@ class ReplyRun:
         self._llm = llm
         self._timer = timer
         self._permit = permit
+        self._trace = trace
+        self._finishes: dict[int, Finish] = {}  # choice index → how the choice ended
         self._usages: dict[int, Usage] = {}  # choice index → its token counts, once the choice has ended
 
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
@@ -443,15 +451,23 @@ class ReplyRun:
         return self._writer.whole(replies, self._usage())
 
     async def _bursts(self) -> AsyncGenerator[list[Piece], None]:
+        self._timer.submit()
         async with aclosing(bursts(self._prepared, self._llm)) as stream:
-            while (burst := await self._next(stream)) is not None:
-                for piece in burst:
-                    self._timer.see(piece)
-                    self._permit.use(len(piece.tokens))
-                    if piece.usage is not None:
-                        self._usages[piece.index] = piece.usage
-                yield burst
+            try:
+                while (burst := await self._next(stream)) is not None:
+                    for piece in burst:
+                        self._timer.see(piece)
+                        self._permit.use(len(piece.tokens))
+                        if piece.usage is not None:
+                            self._usages[piece.index] = piece.usage
+                        if piece.finish is not None:
+                            self._finishes[piece.index] = piece.finish
+                    yield burst
+            except BaseException as error:  # also the cancellation when the client is gone
+                self._trace.fail(error)
+                raise
         usage = self._usage()
+        self._trace.finish(usage, [self._finishes[index] for index in sorted(self._finishes)], self._timer)
         note(prompt_tokens=usage.prompt, completion_tokens=usage.completion, cached_tokens=usage.cached)
 
     def _usage(self) -> Usage:
@@ -530,6 +546,8 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         app.add_middleware(LocalAccessMiddleware, hosts=(options.host, *options.allow_hosts), origins=options.cors_origins)
     app.add_middleware(PermitMiddleware)
     app.add_middleware(ErrorMiddleware)
+    if endpoints.tracing is not None:
+        app.add_middleware(TracingMiddleware, tracing=endpoints.tracing)
     if options.cors_origins:
         app.add_middleware(
             CrossOriginMiddleware,

@@ -33,6 +33,8 @@ class ServerOptions:
     key_tokens: int | None = None
     key_requests_per_minute: int | None = None
     key_tokens_per_minute: int | None = None
+    metrics_prefix: str = ""  # A prefix of the names in /metrics, such as vllm: for dashboards made for vLLM.
+    otlp_traces_endpoint: str | None = None  # The URL to which OpenTelemetry spans are sent; None means no traces.
     log_level: str = "info"
     log_format: str = "text"
     log_prompts: bool = False  # Write the text of every prompt into the log.
@@ -50,6 +52,12 @@ class ServerOptions:
             raise BadSetting(f"--request-seconds: must be over 0, not {self.request_seconds}")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
             raise BadSetting(f"--root-path: {self.root_path!r} must begin with / and not end with it, like /llm")
+        if not re.fullmatch(r"([a-zA-Z_:][\w:]*)?", self.metrics_prefix, re.ASCII):
+            raise BadSetting(f"--metrics-prefix: {self.metrics_prefix!r} must be letters, digits, _ and :, like vllm:")
+        if self.otlp_traces_endpoint is not None and not re.match(r"https?://.", self.otlp_traces_endpoint):
+            raise BadSetting(
+                f"--otlp-traces-endpoint: {self.otlp_traces_endpoint!r} is not a URL, like http://127.0.0.1:4318/v1/traces"
+            )
         for name in ("key_requests", "key_tokens", "key_requests_per_minute", "key_tokens_per_minute"):
             value = getattr(self, name)
             if value is not None and value < 1:

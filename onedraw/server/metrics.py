@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from onedraw.engine.stats import DraftingEstimates, Stats
 from onedraw.server.limits import Accounts
-from onedraw.types import Piece
+from onedraw.types import Piece, Usage
 
 Family = GaugeMetricFamily | CounterMetricFamily
 
-# Upper ends of histogram buckets, in seconds: for times between tokens, and for times of whole requests.
+# Upper ends of histogram buckets: seconds between tokens, numbers of tokens, and seconds of whole requests.
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5)
+_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 
 # Each entry is the metric's name, its help text, and the function that reads its value from Stats.
@@ -122,16 +124,39 @@ class KeyCollector(Collector):
         yield from (requests, tokens)
 
 
+class PrefixedRegistry(CollectorRegistry):
+    """A registry whose metrics have a prefix, so that dashboards of other servers find them."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.name = self._prefix + family.name
+            family.samples = [sample._replace(name=self._prefix + sample.name) for sample in family.samples]
+            yield family
+
+
 class Meters:
     """The metrics of one app, in a registry of their own, so that several apps can run in one process."""
 
-    def __init__(self, stats: Callable[[], Stats], model: str) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, stats: Callable[[], Stats], model: str, *, prefix: str = "") -> None:
+        self._registry = PrefixedRegistry(prefix)
         self._registry.register(EngineCollector(stats, model))
         self._model = model
         self.first = self._histogram("time_to_first_token_seconds", "From a request's arrival to a choice's first token.", _SLOW)
         self.between = self._histogram("inter_token_latency_seconds", "From one token of a choice to its next.", _FAST)
         self.whole = self._histogram("e2e_request_latency_seconds", "From a request's arrival to a choice's end.", _SLOW)
+        self.queue = self._histogram("request_queue_time_seconds", "From the engine's queue to a choice's first step.", _SLOW)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From a choice's first step to its first token.", _SLOW)
+        self.decode = self._histogram("request_decode_time_seconds", "From a choice's first token to its end.", _SLOW)
+        self.inference = self._histogram("request_inference_time_seconds", "From a choice's first step to its end.", _SLOW)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between the tokens of a choice.", _FAST
+        )
+        self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a choice.", _COUNTS)
+        self.completion = self._histogram("request_generation_tokens", "Tokens sampled for a choice.", _COUNTS)
         self._ended = Counter(
             "request_success", "Choices that ended, by reason.", ["model_name", "finished_reason"], registry=self._registry
         )
@@ -164,21 +189,42 @@ class Meters:
         return generate_latest(self._registry)
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceTimes:
+    """How long the parts of a choice took, in seconds. `first_token` and `whole` begin with the request's arrival."""
+
+    queue: float
+    prefill: float
+    decode: float
+    first_token: float
+    whole: float
+
+
 class RequestTimer:
     """Observes the latencies of one request, from the time its pieces pass. Times are in seconds of time.monotonic."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
         self.arrival = time.monotonic()
-        self.first_token: float | None = None  # the time of the first token of any choice
-        self._last: dict[int, float] = {}  # for each choice, the time at which its last tokens arrived
+        self.submitted = self.arrival  # when the engine got the request
+        self.choices: list[ChoiceTimes] = []  # of the choices that have ended
+        self._first: dict[int, float] = {}  # for each choice, the time at which its first tokens arrived
+        self._last: dict[int, float] = {}  # and its last ones
+
+    @property
+    def first_token(self) -> float | None:
+        """The time of the first token of any choice."""
+        return min(self._first.values(), default=None)
+
+    def submit(self) -> None:
+        self.submitted = time.monotonic()
 
     def see(self, piece: Piece) -> None:
         now = time.monotonic()
         if piece.tokens:
             self._tokens(piece.index, len(piece.tokens), now)
         if piece.finish is not None:
-            self._meters.whole.observe(now - self.arrival)
+            self._end(piece.index, piece.usage or Usage(), now)
             self._meters.ended(piece.finish)
 
     def _tokens(self, choice: int, count: int, now: float) -> None:
@@ -189,5 +235,25 @@ class RequestTimer:
                 self._meters.between.observe((now - self._last[choice]) / count)
         else:
             self._meters.first.observe(now - self.arrival)
-            self.first_token = self.first_token or now
+            self._first[choice] = now
         self._last[choice] = now
+
+    def _end(self, choice: int, usage: Usage, now: float) -> None:
+        meters, first = self._meters, self._first.get(choice, now)
+        times = ChoiceTimes(
+            queue=usage.queued,
+            prefill=max(first - self.submitted - usage.queued, 0.0),
+            decode=now - first,
+            first_token=first - self.arrival,
+            whole=now - self.arrival,
+        )
+        self.choices.append(times)
+        meters.whole.observe(times.whole)
+        meters.queue.observe(times.queue)
+        meters.prefill.observe(times.prefill)
+        meters.decode.observe(times.decode)
+        meters.inference.observe(times.prefill + times.decode)
+        meters.prompt.observe(usage.prompt)
+        meters.completion.observe(usage.completion)
+        if usage.completion > 1:
+            meters.per_token.observe(times.decode / (usage.completion - 1))

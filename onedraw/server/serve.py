@@ -77,6 +77,8 @@ class Server(uvicorn.Server):
             super().run(sockets=sockets or [self._listener])
         finally:
             self._listener.close()
+            if self._desk.tracing is not None:
+                self._desk.tracing.close()
 
     def _listen(self) -> None:
         """Start to listen. Two servers that load at the same time may both bind the port, but only one of them can listen."""

@@ -161,7 +161,7 @@ sampled = of(
     kept=st.booleans(),
     rejected=counts,
 )
-usage = of(Usage, **{field.name: counts for field in fields(Usage)})
+usage = of(Usage, **{field.name: counts for field in fields(Usage)} | {"queued": st.floats(0, 1e6)})
 plain_errors = st.sampled_from(
     sorted((kind for kind in ERRORS.values() if kind not in (BadParameter, ContextOverflow)), key=lambda kind: kind.__name__)
 )

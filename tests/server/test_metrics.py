@@ -5,7 +5,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from onedraw.llm.llm import idle_stats
-from tests.server.running import fake_llm, serving
+from onedraw.server.config import ServerOptions
+from tests.server.running import fake_llm, serving, slowed
 
 NAMES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
@@ -17,6 +18,9 @@ NAMES = {
     "prompt_checkpoints", "prompt_checkpoints_saved_total", "prompt_checkpoints_evicted_total", "sliding_pages_let_go_total",
     "prompt_checkpoints_restored_total", "prompt_checkpoints_whole_total",
     "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
+    "request_queue_time_seconds_count", "request_prefill_time_seconds_count", "request_decode_time_seconds_count",
+    "request_inference_time_seconds_count", "request_time_per_output_token_seconds_count",
+    "request_prompt_tokens_sum", "request_generation_tokens_sum",
 }  # fmt: skip
 
 
@@ -45,6 +49,29 @@ def test_tokens_and_times_are_counted_per_choice():
         assert grown["e2e_request_latency_seconds_count"] == 3
         assert grown["prefix_cache_hits_total"] > 0
         assert grown["num_requests_running"] == 0
+        assert (grown["request_prompt_tokens_sum"], grown["request_generation_tokens_sum"]) == (120, 21)
+        assert grown["request_time_per_output_token_seconds_count"] == 3
+        for part in ("queue", "prefill", "decode", "inference"):
+            assert grown[f"request_{part}_time_seconds_count"] == 3
+        parts = [grown[f"request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode")]
+        assert 0 < sum(parts) <= grown["e2e_request_latency_seconds_sum"] + 1e-6
+
+
+def test_time_in_the_queue_is_told_apart_from_the_prompt() -> None:
+    """One lane: the second request waits until the first has ended."""
+    with slowed(fake_llm(max_batch=1, prefix_cache=False), 0.02) as llm, serving(llm) as served:
+        served.post("/v1/completions", prompt=["One", "Two"], max_tokens=10, ignore_eos=True)
+        found = scrape(served)
+        assert found["request_queue_time_seconds_sum"] >= 0.02 * 9
+
+
+def test_a_prefix_is_part_of_every_name() -> None:
+    with fake_llm() as llm, serving(llm, ServerOptions(metrics_prefix="vllm:")) as served:
+        served.post("/v1/completions", prompt="a", max_tokens=2)
+        text = served.get("/metrics").text
+        names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+        assert all(name.startswith("vllm:") for name in names)
+        assert {f"vllm:{name}" for name in NAMES} <= names
 
 
 def test_two_apps_have_their_own_metrics():
