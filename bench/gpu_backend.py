@@ -46,6 +46,7 @@ from onedraw.backends.torch.runner.cuda_graphs import CudaGraphs
 from onedraw.backends.torch.runner.graph_runner import CapturedStep
 from onedraw.backends.torch.runner.staging_buffers import DirectStaging
 from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.build.drafters import DrafterBuilder
 from onedraw.checkpoints.random_weights import RandomCheckpoint, named_mixture, open_random
 from onedraw.engine.engine import Engine
@@ -556,7 +557,9 @@ def long(bench: Bench) -> None:
     if bench.backend.capacity.max_context < LONG_CONTEXT + 32:
         report(f"{bench.name}: long", f"needs --context {LONG_CONTEXT + 64} and --pages {(LONG_CONTEXT + 64) // 16 + 8}")
         return
-    for store in bench.backend.states[0].stores:
+    [state] = bench.backend.states
+    assert isinstance(state, ModelState)
+    for store in state.stores:
         for tensor in vars(store).values() if isinstance(store, PageStore) else ():
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
                 tensor.normal_()

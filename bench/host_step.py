@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.backends.torch.runner.graph_runner import CapturedStep, GraphStage
+from onedraw.backends.torch.runner.pipeline import LayerProbe, ResidualStream
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler

@@ -96,7 +96,7 @@ def load_weights(path: str, dtype: str) -> dict[str, float]:
     plan = (
         plan_weight_storage(info.weights, compute_dtype).weights.total if packed else spec.parameters * DTYPE_BYTES[compute_dtype]
     )
-    ropes = sum(table.numel() * table.element_size() for table in stack.stages[0].ropes.values())
+    ropes = sum(table.numel() * table.element_size() for table in stack.local_stages[0].ropes.values())
     return {
         "parameters": float(plan),
         "tied_copy": 0.0

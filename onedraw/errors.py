@@ -16,6 +16,7 @@ OnedrawError                 base class of all errors raised on purpose
 │   ├── ModelNotFound        no such model; the message says how to get it
 │   ├── CorruptFile          a file is damaged or incomplete; the message names file and tensor
 │   └── UnsupportedModel     names the architecture or config key, and lists what is supported
+├── StateLost                a process with layers of the model ended, and the state of all sequences with it
 ├── OutOfMemory              not enough memory for one sequence or one step, or a full disk; the message says what to do
 └── BadSetting               a flag or an environment variable is wrong
 """
@@ -131,6 +132,13 @@ class UnsupportedModel(ModelError):
 
 class OutOfMemory(OnedrawError):
     code = "no_room"
+
+
+class StateLost(OnedrawError):
+    """A backend lost the state of all sequences. The engine computes them again, so no request ends with this error unless the
+    backend cannot be restored."""
+
+    code, status = "state_lost", 503
 
 
 class BadSetting(OnedrawError):

@@ -110,6 +110,17 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class SupportsRecovery(Protocol):
+    """A backend with parts in other processes. When one of them ends, `submit` and `collect` raise StateLost, for every plan in
+    flight, until `recover` is called."""
+
+    def recover(self) -> None:
+        """Make the backend usable again. The states of all lanes, pages and checkpoints are undefined afterwards. Called with no
+        plan in flight. Raises StateLost if the lost part cannot be restarted."""
+        ...
+
+
+@runtime_checkable
 class SupportsSnapshots(Protocol):
     """A backend that can export checkpoints to the host and import them bit for bit. Array names and shapes do not depend on
     how the layers are split over devices."""

@@ -1,8 +1,9 @@
 """Devices by name, the dtypes that they compute in, and the CPU of this machine.
 
-In: `cuda:0`, `cpu`, some of its cores (`cpu:0-3`), or a hypothetical device such as `cuda/sm86/24GiB`, which can be planned for
-but not run on. Out: Device; and the dtypes of the residual stream, of products, and of keys and values: one for all devices
-together, so a boundary between devices adds no rounding.
+In: `cuda:0`, `cpu`, some of its cores (`cpu:0-3`), one of these on another node of a Ray cluster (`ray:NODE/cuda:0`), or a
+hypothetical device such as `cuda/sm86/24GiB`, which can be planned for but not run on. Out: Device; and the dtypes of the
+residual stream, of products, and of keys and values: one for all devices together, so a boundary between devices adds no
+rounding.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, assert_never
@@ -20,7 +21,8 @@ from onedraw.errors import BadSetting
 Kind = Literal["cpu", "cuda", "hip"]
 KINDS: tuple[Kind, ...] = ("cpu", "cuda", "hip")
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-EXAMPLES = "cpu, cpu:0-3, cuda:0, or a description such as cuda/sm86/24GiB, hip/gfx90a/64GiB or cpu/64GiB"
+RAY = "ray:"  # begins the name of a device of a Ray cluster: ray:NODE/DEVICE
+EXAMPLES = "cpu, cpu:0-3, cuda:0, ray:NODE/cuda:0, or a description such as cuda/sm86/24GiB, hip/gfx90a/64GiB or cpu/64GiB"
 
 Precision = Literal["f32", "f16", "bf16"]
 PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # those of the least capable devices come first
@@ -40,28 +42,41 @@ class Device:
     arch: str = ""  # the architecture, such as sm86 or gfx90a; empty if unknown
     memory: int | None = None  # bytes of free memory; None if unknown
     cores: tuple[int, ...] = ()  # CPU cores to use; empty stands for all
+    node: str = ""  # the node of a Ray cluster that has the device, as the user named it; empty for this process's machine
+
+    @property
+    def local_name(self) -> str:
+        """The name that the device has on its node."""
+        return self.name.removeprefix(f"{RAY}{self.node}/") if self.node else self.name
 
     @property
     def hypothetical(self) -> bool:
-        return "/" in self.name
+        return "/" in self.local_name
 
     @property
     def memory_pool(self) -> str:
-        """Devices with the same value share one memory: all cores of this machine do."""
-        return self.kind if self.kind == "cpu" and not self.hypothetical else self.name
+        """Devices with the same value share one memory: all cores of a machine do."""
+        if self.kind == "cpu" and not self.hypothetical:
+            return f"{RAY}{self.node}/{self.kind}" if self.node else self.kind
+        return self.name
 
 
 def can_overlap(devices: Sequence[Device]) -> bool:
-    """Whether pipeline stages on these devices can run in parallel: several devices of one kind that share no cores.
+    """Whether pipeline stages on these devices can run in parallel: several devices of one kind that share no cores. CPUs of
+    different nodes are different devices.
 
     Not a CPU beside an accelerator: the CPU is the bottleneck, and two small steps take it longer than one large step.
     """
-    names, cores = [device.name for device in devices], [core for device in devices for core in device.cores]
+    names, cores = [device.name for device in devices], [(device.node, core) for device in devices for core in device.cores]
     alone = len(set(names)) == len(names) and len(set(cores)) == len(cores)
-    return len(devices) > 1 and alone and len({d.kind for d in devices}) == 1 and all(d.cores or d.kind != "cpu" for d in devices)
+    nodes = [device.node for device in devices]
+    apart = all(d.cores or d.kind != "cpu" or nodes.count(d.node) == 1 for d in devices)
+    return len(devices) > 1 and alone and len({d.kind for d in devices}) == 1 and apart
 
 
 def parse_device(text: str) -> Device:
+    if text.strip().startswith(RAY):
+        return _parse_node_device(text.strip())
     first, *parts = text.strip().split("/")
     base, _, index = first.partition(":")
     cores = _cores(index) if base == "cpu" else ()
@@ -77,6 +92,16 @@ def parse_device(text: str) -> Device:
         else:
             raise BadSetting(f"--devices: {part!r} in {text!r} is neither an architecture nor a size; write {EXAMPLES}")
     return Device(text.strip(), kind, arch, memory, cores)
+
+
+def _parse_node_device(text: str) -> Device:
+    node, _, name = text.removeprefix(RAY).partition("/")
+    if not node or not name or name.startswith(RAY) or "/" in name:
+        raise BadSetting(
+            f"--devices: {text!r} does not name a device of a Ray cluster; write ray:NODE/DEVICE, where NODE is the name, the "
+            "address or the number of a node and DEVICE is cpu, cpu:0-3 or cuda:0"
+        )
+    return replace(parse_device(name), name=text, node=node)
 
 
 def _cores(text: str) -> tuple[int, ...]:

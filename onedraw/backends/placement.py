@@ -84,6 +84,8 @@ def plan_split(
     one_pool = len({d.memory_pool for d in devices}) == 1 and not (len(devices) > 1 and devices[0].hypothetical)
     first, last = _outer_bytes(spec, plan, copy_tied_head=not one_pool)
     logits = plan.checkpoints * padded_vocab(spec) * STATE_BYTES
+    if devices[0].node:  # The embedding is in the engine's process, which has the last stage, and a tied head is the same tensor.
+        first, last = 0, sum(_outer_bytes(spec, plan, copy_tied_head=False))
     loads = StageLoads(tuple(map(sum, layer_bytes)), first, last + logits + drafter_bytes, boundary)
     ranges = place_layers(loads, devices, cuts=legal_cuts(spec.layers), split=split)
     staging = staging_plan(spec, tuple(layers.start for layers in ranges[1:]), tokens=tokens, dtype=activation)

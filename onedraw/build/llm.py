@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, SelfCheck, SupportsSnapshots, require_state_dtype
-from onedraw.backends.devices import can_overlap, float_dtype
+from onedraw.backends.devices import RAY, Device, can_overlap, float_dtype, parse_device
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
 from onedraw.backends.placement import SplitPlan
@@ -43,6 +44,7 @@ from onedraw.types import ModelCard
 if TYPE_CHECKING:
     from onedraw.backends.torch.ops.base import Ops
     from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
+    from onedraw.build.ray_stages import RayCluster
 
 log = logging.getLogger("onedraw")
 
@@ -192,7 +194,7 @@ def _build_model(settings: Settings, notify: Progress, speculator: Speculator, *
                 backend = xla_backend(settings, info, notify, progress=partial(_report_layers, notify))
                 _report_self_check(backend.report, notify)
                 return backend
-            return torch_backend(settings, info, notify, drafter, warm_up=warm_up)
+            return torch_backend(settings, info, notify, drafter, weights=weights, warm_up=warm_up)
 
         service = make_service(
             make_backend,
@@ -216,20 +218,46 @@ def _build_model(settings: Settings, notify: Progress, speculator: Speculator, *
 
 
 def torch_backend(
-    settings: Settings, info: ModelInfo, notify: Progress, drafter: DrafterBuilder | None, *, warm_up: bool = True
+    settings: Settings,
+    info: ModelInfo,
+    notify: Progress,
+    drafter: DrafterBuilder | None,
+    *,
+    weights: str = "",
+    warm_up: bool = True,
+) -> Backend:
+    """Load the model on its devices. `weights`: the fingerprint of its checkpoint, which a Ray cluster's nodes must have."""
+    devices, cluster = _find_all_devices(settings)
+    try:
+        return _torch_backend_on(devices, cluster, settings, info, notify, drafter, weights=weights, warm_up=warm_up)
+    except BaseException:
+        if cluster is not None:
+            cluster.close()
+        raise
+
+
+def _torch_backend_on(
+    devices: Sequence[Device],
+    cluster: RayCluster | None,
+    settings: Settings,
+    info: ModelInfo,
+    notify: Progress,
+    drafter: DrafterBuilder | None,
+    *,
+    weights: str,
+    warm_up: bool,
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import available_memory, find_devices, why_no_blocks, why_no_kernels
+    from onedraw.backends.torch.device import available_memory, why_no_blocks, why_no_kernels
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
     size = None if drafter is None else drafter_bytes(drafter.source, info, drafter.target)
-    devices = find_devices(settings.device_names)
     on_cpu = all(device.kind == "cpu" for device in devices)
     gpu_packed = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
     no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if gpu_packed else ""
     plan, split = plan_devices(settings, info, devices, drafter=size, no_kernels=no_kernels)
-    if on_cpu:
+    if on_cpu and cluster is None:
         require_host_memory(settings, plan, available_memory())
     if reduced := reduced_context(settings, info.spec.max_context, plan.max_context):
         log.warning("%s", reduced)
@@ -244,8 +272,12 @@ def torch_backend(
             plan.draft_positions,
             len(split.stages),
         )
-    stage_devices, pipeline = _stage_devices(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
+    group = None if cluster is None else cluster.group(settings, info.spec, plan, split, weights=weights)
+    pipeline = None
     try:
+        local, pipeline = _stage_devices(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
+        remote = iter([] if group is None else group.stages)
+        stage_devices = [next(remote) if place is None else place for place in local]
         backend = TorchBackend(
             info.spec,
             info.weights,
@@ -253,6 +285,7 @@ def torch_backend(
             activation=split.activation,
             kv_dtype=plan.kv_dtype,
             stage_devices=stage_devices,
+            stage_group=group,
             rows=split.staging.rows,
             lanes=settings.max_batch,
             pages=plan.pages,
@@ -283,18 +316,43 @@ def torch_backend(
     return backend
 
 
+def _find_all_devices(settings: Settings) -> tuple[list[Device], RayCluster | None]:
+    """Return the devices that the settings name, with their memory, and the Ray cluster if some are on its nodes."""
+    from onedraw.backends.torch.device import available_memory, find_devices
+
+    named = settings.device_names
+    if not any(name.startswith(RAY) for name in named):
+        return find_devices(named), None
+    from onedraw.build.ray_stages import RayCluster, require_last_here
+
+    require_last_here([parse_device(name) for name in named if name != "auto"])
+    cluster = RayCluster()
+    try:
+        found = find_devices([name for name in named if not name.startswith(RAY)])
+        local = iter(replace(one, memory=available_memory()) if one.kind == "cpu" else one for one in found)
+        return [cluster.find(parse_device(name)) if name.startswith(RAY) else next(local) for name in named], cluster
+    except BaseException:
+        cluster.close()
+        raise
+
+
 def _stage_devices(
     settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool
-) -> tuple[list[StageDevice], Pipeline | None]:
-    """Return the device and operations of each stage (the layers on one device), and a pipeline of threads if stages run in
-    parallel or on cores of their own."""
+) -> tuple[list[StageDevice | None], Pipeline | None]:
+    """Return the device and operations of each stage (the layers on one device), None for a stage on another node, and a pipeline
+    of threads if stages run in parallel or on cores of their own."""
     from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
     from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 
     given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
     made: dict[object, Ops] = {}  # Stages on one device share an Ops and its thread pool, unless they run in parallel.
-    stage_devices, openings = [], []
+    stage_devices: list[StageDevice | None] = []
+    openings: list[Callable[[], None]] = []
     for number, stage in enumerate(split.stages):
+        if stage.device.node:
+            stage_devices.append(None)
+            openings.append(lambda: None)
+            continue
         device, key = stage.device, number if overlap else stage.device.name
         place = "cpu" if device.kind == "cpu" else device.name
         threads = min(settings.threads or len(device.cores), len(device.cores)) if device.cores else settings.threads
@@ -303,7 +361,8 @@ def _stage_devices(
                 made[key] = pick_ops(place, dtype, threads=threads, **given)
         stage_devices.append(StageDevice.named(place, made[key], stop=stage.stop))
         openings.append(partial(set_threads, settings.threads, [made[key]], device.cores))
-    pipeline = Pipeline(openings) if overlap or any(stage.device.cores for stage in split.stages) else None
+    pinned = any(stage.device.cores and not stage.device.node for stage in split.stages)
+    pipeline = Pipeline(openings) if overlap or pinned else None
     set_threads(settings.threads, list(made.values()))
     return stage_devices, pipeline
 

@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from onedraw.backends.base import Backend, StepHandle
+from onedraw.backends.base import Backend, StepHandle, SupportsRecovery
 from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.isolated_constraint import IsolatedConstraint
 from onedraw.engine.scheduler import FORCED, ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import DraftingEstimates, DraftStats, Stats
-from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, OutOfMemory, StepFailed
+from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, OutOfMemory, StateLost, StepFailed
 from onedraw.speculation.draft_tree import chain_length, tree_depth
 from onedraw.types import Constraint, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, SampledToken, Usage
 
@@ -61,6 +61,7 @@ COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler
     "mixed_steps",
     "failed_steps",
     "out_of_memory_steps",
+    "state_losses",
     "steps",
     "overlapped_steps",
     "steps_ahead",
@@ -70,6 +71,9 @@ COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler
     "whole_prompts",
     "page_copies",
 )
+
+
+MOST_LOSSES = 3  # how often in a row the state may be lost before requests fail
 
 
 class Engine:
@@ -91,6 +95,7 @@ class Engine:
         self._undelivered: deque[tuple[Sink, Event]] = deque()  # events whose sinks were not called yet, oldest first
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._seconds = 0.0
+        self._losses = 0  # how often the state was lost since a step was last collected
 
     @property
     def busy(self) -> bool:
@@ -117,7 +122,14 @@ class Engine:
             self._deliver()
 
     def step(self) -> None:
-        """Submit as many plans as the backend accepts, then collect and commit the oldest one in flight."""
+        """Submit as many plans as the backend accepts, then collect and commit the oldest one in flight. If the backend has lost
+        the state of all sequences, they are preempted, and the next step computes them again."""
+        try:
+            self._step()
+        except StateLost as error:
+            self._recover(error)
+
+    def _step(self) -> None:
         if self.scheduler.waiting:
             self._deliver()  # Admission may read a snapshot from disk, and events must not wait for that.
         self._submit_plans()
@@ -132,6 +144,7 @@ class Engine:
             ended = self._release_ended(members)
             self._step_raised([member for member in members if member.sequence not in ended], error)
             return
+        self._losses = 0
         ended = self._release_ended(members)
         self.scheduler.count_step()
         self._count(members, outcome)
@@ -307,8 +320,10 @@ class Engine:
 
     def _step_raised(self, members: list[ScheduledRow], error: BaseException) -> None:
         """Handle an error that was raised in the step of these rows. If the device had no memory for the step, the sequences are
-        preempted and computed again from the beginning in smaller steps, since the state on the device is undefined. After any
-        other error their requests end with that error."""
+        preempted and computed again from the beginning in smaller steps, since the state on the device is undefined. A lost state
+        concerns all sequences, so `step` handles it. After any other error the requests of these rows end with that error."""
+        if isinstance(error, StateLost):
+            raise error
         if not isinstance(error, OutOfMemory):
             error_id = secrets.token_hex(6)
             log.error("step failed, error id %s", error_id, exc_info=error)
@@ -330,6 +345,34 @@ class Engine:
         if sequence.lost and sequence not in self.scheduler.in_flight:
             sequence.lost = False
             self.scheduler.preempt(sequence, last=False)
+
+    def _recover(self, error: StateLost) -> None:
+        """Preempt all sequences, empty the prefix cache, and have the backend restart what it lost. Requests fail only if it
+        cannot, or if it loses the state more than MOST_LOSSES times without a step between."""
+        log.warning("the state of all sequences is lost, and is computed again: %s", error)
+        self._totals["state_losses"] += 1
+        self._losses += 1
+        while self._in_flight:
+            handle, members = self._in_flight.popleft()
+            try:
+                self.backend.collect(handle)  # An outcome is dropped: its sequences are computed again.
+            except BaseException as failure:
+                log.debug("a step in flight failed with the lost state", exc_info=failure)
+            self._release_ended(members)
+        for sequence in self.scheduler.running[::-1]:  # Each goes to the front of the queue, so the oldest is admitted first.
+            sequence.lost = False
+            self.scheduler.preempt(sequence, last=False)
+        self.scheduler.allocator.forget_cached()
+        try:
+            if self._losses > MOST_LOSSES or not isinstance(self.backend, SupportsRecovery):
+                raise error
+            self.backend.recover()
+        except StateLost as failure:
+            log.error("the backend cannot be restored: %s", failure)
+            for request_id in list(self._live):
+                _, sink = self._remove(request_id)
+                self._undelivered.append((sink, Event(request_id, error=StateLost(_NOT_RESTORED))))
+        self._deliver()
 
     def _fail(self, members: list[ScheduledRow], error: OnedrawError) -> None:
         """End the requests of these rows with an error."""
@@ -388,6 +431,9 @@ def _no_token_error(sequence: Sequence, result: RowOutcome) -> OnedrawError:
 
 _NOT_FINITE = (
     "the logits of the model are not finite, so no token can be sampled; its weights may be damaged, or need a wider --dtype"
+)
+_NOT_RESTORED = (
+    "a process with layers of the model ended and could not be started again; see the server's log, and try again later"
 )
 _NO_MEMORY = (
     "the device has no memory left to compute even one request; free memory on it, or serve with a smaller --kv-memory, "

@@ -300,6 +300,17 @@ class Allocator:
         self.lanes.release(lease.lane)
         del self.leases[lease.lane]
 
+    def forget_cached(self) -> None:
+        """Empty the prefix cache, because the device lost the content of its pages and checkpoints. There must be no lease."""
+        assert not self.leases, "a lease may refer to cached pages"
+        for checkpoint in self.prefix_cache.checkpoints():
+            self.remove_checkpoint(checkpoint)
+        for group, pool in enumerate(self.pools):
+            for page in self.prefix_cache.pages(group):
+                self._forget_page(group, page)
+                pool.uncache(page)
+        self._saved_ends.clear()
+
     def _forget_page(self, group: int, page: int) -> None:
         """Remove a page from the prefix cache, because it gets new content, and the checkpoints that need it."""
         for checkpoint in self.prefix_cache.forget_page(group, page):

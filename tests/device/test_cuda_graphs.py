@@ -358,8 +358,8 @@ def test_sampling_inputs_that_exceed_their_staging_buffer_change_nothing(size: i
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a device it is not deterministic which captures share memory")
 def test_sampling_that_reads_memory_shared_between_captures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: the hidden states stay in memory that other captured work overwrites."""
-    from onedraw.backends.torch.model.transformer import ResidualStream
     from onedraw.backends.torch.runner.graph_runner import GraphRunner
+    from onedraw.backends.torch.runner.pipeline import ResidualStream
 
     submitted = sampled_requests(1, max_tokens=4, length=5)
     expected = run_alone("hybrid", submitted)

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
-from onedraw.backends.torch.model.transformer import ResidualStream, Transformer
+from onedraw.backends.torch.model.transformer import Transformer
+from onedraw.backends.torch.runner.pipeline import ResidualStream
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.engine.engine import Engine, Sink
 from onedraw.engine.scheduler import ScheduledRow, Scheduler

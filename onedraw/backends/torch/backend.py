@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
@@ -27,7 +27,7 @@ from onedraw.backends.devices import kv_precision
 from onedraw.backends.placement import MIN_STAGING_ROWS, max_step_tokens
 from onedraw.backends.torch.device import DTYPES, hardware_name, is_out_of_memory
 from onedraw.backends.torch.drafters.base import Drafter
-from onedraw.backends.torch.model.transformer import LayerProbe, Transformer
+from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.model.weight_loader import LANE, padded
 from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import strictest
@@ -36,20 +36,24 @@ from onedraw.backends.torch.runner.cuda_graphs import GraphCache, graph_caches
 from onedraw.backends.torch.runner.eager_runner import EagerRunner
 from onedraw.backends.torch.runner.graph_runner import GraphRunner, GraphStage
 from onedraw.backends.torch.runner.inputs import PADDED, InputLayout
-from onedraw.backends.torch.runner.pipeline import Pipeline, SameThread, StageDevice, current_device, device_locks
+from onedraw.backends.torch.runner.pipeline import LayerProbe, Pipeline, SameThread, StageDevice, current_device, device_locks
 from onedraw.backends.torch.runner.staging_buffers import StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, StepExecutor, StepResult
 from onedraw.backends.torch.sampling.positions import PositionSampler
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.selfcheck import RowCheck, self_check
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES
-from onedraw.backends.torch.state.model_state import CheckpointLogits, ModelState, Snapshots, StateSizes
+from onedraw.backends.torch.state.model_state import CheckpointLogits, ModelState, Snapshots, StageState, StateSizes
 from onedraw.backends.torch.state.recurrent_state import CHUNK
-from onedraw.errors import OutOfMemory
+from onedraw.errors import OutOfMemory, StateLost
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import NO_TOKEN
 from onedraw.types import PENDING_TOKEN, Outcome, Plan
+
+if TYPE_CHECKING:  # stages in other processes need packages that only they use
+    from onedraw.backends.torch.remote.group import StageGroup
+    from onedraw.backends.torch.remote.stage import RemoteStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class LoadedModel:
     """All that a backend releases when it is closed. Owner: the backend."""
 
     model: Transformer
-    states: list[ModelState]
+    states: list[StageState]
     checkpoint_logits: CheckpointLogits
     executor: StepExecutor
     eager_runner: EagerRunner
@@ -152,7 +156,8 @@ class TorchBackend:
         drafts: int = 0,
         checkpoints: int = 0,
         ops: Ops | None = None,
-        stage_devices: Sequence[StageDevice] = (),
+        stage_devices: Sequence[StageDevice | RemoteStage] = (),
+        stage_group: StageGroup | None = None,
         activation: str | None = None,
         kv_dtype: str | None = None,
         rows: int = MIN_STAGING_ROWS,
@@ -165,6 +170,7 @@ class TorchBackend:
         capture: bool = True,
         ahead: bool | None = None,
     ) -> None:
+        """`stage_group`: the owner of those stages that are in other processes. The backend closes it."""
         assert max_in_flight == 1 or pipeline is not None, "stages that work at once have threads of their own"
         stage_devices = stage_devices or [StageDevice(torch.device(device), ops or TorchOps(torch.device(device)))]
         model = Transformer(
@@ -189,22 +195,25 @@ class TorchBackend:
         kept_as = kv_precision(kv_dtype or "auto", products=dtype)
         states = model.states(sizes, KV_DTYPES[kept_as])
         logits = CheckpointLogits(checkpoints, padded(spec.vocab, LANE), last)
-        layout = InputLayout(page_size, sizes.pages, strictest([one.ops.rule for one in stage_devices]), spec.windows)
+        layout = InputLayout(page_size, sizes.pages, strictest([one.rule for one in stage_devices]), spec.windows)
         self.report: RowCheck | None = self_check(model, states, layout=layout) if check else None
         self.layout = layout if self.report is None else replace(layout, rule=self.report.rule)
-        sampler = stage_devices[-1].ops.sampler(vocab=spec.vocab, lanes=lanes, device=last)
+        for stage in model.remote_stages:
+            stage.use_rule(self.layout.rule, check=False)
+        sampler = model.ops.sampler(vocab=spec.vocab, lanes=lanes, device=last)
         with current_device(last):
             drafter = None if make_drafter is None else make_drafter(model, sampler, self.layout)
         devices = [one.device for one in stage_devices]
         locks = [nullcontext() for _ in devices] if pipeline is None else device_locks(devices)
         graph_stages = [
             None
-            if graphs is None or not capture
+            if graphs is None or not capture or not isinstance(state, ModelState)
             else GraphStage(model, i, state, graphs, tokens=PADDED[-1], lock=locks[i], sides=max_in_flight + 1)
             for i, (state, graphs) in enumerate(zip(states, graph_caches(stage_devices, graph_cache), strict=True))
         ]
         captured = [stage for stage in graph_stages if stage is not None]
         whole = len(captured) == len(graph_stages)  # if not, captured stages replay their layers inside eager steps
+        self._stage_group = stage_group
         self._loaded: LoadedModel | None = LoadedModel(
             model=model,
             states=states,
@@ -258,7 +267,7 @@ class TorchBackend:
         return self._open.model
 
     @property
-    def states(self) -> list[ModelState]:
+    def states(self) -> list[StageState]:
         return self._open.states
 
     @property
@@ -387,22 +396,32 @@ class TorchBackend:
         range."""
         return torch.float16 in (self.model.dtype, self.model.activation)
 
+    def recover(self) -> None:
+        """Restart the stages in other processes that ended. Call it when a step raised StateLost, with no step in flight."""
+        if self._stage_group is None:
+            raise StateLost("this backend has no stages in other processes")
+        self._stage_group.restart()
+
     def close(self) -> None:
         """Release weights and pages now, also while other objects still refer to this one."""
         if self._close_pipeline is not None:
             self._close_pipeline()
         self._in_flight.steps.clear()
         self._loaded = None
+        if self._stage_group is not None:
+            self._stage_group.close()
 
     # ------------------------------------------------------------------ to and from the disk
 
     @property
     def identity(self) -> str:
         """What computes the bits: operations, hardware, library and the row rule; not the split."""
-        stages = self.model.stages
-        parts = sorted({f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages})
+        stages, others = self.model.local_stages, self.model.remote_stages
+        places = {f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages}
+        parts = sorted(places | {f"{stage.name} on {stage.facts.hardware}" for stage in others})
         named = {text for stage in stages for text in stage.ops.choices.texts()}
-        choices = sorted(named | {text for linear in self.model.linears() for text in linear.choices})
+        named |= {text for linear in self.model.linears() for text in linear.choices}
+        choices = sorted(named | {text for stage in others for text in stage.facts.choices})
         return f"{', '.join(parts)}; torch {torch.__version__}; {self.layout.rule}; {choices}"
 
     def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:
@@ -417,7 +436,7 @@ class TorchBackend:
 def _capacity(
     spec: ModelSpec,
     sizes: StateSizes,
-    stage_devices: Sequence[StageDevice],
+    stage_devices: Sequence[StageDevice | RemoteStage],
     drafter: Drafter | None,
     *,
     max_context: int,
@@ -447,7 +466,7 @@ def _capacity(
         lookahead=0 if drafter is None else drafter.lookahead,
         drafter="" if drafter is None else drafter.name,
         step_tokens=max_step_tokens(rows, chunk=CHUNK) if len(stage_devices) > 1 else None,
-        device="+".join(sorted({stage_device.ops.name for stage_device in stage_devices})),
+        device="+".join(sorted({stage_device.name for stage_device in stage_devices})),
         dtype=dtype,
         activation=activation,
         kv_dtype=kv_dtype,

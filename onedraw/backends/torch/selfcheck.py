@@ -10,7 +10,7 @@ the work of one sequence; a lane is the slot of a sequence's recurrent state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,8 +24,8 @@ from onedraw.backends.torch.ops.base import Ops
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
-from onedraw.backends.torch.runner.pipeline import current_device
-from onedraw.backends.torch.state.model_state import ModelState
+from onedraw.backends.torch.runner.pipeline import Stage, current_device
+from onedraw.backends.torch.state.model_state import StageState
 from onedraw.backends.torch.state.recurrent_state import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
@@ -41,26 +41,24 @@ class RowCheck(SelfCheck):
 
 
 @torch.inference_mode()
-def self_check(model: Transformer, states: Sequence[ModelState], *, layout: InputLayout) -> RowCheck:
+def self_check(model: Transformer, states: Sequence[StageState], *, layout: InputLayout) -> RowCheck:
     """Find the first row rule with which products agree, and tile heights where the operations have any; report the checks."""
     with current_device(model.device):
         return _checked(model, states, layout)
 
 
-def _checked(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> RowCheck:
-    rules = _candidates(layout.rule)
-    samples = _one_per_shape(model.linears())
-    rule = next((r for r in rules if all(_rows_agree(linear, r) for linear in samples)), rules[-1])
+def _checked(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> RowCheck:
+    rule = next(iter(_rules_that_agree(model, layout.rule)))
     model.obey(rule)
-    findings = [CheckResult(_words(x), _rows_agree(x, rule)) for x in samples]
-    for x, ops in _experts(model):
-        findings.append(CheckResult(f"{x.spec.used} of {x.spec.experts} experts, {x.bank.kind}", _experts_agree(x, ops)))
+    findings = [*check_products(model.linears(), rule), *check_experts(model.local_stages)]
+    for remote in model.remote_stages:
+        known = {finding.check for finding in findings if finding.passed}
+        findings += [found for found in remote.use_rule(rule, check=True) if found.check not in known]
     layout = replace(layout, rule=rule)
     whole = _batches_agree(model, states, layout)
-    tiled = [stage.ops for stage in model.stages if isinstance(stage.ops, TorchOps)]
-    if not whole and tiled:
-        for ops in tiled:
-            ops.tile_heights = ops.tile_heights[-1:]
+    if not whole and (narrow_tiles(model.local_stages) or model.remote_stages):
+        for remote in model.remote_stages:
+            remote.use_rule(rule, check=False, narrow=True)
         whole = _batches_agree(model, states, layout)
     findings.append(CheckResult("a row alone, in a batch, and in chunks", whole))
     counts = _step_counts(model, states, layout)
@@ -68,6 +66,37 @@ def _checked(model: Transformer, states: Sequence[ModelState], layout: InputLayo
         among = ", ".join(map(str, counts))
         findings.append(CheckResult(f"a generated token alone and among {among}", _steps_agree(model, states, layout, counts)))
     return RowCheck(tuple(findings), rule)
+
+
+def _rules_that_agree(model: Transformer, first: RowRule) -> Iterator[RowRule]:
+    """The row rules with which all products agree, in this process and in others; the last candidate comes in any case."""
+    *rules, last = _candidates(first)
+    samples = _one_per_shape(model.linears())
+    for rule in rules:
+        if all(_rows_agree(linear, rule) for linear in samples) and all(
+            found.passed for remote in model.remote_stages for found in remote.use_rule(rule, check=True)
+        ):
+            yield rule
+    yield last
+
+
+def check_products(linears: list[Linear], rule: RowRule) -> list[CheckResult]:
+    return [CheckResult(_words(x), _rows_agree(x, rule)) for x in _one_per_shape(linears)]
+
+
+def check_experts(stages: Sequence[Stage]) -> list[CheckResult]:
+    return [
+        CheckResult(f"{x.spec.used} of {x.spec.experts} experts, {x.bank.kind}", _experts_agree(x, ops))
+        for x, ops in _experts(stages)
+    ]
+
+
+def narrow_tiles(stages: Sequence[Stage]) -> bool:
+    """Use only the largest attention tile, because results differ between tile heights; return whether any stage has several."""
+    tiled = [stage.ops for stage in stages if isinstance(stage.ops, TorchOps)]
+    for ops in tiled:
+        ops.tile_heights = ops.tile_heights[-1:]
+    return bool(tiled)
 
 
 def _candidates(first: RowRule) -> list[RowRule]:
@@ -103,10 +132,10 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
         linear.rule = kept
 
 
-def _experts(model: Transformer) -> list[tuple[MixtureOfExperts, Ops]]:
+def _experts(stages: Sequence[Stage]) -> list[tuple[MixtureOfExperts, Ops]]:
     """One mixture of experts of each kind whose kernels change with the number of rows, and its operations."""
     found = {}
-    for stage in model.stages:
+    for stage in stages:
         for layer in stage.layers:
             parallel = [] if layer.parallel_experts is None else [layer.parallel_experts.experts]
             for one in (layer.feed_forward, *parallel):
@@ -124,7 +153,7 @@ def _experts_agree(experts: MixtureOfExperts, ops: Ops) -> bool:
         return all(torch.equal(experts(x[:n], x[:n], ops), full[:n]) for n in _rows_compared(borders, len(x)))
 
 
-def _batches_agree(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> bool:
+def _batches_agree(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> bool:
     """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position.
 
     They fit into the pages and the context that exist, since kernels do not check bounds. Fewer pages, fewer sequences.
@@ -144,17 +173,17 @@ def _batches_agree(model: Transformer, states: Sequence[ModelState], layout: Inp
     return all(torch.equal(w, a) and torch.equal(w, c) for w, a, c in zip(whole, alone, chunked, strict=True))
 
 
-def _step_counts(model: Transformer, states: Sequence[ModelState], layout: InputLayout) -> list[int]:
+def _step_counts(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> list[int]:
     """Numbers of generated tokens in one step on both sides of a border, up to the number of lanes. Without recurrent state rows
     need no lanes: they may be of one sequence."""
     stage, most = model.stages[0], states[0].sizes.lanes if model.spec.recurrent else MOST_STEPS
     mixers = {layer.mixer for layer in model.spec.layers[: _depth(model)]}
-    borders = stage.ops.kernel_borders(mixers)
+    borders = stage.ops.kernel_borders(mixers) if isinstance(stage, Stage) else stage.facts.borders
     room = min(layout.scratch) * layout.page_size >= 2 and model.max_context >= 2
     return sorted({n for border in borders for n in (border - 1, border) if 1 < n <= most}) if room else []
 
 
-def _steps_agree(model: Transformer, states: Sequence[ModelState], layout: InputLayout, counts: Sequence[int]) -> bool:
+def _steps_agree(model: Transformer, states: Sequence[StageState], layout: InputLayout, counts: Sequence[int]) -> bool:
     """The token after a prompt, generated in one row and in many: all rows read one text in the same pages, so all are equal."""
     per = min(-(-STEP_LENGTH // layout.page_size), min(layout.scratch))
     length = min(per * layout.page_size, STEP_LENGTH, model.max_context)
@@ -174,14 +203,14 @@ def _steps_agree(model: Transformer, states: Sequence[ModelState], layout: Input
     return all(torch.equal(steps(count), alone.expand(count, -1)) for count in counts)
 
 
-def _run_step(model: Transformer, states: Sequence[ModelState], layout: InputLayout, rows: list[Row]) -> Tensor:
-    inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.stages[0].device)
+def _run_step(model: Transformer, states: Sequence[StageState], layout: InputLayout, rows: list[Row]) -> Tensor:
+    inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.embed_device)
     return model.hidden(inputs, states, depth=_depth(model)).clone()
 
 
 def _run(
     model: Transformer,
-    states: Sequence[ModelState],
+    states: Sequence[StageState],
     layout: InputLayout,
     parts: list[list[tuple[int, int]]],
     texts: list[list[int]],
@@ -193,7 +222,7 @@ def _run(
         batch = [i for i, p in enumerate(parts) if step < len(p)]
         groups = len(layout.scratch)
         rows = [_row(texts[i], parts[i][step], i, (range(i * per, (i + 1) * per),) * groups) for i in batch]
-        inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.stages[0].device)
+        inputs = make_inputs(Plan(tuple(rows)), layout=layout, device=model.embed_device)
         hidden = model.hidden(inputs, states, depth=_depth(model))
         for i, span in zip(batch, inputs.spans, strict=False):  # spans of padding follow those of the texts
             out[i].append(hidden[span.first : span.first + span.count].clone())

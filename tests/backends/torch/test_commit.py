@@ -50,7 +50,7 @@ def test_drafts_verified_on_the_device_leave_the_state_of_drafts_verified_on_the
     before, host, device = filled_state(), filled_state(), filled_state()
     kept = [kept_drafts(TREE, SAMPLES[:5]), kept_drafts(ROWS[1].drafts, SAMPLES[5:])]
     assert kept == [(1, 2), ()]
-    ops.commit(host, HostCommit(ROWS, kept, rollback_start=2))
+    ops.commit(host, HostCommit.of(ROWS, kept, rollback_start=2))
     drafts = DeviceCommit(
         samples=torch.tensor(SAMPLES),
         tokens=torch.tensor(TOKENS),

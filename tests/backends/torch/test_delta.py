@@ -157,7 +157,7 @@ def test_committed_drafts_leave_the_state_of_known_tokens(ops: Ops, drafts: tupl
     expected = run_step(ops, known, [row(80, 81 + len(path), prompt=78)], PROJECTED[80 : 81 + len(path)])
     assert torch.equal(got[[0, *(1 + index for index in path)]], expected)
     if path:
-        ops.commit(state, HostCommit([last], [path], 0))
+        ops.commit(state, HostCommit.of([last], [path], 0))
     assert torch.equal(drafted.states, known.states)
     assert torch.equal(drafted.windows, known.windows)
 

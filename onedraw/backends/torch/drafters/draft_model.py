@@ -60,7 +60,7 @@ class SmallModel:
     def __init__(self, transformer: Transformer, *, layout: InputLayout) -> None:
         self.transformer = transformer
         sizes = StateSizes(pages=layout.alone.scratch, page_size=layout.page_size)
-        [self.state] = transformer.states(sizes)
+        self.state = transformer.state(sizes)
 
     def run(self, inputs: Inputs, before: Tensor | None) -> Tensor:
         return self.transformer.hidden(inputs, [self.state])

@@ -30,8 +30,7 @@ from onedraw.backends.torch.state.recurrent_state import LaneStore
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 
 if TYPE_CHECKING:
-    from onedraw.backends.torch.model.transformer import LayerProbe
-    from onedraw.backends.torch.runner.pipeline import Stage
+    from onedraw.backends.torch.runner.pipeline import LayerProbe, Stage
 
 
 @dataclass(frozen=True, slots=True)

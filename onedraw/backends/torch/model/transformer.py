@@ -10,22 +10,36 @@ that number as the row rule rounds it, V' vocabulary with padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.placement import MIN_STAGING_ROWS
-from onedraw.backends.torch.model.layer import Layer, run_fused, run_layer
+from onedraw.backends.torch.model.layer import Layer
 from onedraw.backends.torch.model.weight_loader import LANE, EmbeddingRows, WeightLoader, head_rows, packed_rows, table_rows
 from onedraw.backends.torch.ops.base import Ops, PreparedInputs
 from onedraw.backends.torch.ops.plain.elementwise import softcapped
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.runner.pipeline import Stage, StageBoundary, StageDevice, current_device, load_stage, stage_boundary
-from onedraw.backends.torch.state.model_state import ModelState, StateSizes
+from onedraw.backends.torch.runner.pipeline import (
+    LayerProbe,
+    ResidualStream,
+    Stage,
+    StageBoundary,
+    StageDevice,
+    Stream,
+    current_device,
+    load_stage,
+    stage_boundary,
+)
+from onedraw.backends.torch.state.model_state import ModelState, StageState, StateSizes
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import DeltaSpec, ModelSpec
+
+if TYPE_CHECKING:  # stages in other processes need packages that only they use
+    from onedraw.backends.torch.remote.stage import RemoteStage
 
 
 class InputTable:
@@ -91,29 +105,7 @@ def load_embed_and_head(
     return EmbedAndHead(embedding, input_table, norm, head)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerProbe:
-    """Layer outputs that a pass over the layers collects. Owner: the caller of the pass."""
-
-    layers: tuple[int, ...] = ()  # numbers of the layers whose outputs are wanted
-    features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
-    # For each layer, which tokens are finite after it, [T], on its device; None: layers are not checked.
-    finite: list[Tensor] | None = None
-
-    def empty(self) -> LayerProbe:
-        return LayerProbe(self.layers, finite=None if self.finite is None else [])
-
-
 NOTHING = LayerProbe()
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualStream:
-    """The hidden states between two stages."""
-
-    x: Tensor  # the residual stream, [T, E]
-    own: Tensor | None  # [T, later layers, width]: own inputs of the layers still to run; None if layers have none
-    left: int  # number of layers still to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +130,7 @@ class Transformer:
         source: WeightSource,
         *,
         dtype: torch.dtype,
-        stage_devices: Sequence[StageDevice],
+        stage_devices: Sequence[StageDevice | RemoteStage],
         max_context: int,
         activation: torch.dtype | None = None,
         rows: int = MIN_STAGING_ROWS,
@@ -146,35 +138,75 @@ class Transformer:
     ) -> None:
         self.spec, self.dtype, self.activation, self.max_context = spec, dtype, activation or dtype, max_context
         first, last = stage_devices[0], stage_devices[-1]
+        assert isinstance(last, StageDevice), "the last stage is in this process"
+        first = first if isinstance(first, StageDevice) else last  # the embedding is in this process, since drafters read it
         self.device, self.ops = last.device, last.ops
+        self.embed_device, self._embed_ops = first.device, first.ops
         ends = load_embed_and_head(spec, source, first, last, dtype=dtype)
         self.norm, self.head = ends.norm, ends.head
         self._embedding, self._input_table = ends.embedding, ends.input_table
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
-        self.stages: list[Stage] = []
-        sizes = {"max_context": max_context, "rows": rows}
-        stage: Stage | None = None
-        for stage_device in stage_devices:
-            with current_device(stage_device.device):
-                stage = load_stage(
-                    stage_device, stage, spec, source, dtype=dtype, activation=self.activation, progress=progress, **sizes
-                )
+        self.stages: list[Stage | RemoteStage] = []
+        before, start = None if isinstance(stage_devices[0], StageDevice) else self.embed_device, 0
+        for place in stage_devices:
+            stage: Stage | RemoteStage
+            if isinstance(place, StageDevice):
+                with current_device(place.device):
+                    stage = load_stage(
+                        place,
+                        before,
+                        spec,
+                        source,
+                        start=start,
+                        dtype=dtype,
+                        activation=self.activation,
+                        max_context=max_context,
+                        rows=rows,
+                        progress=progress,
+                    )
+            else:
+                stage = place
+            assert stage.start == start, "stages follow each other"
             self.stages.append(stage)
+            before, start = stage.device, stage.stop
+
+    @property
+    def local_stages(self) -> list[Stage]:
+        """The stages in this process."""
+        return [stage for stage in self.stages if isinstance(stage, Stage)]
+
+    @property
+    def remote_stages(self) -> list[RemoteStage]:
+        return [stage for stage in self.stages if not isinstance(stage, Stage)]
 
     def boundary(self, number: int, *, rows: int) -> StageBoundary:
         """A new boundary before stage `number`, for steps of up to `rows` tokens."""
         source, stage = self.stages[number - 1].device, self.stages[number]
+        assert isinstance(stage, Stage)
         return stage_boundary(source, stage.device, self.spec, stage.start, rows=rows, dtype=self.activation)
 
     @property
     def layers(self) -> list[Layer]:
-        return [layer for stage in self.stages for layer in stage.layers]
+        """The layers in this process."""
+        return [layer for stage in self.local_stages for layer in stage.layers]
 
-    def states(self, sizes: StateSizes, pages: torch.dtype | None = None) -> list[ModelState]:
-        """New states, one per stage, all zero. `pages`: the dtype of keys and values; None stands for that of products."""
-        return [ModelState(s.specs, sizes, dtype=pages or self.dtype, device=s.device, first=s.start) for s in self.stages]
+    def states(self, sizes: StateSizes, pages: torch.dtype | None = None) -> list[StageState]:
+        """The states of all stages, all zero. `pages`: the dtype of keys and values; None stands for that of products."""
+        return [
+            self._new_state(stage, sizes, pages or self.dtype) if isinstance(stage, Stage) else stage.state
+            for stage in self.stages
+        ]
+
+    def state(self, sizes: StateSizes) -> ModelState:
+        """A new state of the only stage."""
+        [stage] = self.local_stages
+        return self._new_state(stage, sizes, self.dtype)
+
+    def _new_state(self, stage: Stage, sizes: StateSizes, pages: torch.dtype) -> ModelState:
+        return ModelState(stage.specs, sizes, dtype=pages, device=stage.device, first=stage.start)
 
     def linears(self) -> list[Linear]:
+        """The matrix products in this process."""
         inner = [linear for layer in self.layers for linear in layer.linears]
         return [*inner, *([] if self._input_table is None else [self._input_table.project]), self.head]
 
@@ -186,27 +218,28 @@ class Transformer:
     # ------------------------------------------------------------------ one step
 
     def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
-        """The embeddings of tokens, [T, E] on their device, looked up on the first stage, which has the only table. `by`: the
-        operations whose threads read the rows, since those of the head may be busy with another step."""
-        with current_device(self.stages[0].device):
+        """The embeddings of tokens, [T, E] on their device, looked up where the only table is: on the first stage, or on the last
+        one if the first is in another process. `by`: the operations whose threads read the rows, since those of the head may be
+        busy with another step."""
+        with current_device(self.embed_device):
             x = self._embedding(tokens, None if by is None else by.thread_pool)
             return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
 
     def hidden(
-        self, inputs: Inputs, states: Sequence[ModelState], *, depth: int | None = None, probe: LayerProbe = NOTHING
+        self, inputs: Inputs, states: Sequence[StageState], *, depth: int | None = None, probe: LayerProbe = NOTHING
     ) -> Tensor:
         """Run all stages: hidden states after the last norm, [T, E]. Keys, values and recurrent state are written on the way.
 
         `depth`: the number of layers to run, for the self-check; None stands for all.
         """
-        stream = self.enter(inputs, depth=depth)
+        stream: Stream = self.enter(inputs, depth=depth)
         for number, state in enumerate(states):
             stream = self.advance(stream, number, inputs, state, probe=probe)
         return self.leave(stream)
 
     def prepare(self, inputs: Inputs, number: int) -> StageInputs:
         """All host inputs of a step in one stage. `pass_stage` then reads device memory alone."""
-        stage = self.stages[number]
+        stage = self._local(number)
         prepared = PreparedInputs(stage.ops, inputs, stage.ropes)
         tokens = inputs.tokens  # first in the staging buffer, so that their address does not depend on other inputs
         own_rows = None if self._input_table is None or number else self._input_table.rows(inputs)
@@ -219,74 +252,39 @@ class Transformer:
     ) -> ResidualStream:
         """Run a prepared step through one stage. `entered`: the residual stream on this device; None on the first stage, which
         embeds."""
-        stage = self.stages[number]
         stream = self._enter(ready.tokens, ready.own_rows, None) if entered is None else entered
-        return self._passed(stage, stream, ready.prepared, state, probe)
+        return self._local(number).run(stream, ready.prepared, state, probe=probe)
+
+    def _local(self, number: int) -> Stage:
+        stage = self.stages[number]
+        assert isinstance(stage, Stage), "a stage in another process prepares its own inputs"
+        return stage
 
     def enter(self, inputs: Inputs, *, depth: int | None = None) -> ResidualStream:
         """Embed the step's tokens on the first stage. `depth`: the number of layers to run; None stands for all."""
         return self._enter(inputs.tokens, None if self._input_table is None else self._input_table.rows(inputs), depth)
 
     def _enter(self, tokens: Tensor, own_rows: Tensor | None, depth: int | None) -> ResidualStream:
-        x = self.embed(tokens, by=self.stages[0].ops).to(self.activation)
-        with current_device(self.stages[0].device):
+        x = self.embed(tokens, by=self._embed_ops).to(self.activation)
+        with current_device(self.embed_device):
             own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
         return ResidualStream(x, own, len(self.spec.layers) if depth is None else depth)
 
-    def advance(
-        self, stream: ResidualStream, number: int, inputs: Inputs, state: ModelState, *, probe: LayerProbe = NOTHING
-    ) -> ResidualStream:
-        """Copy the residual stream across the boundary to a stage, and run the layers of that stage."""
+    def advance(self, stream: Stream, number: int, inputs: Inputs, state: StageState, *, probe: LayerProbe = NOTHING) -> Stream:
+        """Run one stage: the residual stream before it in, the residual stream after it out."""
         stage, seen = self.stages[number], len(probe.features)
-        with current_device(stage.device):
-            if stage.entrance is not None:
-                stream = ResidualStream(*stage.entrance.cross(stream.x, stream.own, len(inputs.host_tokens)), stream.left)
-            prepared = PreparedInputs(stage.ops, inputs.on(stage.device), stage.ropes)
-            stream = self._passed(stage, stream, prepared, state, probe)
-            if stage.entrance is not None and stream.own is not None:
-                stream = replace(stream, own=stream.own.clone())  # the next step may cross before this one reaches the next stage
+        if not isinstance(stage, Stage):
+            return stage.advance(stream, inputs, probe=probe)
+        assert isinstance(state, ModelState)
+        after = stage.advance(stream, inputs, state, probe=probe)
         probe.features[seen:] = [feature.to(self.device) for feature in probe.features[seen:]]
-        return stream
+        return after
 
-    def _passed(
-        self, stage: Stage, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, probe: LayerProbe
-    ) -> ResidualStream:
-        x = self._run(stage, stream.x, stream.own, prepared, state, count=stream.left, probe=probe)
-        own = None if stream.own is None else stream.own[:, len(stage.layers) :]
-        return ResidualStream(x, own, max(stream.left - len(stage.layers), 0))
-
-    def leave(self, stream: ResidualStream) -> Tensor:
+    def leave(self, stream: Stream) -> Tensor:
         """Hidden states after the last norm, on the last stage."""
+        assert isinstance(stream, ResidualStream)
         with current_device(self.device):
             return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
-
-    def _run(
-        self,
-        stage: Stage,
-        x: Tensor,
-        own: Tensor | None,
-        prepared: PreparedInputs,
-        state: ModelState,
-        *,
-        count: int,
-        probe: LayerProbe,
-    ) -> Tensor:
-        """Run the first `count` layers of a stage."""
-        ops = stage.ops
-        for run in stage.runs:
-            span = range(run.start, min(run.stop, count))
-            if run.fused is not None and probe.finite is None and span:
-                x = run_fused(run.fused, span, x, stage, state, prepared, probe)
-                continue
-            for index in span:
-                layer, own_input = stage.layers[index], None if own is None else own[:, index]
-                store = state.stores[index]
-                x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.spec.eps, own_input=own_input)
-                if stage.start + index in probe.layers:
-                    probe.features.append(x)
-                if probe.finite is not None:
-                    probe.finite.append(torch.isfinite(x).all(1))
-        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [C', V'] of hidden states [C', E]; the number of rows must satisfy the row rule."""

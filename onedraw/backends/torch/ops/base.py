@@ -264,18 +264,22 @@ class FusedLayers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostCommit:
-    """The drafts to commit, if they were verified on the host."""
+    """The drafts to commit, if they were verified on the host: the kept path of each row."""
 
-    rows: Sequence[Row]
-    kept: Sequence[Sequence[int]]  # for each row, the indices of its kept drafts, in order of position
-    rollback_start: int  # slot of the step's first draft in the rollback buffer
+    kept: Sequence[KeptPath]
 
-    def paths(self, state: ModelState) -> list[KeptPath]:
-        start, found = self.rollback_start, []
-        for row, path in zip(self.rows, self.kept, strict=True):
+    @staticmethod
+    def of(rows: Sequence[Row], kept: Sequence[Sequence[int]], rollback_start: int) -> HostCommit:
+        """`kept`: for each row, the indices of its kept drafts, in order of position. `rollback_start`: slot of the step's first
+        draft in the rollback buffer."""
+        start, found = rollback_start, []
+        for row, path in zip(rows, kept, strict=True):
             found.append(KeptPath(row.lane, start, row.stop, tuple(path), row.pages))
             start += len(row.drafts)
-        return found
+        return HostCommit(found)
+
+    def paths(self, state: ModelState) -> Sequence[KeptPath]:
+        return self.kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +293,7 @@ class DeviceCommit:
     bucket: Bucket
     page_tables: Mapping[AttentionSpec, Tensor]
 
-    def paths(self, state: ModelState) -> list[KeptPath]:
+    def paths(self, state: ModelState) -> Sequence[KeptPath]:
         """The kept path of each row, found on the host after a copy, for operations that have no kernel to verify drafts."""
         samples, tokens, parents = self.samples.tolist(), self.tokens.tolist(), self.parents.tolist()
         tables = {state.group(spec): table.tolist() for spec, table in self.page_tables.items()}

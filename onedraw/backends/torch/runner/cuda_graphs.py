@@ -11,11 +11,14 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from onedraw.backends.torch.runner.pipeline import StageDevice
+
+if TYPE_CHECKING:  # stages in other processes need packages that only they use
+    from onedraw.backends.torch.remote.stage import RemoteStage
 
 log = logging.getLogger("onedraw")
 Result = TypeVar("Result")
@@ -91,14 +94,12 @@ class CudaGraphs:
         return CapturedGraph(graph, result)
 
 
-def graph_caches(stage_devices: Sequence[StageDevice], given: GraphCache | None = None) -> list[GraphCache | None]:
+def graph_caches(stage_devices: Sequence[StageDevice | RemoteStage], given: GraphCache | None = None) -> list[GraphCache | None]:
     """For each stage, the graphs of its device, or None if the stage cannot be captured. `given`: used for all stages instead."""
-    made: dict[torch.device, GraphCache] = {}
-    for device, stages in Counter(
-        stage_device.device for stage_device in stage_devices if stage_device.ops.capture is not None
-    ).items():
-        made[device] = CudaGraphs(device, (stages + 1) * MOST) if device.type == "cuda" else NoCapture()
-    return [
-        None if stage_device.ops.capture is None else made[stage_device.device] if given is None else given
-        for stage_device in stage_devices
+    captured = [
+        place.device if isinstance(place, StageDevice) and place.ops.capture is not None else None for place in stage_devices
     ]
+    made: dict[torch.device, GraphCache] = {}
+    for device, stages in Counter(device for device in captured if device is not None).items():
+        made[device] = CudaGraphs(device, (stages + 1) * MOST) if device.type == "cuda" else NoCapture()
+    return [None if device is None else made[device] if given is None else given for device in captured]

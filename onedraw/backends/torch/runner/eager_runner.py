@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onedraw.backends.torch.model.transformer import ResidualStream, Transformer
+from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.ops.base import HostCommit
 from onedraw.backends.torch.runner.graph_runner import GraphStage
 from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Inputs, bucket_of, make_inputs
-from onedraw.backends.torch.runner.pipeline import current_device
+from onedraw.backends.torch.runner.pipeline import Stage, Stream, current_device
 from onedraw.backends.torch.runner.staging_buffers import StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, first_faults, row_outcomes
 from onedraw.backends.torch.sampling.positions import PositionSampler
-from onedraw.backends.torch.state.model_state import ModelState
+from onedraw.backends.torch.state.model_state import ModelState, StageState
 from onedraw.sampling.law import NO_TOKEN
 from onedraw.types import Plan, RowOutcome
 
@@ -64,7 +64,7 @@ class EagerRunner:
     def __init__(
         self,
         model: Transformer,
-        states: Sequence[ModelState],
+        states: Sequence[StageState],
         sampler: PositionSampler,
         layout: InputLayout,
         *,
@@ -73,7 +73,7 @@ class EagerRunner:
     ) -> None:
         self._model, self._states, self.sampler, self._layout = model, states, sampler, layout
         self._locks, self._graph_stages = locks, graph_stages
-        self._first: torch.device = model.stages[0].device
+        self._first: torch.device = model.embed_device
 
     @property
     def stages(self) -> int:
@@ -89,7 +89,7 @@ class EagerRunner:
         replays = any(self._graph_stages) and step.probe.finite is None
         return EagerInputs(step, inputs, bucket_of(step.plan, recurrent=self._model.spec.recurrent) if replays else None)
 
-    def run_layers(self, laid: EagerInputs, number: int, before: ResidualStream | None) -> ResidualStream:
+    def run_layers(self, laid: EagerInputs, number: int, before: Stream | None) -> Stream:
         step, state, graph_stage = laid.step, self._states[number], self._graph_stages[number]
         state.open(step.plan.rows)
         if graph_stage is not None and laid.bucket is not None:
@@ -99,7 +99,7 @@ class EagerRunner:
         stream = self._model.enter(laid.inputs) if before is None else before
         return self._model.advance(stream, number, laid.inputs, state, probe=step.probe)
 
-    def sample(self, laid: EagerInputs, stream: ResidualStream) -> EagerResult:
+    def sample(self, laid: EagerInputs, stream: Stream) -> EagerResult:
         hidden, plan, inputs, probe = self._model.leave(stream), laid.step.plan, laid.inputs, laid.step.probe
         scored = self.sampler.score(plan, inputs, hidden)
         sampled = self.sampler.sample(plan, inputs, hidden)
@@ -107,10 +107,13 @@ class EagerRunner:
         return EagerResult(plan, inputs, hidden, probe.features, outcomes)
 
     def commit(self, laid: EagerInputs, sampled: EagerResult) -> None:
-        drafts = HostCommit(sampled.plan.rows, [row.kept for row in sampled.outcomes], laid.step.rollback_start)
+        drafts = HostCommit.of(sampled.plan.rows, [row.kept for row in sampled.outcomes], laid.step.rollback_start)
         for state, stage in zip(self._states, self._model.stages, strict=True):
-            with current_device(stage.device):
-                stage.ops.commit(state, drafts)
+            if isinstance(stage, Stage):
+                assert isinstance(state, ModelState)
+                stage.commit(state, drafts)
+            else:
+                stage.commit(drafts)
 
     def result(self, laid: EagerInputs, sampled: EagerResult) -> EagerResult:
         return sampled

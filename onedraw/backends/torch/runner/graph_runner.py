@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from onedraw.backends.sampled_rows import SamplingPosition, read_samples
-from onedraw.backends.torch.model.transformer import LayerProbe, ResidualStream, StageInputs, Transformer
+from onedraw.backends.torch.model.transformer import StageInputs, Transformer
 from onedraw.backends.torch.ops.base import DeviceCommit
 from onedraw.backends.torch.runner.cuda_graphs import GraphCache
 from onedraw.backends.torch.runner.inputs import LEAST_REACH, PADDED, Bucket, InputLayout, Inputs, bucket_of, staged_inputs
-from onedraw.backends.torch.runner.pipeline import current_device
+from onedraw.backends.torch.runner.pipeline import LayerProbe, ResidualStream, Stage, Stream, current_device
 from onedraw.backends.torch.runner.staging_buffers import Array, DirectStaging, Staging, StagingBuffer, StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, first_fault, row_outcomes
 from onedraw.backends.torch.sampling.sampler import Sampler, SamplingInputs
@@ -90,6 +90,7 @@ class GraphStage:
         sides: int = 2,
     ) -> None:
         stage = model.stages[number]
+        assert isinstance(stage, Stage)
         capture = stage.ops.capture
         assert capture is not None, "a stage without capture runs eagerly"
         self.device, self.graphs = stage.device, graphs
@@ -120,13 +121,12 @@ class GraphStage:
         with self._lock, current_device(self.device):
             return work() if signature is None else self.graphs.run(signature, work)
 
-    def cross(self, before: ResidualStream | None, bucket: Bucket) -> ResidualStream | None:
+    def cross(self, before: Stream | None, bucket: Bucket, probe: LayerProbe) -> ResidualStream | None:
         """Copy the residual stream of the stage before into a fixed buffer of this stage."""
         if before is None or self._boundary is None:
             return None
         with current_device(self.device):
-            x, own = self._boundary.cross(before.x, before.own, bucket.tokens)
-        return ResidualStream(x, own, before.left)
+            return before.cross(self._boundary, bucket.tokens, probe)
 
     def run_layers(
         self, laid: GraphStageInputs, entered: ResidualStream | None, last: Tensor | None, probe: LayerProbe
@@ -137,13 +137,13 @@ class GraphStage:
         return self._model.pass_stage(self._number, ready, entered, self._state, probe=probe)
 
     def advance(
-        self, before: ResidualStream | None, plan: Plan, bucket: Bucket, layout: InputLayout, probe: LayerProbe
+        self, before: Stream | None, plan: Plan, bucket: Bucket, layout: InputLayout, probe: LayerProbe
     ) -> ResidualStream:
         """Replay `Transformer.advance` as a graph, for a stage beside others that are not captured. The stream that is returned
         has memory of its own. May raise StagingBufferFull, before anything has been computed."""
         inputs = staged_inputs(plan, layout=layout, staging=self.staging, bucket=bucket)
         laid = self.lay_out(inputs, bucket, NOTHING, NOTHING)
-        signature, entered = self.send(probe.layers), self.cross(before, bucket)
+        signature, entered = self.send(probe.layers), self.cross(before, bucket, probe)
 
         def work() -> tuple[ResidualStream, LayerProbe]:
             own = LayerProbe(probe.layers)
@@ -299,9 +299,9 @@ class GraphRunner:
             signatures = [stage.send(step.probe.layers) for stage in self._stages]
         return GraphInputs(step, bucket, laid, signatures, step.probe.empty())
 
-    def run_layers(self, laid: GraphInputs, number: int, before: ResidualStream | None) -> ResidualStream:
+    def run_layers(self, laid: GraphInputs, number: int, before: Stream | None) -> ResidualStream:
         stage, own = self._stages[number], laid.stages[number]
-        work = partial(self._layers, stage, own, stage.cross(before, laid.bucket), laid.step.probe)
+        work = partial(self._layers, stage, own, stage.cross(before, laid.bucket, laid.step.probe), laid.step.probe)
         stream, probed = stage.replay(laid.signatures[number], work)
         with current_device(stage.device):
             self._gather(laid.seen, probed)
@@ -327,8 +327,9 @@ class GraphRunner:
         if seen.finite is not None and probed.finite:
             seen.finite.extend(torch.stack(probed.finite).to(self._model.device))
 
-    def sample(self, laid: GraphInputs, stream: ResidualStream) -> GraphSamples:
+    def sample(self, laid: GraphInputs, stream: Stream) -> GraphSamples:
         """Sample, and commit on the last stage in the same graph."""
+        assert isinstance(stream, ResidualStream)
         sampling, last = self._lay_out_sampling(laid), self._stages[-1]
         # With drafts, the sampling graph reads the layer graph's index buffers, so its key includes that graph's signature.
         key = sampling.signature

@@ -1,9 +1,11 @@
-"""The pipeline between stages: a thread per stage, the buffers that rows cross between two devices, and the locks of devices.
+"""Pipeline stages: the layers on one device, the threads on which stages run, and the buffers between two devices.
 
-In: per stage, a function that its thread calls first (to pin itself to processors), then jobs of one call per stage. Out: a
-Future of the last call's result. A stage takes jobs one at a time, in the order in which they were started; a call that fails
-ends its own job alone. A stage is the layers on one device; a boundary is the buffers between two stages. Axes: T tokens, E
-hidden width; `width`: of the inputs that layers of some models have of their own.
+In: the residual stream and the inputs of a step. Out: the residual stream after the stage's layers. A `Pipeline` has a thread
+per stage: it takes, per stage, a function that the thread calls first (to pin itself to processors), then jobs of one call per
+stage, and returns a Future of the last call's result. A stage takes jobs one at a time, in the order in which they were started;
+a call that fails ends its own job alone. A boundary is the buffers between two stages. A stage may be in another process
+(`backends/torch/remote`); it runs the same code. Axes: T tokens, E hidden width; `width`: of the inputs that layers of some
+models have of their own.
 """
 
 from __future__ import annotations
@@ -12,17 +14,20 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.placement import layer_inputs_after
-from onedraw.backends.torch.model.layer import Layer, LayerRun, load_layer, rope_tables, runs_of_layers
+from onedraw.backends.torch.model.layer import Layer, LayerRun, load_layer, rope_tables, run_fused, run_layer, runs_of_layers
 from onedraw.backends.torch.model.weight_loader import LANE, WeightLoader
-from onedraw.backends.torch.ops.base import Ops
+from onedraw.backends.torch.ops.base import DraftCommit, Ops, PreparedInputs
+from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
+from onedraw.backends.torch.runner.inputs import Inputs
+from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.errors import OutOfMemory
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, ModelSpec, RopeSpec
@@ -40,6 +45,53 @@ class StageDevice:
     def named(device: str, ops: Ops, *, stop: int | None = None) -> StageDevice:
         return StageDevice(torch.device(device), ops, stop)
 
+    @property
+    def name(self) -> str:
+        return self.ops.name
+
+    @property
+    def rule(self) -> RowRule:
+        return self.ops.rule
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProbe:
+    """Layer outputs that a pass over the layers collects. Owner: the caller of the pass."""
+
+    layers: tuple[int, ...] = ()  # numbers of the layers whose outputs are wanted
+    features: list[Tensor] = field(default_factory=list)  # the residual stream after each of them, [T, E]
+    # For each layer, which tokens are finite after it, [T], on its device; None: layers are not checked.
+    finite: list[Tensor] | None = None
+
+    def empty(self) -> LayerProbe:
+        return LayerProbe(self.layers, finite=None if self.finite is None else [])
+
+
+class Stream(Protocol):
+    """The residual stream between two stages, wherever it is."""
+
+    @property
+    def left(self) -> int:
+        """The number of layers still to run."""
+        ...
+
+    def cross(self, boundary: StageBoundary, rows: int, probe: LayerProbe) -> ResidualStream:
+        """Bring it to the device of the stage behind a boundary, where the step is padded to `rows` rows. What the probe asked
+        for from stages in other processes arrives with it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualStream:
+    """The hidden states between two stages, in this process."""
+
+    x: Tensor  # the residual stream, [T, E]
+    own: Tensor | None  # [T, later layers, width]: own inputs of the layers still to run; None if layers have none
+    left: int  # number of layers still to run
+
+    def cross(self, boundary: StageBoundary, rows: int, probe: LayerProbe) -> ResidualStream:
+        return ResidualStream(*boundary.cross(self.x, self.own, rows), self.left)
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -47,6 +99,7 @@ class Stage:
 
     device: torch.device
     ops: Ops
+    eps: float
     start: int
     layers: list[Layer]
     runs: list[LayerRun]
@@ -58,21 +111,69 @@ class Stage:
     def specs(self) -> tuple[LayerSpec, ...]:
         return tuple(layer.spec for layer in self.layers)
 
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.layers)
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [linear for layer in self.layers for linear in layer.linears]
+
+    def advance(self, before: Stream, inputs: Inputs, state: ModelState, *, probe: LayerProbe) -> ResidualStream:
+        """Copy the residual stream across the boundary to this stage, if there is one, and run the stage's layers."""
+        with current_device(self.device):
+            if self.entrance is not None:
+                before = before.cross(self.entrance, len(inputs.host_tokens), probe)
+            assert isinstance(before, ResidualStream), "a stage in another process is followed by a boundary"
+            prepared = PreparedInputs(self.ops, inputs.on(self.device), self.ropes)
+            stream = self.run(before, prepared, state, probe=probe)
+            if self.entrance is not None and stream.own is not None:
+                return replace(stream, own=stream.own.clone())  # the next step may cross before this one reaches the next stage
+            return stream
+
+    def run(self, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, *, probe: LayerProbe) -> ResidualStream:
+        """Run the layers of this stage, as far as the stream has layers left."""
+        x = self._run_layers(stream, prepared, state, probe)
+        own = None if stream.own is None else stream.own[:, len(self.layers) :]
+        return ResidualStream(x, own, max(stream.left - len(self.layers), 0))
+
+    def _run_layers(self, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, probe: LayerProbe) -> Tensor:
+        x, own, ops = stream.x, stream.own, self.ops
+        for run in self.runs:
+            span = range(run.start, min(run.stop, stream.left))
+            if run.fused is not None and probe.finite is None and span:
+                x = run_fused(run.fused, span, x, self, state, prepared, probe)
+                continue
+            for index in span:
+                layer, own_input = self.layers[index], None if own is None else own[:, index]
+                store = state.stores[index]
+                x = run_layer(x, layer, ops=ops, store=store, prepared=prepared, eps=self.eps, own_input=own_input)
+                if self.start + index in probe.layers:
+                    probe.features.append(x)
+                if probe.finite is not None:
+                    probe.finite.append(torch.isfinite(x).all(1))
+        return x
+
+    def commit(self, state: ModelState, drafts: DraftCommit) -> None:
+        with current_device(self.device):
+            self.ops.commit(state, drafts)
+
 
 def load_stage(
     stage_device: StageDevice,
-    before: Stage | None,
+    before: torch.device | None,
     spec: ModelSpec,
     source: WeightSource,
     *,
+    start: int,
     dtype: torch.dtype,
     activation: torch.dtype,
     max_context: int,
     rows: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Stage:
-    """Load the layers from the end of stage `before` to the layer at which the device stops."""
-    start = 0 if before is None else before.start + len(before.layers)
+    """Load the layers from `start` to the layer at which the device stops. `before`: the device from which the residual stream
+    comes; None if it is made on this one."""
     stop = len(spec.layers) if stage_device.stop is None else stage_device.stop
     loader = WeightLoader(source, ops=stage_device.ops, dtype=dtype, device=stage_device.device, norm=spec.norm)
     layers = []
@@ -84,13 +185,14 @@ def load_stage(
     return Stage(
         device=stage_device.device,
         ops=stage_device.ops,
+        eps=spec.eps,
         start=start,
         layers=layers,
         runs=runs_of_layers(layers, stage_device.ops, spec.eps),
         ropes=rope_tables(spec.layers[start:stop], positions, dtype=dtype, device=stage_device.device),
         entrance=None
         if before is None
-        else stage_boundary(before.device, stage_device.device, spec, start, rows=rows, dtype=activation),
+        else stage_boundary(before, stage_device.device, spec, start, rows=rows, dtype=activation),
         mixers=tuple(dict.fromkeys(layer.spec.mixer for layer in layers)),
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 import torch
@@ -119,11 +119,17 @@ class ModelState:
 
     def open(self, rows: Sequence[Row]) -> None:
         """Make the page copies of the rows, and restore lanes from their checkpoints."""
+        self.prepare(
+            copies=[(copy.group, copy.source, copy.target) for row in rows for copy in row.copies],
+            restored=[(row.restore, row.lane) for row in rows if row.restore is not None],
+        )
+
+    def prepare(self, *, copies: Sequence[tuple[int, int, int]], restored: Sequence[tuple[int, int]]) -> None:
+        """Make page copies (group, source, target), and restore lanes: (checkpoint slot, lane)."""
         for group, stores in enumerate(self._groups):
-            copies = [copy for row in rows for copy in row.copies if copy.group == group]
-            for store in stores if copies else ():
-                store.copy_pages([copy.source for copy in copies], [copy.target for copy in copies])
-        restored = [(row.restore, row.lane) for row in rows if row.restore is not None]
+            pairs = [(source, target) for number, source, target in copies if number == group]
+            for store in stores if pairs else ():
+                store.copy_pages([source for source, _ in pairs], [target for _, target in pairs])
         if restored:
             slots, lanes = [slot for slot, _ in restored], [lane for _, lane in restored]
             for states in self.lanes:
@@ -188,6 +194,21 @@ class ModelState:
                 yield str(self.first + index), groups.get(id(store), 0), store
 
 
+class StageState(Protocol):
+    """The state of one stage as the engine's process uses it: a ModelState here, or a RemoteState for one in another process."""
+
+    @property
+    def sizes(self) -> StateSizes: ...
+
+    def open(self, rows: Sequence[Row]) -> None: ...
+
+    def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, Tensor]: ...
+
+    def import_checkpoint(
+        self, slot: int | None, page_maps: Sequence[Mapping[int, int]], arrays: Mapping[str, Tensor]
+    ) -> None: ...
+
+
 class CheckpointLogits:
     """For each checkpoint slot, the float32 logits at its prompt's last position: [slots, V']. Owner: the backend."""
 
@@ -206,9 +227,9 @@ class Snapshots:
     are reinterpreted as bf16. Owner: the backend."""
 
     def __init__(
-        self, states: Sequence[ModelState], drafter: ModelState | None, kept: CheckpointLogits, dtype: torch.dtype
+        self, states: Sequence[StageState], drafter: ModelState | None, kept: CheckpointLogits, dtype: torch.dtype
     ) -> None:
-        self._named = [("layer", state) for state in states]
+        self._named: list[tuple[str, StageState]] = [("layer", state) for state in states]
         if drafter is not None:
             self._named.append(("drafter", drafter))
         self._kept, self._dtype = kept, dtype

@@ -1,0 +1,1 @@
+"""Pipeline stages in other processes, on this machine or others."""
