@@ -83,6 +83,7 @@ class LoadedStage(msgspec.Struct, frozen=True):
     """The facts of a stage, or why it could not be loaded."""
 
     error: str = ""
+    pid: int = 0
     weights: str = ""
     name: str = ""
     hardware: str = ""
@@ -134,6 +135,7 @@ class StageProcess:
         facts = self._loaded[1].facts
         return msgspec.msgpack.encode(
             LoadedStage(
+                pid=os.getpid(),
                 weights=facts.weights,
                 name=facts.name,
                 hardware=facts.hardware,
@@ -185,6 +187,7 @@ class RayHost:
         self.name, self._device = name, device
         self.address = address
         self.plan: LoadStage | None = None  # set before the first `load`
+        self.pid = 0  # the process of the actor, once its layers are loaded
         self._ray, self._node_id = ray, node_id
         self._actor: Any = None
 
@@ -199,6 +202,8 @@ class RayHost:
         )
         if found.error:
             raise ModelError(f"{self.name}: {found.error}")
+        self.pid = found.pid
+        log.info("%s: layers %d to %d in process %d", self.name, self.plan.start, self.plan.stop - 1, found.pid)
         rule = RowRule(found.floor, found.block)
         return StageFacts(found.weights, found.name, found.hardware, found.choices, rule, found.borders)
 

@@ -28,7 +28,8 @@ SETTINGS_HELP: Mapping[str, str] = {
     "backend": "torch, xla (through jax), or fake (no weights, for testing clients)",
     "xla_platform": "platform for --backend xla; auto: jax decides",
     "device": "auto, cpu, some of the CPU's cores (cpu:0-3), cuda, cuda:0 …",
-    "devices": "devices to split the layers over, in this order, like cuda:0,cuda:1,cpu; a device may be named twice",
+    "devices": "devices to split the layers over, in this order, like cuda:0,cuda:1,cpu; a device may be named twice; "
+    "ray:NODE/cuda:0 is a device on a node of a Ray cluster, by its name, address or number; the last must be of this machine",
     "split": "how to split: auto (by memory, accelerators first), layers per device (24,8) or shares (0.75,0.25)",
     "overlap": "run several steps at once on a split, each with its own requests; auto: if all devices are of one kind and none "
     "is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",

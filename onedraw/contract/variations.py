@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from onedraw.backends.devices import RAY
 from onedraw.engine.stats import DraftStats, Stats
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply
@@ -217,7 +218,7 @@ def ahead(base: Settings) -> tuple[Variation, ...]:
 
 def splits(base: Settings) -> tuple[Variation, ...]:
     """Return variations with the layers in two stages on the same device, without and with overlap. If the settings name several
-    devices, the plain run is split already, and only the overlap varies."""
+    devices, the plain run is split already, and only the overlap varies; with devices of a Ray cluster, so does a run without."""
     twice: Mapping[str, Any] = {} if base.devices else {"device": "auto", "devices": f"{base.device},{base.device}"}
     halves = Variation(
         "split in two",
@@ -233,6 +234,14 @@ def splits(base: Settings) -> tuple[Variation, ...]:
         lambda plain, now: now.counted.overlapped_steps > 0,
         applies=_is_split,
     )
+    if any(name.startswith(RAY) for name in base.device_names):
+        here = Variation(
+            "all layers in this process",
+            lambda facts: {"devices": None, "device": base.device_names[-1], "split": "auto", "overlap": "auto"},
+            "at once",
+            lambda plain, now: now.stages < plain.stages,
+        )
+        return here, together
     # The fake backend has no layers to split, and a single named device leaves nothing to split them over.
     if base.backend == "fake" or (base.devices and len(base.device_names) < 2):
         return ()

@@ -108,3 +108,21 @@ def test_without_cpuinfo_the_architecture_is_the_name(tmp_path: Path, monkeypatc
     monkeypatch.setattr(devices, "CPUINFO", tmp_path / "missing")
     assert cpu_model()
     assert len(cpu_features_digest()) == 8
+
+
+def test_a_device_of_a_ray_node_keeps_its_node_and_its_name_there() -> None:
+    gpu, cpu = parse_device("ray:node-7.example/cuda:1"), parse_device(" ray:0/cpu:0-3 ")
+    assert (gpu.node, gpu.local_name, gpu.kind, gpu.hypothetical) == ("node-7.example", "cuda:1", "cuda", False)
+    assert (cpu.node, cpu.local_name, cpu.cores, cpu.memory_pool) == ("0", "cpu:0-3", (0, 1, 2, 3), "ray:0/cpu")
+    for wrong in ("ray:", "ray:0", "ray:/cpu", "ray:0/", "ray:0/ray:1/cpu", "ray:0/cuda/sm86/24GiB", "ray:0/tpu"):
+        with pytest.raises(BadSetting, match="--devices"):
+            parse_device(wrong)
+
+
+def test_cpus_of_different_nodes_run_in_parallel_and_stages_on_one_node_do_not() -> None:
+    named = lambda *names: [parse_device(name) for name in names]  # noqa: E731
+    assert can_overlap(named("ray:0/cpu", "ray:1/cpu", "cpu"))
+    assert can_overlap(named("ray:0/cpu:0", "ray:1/cpu:0"))
+    assert not can_overlap(named("ray:0/cpu", "ray:0/cpu", "cpu"))
+    assert not can_overlap(named("ray:0/cpu:0", "ray:0/cpu:0-1"))
+    assert not can_overlap(named("ray:0/cuda:0", "cpu"))

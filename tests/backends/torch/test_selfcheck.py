@@ -215,10 +215,10 @@ def test_experts_are_compared_across_their_borders(tmp_path: Path) -> None:
         ops = Ops(CPU)
         ops.differs = differs
         backend = backend_with(place, ops)
-        ((experts, by),) = selfcheck._experts(backend.model)
+        ((experts, by),) = selfcheck._experts(backend.model.local_stages)
         with torch.inference_mode():
             assert selfcheck._experts_agree(experts, by) != differs
     ops.kinds = ["Q4_K", "Q6_K"]  # every kind has kernels of its own
-    found = selfcheck._experts(backend_with(place, ops).model)
+    found = selfcheck._experts(backend_with(place, ops).model.local_stages)
     assert sorted(experts.bank.kind for experts, _ in found) == ops.kinds
     assert route_borders(256, 8) == (65, 1025)
