@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from onedraw import __version__
 from onedraw.backends.devices import RAY, Device
 from onedraw.backends.memory_plan import MemoryPlan
@@ -24,10 +22,10 @@ from onedraw.backends.placement import SplitPlan
 from onedraw.backends.torch.device import DTYPES, available_memory, find_devices, on_cores, pick_ops, set_threads
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.remote.group import HostedStage, StageGroup
+from onedraw.backends.torch.remote.host_messages import FoundDevice, LoadedStage, LoadStage, ServeStage, decode, encode
 from onedraw.backends.torch.remote.link import ENGINE, Link, Rendezvous
 from onedraw.backends.torch.remote.stage import StageFacts, StreamShape
 from onedraw.backends.torch.remote.worker import StageSizes, StageWorker
-from onedraw.backends.torch.state.model_state import StateSizes
 from onedraw.build.checkpoint import describe, find_checkpoint
 from onedraw.errors import BadSetting, ModelError, OnedrawError, StateLost
 from onedraw.models.spec import ModelSpec
@@ -38,72 +36,6 @@ STAGE_SECONDS = 300.0  # the deadline of each wait for a stage: a step on it, or
 START_SECONDS = 120.0  # until an actor runs
 LOAD_SECONDS = 3600.0  # until its layers are loaded
 LOOPBACK = "127.0.0.1"
-
-
-class FoundDevice(msgspec.Struct, frozen=True):
-    """A device as its node describes it; or why it cannot be used."""
-
-    kind: str = "cpu"
-    arch: str = ""
-    memory: int | None = None
-    cores: tuple[int, ...] = ()
-    error: str = ""
-
-
-class LoadStage(msgspec.Struct, frozen=True):
-    """Everything that a node needs to load a stage."""
-
-    version: str
-    model: str
-    cache_dir: str | None
-    device: str
-    cores: tuple[int, ...]
-    threads: int | None
-    start: int
-    stop: int
-    dtype: str
-    activation: str
-    kv_dtype: str
-    max_context: int
-    rows: int
-    pages: tuple[int, ...]
-    page_size: int
-    windows: tuple[int | None, ...]
-    lanes: int
-    drafts: int
-    checkpoints: int
-
-    def sizes(self) -> StageSizes:
-        state = StateSizes(self.pages, self.page_size, self.windows, self.lanes, self.drafts, self.checkpoints)
-        dtypes = (self.dtype, self.activation, self.kv_dtype)
-        return StageSizes(self.start, self.stop, *dtypes, self.max_context, self.rows, state)
-
-
-class LoadedStage(msgspec.Struct, frozen=True):
-    """The facts of a stage, or why it could not be loaded."""
-
-    error: str = ""
-    pid: int = 0
-    weights: str = ""
-    name: str = ""
-    hardware: str = ""
-    choices: tuple[str, ...] = ()
-    floor: int = 2
-    block: int | None = None
-    borders: tuple[int, ...] = ()
-
-
-class ServeStage(msgspec.Struct, frozen=True):
-    """An incarnation to join, and the address on which to listen."""
-
-    host: str
-    port: int
-    incarnation: int
-    rank: int
-    size: int
-    address: str
-    source: int
-    target: int
 
 
 # ---------------------------------------------------------------------- in the actor
@@ -120,20 +52,20 @@ class StageProcess:
         try:
             [found] = find_devices([device])
         except OnedrawError as error:
-            return msgspec.msgpack.encode(FoundDevice(error=str(error)))
+            return encode(FoundDevice(error=str(error)))
         memory = available_memory() if found.kind == "cpu" else found.memory
-        return msgspec.msgpack.encode(FoundDevice(found.kind, found.arch, memory, found.cores))
+        return encode(FoundDevice(found.kind, found.arch, memory, found.cores))
 
     def load(self, message: bytes) -> bytes:
         """Load the stage that a LoadStage describes, unless it is loaded: a LoadedStage."""
         try:
             if self._loaded is None or self._loaded[0] != message:
                 self._loaded = None
-                self._loaded = message, self._worker(msgspec.msgpack.decode(message, type=LoadStage))
+                self._loaded = message, self._worker(decode(LoadStage, message))
         except OnedrawError as error:
-            return msgspec.msgpack.encode(LoadedStage(error=str(error)))
+            return encode(LoadedStage(error=str(error)))
         facts = self._loaded[1].facts
-        return msgspec.msgpack.encode(
+        return encode(
             LoadedStage(
                 pid=os.getpid(),
                 weights=facts.weights,
@@ -167,7 +99,7 @@ class StageProcess:
 
     def serve(self, message: bytes) -> None:
         assert self._loaded is not None, "the stage is loaded before it serves"
-        call = msgspec.msgpack.decode(message, type=ServeStage)
+        call = decode(ServeStage, message)
         place = Rendezvous(call.host, call.port, call.incarnation, call.rank, call.size)
         try:
             link = Link(place, address=call.address, seconds=STAGE_SECONDS)
@@ -192,14 +124,12 @@ class RayHost:
         self._actor: Any = None
 
     def find(self) -> FoundDevice:
-        return msgspec.msgpack.decode(self._call("find", self._device, seconds=START_SECONDS), type=FoundDevice)
+        return decode(FoundDevice, self._call("find", self._device, seconds=START_SECONDS))
 
     def load(self, sizes: StageSizes) -> StageFacts:
         assert self.plan is not None
         assert self.plan.sizes() == sizes
-        found = msgspec.msgpack.decode(
-            self._call("load", msgspec.msgpack.encode(self.plan), seconds=LOAD_SECONDS), type=LoadedStage
-        )
+        found = decode(LoadedStage, self._call("load", encode(self.plan), seconds=LOAD_SECONDS))
         if found.error:
             raise ModelError(f"{self.name}: {found.error}")
         self.pid = found.pid
@@ -211,7 +141,7 @@ class RayHost:
         call = ServeStage(
             place.host, place.port, place.incarnation, place.rank, place.size, self.address, source=source, target=target
         )
-        self._actor.serve.remote(msgspec.msgpack.encode(call))
+        self._actor.serve.remote(encode(call))
 
     def _call(self, method: str, argument: object, *, seconds: float) -> bytes:
         """Call the actor, or a new one if it has died."""

@@ -29,7 +29,7 @@ from onedraw.backends.torch.runner.pipeline import (
     Stage,
     StageBoundary,
     StageDevice,
-    Stream,
+    StageStream,
     current_device,
     load_stage,
     stage_boundary,
@@ -232,7 +232,7 @@ class Transformer:
 
         `depth`: the number of layers to run, for the self-check; None stands for all.
         """
-        stream: Stream = self.enter(inputs, depth=depth)
+        stream: StageStream = self.enter(inputs, depth=depth)
         for number, state in enumerate(states):
             stream = self.advance(stream, number, inputs, state, probe=probe)
         return self.leave(stream)
@@ -270,7 +270,9 @@ class Transformer:
             own = None if self._input_table is None or own_rows is None else self._input_table(own_rows, x)
         return ResidualStream(x, own, len(self.spec.layers) if depth is None else depth)
 
-    def advance(self, stream: Stream, number: int, inputs: Inputs, state: StageState, *, probe: LayerProbe = NOTHING) -> Stream:
+    def advance(
+        self, stream: StageStream, number: int, inputs: Inputs, state: StageState, *, probe: LayerProbe = NOTHING
+    ) -> StageStream:
         """Run one stage: the residual stream before it in, the residual stream after it out."""
         stage, seen = self.stages[number], len(probe.features)
         if not isinstance(stage, Stage):
@@ -280,7 +282,7 @@ class Transformer:
         probe.features[seen:] = [feature.to(self.device) for feature in probe.features[seen:]]
         return after
 
-    def leave(self, stream: Stream) -> Tensor:
+    def leave(self, stream: StageStream) -> Tensor:
         """Hidden states after the last norm, on the last stage."""
         assert isinstance(stream, ResidualStream)
         with current_device(self.device):

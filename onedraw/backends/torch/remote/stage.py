@@ -38,7 +38,7 @@ from onedraw.backends.torch.remote.messages import (
 )
 from onedraw.backends.torch.remote.stream_buffer import StreamBuffer, stream_bytes
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.runner.pipeline import LayerProbe, ResidualStream, StageBoundary, Stream
+from onedraw.backends.torch.runner.pipeline import LayerProbe, ResidualStream, StageBoundary, StageStream
 from onedraw.backends.torch.state.model_state import StateSizes
 from onedraw.errors import OutOfMemory, StateLost
 from onedraw.types import Row
@@ -159,7 +159,7 @@ class RemoteStage:
     def state(self) -> RemoteState:
         return RemoteState(self)
 
-    def advance(self, before: Stream, inputs: Inputs, *, probe: LayerProbe) -> RemoteStream:
+    def advance(self, before: StageStream, inputs: Inputs, *, probe: LayerProbe) -> RemoteStream:
         """Have the stage run its layers. A stream that is in this process is sent there."""
         rows = span_data(inputs)
         count = sum(row.count for row in rows)

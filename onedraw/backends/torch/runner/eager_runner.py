@@ -18,7 +18,7 @@ from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.ops.base import HostCommit
 from onedraw.backends.torch.runner.graph_runner import GraphStage
 from onedraw.backends.torch.runner.inputs import Bucket, InputLayout, Inputs, bucket_of, make_inputs
-from onedraw.backends.torch.runner.pipeline import Stage, Stream, current_device
+from onedraw.backends.torch.runner.pipeline import Stage, StageStream, current_device
 from onedraw.backends.torch.runner.staging_buffers import StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, first_faults, row_outcomes
 from onedraw.backends.torch.sampling.positions import PositionSampler
@@ -89,7 +89,7 @@ class EagerRunner:
         replays = any(self._graph_stages) and step.probe.finite is None
         return EagerInputs(step, inputs, bucket_of(step.plan, recurrent=self._model.spec.recurrent) if replays else None)
 
-    def run_layers(self, laid: EagerInputs, number: int, before: Stream | None) -> Stream:
+    def run_layers(self, laid: EagerInputs, number: int, before: StageStream | None) -> StageStream:
         step, state, graph_stage = laid.step, self._states[number], self._graph_stages[number]
         state.open(step.plan.rows)
         if graph_stage is not None and laid.bucket is not None:
@@ -99,7 +99,7 @@ class EagerRunner:
         stream = self._model.enter(laid.inputs) if before is None else before
         return self._model.advance(stream, number, laid.inputs, state, probe=step.probe)
 
-    def sample(self, laid: EagerInputs, stream: Stream) -> EagerResult:
+    def sample(self, laid: EagerInputs, stream: StageStream) -> EagerResult:
         hidden, plan, inputs, probe = self._model.leave(stream), laid.step.plan, laid.inputs, laid.step.probe
         scored = self.sampler.score(plan, inputs, hidden)
         sampled = self.sampler.sample(plan, inputs, hidden)

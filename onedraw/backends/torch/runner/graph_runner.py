@@ -31,7 +31,7 @@ from onedraw.backends.torch.model.transformer import StageInputs, Transformer
 from onedraw.backends.torch.ops.base import DeviceCommit
 from onedraw.backends.torch.runner.cuda_graphs import GraphCache
 from onedraw.backends.torch.runner.inputs import LEAST_REACH, PADDED, Bucket, InputLayout, Inputs, bucket_of, staged_inputs
-from onedraw.backends.torch.runner.pipeline import LayerProbe, ResidualStream, Stage, Stream, current_device
+from onedraw.backends.torch.runner.pipeline import LayerProbe, ResidualStream, Stage, StageStream, current_device
 from onedraw.backends.torch.runner.staging_buffers import Array, DirectStaging, Staging, StagingBuffer, StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, first_fault, row_outcomes
 from onedraw.backends.torch.sampling.sampler import Sampler, SamplingInputs
@@ -121,7 +121,7 @@ class GraphStage:
         with self._lock, current_device(self.device):
             return work() if signature is None else self.graphs.run(signature, work)
 
-    def cross(self, before: Stream | None, bucket: Bucket, probe: LayerProbe) -> ResidualStream | None:
+    def cross(self, before: StageStream | None, bucket: Bucket, probe: LayerProbe) -> ResidualStream | None:
         """Copy the residual stream of the stage before into a fixed buffer of this stage."""
         if before is None or self._boundary is None:
             return None
@@ -137,7 +137,7 @@ class GraphStage:
         return self._model.pass_stage(self._number, ready, entered, self._state, probe=probe)
 
     def advance(
-        self, before: Stream | None, plan: Plan, bucket: Bucket, layout: InputLayout, probe: LayerProbe
+        self, before: StageStream | None, plan: Plan, bucket: Bucket, layout: InputLayout, probe: LayerProbe
     ) -> ResidualStream:
         """Replay `Transformer.advance` as a graph, for a stage beside others that are not captured. The stream that is returned
         has memory of its own. May raise StagingBufferFull, before anything has been computed."""
@@ -299,7 +299,7 @@ class GraphRunner:
             signatures = [stage.send(step.probe.layers) for stage in self._stages]
         return GraphInputs(step, bucket, laid, signatures, step.probe.empty())
 
-    def run_layers(self, laid: GraphInputs, number: int, before: Stream | None) -> ResidualStream:
+    def run_layers(self, laid: GraphInputs, number: int, before: StageStream | None) -> ResidualStream:
         stage, own = self._stages[number], laid.stages[number]
         work = partial(self._layers, stage, own, stage.cross(before, laid.bucket, laid.step.probe), laid.step.probe)
         stream, probed = stage.replay(laid.signatures[number], work)
@@ -327,7 +327,7 @@ class GraphRunner:
         if seen.finite is not None and probed.finite:
             seen.finite.extend(torch.stack(probed.finite).to(self._model.device))
 
-    def sample(self, laid: GraphInputs, stream: Stream) -> GraphSamples:
+    def sample(self, laid: GraphInputs, stream: StageStream) -> GraphSamples:
         """Sample, and commit on the last stage in the same graph."""
         assert isinstance(stream, ResidualStream)
         sampling, last = self._lay_out_sampling(laid), self._stages[-1]

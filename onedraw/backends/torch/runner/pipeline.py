@@ -67,7 +67,7 @@ class LayerProbe:
         return LayerProbe(self.layers, finite=None if self.finite is None else [])
 
 
-class Stream(Protocol):
+class StageStream(Protocol):
     """The residual stream between two stages, wherever it is."""
 
     @property
@@ -119,7 +119,7 @@ class Stage:
     def linears(self) -> list[Linear]:
         return [linear for layer in self.layers for linear in layer.linears]
 
-    def advance(self, before: Stream, inputs: Inputs, state: ModelState, *, probe: LayerProbe) -> ResidualStream:
+    def advance(self, before: StageStream, inputs: Inputs, state: ModelState, *, probe: LayerProbe) -> ResidualStream:
         """Copy the residual stream across the boundary to this stage, if there is one, and run the stage's layers."""
         with current_device(self.device):
             if self.entrance is not None:

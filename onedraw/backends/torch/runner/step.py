@@ -21,7 +21,7 @@ from torch import Tensor
 from onedraw.backends.sampled_rows import row_outcome
 from onedraw.backends.torch.drafters.base import CompletedStep, Drafter
 from onedraw.backends.torch.runner.inputs import Inputs, Span
-from onedraw.backends.torch.runner.pipeline import LayerProbe, Pipeline, SameThread, Stream
+from onedraw.backends.torch.runner.pipeline import LayerProbe, Pipeline, SameThread, StageStream
 from onedraw.types import Logprobs, Outcome, Plan, RowOutcome, SampledToken
 
 Laid = TypeVar("Laid")
@@ -85,11 +85,11 @@ class StepRunner(Protocol[Laid, Sampled]):
         computed."""
         ...
 
-    def run_layers(self, laid: Laid, number: int, before: Stream | None) -> Stream:
+    def run_layers(self, laid: Laid, number: int, before: StageStream | None) -> StageStream:
         """Run the layers of one stage. `before`: what the stage before it returned; None for the first stage."""
         ...
 
-    def sample(self, laid: Laid, stream: Stream) -> Sampled:
+    def sample(self, laid: Laid, stream: StageStream) -> Sampled:
         """After the last stage, sample a token for every position that samples, and find which drafts are kept."""
         ...
 
@@ -112,7 +112,7 @@ class StepExecutor:
     ) -> Future[Outcome | StepResult]:
         """Run a step. Returns its outcome, or a result that is still pending on the device."""
         laid = runner.lay_out(step)
-        stream: Stream | None = None
+        stream: StageStream | None = None
         seconds = 0.0  # time spent in stages, without the time between them
 
         def run_stage(number: int) -> Outcome | StepResult | None:
@@ -136,7 +136,7 @@ class StepExecutor:
         """Run the layers of all stages now; the function that is returned samples and commits. A step whose tokens are not known
         on the host begins like this where sampling depends on them."""
         laid = runner.lay_out(step)
-        stream: Stream | None = None
+        stream: StageStream | None = None
         for number in range(runner.stages):
             with runner.on_stage(number):
                 stream = runner.run_layers(laid, number, stream)
@@ -144,7 +144,7 @@ class StepExecutor:
         return partial(self._sample_late, runner, laid, stream)
 
     @torch.inference_mode()
-    def _sample_late(self, runner: StepRunner[Laid, Sampled], laid: Laid, stream: Stream) -> StepResult:
+    def _sample_late(self, runner: StepRunner[Laid, Sampled], laid: Laid, stream: StageStream) -> StepResult:
         with runner.on_stage(runner.stages - 1):
             return _sample_and_commit(runner, laid, stream)
 
@@ -161,7 +161,7 @@ class StepExecutor:
         return Outcome(rows, seconds, time.perf_counter() - begin)
 
 
-def _sample_and_commit(runner: StepRunner[Laid, Sampled], laid: Laid, stream: Stream) -> StepResult:
+def _sample_and_commit(runner: StepRunner[Laid, Sampled], laid: Laid, stream: StageStream) -> StepResult:
     sampled = runner.sample(laid, stream)
     runner.commit(laid, sampled)
     return runner.result(laid, sampled)
