@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from onedraw.backends.devices import float_dtype
 from onedraw.backends.memory_plan import MemoryPlan
@@ -152,6 +152,23 @@ def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
     return size
 
 
+class DeviceDrafter(Protocol):
+    """What `torch_backend` needs of that which reads the target's features on the device: a drafter, or a reader for training."""
+
+    @property
+    def named(self) -> str:
+        """How messages call it."""
+        ...
+
+    def size(self, info: ModelInfo) -> DrafterBytes | None:
+        """Its bytes as a function of the memory plan."""
+        ...
+
+    def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
+        """Return a function that makes it once the target is loaded."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterBuilder:
     """A device drafter for a target: a DFlash drafter, the target's own MTP head, or a smaller model."""
@@ -163,6 +180,9 @@ class DrafterBuilder:
     @property
     def named(self) -> str:
         return self.source.name if isinstance(self.source, Path) else "the model's own head"
+
+    def size(self, info: ModelInfo) -> DrafterBytes | None:
+        return drafter_bytes(self.source, info, self.target)
 
     @property
     def fingerprint(self) -> str:

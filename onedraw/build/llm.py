@@ -21,7 +21,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
 from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
-from onedraw.build.drafters import DrafterBuilder, drafter_bytes, drafter_names, make_speculator, select_drafter
+from onedraw.build.drafters import DeviceDrafter, DrafterBuilder, drafter_names, make_speculator, select_drafter
 from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
 from onedraw.build.xla import require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import CheckpointOffload
@@ -221,7 +221,7 @@ def torch_backend(
     settings: Settings,
     info: ModelInfo,
     notify: Progress,
-    drafter: DrafterBuilder | None,
+    drafter: DeviceDrafter | None,
     *,
     weights: str = "",
     warm_up: bool = True,
@@ -242,7 +242,7 @@ def _torch_backend_on(
     settings: Settings,
     info: ModelInfo,
     notify: Progress,
-    drafter: DrafterBuilder | None,
+    drafter: DeviceDrafter | None,
     *,
     weights: str,
     warm_up: bool,
@@ -252,7 +252,7 @@ def _torch_backend_on(
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
-    size = None if drafter is None else drafter_bytes(drafter.source, info, drafter.target)
+    size = None if drafter is None else drafter.size(info)
     on_cpu = all(device.kind == "cpu" for device in devices)
     gpu_packed = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
     no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if gpu_packed else ""

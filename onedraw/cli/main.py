@@ -22,7 +22,7 @@ from onedraw.errors import BadRequest, BadSetting, OnedrawError
 
 COMMANDS = (
     *("serve", "run", "chat", "generate", "list", "pull", "rm", "ps"),
-    *("inspect", "bench", "prove", "replay", "export", "completion"),
+    *("inspect", "bench", "prove", "replay", "train-draft", "export", "completion"),
 )
 MANY_OPTIONS = 20  # If a command has more options than this, `--help` shows only those in COMMON.
 COMMON = frozenset(
@@ -51,6 +51,7 @@ COMMON = frozenset(
             "--new-tokens",
         ),
         *("--temperature", "--top-p", "--max-tokens", "--seed", "--system", "--chat", "--against", "--quick"),
+        *("--data", "--out", "--minutes", "--init", "--temperatures"),
     )
 )
 DESCRIPTION = "Onedraw runs language models so that speed never changes the answer."
@@ -102,7 +103,7 @@ class Help(argparse.Action):
 
 
 def command_module(name: str) -> ModuleType:
-    return importlib.import_module(f"onedraw.cli.{name}")
+    return importlib.import_module(f"onedraw.cli.{name.replace('-', '_')}")
 
 
 def command_parser(name: str) -> Parser:
@@ -128,7 +129,7 @@ def command_parser(name: str) -> Parser:
 
 def overview() -> str:
     """Return the text that `onedraw` without arguments and `onedraw --help` print."""
-    lines = [f"  {name:12}{command_module(name).HELP}" for name in COMMANDS]
+    lines = [f"  {name:13}{command_module(name).HELP}" for name in COMMANDS]
     return "\n".join(
         [
             "usage: onedraw COMMAND …",

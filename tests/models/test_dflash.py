@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onedraw.checkpoints.drafter_writer import convert_drafter as convert
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import CorruptFile, ModelError, UnsupportedModel
 from onedraw.models.dflash import (
@@ -24,7 +25,6 @@ from onedraw.models.spec import AttentionSpec, DrafterSpec, LayerSpec, MlpSpec, 
 from tests.support import drafter_files
 from tests.support import tiny_drafters as tiny
 from tests.support.memory_source import MemorySource
-from tools.convert_drafter import convert
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 GGUF = FIXTURES / "gguf"
