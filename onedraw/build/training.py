@@ -107,7 +107,7 @@ def read_initial(path: Path, target: ModelSpec) -> tuple[DrafterSpec, dict[Weigh
     """Return shape and weights of the drafter that training begins with."""
     checkpoint = open_drafter(path)
     try:
-        info = read_drafter_info(checkpoint)
+        info = read_drafter_info(checkpoint, len(target.layers))
         check_drafter_fits(info.spec, target)
         if reason := _why_untrainable(info.spec):
             raise UnsupportedModel(f"{path} cannot be trained, because it has {reason}; use a plain DFlash drafter")
@@ -237,9 +237,7 @@ class DraftTraining:
                 check_drafter_fits(self.spec, info.spec)
             else:
                 self.spec, weights = read_initial(initial, info.spec)
-            self.reader = TargetReader(
-                settings, info, self.spec.target_layers, notify, weights=f"{checkpoint.fingerprint()} {checkpoint.stamp()}"
-            )
+            self.reader = TargetReader(settings, info, self.spec.target_layers, notify, weights=checkpoint.fingerprint())
             try:
                 self.trainer: Trainer = make_trainer(
                     self.spec,

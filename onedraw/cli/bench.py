@@ -40,10 +40,12 @@ EXAMPLES = """examples:
   onedraw bench random:llama3-8b --batch 1,8,32 --temperature 0.8 --top-p 0.95 --against transformers
   onedraw bench random:llama3-8b --batch 1,8 --temperature 1 --logprobs 5
   onedraw bench random:llama3-8b --batch 32 --temperature 1 --guided-json 1
+  onedraw bench smollm2 --prompts ./prompts.jsonl --draft ./drafter --new-tokens 256
   onedraw bench random:qwen3.6-27b --batch 1 --draft replay:4 --draft-tokens 15
   onedraw bench random:qwen3.6-27b-q4_k_m --batch 1 --draft random:qwen3.6-27b-dflash-q4_k_m --draft-tokens 15
 """
 REPLAY = "replay:"  # the prefix of `--draft replay:K`, which only this command accepts
+CHANGED = "drafts changed an answer, so the contract does not hold on this machine; run `onedraw prove` for details"
 # Request options that are not flags of this command, because the benchmark decides them.
 SET_HERE = (
     *("max_tokens", "ignore_eos", "n", "seed", "stop", "stop_token_ids", "min_tokens", "prediction", "speculation"),
@@ -131,6 +133,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="hold replies to a JSON schema that none can complete early: all, or so many of each batch",
     )
     parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="measure replies to these prompts instead (.jsonl, objects with messages or prompt, and kind): tokens per step and "
+        "speed, with drafts and without",
+    )
+    parser.add_argument(
         "--against",
         choices=("transformers",),
         help="measure this library too, with weights of the same shape; show the ratio",
@@ -149,6 +158,8 @@ def run(arguments: argparse.Namespace) -> int:
     batches: tuple[int, ...] = arguments.batch
     if not batches or min(batches) < 1 or min(arguments.prompt_tokens, arguments.new_tokens, arguments.repeats) < 1:
         raise BadSetting("--batch, --prompt-tokens, --new-tokens and --repeats: must be at least 1")
+    if arguments.prompts is not None:
+        return _over_prompts(arguments)
     if arguments.plot is not None:
         require_matplotlib()
     recorded, needed = _recorded(arguments), arguments.prompt_tokens + arguments.new_tokens
@@ -187,6 +198,51 @@ def run(arguments: argparse.Namespace) -> int:
         _print(measures, card, arguments)
     else:
         _show(measures, title=title)
+    return 0
+
+
+def _over_prompts(arguments: argparse.Namespace) -> int:
+    """Answer the prompts of a file with drafts and without, and show tokens per step and the ratio of both times by kind."""
+    from onedraw.build.llm import build_llm
+    from onedraw.training.acceptance import acceptance, prompt_generations, run_counted
+    from onedraw.training.data import read_prompts
+
+    if not arguments.prompts.is_file():
+        raise BadSetting(f"--prompts: there is no file {arguments.prompts}")
+    prompts, at_once = read_prompts(arguments.prompts), min(arguments.batch)
+    settings = read_settings(arguments, max_batch=at_once if arguments.max_batch is None else arguments.max_batch)
+    heats = (0.0, 0.7, 1.0) if arguments.temperature is None else (arguments.temperature,)
+    rows: list[dict[str, Any]] = []
+    with terminal.progress() as notify, build_llm(settings, notify) as llm:
+        for heat in heats:
+            asked = [
+                prompt_generations(llm, prompts, temperature=heat, new_tokens=arguments.new_tokens, speculate=drafts)
+                for drafts in (True, False)
+            ]
+            for kind, drafted in asked[0].items():
+                notify(f"{kind}, temperature {heat:g}")
+                begin = time.perf_counter()
+                counts = run_counted(llm, drafted, at_once=at_once)
+                middle = time.perf_counter()
+                plain = run_counted(llm, asked[1][kind], at_once=at_once)
+                ratio = (time.perf_counter() - middle) / (middle - begin)
+                if [count.ids for count in counts] != [count.ids for count in plain]:
+                    raise OnedrawError(CHANGED)
+                found = acceptance(counts)
+                rate = sum(len(count.ids) for count in counts) / (middle - begin)
+                rows.append({"kind": kind, "temperature": heat, **asdict(found), "tokens_per_second": rate, "x_plain": ratio})
+        card = llm.card
+    if arguments.json:
+        terminal.print_json({"model": card.name, "fingerprint": card.fingerprint, "rows": rows})
+        return 0
+    heads = ("kind", "temperature", "replies", "tokens", "tokens/step", "low", "high", "tokens/s", "x plain")
+    cells = [
+        [row["kind"] or "all", f"{row['temperature']:g}", f"{row['replies']}", f"{row['tokens']}"]
+        + [f"{row[name]:.2f}" for name in ("mean", "low", "high")]
+        + [f"{row['tokens_per_second']:.1f}", f"{row['x_plain']:.2f}"]
+        for row in rows
+    ]
+    terminal.table(f"{card.name} · {card.device} · {card.dtype} · {at_once} at once", heads, cells)
     return 0
 
 
@@ -265,9 +321,7 @@ def _replayed(llm: LLM, generations: Sequence[Generation], plain: BenchRun, reco
     again = _together(llm, generations)
     recorded.answers = {}
     if [t.ids for t in again.timings] != [t.ids for t in plain.timings]:
-        raise OnedrawError(
-            "drafts changed an answer, so the contract does not hold on this machine; run `onedraw prove` for details"
-        )
+        raise OnedrawError(CHANGED)
     return again
 
 

@@ -10,9 +10,13 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from onedraw.errors import BadRequest, BadSetting
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply_stream import Generation
+from onedraw.llm.request_options import NEUTRAL_SAMPLING, RequestOptions, generation_for
+from onedraw.training.data import NamedPrompt
 
 RESAMPLES = 1000  # of the replies, for the confidence interval
 
@@ -61,6 +65,21 @@ def run_counted(
         return list(await asyncio.gather(*(one(generation) for generation in generations)))
 
     return asyncio.run(every())
+
+
+def prompt_generations(
+    llm: LLM, prompts: Sequence[NamedPrompt], *, temperature: float, new_tokens: int, speculate: bool = True
+) -> dict[str, list[Generation]]:
+    """Requests for replies to prompts, by kind, with neutral sampling. The seed of a request is the number of its prompt."""
+    found: dict[str, list[Generation]] = {}
+    for seed, named in enumerate(prompts):
+        wanted: dict[str, Any] = {**NEUTRAL_SAMPLING, "temperature": temperature, "max_tokens": new_tokens, "seed": seed}
+        try:
+            generation = generation_for(llm, named.prompt, RequestOptions.of(**wanted, speculation=speculate))
+        except BadRequest as error:
+            raise BadSetting(f"prompt {seed + 1} cannot be used: {error}") from None
+        found.setdefault(named.kind, []).append(replace(generation, label="measured"))
+    return found
 
 
 def acceptance(counts: Sequence[ReplyCount], *, seed: int = 0) -> TokensPerStep:
