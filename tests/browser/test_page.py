@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,58 +12,10 @@ import pytest
 from onedraw.server.config import ServerOptions
 from onedraw.server.page import POLICY
 from tests.browser.conftest import Pace
+from tests.browser.visit import Visit
 from tests.server.running import Served, fake_llm, serving
 
-AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text(encoding="utf-8")
-PATIENCE = 120_000  # milliseconds
 SEED = "7"
-
-
-class Visit:
-    """A user's session on the page. Any error in the browser console fails the test."""
-
-    def __init__(self, page: Any, url: str) -> None:
-        self.page = page
-        self.mistakes: list[str] = []
-        page.set_default_timeout(PATIENCE)
-        page.on("pageerror", lambda error: self.mistakes.append(str(error)))
-        page.on("console", lambda message: message.type == "error" and self.mistakes.append(message.text))
-        page.goto(url)
-
-    def set(self, name: str, value: str) -> None:
-        self.page.locator(f"#p-{name}").fill(value)
-
-    def ask(self, text: str) -> None:
-        self.page.locator("#ask").fill(text)
-        self.page.keyboard.press("Enter")
-
-    def press(self, name: str) -> None:
-        self.page.get_by_role("button", name=name, exact=True).last.click()
-
-    def wait_for_end(self) -> None:
-        self.page.locator("#send").wait_for(state="visible")
-
-    def reply(self) -> str:
-        return str(self.page.locator(".assistant > .said").last.inner_text())
-
-    def facts(self) -> str:
-        return str(self.page.locator(".facts").last.inner_text())
-
-    def seed(self) -> int:
-        found = re.search(r"seed (\d+)", self.facts())
-        assert found is not None
-        return int(found[1])
-
-    def verdict(self) -> str:
-        self.page.locator(".verdict.same, .verdict.different, .verdict.unknown").wait_for()
-        return str(self.page.locator(".verdict").last.inner_text())
-
-    def findings(self) -> list[str]:
-        """Serious accessibility violations that axe reports."""
-        self.page.evaluate(AXE)
-        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-        grave = [finding for finding in found["violations"] if finding["impact"] in ("serious", "critical")]
-        return [f"{finding['id']}: {[node['target'] for node in finding['nodes']][:3]}" for finding in grave]
 
 
 @pytest.fixture
@@ -74,25 +25,32 @@ def visit(browser: Any, model: Served) -> Iterator[Visit]:
     visitor.set("max_tokens", "48")
     visitor.set("temperature", "0.7")
     visitor.set("seed", SEED)
+    visitor.show_tokens()
     yield visitor
     context.close()
     assert visitor.mistakes == []
 
 
 def test_a_typical_session(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send a message, stop the reply, edit, generate again with the same seed, replay without drafts."""
-    visit.set("max_tokens", "400")
+    """Send a message, stop the reply and continue it, edit the message, generate another reply, replay without drafts."""
+    visit.set("max_tokens", "100")
+    visit.converse("def add(a, b):")
+    whole = visit.reply()
+    visit.press("New chat")
     with monkeypatch.context() as patched:
         patched.setattr(pace, "seconds", 0.25)  # slow enough to be stopped, however slow the browser is
         visit.ask("def add(a, b):")
-        visit.page.locator(".assistant .t").nth(5).wait_for()
+        visit.tokens.nth(5).wait_for()
         visit.press("Stop")
         visit.wait_for_end()
-    stopped = visit.reply()
-    assert stopped
+    assert visit.reply() != whole
     assert "stopped by you" in visit.facts()
     visit.press("Replay without drafts")
     assert "Same tokens without drafts" in visit.verdict()
+    visit.press("Continue")
+    visit.wait_for_end()
+    assert visit.reply() == whole
+    assert "100 tokens" in visit.facts()
 
     visit.set("max_tokens", "48")
     visit.press("Edit")
@@ -104,19 +62,19 @@ def test_a_typical_session(visit: Visit, pace: Pace, monkeypatch: pytest.MonkeyP
     first, seed = visit.reply(), visit.seed()
     assert "48 tokens" in visit.facts()
 
-    visit.press("Same seed")
-    assert "Same tokens with the same seed: 48 of 48" in visit.verdict()
-    assert (visit.reply(), visit.seed()) == (first, seed)
-    visit.press("New seed")
+    visit.press("New reply")
     visit.wait_for_end()
-    assert (visit.reply(), visit.seed()) != (first, seed)
     assert visit.seed() != seed
+    assert visit.reply() != first
+    visit.press("Previous version")
+    assert (visit.reply(), visit.seed()) == (first, seed)
+    visit.page.locator(".user").get_by_role("button", name="Previous version").click()
+    assert visit.reply() == whole
 
     visit.press("Replay without drafts")
-    assert "Same tokens without drafts: 48 of 48" in visit.verdict()
-    visit.ask("and now?")
-    visit.wait_for_end()
-    assert visit.page.locator(".message").count() == 4
+    assert "Same tokens without drafts: 100 of 100" in visit.verdict()
+    visit.converse("and now?")
+    assert visit.messages.count() == 4
 
 
 def test_kept_drafts_are_marked(visit: Visit) -> None:
@@ -126,10 +84,10 @@ def test_kept_drafts_are_marked(visit: Visit) -> None:
         visit.ask("1 2 3 4 1 2 3 4 1 2 3 4")
     assert asked.value.post_data_json["return_token_details"] is True
     visit.wait_for_end()
-    kept, sampled = visit.page.locator(".assistant > .said .kept"), visit.page.locator(".assistant > .said .sampled")
+    kept, sampled = (visit.page.locator(f".assistant > .text .t.{kind}") for kind in ("kept", "sampled"))
     assert kept.count() > 0
     assert sampled.count() > 0
-    numbers = re.search(r"(\d+) tokens: (\d+) kept (\d+) sampled", visit.facts())
+    numbers = re.search(r"(\d+) tokens: (\d+) drafted (\d+) sampled", visit.facts())
     assert numbers is not None
     assert int(numbers[1]) == int(numbers[2]) + int(numbers[3])
     assert kept.first.evaluate("e => getComputedStyle(e).backgroundColor") != sampled.first.evaluate(
@@ -151,14 +109,14 @@ def test_kept_drafts_are_marked(visit: Visit) -> None:
 def test_tokens_are_reached_by_keyboard_and_announced_to_screen_readers(visit: Visit) -> None:
     visit.ask("hello")
     visit.wait_for_end()
-    visit.page.locator(".assistant > .said").focus()
+    visit.page.locator(".assistant > .text > .said").focus()
     visit.page.keyboard.press("ArrowRight")
     visit.page.keyboard.press("ArrowRight")
     told = visit.page.locator("#status").inner_text()
     assert re.search(r"token 2 of 48, (kept|sampled), [\d.<> ]+%", told), told
     visit.page.keyboard.press("End")
     assert re.search(r"token 4\d of 48", visit.page.locator("#status").inner_text())
-    assert visit.page.locator("#inspector").is_visible()
+    visit.page.locator("#inspector").wait_for(state="visible")
 
 
 def test_a_difference_is_shown_where_it_begins(visit: Visit) -> None:
@@ -207,9 +165,12 @@ def test_an_incomplete_reply_is_compared_up_to_its_end(visit: Visit, pace: Pace,
     monkeypatch.setattr(pace, "seconds", Pace.usual)
     visit.press("Replay without drafts")
     assert "Same tokens without drafts" in visit.verdict()
-    visit.press("Same seed")
+    visit.press("Continue")
     visit.wait_for_end()
-    assert "Same tokens with the same seed" in visit.verdict()
+    assert "48 tokens" in visit.facts()
+    assert "interrupted" not in visit.facts()
+    visit.press("Replay without drafts")
+    assert "Same tokens without drafts: 48 of 48" in visit.verdict()
 
 
 def test_an_invalid_setting_does_not_lose_the_conversation(visit: Visit) -> None:
@@ -267,7 +228,7 @@ def test_a_pinned_seed_gives_the_same_reply_in_a_new_chat(visit: Visit) -> None:
     assert visit.reply() == first
 
 
-def test_reasoning_and_tool_calls_are_folded(visit: Visit) -> None:
+def test_reasoning_is_folded_and_the_arguments_of_a_call_are_shown(visit: Visit) -> None:
     def chunk(delta: dict[str, Any], **more: Any) -> str:
         choice = {"index": 0, "delta": delta, "seed": 1, "finish_reason": None, "logprobs": None, "token_details": [], **more}
         return f"data: {json.dumps({'choices': [choice]})}\n\n"
@@ -286,12 +247,11 @@ def test_reasoning_and_tool_calls_are_folded(visit: Visit) -> None:
     visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
     visit.ask("weather in Oslo?")
     visit.wait_for_end()
-    thought, called = visit.page.locator("details.fold").all()
+    thought, called = visit.page.locator("details.fold"), visit.page.locator(".call")
     assert not thought.locator(".said").is_visible()
     thought.locator("summary").click()
     assert thought.locator(".said .kept").inner_text() == "hm"
-    assert called.locator("summary").inner_text() == "Tool call: weather"
-    called.locator("summary").click()
+    assert called.locator(".call-name").inner_text() == "Tool call: weather"
     assert called.locator("pre").inner_text() == '{\n  "city": "Oslo"\n}'
     assert "ended by tool_calls" in visit.facts()
 
@@ -376,16 +336,20 @@ def test_axe_finds_nothing_serious(
         f"for (const [name, value] of [['max_tokens', '40'], ['seed', '{SEED}']]) "
         "document.getElementById(`p-${name}`).value = value"
     )
-    visit.ask("1 2 3 1 2 3 1 2 3")
-    visit.wait_for_end()
+    visit.converse("1 2 3 1 2 3 1 2 3")
     visit.press("Replay without drafts")
     assert "Same tokens" in visit.verdict()
-    visit.page.locator(".assistant > .said .t", has_text=re.compile(r"\w")).first.hover()  # a line break has no place to point at
+    assert visit.findings() == []
+    visit.show_tokens()
+    visit.tokens.filter(has_text=re.compile(r"\w")).first.hover()  # a line break has no place to point at
     assert visit.findings() == []
     visit.page.keyboard.press("Escape")
+    visit.page.locator("#panel").click()
+    assert visit.page.locator("#params").is_visible()
+    assert visit.findings() == []
     if width < 600:
-        visit.press("Parameters")
-        assert visit.page.locator("#params").is_visible()
+        visit.page.locator("#menu").click()
+        assert visit.page.locator("#conversations .open").is_visible()
         assert visit.findings() == []
         assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a phone scrolls in one direction"
     assert visit.mistakes == []
@@ -422,7 +386,7 @@ def test_a_key_locks_the_interface_and_not_the_page(browser: Any) -> None:
         context = browser.new_context()
         visit = Visit(context.new_page(), served.url)
         visit.page.locator("#locked").wait_for()
-        assert visit.page.locator("#model").inner_text() == "locked"
+        assert visit.page.locator("#model-said").inner_text() == "locked"
         assert visit.page.evaluate("document.activeElement.id") == "p-key"
         visit.set("key", "sesame")
         visit.page.locator("#model strong").wait_for()

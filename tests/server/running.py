@@ -73,9 +73,9 @@ class Served:
 
 
 @contextmanager
-def serving(llm: LLM, options: ServerOptions = DEFAULTS) -> Iterator[Served]:
-    """Run a server in a thread, on a free port. The LLM stays open when the server stops."""
-    server = Server(llm, replace(options, port=0, log_level="critical"))
+def serving(llm: LLM, options: ServerOptions = DEFAULTS, *, port: int = 0) -> Iterator[Served]:
+    """Run a server in a thread, on a free port if none is given. The LLM stays open when the server stops."""
+    server = Server(llm, replace(options, port=port, log_level="critical"))
     server.config.timeout_keep_alive = (
         3600  # so that a client that was paused does not use a connection that the server is closing
     )

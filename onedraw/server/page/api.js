@@ -7,6 +7,11 @@ export class ApiError extends Error {
     this.code = code;
     this.param = param;
   }
+
+  // Whether no answer came, or not all of it: the server or the network is down.
+  get lost() {
+    return this.code === "unreachable" || this.code === "broken_off";
+  }
 }
 
 function headers(key) {
@@ -16,6 +21,18 @@ function headers(key) {
   return given;
 }
 
+async function send(path, options) {
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new ApiError("The server does not answer.", { code: "unreachable" });
+  }
+  if (!answer.ok) throw await refusal(answer);
+  return answer;
+}
+
 async function refusal(answer) {
   let error = {};
   try {
@@ -23,41 +40,46 @@ async function refusal(answer) {
   } catch {
     // not JSON, such as a proxy's error page: the status is shown alone
   }
-  return new ApiError(error.message || `the server answered ${answer.status}`, { status: answer.status, code: error.code, param: error.param });
+  const code = error.code ?? (answer.status === 502 || answer.status === 504 ? "unreachable" : null); // a proxy's words for a dead server
+  return new ApiError(error.message || `the server answered ${answer.status}`, { status: answer.status, code, param: error.param });
 }
 
-export async function models(key) {
-  const answer = await fetch("v1/models", { headers: headers(key) });
-  if (!answer.ok) throw await refusal(answer);
+export async function models(key, { signal } = {}) {
+  const answer = await send("v1/models", { headers: headers(key), signal });
   return (await answer.json()).data;
+}
+
+export async function healthy({ signal } = {}) {
+  await send("health", { signal });
 }
 
 // The chunks of a streamed chat as they come. Aborting the signal disconnects, and the server cancels the request.
 export async function* chat(body, { key, signal } = {}) {
-  const answer = await fetch("v1/chat/completions", {
+  const answer = await send("v1/chat/completions", {
     method: "POST",
     headers: headers(key),
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
-  if (!answer.ok) throw await refusal(answer);
-  for await (const event of events(answer.body)) {
+  for await (const event of events(answer.body, signal)) {
     if (event === "[DONE]") return;
     const chunk = JSON.parse(event);
     if (chunk.error) throw new ApiError(chunk.error.message, { code: chunk.error.code, param: chunk.error.param });
     yield chunk;
   }
-  throw new ApiError("the connection ended before the reply did");
+  throw new ApiError("The connection ended before the reply did.", { code: "broken_off" });
 }
 
 // Parses server-sent events: an event ends at an empty line, which any network chunk may contain or split.
-export async function* events(stream) {
+export async function* events(stream, signal) {
   const reader = stream.getReader();
   const decoder = new TextDecoder();
   let pending = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => {
+        throw signal?.aborted ? error : new ApiError("The connection ended before the reply did.", { code: "broken_off" });
+      });
       if (done) return;
       pending += decoder.decode(value, { stream: true });
       let end;

@@ -19,7 +19,7 @@ export class Inspector {
     this.mark(span);
     this.content.replaceChildren(
       make("p", { class: "token-name" }, make("code", {}, spelled(token.text)), make("span", { class: "muted" }, ` token ${token.index + 1} of ${count}, id ${token.id}`)),
-      make("p", {}, make("span", { class: "t " + kind(token) }, token.kept ? "kept" : "sampled"), " ", how(token)),
+      make("p", {}, make("span", { class: "t " + kind(token) }, token.kept ? "drafted" : "sampled"), " ", how(token)),
       ...this.alternatives(token),
     );
     this.card.hidden = false;

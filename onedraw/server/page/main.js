@@ -1,360 +1,313 @@
-// The conversation: sends requests, runs replies, compares replays.
+// The page: connects header, list of conversations, log, composer and parameters.
 
-import { chat, models } from "./api.js";
-import { make, spelled } from "./dom.js";
+import { Attachments } from "./attachments.js";
+import { Chat } from "./chat.js";
+import { Connection } from "./connection.js";
+import { Conversation, MemoryStore, Store } from "./conversations.js";
+import { at, make } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Params } from "./params.js";
-import { Reply, firstDifference } from "./reply.js";
-import { ReplyView, ResultsView, UserView } from "./view.js";
+import { Picture } from "./picture.js";
+import { Race } from "./race.js";
+import { Sidebar } from "./sidebar.js";
 
-const at = (id) => document.getElementById(id);
-const log = at("log");
 const ask = at("ask");
-const inspector = new Inspector(at("inspector"), at("inspected"), at("close-inspector"));
-const params = new Params(at("params"), () => {
-  colour();
-  if (params.key !== triedKey) connect();
-});
+const log = at("log");
+const wanted = named(); // before a new conversation changes the address
+const wide = matchMedia("(min-width: 62rem)");
 
-let conversation = []; // {role, view, text | reply | results}
-let running = null; // AbortController of the running request
-let triedKey = null;
-
-const say = (text) => (at("status").textContent = text);
-
-// ---------------------------------------------------------------------------------------------- sending
-
-// While a request runs, or the parameters are invalid, nothing is sent and the conversation does not change.
-const ready = () => !running && compose() !== null;
-
-// Returns whether the message was sent.
-function send(text) {
-  if (!ready()) return false;
-  const entry = { role: "user", text };
-  entry.view = new UserView(text, { onedit: (edited) => resend(entry, edited) });
-  put(entry);
-  answer();
-  return true;
+// The id of the conversation that the address names.
+function named() {
+  return new URLSearchParams(location.hash.slice(1)).get("c");
 }
 
-function resend(entry, text) {
-  if (!ready()) return false;
-  entry.text = text;
-  cut(conversation.indexOf(entry) + 1);
-  answer();
-  return true;
+// ---------------------------------------------------------------------------------------------- words to the user
+
+const say = (text) => (at("status").textContent = text); // for screen readers alone
+
+let noticed = 0;
+
+// A line above the composer, for a while; `undo` gets a button.
+function notify(text, { undo = null, wrong = false } = {}) {
+  const line = at("notice");
+  clearTimeout(noticed);
+  const parts = [make("span", {}, text)];
+  const end = () => line.replaceChildren();
+  if (undo) parts.push(make("button", { type: "button", class: "quiet", onclick: () => (end(), undo()) }, "Undo"));
+  line.className = wrong ? "wrong" : "";
+  line.replaceChildren(...parts);
+  noticed = setTimeout(end, undo || wrong ? 12_000 : 5000);
 }
 
-// The messages before entry number `length`.
-function messages(length = conversation.length) {
-  return [...params.system(), ...conversation.slice(0, length).flatMap(told)];
-}
+// ---------------------------------------------------------------------------------------------- settings of the page
 
-// An entry as request messages.
-function told(entry) {
-  switch (entry.role) {
-    case "user":
-      return [{ role: "user", content: entry.text }];
-    case "tool":
-      return entry.results.map(({ id, text }) => ({ role: "tool", tool_call_id: id, content: text }));
-    default:
-      return entry.reply.says() ? [entry.reply.message()] : [];
-  }
-}
-
-// Results of a reply's tool calls. If they are edited, later entries are removed.
-function giveResults(asked, texts) {
-  if (!ready()) return;
-  const { calls } = asked.reply;
-  cut(conversation.indexOf(asked) + 1);
-  asked.view.answering.hidden = true;
-  const entry = { role: "tool", results: calls.map(({ id }, i) => ({ id, text: texts[i] })) };
-  entry.view = new ResultsView(calls, texts, {
-    onedit: () => {
-      if (running) return;
-      cut(conversation.indexOf(entry));
-      asked.view.askResults(texts).focus();
-    },
-  });
-  put(entry);
-  answer();
-}
-
-// The request with the panel's parameters, or null if they are invalid.
-function compose(length = conversation.length) {
+function remembered(name) {
   try {
-    return { messages: messages(length), ...params.fields() };
-  } catch (error) {
-    open(true);
-    say(error.message);
+    return localStorage.getItem(`onedraw.${name}`);
+  } catch {
     return null;
   }
 }
 
-// A reply to the current conversation.
-async function answer() {
-  const request = compose();
-  if (!request) return;
-  const entry = { role: "assistant", reply: new Reply(request) };
-  entry.view = new ReplyView(entry.reply, {
-    inspector,
-    say,
-    onroll: () => reroll(entry),
-    onsame: () => redraw(entry),
-    onreplay: () => replay(entry),
-    onpin: () => {
-      params.seed = entry.reply.seed;
-      say(`Seed ${entry.reply.seed} is kept for the next messages`);
-    },
-    onresults: (texts) => giveResults(entry, texts),
-  });
-  put(entry);
-  await run(entry);
-}
-
-// New seed: the current parameters, and a seed that the server draws.
-async function reroll(entry) {
-  if (running) return;
-  const index = conversation.indexOf(entry);
-  const request = compose(index);
-  if (!request) return;
-  delete request.seed;
-  cut(index + 1);
-  entry.reply = new Reply(request);
-  entry.view.reset(entry.reply);
-  await run(entry);
-}
-
-// Same seed: the same request with the reported seed.
-async function redraw(entry) {
-  if (running) return;
-  const before = entry.reply;
-  cut(conversation.indexOf(entry) + 1);
-  entry.reply = new Reply({ ...before.request, seed: before.seed });
-  entry.view.reset(entry.reply);
-  await run(entry);
-  if (!entry.reply.error) verdict(entry, before, entry.reply, "with the same seed");
-}
-
-async function run(entry) {
-  const { reply, view } = entry;
-  inspector.hide();
-  begin();
-  const shown = new Painter(view);
-  const failed = await stream(reply, (runs) => shown.add(runs));
-  shown.now();
-  view.finish();
-  follow();
-  end();
-  say(failed ? `The reply failed: ${failed.message}` : `${reply.stopped ? "Stopped" : "Reply complete"}: ${reply.tokens.length} tokens`);
-}
-
-// Reads a reply to its end; returns its error, if any.
-async function stream(reply, show) {
+function remember(name, value) {
   try {
-    for await (const chunk of chat(reply.request, { key: params.key, signal: running.signal })) show(reply.add(chunk));
-    reply.end();
-  } catch (error) {
-    if (running.signal.aborted) {
-      reply.end({ stopped: true });
-    } else {
-      reply.end({ error });
-      if (error.status === 401) locked(true);
-      return error;
-    }
-  }
-  return null;
-}
-
-// The same request without drafts, compared token by token. The reply on the page stays as it is.
-async function replay(entry) {
-  if (running) return;
-  const { reply, view } = entry;
-  const request = { ...reply.request, seed: reply.seed, speculation: false };
-  if (reply.partial) {
-    delete request.max_completion_tokens;
-    request.max_tokens = reply.tokens.length;
-    if (request.min_tokens > request.max_tokens) request.min_tokens = request.max_tokens;
-  }
-  const again = new Reply(request);
-  view.judge("Replaying without drafts …", "waiting");
-  begin();
-  const failed = await stream(again, () => view.judge(`Replaying without drafts … ${again.tokens.length} tokens`, "waiting"));
-  end();
-  if (failed || again.stopped) view.judge(failed ? `The replay failed: ${failed.message}` : "The replay was stopped.", "unknown");
-  else verdict(entry, reply, again, "without drafts");
-  say(view.verdict.textContent);
-}
-
-function verdict(entry, before, now, how) {
-  const difference = firstDifference(before, now, { partial: before.partial || now.partial });
-  if (difference) {
-    const named = (token) => (token ? `“${spelled(token.text)}”` : "the end");
-    const text = `Different ${how}, first at token ${difference.index + 1}: ${named(difference.then)} before, ${named(difference.now)} now.`;
-    entry.view.judge(text + (before.fingerprint === now.fingerprint ? "" : " The server has changed meanwhile."), "different");
-    return;
-  }
-  const speeds = [before.totals().speed, now.totals().speed];
-  const speed = speeds.every(Boolean) ? ` (${speeds[1].toFixed(1)} tokens/s, before ${speeds[0].toFixed(1)})` : "";
-  entry.view.judge(`Same tokens ${how}: ${Math.min(before.tokens.length, now.tokens.length)} of ${before.tokens.length}${speed}.`, "same");
-}
-
-// Updates views at most once per frame.
-class Painter {
-  constructor(view) {
-    this.view = view;
-    this.runs = [];
-    this.frame = 0;
-  }
-
-  add(runs) {
-    this.runs.push(...runs);
-    this.frame ||= requestAnimationFrame(() => this.now());
-  }
-
-  now() {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
-    const runs = this.runs;
-    this.runs = [];
-    this.view.append(runs);
-    follow();
-  }
-}
-
-// ---------------------------------------------------------------------------------------------- the page
-
-function put(entry) {
-  conversation.push(entry);
-  at("empty").hidden = true;
-  log.append(entry.view.element);
-  log.scrollTop = log.scrollHeight;
-}
-
-function cut(length) {
-  for (const entry of conversation.splice(length)) entry.view.element.remove();
-  inspector.hide();
-}
-
-// Keep scrolled to the end if the reader is there.
-function follow() {
-  if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
-}
-
-function begin() {
-  running = new AbortController();
-  document.body.classList.add("running");
-  at("send").hidden = true;
-  at("stop").hidden = false;
-}
-
-function end() {
-  const focused = document.activeElement === at("stop");
-  running = null;
-  document.body.classList.remove("running");
-  at("stop").hidden = true;
-  at("send").hidden = false;
-  if (focused) ask.focus();
-}
-
-function submit() {
-  const text = ask.value.trim();
-  if (!text || running) return;
-  if (send(text)) ask.value = "";
-}
-
-function colour() {
-  document.body.classList.toggle("colours", params.colours);
-}
-
-function open(wanted) {
-  at("side").hidden = !wanted;
-  at("panel").setAttribute("aria-expanded", String(wanted));
-}
-
-function locked(now) {
-  at("locked").hidden = !now;
-  if (now) {
-    open(true);
-    at("p-key").focus();
-  }
-}
-
-const THEMES = [["auto", "◐", "as the system"], ["light", "☀", "light"], ["dark", "☾", "dark"]];
-
-function theme(name) {
-  const [chosen, sign, words] = THEMES.find(([known]) => known === name) || THEMES[0];
-  document.documentElement.dataset.theme = chosen;
-  at("theme").textContent = sign;
-  at("theme").setAttribute("aria-label", `Colours: ${words}`);
-  try {
-    localStorage.setItem("onedraw.theme", chosen);
+    localStorage.setItem(`onedraw.${name}`, value);
   } catch {
     // not stored
   }
 }
 
-function remembered() {
-  try {
-    return localStorage.getItem("onedraw.theme");
-  } catch {
-    return null;
+const THEMES = [["auto", "as the system"], ["light", "light"], ["dark", "dark"]];
+
+function theme(name) {
+  const [chosen, words] = THEMES.find(([known]) => known === name) || THEMES[0];
+  document.documentElement.dataset.theme = chosen;
+  at("theme").setAttribute("aria-label", `Colours: ${words}`);
+  remember("theme", chosen);
+}
+
+function showTokens(wanted) {
+  document.body.classList.toggle("tokens", wanted);
+  at("tokens").setAttribute("aria-checked", String(wanted));
+  remember("tokens", String(wanted));
+}
+
+// The list of conversations and the parameters are beside the log on a wide screen, and over it on a narrow one, one at a time.
+function open(name, wanted) {
+  const [panel, opener] = { nav: [at("nav"), at("menu")], side: [at("side"), at("panel")] }[name];
+  panel.hidden = !wanted;
+  opener.setAttribute("aria-expanded", String(wanted));
+  if (wanted && !wide.matches) open(name === "nav" ? "side" : "nav", false);
+  if (name === "nav" && wide.matches) remember("nav", String(wanted));
+}
+
+// ---------------------------------------------------------------------------------------------- parts
+
+// Before the other parts, since what follows must not be interrupted.
+const store = await Store.open().catch(() => {
+  notify("This browser stores nothing for this page: conversations last until it is closed.", { wrong: true });
+  return new MemoryStore();
+});
+
+const params = new Params(at("params"), () => {
+  if (params.key !== connection.tried) connection.check();
+});
+const connection = new Connection(() => params.key, showConnection);
+const inspector = new Inspector(at("inspector"), at("inspected"), at("close-inspector"));
+const attachments = new Attachments(at("files"), (text, options) => (options?.wrong ? notify(text, options) : say(text)));
+const picture = new Picture(at("picture"), say);
+
+const tabs = new BroadcastChannel("onedraw");
+tabs.onmessage = () => sidebar.refresh();
+
+function stored() {
+  sidebar.refresh();
+  tabs.postMessage("changed");
+}
+
+const chat = new Chat({
+  log,
+  ask,
+  inspector,
+  params,
+  connection,
+  store,
+  say,
+  notify,
+  share: (shown) => picture.show(shown),
+  race: new Race(at("race"), { say, share: (shown) => picture.show(shown) }),
+  onstored: stored,
+  onchange: ({ conversation }) => {
+    at("empty").hidden = conversation.entries.size > 0;
+    document.title = [conversation.title, connection.card?.id, "Onedraw"].filter(Boolean).join(" · ");
+    const hash = conversation.entries.size ? `#c=${conversation.id}` : "";
+    if (location.hash !== hash) history.replaceState(null, "", hash || location.pathname + location.search);
+  },
+  onrunning,
+  oncompose: (error) => {
+    open("side", true);
+    notify(error.message, { wrong: true });
+  },
+});
+
+const sidebar = new Sidebar({
+  list: at("conversations"),
+  search: at("search"),
+  count: at("search-count"),
+  store,
+  notify,
+  current: () => chat.conversation.id,
+  onopen: show,
+  ondelete: (id) => {
+    if (id !== chat.conversation.id) return;
+    if (chat.running?.conversation === chat.conversation) chat.abort();
+    chat.open(new Conversation());
+  },
+  onrename: async (id, title) => {
+    const conversation = id === chat.conversation.id ? chat.conversation : await store.load(id);
+    conversation.title = title;
+    await store.put(conversation);
+    tabs.postMessage("changed");
+  },
+});
+
+// ---------------------------------------------------------------------------------------------- what happens
+
+// Opens a conversation; one whose reply is being written is the same object all the while.
+async function show(id) {
+  const running = chat.running?.conversation;
+  const conversation = running?.id === id ? running : chat.conversation.id === id ? chat.conversation : await store.load(id);
+  if (!conversation) {
+    notify("This conversation is not in this browser any more.", { wrong: true });
+    return;
+  }
+  chat.open(conversation);
+  if (!wide.matches) open("nav", false);
+  await sidebar.refresh();
+  ask.focus();
+}
+
+function begin() {
+  chat.open(new Conversation());
+  if (!wide.matches) open("nav", false);
+  sidebar.refresh();
+  ask.focus();
+}
+
+function onrunning(now) {
+  const focused = document.activeElement === at("stop") || (now && document.activeElement?.closest(".message")); // hidden from now on
+  document.body.classList.toggle("running", now);
+  at("send").hidden = now;
+  at("stop").hidden = !now;
+  if (focused) ask.focus();
+}
+
+let announced = false;
+
+function showConnection({ state, card, message }) {
+  document.body.dataset.connection = state;
+  at("down").hidden = state !== "down";
+  at("locked").hidden = state !== "locked";
+  if (state === "up") {
+    at("model-said").replaceChildren(make("strong", {}, card.id), ` ${card.dtype} on ${card.device}, context ${card.max_model_len.toLocaleString("en")}`);
+    params.defaults(card);
+    chat?.page.onchange(chat);
+    if (announced) notify("The server answers again.");
+    announced = false;
+  } else if (state === "down") {
+    at("down-said").textContent = `${message} Trying again until it does. Your conversations are safe in this browser.`;
+    announced = true;
+  } else if (state === "locked") {
+    at("model-said").textContent = "locked";
+    open("side", true);
+    at("p-key").focus();
   }
 }
 
-async function connect() {
-  const tried = (triedKey = params.key);
-  try {
-    const [card] = await models(tried);
-    if (tried !== params.key) return; // a request with a newer key is running
-    at("model").replaceChildren(make("strong", {}, card.id), ` ${card.dtype} on ${card.device}, context ${card.max_model_len}`);
-    document.title = `${card.id} · Onedraw`;
-    params.defaults(card);
-    at("locked").hidden = true;
-  } catch (error) {
-    if (tried !== params.key) return;
-    at("model").textContent = error.status === 401 ? "locked" : `not reachable: ${error.message}`;
-    if (error.status === 401 && at("locked").hidden) locked(true);
+// A message is only taken from the composer when it was sent; a server that is down is asked first.
+async function submit() {
+  const text = ask.value.trim();
+  if ((!text && !attachments.files.length) || chat.running) return;
+  if (connection.state === "down" && !(await connection.check())) {
+    notify("Not sent: the server does not answer.", { wrong: true });
+    return;
   }
+  if (!chat.send(text, [...attachments.files])) return;
+  attachments.take();
+  ask.value = "";
+  grow();
+}
+
+function grow() {
+  ask.style.height = "auto";
+  ask.style.height = `${Math.min(ask.scrollHeight + 2, innerHeight * 0.4)}px`;
 }
 
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit();
 });
+ask.addEventListener("input", grow);
 ask.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     submit();
   }
+  if (event.key === "ArrowUp" && !ask.value) {
+    const edits = log.querySelectorAll(".message.user button[aria-label=Edit]");
+    if (!edits.length || chat.running) return;
+    event.preventDefault();
+    edits[edits.length - 1].click();
+  }
 });
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running && at("inspector").hidden) running.abort();
+ask.addEventListener("paste", (event) => {
+  if (!event.clipboardData.files.length) return;
+  event.preventDefault();
+  attachments.add(event.clipboardData.files);
 });
-at("stop").addEventListener("click", () => running?.abort());
-at("clear").addEventListener("click", () => {
-  running?.abort();
-  cut(0);
-  at("empty").hidden = false;
+at("attach").addEventListener("click", () => at("attach-file").click());
+at("attach-file").addEventListener("change", async () => {
+  await attachments.add([...at("attach-file").files]);
+  at("attach-file").value = "";
   ask.focus();
 });
-at("panel").addEventListener("click", () => open(at("side").hidden));
+document.addEventListener("dragover", (event) => {
+  if (!event.dataTransfer.types.includes("Files")) return;
+  event.preventDefault();
+  document.body.classList.add("dropping");
+});
+document.addEventListener("dragleave", (event) => {
+  if (!event.relatedTarget) document.body.classList.remove("dropping");
+});
+document.addEventListener("drop", (event) => {
+  document.body.classList.remove("dropping");
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  attachments.add([...event.dataTransfer.files]);
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && chat.running && at("inspector").hidden && !document.querySelector("dialog[open]")) chat.abort();
+});
+at("stop").addEventListener("click", () => chat.abort());
+at("new").addEventListener("click", begin);
+at("menu").addEventListener("click", () => open("nav", at("nav").hidden));
+at("panel").addEventListener("click", () => open("side", at("side").hidden));
+at("retry").addEventListener("click", () => connection.check());
+at("export").addEventListener("click", () => sidebar.save());
+at("import").addEventListener("click", () => at("import-file").click());
+at("import-file").addEventListener("change", async () => {
+  for (const file of at("import-file").files) await sidebar.load(file);
+  at("import-file").value = "";
+});
 at("theme").addEventListener("click", () => {
   const now = THEMES.findIndex(([name]) => name === document.documentElement.dataset.theme);
   theme(THEMES[(now + 1) % THEMES.length][0]);
 });
+at("tokens").addEventListener("click", () => {
+  showTokens(at("tokens").getAttribute("aria-checked") !== "true");
+  inspector.hide();
+  chat.show();
+});
 for (const opening of document.querySelectorAll(".opening")) {
   opening.addEventListener("click", () => {
-    if (!running) send(opening.textContent);
+    ask.value = opening.textContent;
+    submit();
   });
 }
 log.addEventListener("scroll", () => inspector.hide(), { passive: true });
 document.addEventListener("pointerdown", (event) => {
   if (!event.target.closest?.(".t[data-i], #inspector")) inspector.hide();
 });
+addEventListener("hashchange", () => {
+  const id = named();
+  if (id && id !== chat.conversation.id) show(id);
+});
 
-theme(remembered());
-colour();
-open(matchMedia("(min-width: 62rem)").matches);
-connect();
+theme(remembered("theme"));
+showTokens(remembered("tokens") === "true");
+open("nav", wide.matches && remembered("nav") !== "false");
+const found = wanted ? await store.load(wanted).catch(() => null) : null;
+if (found) chat.open(found);
+await sidebar.refresh();
+connection.check();
 ask.focus();

@@ -1,7 +1,7 @@
 // The parameter panel → fields of a request. Values are stored in this browser, the key only while the tab is open.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
-const KEPT = [...NUMBERS.filter((name) => name !== "seed"), "system", "alternatives", "speculation", "colours", "tools", "tool_choice", "effort", "more"];
+const KEPT = [...NUMBERS.filter((name) => name !== "seed"), "system", "alternatives", "speculation", "tools", "tool_choice", "effort", "more"];
 const JSON_FIELDS = {
   tools: { title: "Tools", kind: "list", empty: [] },
   more: { title: "More fields", kind: "object", empty: {} },
@@ -45,10 +45,6 @@ export class Params {
     return this.field("key").value.trim();
   }
 
-  get colours() {
-    return this.field("colours").checked;
-  }
-
   set seed(value) {
     this.field("seed").value = value;
   }
@@ -81,9 +77,8 @@ export class Params {
     return { ...asked, ...more };
   }
 
-  system() {
-    const text = this.field("system").value.trim();
-    return text ? [{ role: "system", content: text }] : [];
+  get system() {
+    return this.field("system").value.trim();
   }
 
   // The value of a JSON field. Throws if it is invalid.

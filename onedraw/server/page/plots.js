@@ -1,6 +1,7 @@
 // Small plots: a label, a number as text, and a decorative line.
 
-const SVG = "http://www.w3.org/2000/svg";
+import { make, svg } from "./dom.js";
+
 const WIDTH = 96;
 const HEIGHT = 26;
 const POINTS = 48;
@@ -29,20 +30,11 @@ export class Plot {
   constructor(name, { top = null, format } = {}) {
     this.top = top;
     this.format = format;
-    this.element = document.createElement("div");
-    this.element.className = "plot";
-    const label = document.createElement("span");
-    label.className = "muted";
-    label.textContent = name;
-    this.value = document.createElement("strong");
-    this.value.textContent = "–";
-    const svg = document.createElementNS(SVG, "svg");
-    svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-    svg.setAttribute("aria-hidden", "true");
-    svg.setAttribute("preserveAspectRatio", "none");
-    this.line = document.createElementNS(SVG, "path");
-    svg.append(this.line);
-    this.element.append(label, this.value, svg);
+    this.value = make("strong", {}, "–");
+    this.line = svg("path");
+    this.element = make("div", { class: "plot" },
+      make("span", { class: "muted" }, name), this.value,
+      svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "aria-hidden": "true", preserveAspectRatio: "none" }, this.line));
   }
 
   draw(values, now) {

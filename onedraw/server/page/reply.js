@@ -12,6 +12,15 @@ export class Aligner {
     for (const token of tokens) this.waiting.push({ token, rest: token.text });
   }
 
+  // Continues a stored reply: what its last tokens have not shown yet is expected next.
+  resume(tokens, runs) {
+    const last = runs.findLast((run) => run.token)?.token;
+    const shown = last ? runs.filter((run) => run.token === last).map((run) => run.text).join("") : "";
+    this.begun = runs.length > 0;
+    if (last && !last.text.endsWith(shown)) this.waiting.push({ token: last, rest: last.text.slice(shown.length) });
+    this.add(tokens.slice(last ? last.index + 1 : 0));
+  }
+
   // → [{text, token}], token null where no token is known
   take(text) {
     const runs = [];
@@ -48,44 +57,49 @@ export class Aligner {
   }
 }
 
+// The request's fields without its messages, the system message among them: with the conversation before it, it is the whole request.
 export class Reply {
-  constructor(request, now = () => performance.now()) {
-    this.request = request;
+  constructor({ fields, system = "" }, now = () => performance.now()) {
+    this.fields = fields;
+    this.system = system;
     this.now = now;
+    this.model = null;
     this.seed = null;
     this.fingerprint = null;
     this.text = "";
     this.reasoning = "";
+    this.runs = []; // the text in order: {channel, text, token}, token null where none is known
     this.calls = []; // {id, name, arguments}
     this.tokens = []; // {index, id, text, kept, rejected, logprob, top}
-    this.turns = []; // {at, tokens, kept, rejected}
+    this.turns = []; // {at, tokens, kept, rejected}, at in milliseconds of the reply's own time
     this.finish = null;
-    this.usage = null;
-    this.error = null;
+    this.error = null; // {message, lost}
     this.stopped = false;
-    this.begun = now();
-    this.ended = null;
+    this.done = false;
+    this.spent = 0; // milliseconds before the present stream
+    this.since = now();
     this.aligner = new Aligner();
   }
 
-  // Adds a chunk; returns the new parts to show: [{channel, text, token}]
+  get elapsed() {
+    return this.spent + this.now() - this.since;
+  }
+
   add(chunk) {
     this.fingerprint = chunk.system_fingerprint ?? this.fingerprint;
-    if (chunk.usage) this.usage = chunk.usage;
+    this.model = chunk.model ?? this.model;
     const choice = chunk.choices[0];
-    if (!choice) return [];
+    if (!choice) return;
     this.seed = choice.seed ?? this.seed;
     this.addTokens(choice);
-    const shown = [];
     const delta = choice.delta || {};
     for (const [channel, text] of [["reasoning", delta.reasoning_content], ["text", delta.content]]) {
       if (!text) continue;
       this[channel] += text;
-      for (const run of this.aligner.take(text)) shown.push({ channel, ...run });
+      for (const run of this.aligner.take(text)) this.runs.push({ channel, ...run });
     }
     for (const call of delta.tool_calls || []) this.addCall(call);
     if (choice.finish_reason) this.finish = choice.finish_reason;
-    return shown;
   }
 
   addTokens(choice) {
@@ -100,7 +114,7 @@ export class Reply {
     this.tokens.push(...fresh);
     this.aligner.add(fresh);
     this.turns.push({
-      at: this.now(),
+      at: this.elapsed,
       tokens: fresh.length,
       kept: fresh.filter((token) => token.kept).length,
       rejected: fresh.reduce((sum, token) => sum + token.rejected, 0),
@@ -109,28 +123,34 @@ export class Reply {
 
   addCall(piece) {
     const call = (this.calls[piece.index] ??= { id: "", name: "", arguments: "" });
-    call.id ||= piece.id || "";
-    call.name += piece.function?.name || "";
+    if (piece.id) call.id = piece.id; // A continued call begins again with its id and name.
+    if (piece.function?.name) call.name = piece.function.name;
     call.arguments += piece.function?.arguments || "";
   }
 
   end({ error = null, stopped = false } = {}) {
-    this.error = error;
+    this.spent = this.elapsed;
+    this.error = error && { message: error.message, lost: Boolean(error.lost) };
     this.stopped = stopped;
-    this.ended = this.now();
+    this.done = true;
   }
 
-  get done() {
-    return this.ended !== null;
-  }
-
-  get ids() {
-    return this.tokens.map((token) => token.id);
+  // Continues a reply that broke off. Its next chunks hold what follows its tokens.
+  resume() {
+    this.since = this.now();
+    this.error = null;
+    this.stopped = false;
+    this.done = false;
   }
 
   // The reply was stopped by the user or interrupted.
   get partial() {
     return Boolean(this.stopped || this.error);
+  }
+
+  // Whether the server can continue the reply exactly where it broke off.
+  get resumable() {
+    return this.partial && this.seed !== null && this.tokens.length > 0 && this.finish === null;
   }
 
   // Whether the reply has any content.
@@ -186,6 +206,66 @@ export class Reply {
       acceptance: drafted ? kept / drafted : null,
     };
   }
+}
+
+// ---------------------------------------------------------------------------------------------- stored replies
+
+const MOST_TOKENS = 200_000;
+const text = (value) => (typeof value === "string" ? value : "");
+const number = (value, other = null) => (Number.isFinite(value) ? value : other);
+const list = (value, most = MOST_TOKENS) => (Array.isArray(value) ? value.slice(0, most) : []);
+
+// A reply as plain data. Tokens and runs are lists, which take a third of the space of objects.
+export function serializeReply(reply) {
+  return {
+    fields: reply.fields,
+    system: reply.system,
+    model: reply.model,
+    seed: reply.seed,
+    fingerprint: reply.fingerprint,
+    runs: reply.runs.map((run) => [run.channel === "reasoning" ? 1 : 0, run.text, run.token ? run.token.index : -1]),
+    calls: reply.calls.map((call) => ({ ...call })),
+    tokens: reply.tokens.map(({ id, text: said, kept, rejected, logprob, top }) => [id, said, kept ? 1 : 0, rejected, logprob, top.map((entry) => [entry.token, entry.logprob])]),
+    turns: reply.turns.map((turn) => [Math.round(turn.at), turn.tokens, turn.kept, turn.rejected]),
+    finish: reply.finish,
+    error: reply.error,
+    stopped: reply.stopped,
+    done: reply.done,
+    spent: Math.round(reply.done ? reply.spent : reply.elapsed),
+  };
+}
+
+// The reply again. Stored data may come from a file of somebody else: every value is checked, and unknown ones are dropped.
+export function restoreReply(data) {
+  const fields = data.fields && typeof data.fields === "object" && !Array.isArray(data.fields) ? data.fields : {};
+  const reply = new Reply({ fields, system: text(data.system) });
+  reply.model = text(data.model) || null;
+  reply.seed = Number.isSafeInteger(data.seed) ? data.seed : null;
+  reply.fingerprint = text(data.fingerprint) || null;
+  reply.tokens = list(data.tokens).filter(Array.isArray).map(([id, said, kept, rejected, logprob, top], index) => ({
+    index,
+    id: number(id, -1),
+    text: text(said),
+    kept: Boolean(kept),
+    rejected: number(rejected, 0),
+    logprob: number(logprob),
+    top: list(top, 20).filter(Array.isArray).map(([token, likely]) => ({ token: text(token), logprob: number(likely, -100) })),
+  }));
+  for (const [reasoning, said, index] of list(data.runs).filter(Array.isArray)) {
+    const channel = reasoning ? "reasoning" : "text";
+    reply.runs.push({ channel, text: text(said), token: reply.tokens[index] ?? null });
+    reply[channel] += text(said);
+  }
+  reply.calls = list(data.calls, 128).map((call) => ({ id: text(call?.id), name: text(call?.name), arguments: text(call?.arguments) }));
+  reply.turns = list(data.turns).filter(Array.isArray).map(([at, tokens, kept, rejected]) => ({ at: number(at, 0), tokens: number(tokens, 0), kept: number(kept, 0), rejected: number(rejected, 0) }));
+  reply.finish = text(data.finish) || null;
+  reply.error = data.error ? { message: text(data.error.message), lost: Boolean(data.error.lost) } : null;
+  reply.stopped = Boolean(data.stopped);
+  reply.done = true;
+  reply.spent = number(data.spent, 0);
+  if (!data.done) reply.error = { message: "The page was closed before the reply ended.", lost: true };
+  reply.aligner.resume(reply.tokens, reply.runs);
+  return reply;
 }
 
 // The first difference of two replies, or null. Tokens after the end of a stopped reply are not compared.

@@ -1,40 +1,103 @@
-// Views of messages and replies. Logic is in main.js.
+// Views of messages and replies: one way to show a reply, whether it is being written, stored, or raced. Logic is in chat.js.
 
-import { make, percent } from "./dom.js";
+import { fileView } from "./attachments.js";
+import { button, copyButton, make, percent } from "./dom.js";
 import { described, kind } from "./inspector.js";
-import { Plot } from "./plots.js";
+import { Plot, squeeze } from "./plots.js";
+import { MarkdownView } from "./render.js";
+
+const STRIP = 120; // parts of the strip under a reply
+
+// Whether replies show their tokens, or their Markdown.
+export const tokensShown = () => document.body.classList.contains("tokens");
+
+// The text of one channel of a reply: Markdown, and the tokens as they are. Each is brought up to date when it is shown.
+export class Text {
+  constructor(reply, channel, label, always = null) {
+    this.reply = reply;
+    this.channel = channel;
+    this.always = always; // "tokens": the Markdown is never shown
+    this.spans = []; // the first span of each token, by its index
+    this.read = 0; // runs that the token view has shown
+    this.markdown = new MarkdownView();
+    this.tokens = make("div", { class: "said", tabindex: "0", role: "group", "aria-label": `${label}; arrow keys go from token to token` });
+    this.element = make("div", { class: "text" }, this.markdown.element, this.tokens);
+  }
+
+  // Shows everything, or what the first `limit` tokens say.
+  update(limit = Infinity) {
+    const tokens = this.always === "tokens" || tokensShown();
+    this.markdown.element.hidden = tokens;
+    this.tokens.hidden = !tokens;
+    if (!tokens) {
+      this.markdown.update(this.reply[this.channel]);
+      return;
+    }
+    for (; this.read < this.reply.runs.length; this.read += 1) {
+      const { channel, text, token } = this.reply.runs[this.read];
+      if (token && token.index >= limit) break;
+      if (channel !== this.channel) continue;
+      if (!token) {
+        this.tokens.append(text);
+        continue;
+      }
+      const span = make("span", { class: "t " + kind(token), "data-i": String(token.index) }, text);
+      this.spans[token.index] ??= span;
+      this.tokens.append(span);
+    }
+  }
+}
+
+// Earlier and later versions of a message: ‹ 2/3 ›
+function versions({ number, count, onversion }) {
+  if (count < 2) return [];
+  const previous = button("left", "Previous version", () => onversion(-1), { disabled: number === 1 });
+  const next = button("right", "Next version", () => onversion(1), { disabled: number === count });
+  return [make("span", { class: "versions", role: "group", "aria-label": `Version ${number} of ${count}` }, previous, `${number}/${count}`, next)];
+}
 
 export class UserView {
-  constructor(text, { onedit }) {
-    this.text = text;
-    this.onedit = onedit;
+  constructor(entry, { onedit, onremove, onversion }) {
+    this.entry = entry;
+    this.handlers = { onedit, onremove, onversion };
     this.element = make("article", { class: "message user", "aria-label": "You" });
+    this.place = { number: 1, count: 1 };
     this.show();
   }
 
+  // `place`: which version of the message this is.
+  update(place) {
+    const moved = place.number !== this.place.number || place.count !== this.place.count;
+    this.place = place;
+    if (moved && !this.element.querySelector("form")) this.show();
+  }
+
   show() {
-    this.edit = make("button", { type: "button", class: "quiet edit", onclick: () => this.open() }, "Edit");
-    this.element.replaceChildren(make("p", { class: "said" }, this.text), make("div", { class: "actions" }, this.edit));
+    const { text, files } = this.entry;
+    const { onremove, onversion } = this.handlers;
+    this.edit = button("rename", "Edit", () => this.open(), { "aria-label": "Edit" });
+    this.element.replaceChildren(
+      ...files.map(fileView),
+      ...(text ? [make("p", { class: "said" }, text)] : []),
+      make("div", { class: "actions" }, ...versions({ ...this.place, onversion }), this.edit, button("remove", "Remove from here on", onremove)));
   }
 
   open() {
-    const area = make("textarea", { rows: "3", "aria-label": "Your message, to be sent again" });
-    area.value = this.text;
+    const area = make("textarea", { rows: String(Math.min(12, this.entry.text.split("\n").length + 2)), "aria-label": "Your message, to be sent again" });
+    area.value = this.entry.text;
     const close = () => {
       this.show();
       this.edit.focus();
     };
     const form = make("form", {},
+      ...this.entry.files.map(fileView),
       area,
       make("div", { class: "actions" },
         make("button", { type: "submit", class: "strong" }, "Send again"),
         make("button", { type: "button", class: "quiet", onclick: close }, "Cancel")));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (area.value.trim() && this.onedit(area.value)) {
-        this.text = area.value;
-        this.show();
-      }
+      if ((area.value.trim() || this.entry.files.length) && this.handlers.onedit(area.value)) this.show();
     });
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {
@@ -53,11 +116,19 @@ export class UserView {
 
 // Tool results: a message that can be edited and sent again.
 export class ResultsView {
-  constructor(calls, texts, { onedit }) {
+  constructor(entry, { onedit, onremove, onversion }) {
+    this.entry = entry;
+    this.handlers = { onedit, onremove, onversion };
     this.element = make("article", { class: "message user", "aria-label": "Results of tools" });
-    const said = calls.flatMap((call, i) => [make("strong", {}, call.name), make("pre", {}, texts[i] || "(nothing)")]);
-    const edit = make("button", { type: "button", class: "quiet edit", onclick: onedit }, "Edit");
-    this.element.append(make("div", { class: "said results" }, ...said), make("div", { class: "actions" }, edit));
+    this.update({ number: 1, count: 1 });
+  }
+
+  update(place) {
+    const { onedit, onremove, onversion } = this.handlers;
+    const said = this.entry.results.flatMap(({ name, text }) => [make("strong", {}, name), make("pre", {}, text || "(nothing)")]);
+    this.element.replaceChildren(
+      make("div", { class: "said results" }, ...said),
+      make("div", { class: "actions" }, ...versions({ ...place, onversion }), button("rename", "Edit", onedit, { "aria-label": "Edit" }), button("remove", "Remove from here on", onremove)));
   }
 }
 
@@ -73,67 +144,63 @@ function tidy(text) {
 let numbered = 0; // for unique label ids
 
 export class ReplyView {
-  constructor(reply, { inspector, say, onroll, onsame, onreplay, onpin, onresults }) {
+  // `handlers`: onagain, onreplay, onrace, onpicture, onpin, oncontinue, onedit, onremove, onresults, onversion
+  constructor(reply, { inspector, say, ...handlers }) {
     this.inspector = inspector;
     this.say = say;
-    this.handlers = { onroll, onsame, onreplay, onpin, onresults };
-    this.element = make("article", { class: "message assistant", "aria-label": "Reply" });
-    this.reset(reply);
-  }
-
-  // Replaces the reply by an empty one.
-  reset(reply) {
+    this.handlers = handlers;
     this.reply = reply;
+    this.place = { number: 1, count: 1 };
     this.active = -1;
-    this.spans = []; // the first span of each token, by its index
-    this.reasoning = make("div", { class: "said", tabindex: "0", role: "group", "aria-label": "Reasoning, token by token" });
-    this.thought = make("details", { class: "fold", hidden: true }, make("summary", {}, "Reasoning"), this.reasoning);
-    this.text = make("div", { class: "said", tabindex: "0", role: "group", "aria-label": "Reply; arrow keys go from token to token" });
+    this.text = new Text(reply, "text", "Reply");
+    this.reasoning = new Text(reply, "reasoning", "Reasoning");
+    this.thought = make("details", { class: "fold", hidden: true }, make("summary", {}, "Reasoning"), this.reasoning.element);
     this.calls = make("div", { class: "calls" });
     this.answering = make("form", { class: "answering", hidden: true, "aria-label": "Results of the calls" });
-    this.wrong = make("p", { class: "wrong", role: "alert" });
+    this.wrong = make("div", { class: "wrong", role: "alert" });
+    this.strip = make("div", { class: "strip", "aria-hidden": "true" });
     this.plots = {
       speed: new Plot("tokens/s", { format: (value) => value.toFixed(1) }),
       perTurn: new Plot("tokens per step", { format: (value) => value.toFixed(2) }),
       acceptance: new Plot("drafts kept", { top: 1, format: percent }),
     };
-    const drawn = make("div", { class: "plots" }, ...Object.values(this.plots).map((plot) => plot.element));
+    this.drawn = make("div", { class: "plots" }, ...Object.values(this.plots).map((plot) => plot.element));
     this.facts = make("p", { class: "facts muted" });
     this.actions = make("div", { class: "actions", hidden: true });
     this.verdict = make("p", { class: "verdict" });
-    this.element.replaceChildren(
-      this.thought, this.text, this.calls, this.answering, this.wrong, drawn, this.facts, this.actions, this.verdict);
-    for (const group of [this.text, this.reasoning]) {
-      group.addEventListener("pointerover", (event) => this.point(event.target));
-      group.addEventListener("click", (event) => this.point(event.target));
-      group.addEventListener("keydown", (event) => this.move(event));
+    this.element = make("article", { class: "message assistant", "aria-label": "Reply" },
+      this.thought, this.text.element, this.calls, this.answering, this.wrong, this.strip, this.drawn, this.facts, this.actions, this.verdict);
+    for (const { tokens } of [this.text, this.reasoning]) {
+      tokens.addEventListener("pointerover", (event) => this.point(event.target));
+      tokens.addEventListener("click", (event) => this.point(event.target));
+      tokens.addEventListener("keydown", (event) => this.move(event));
     }
-    this.element.setAttribute("aria-busy", "true");
+    this.update();
   }
 
-  append(runs) {
-    for (const { channel, text, token } of runs) {
-      const group = channel === "reasoning" ? this.reasoning : this.text;
-      if (channel === "reasoning") this.thought.hidden = false;
-      if (!token) {
-        group.append(text);
-        continue;
-      }
-      const span = make("span", { class: "t " + kind(token), "data-i": String(token.index) }, text);
-      this.spans[token.index] ??= span;
-      group.append(span);
-    }
+  // Brings the view up to date with the reply. `place`: which version of the reply this is.
+  update(place = this.place) {
+    this.place = place;
+    const { reply } = this;
+    this.thought.hidden = !reply.reasoning;
+    this.text.update();
+    this.reasoning.update();
     this.showCalls();
     this.draw();
+    if (reply.done) this.element.removeAttribute("aria-busy");
+    else this.element.setAttribute("aria-busy", "true");
+    this.showError();
+    this.showActions();
   }
 
   showCalls() {
     while (this.calls.children.length < this.reply.calls.length) {
-      this.calls.append(make("details", { class: "fold call" }, make("summary", {}), make("pre", {})));
+      this.calls.append(make("section", { class: "call" }, make("p", { class: "call-name" }), make("pre", { tabindex: "0", role: "group" })));
     }
     this.reply.calls.forEach((call, i) => {
-      const [summary, body] = this.calls.children[i].children;
-      summary.textContent = `Tool call: ${call.name}`;
+      const [name, body] = this.calls.children[i].children;
+      name.textContent = `Tool call: ${call.name}`;
+      body.setAttribute("aria-label", `Arguments of ${call.name}`);
       body.textContent = this.reply.done ? tidy(call.arguments) : call.arguments;
     });
   }
@@ -158,38 +225,67 @@ export class ReplyView {
   }
 
   draw() {
-    const series = this.reply.series();
-    const totals = this.reply.totals();
-    for (const [name, plot] of Object.entries(this.plots)) plot.draw(series[name], totals[name]);
+    const { reply } = this;
+    const totals = reply.totals();
+    if (tokensShown()) {
+      const series = reply.series();
+      for (const [name, plot] of Object.entries(this.plots)) plot.draw(series[name], totals[name]);
+    }
+    this.drawn.hidden = !tokensShown() || !reply.turns.length;
+    this.strip.hidden = !reply.tokens.length;
+    const parts = squeeze(reply.tokens.map((token) => (token.kept ? 1 : 0)), STRIP);
+    const colour = (share) => `color-mix(in srgb, var(--kept-line) ${Math.round(share * 100)}%, var(--sampled-line))`;
+    const stops = parts.map((share, i) => `${colour(share)} ${((i / parts.length) * 100).toFixed(2)}% ${(((i + 1) / parts.length) * 100).toFixed(2)}%`);
+    this.strip.style.background = parts.length ? `linear-gradient(to right, ${stops.join(", ")})` : "";
     this.facts.replaceChildren(...this.summary(totals));
   }
 
   summary(totals) {
-    const reply = this.reply;
-    const facts = [`${reply.seed === null ? "" : `seed ${reply.seed} · `}${totals.tokens} tokens: `];
-    facts.push(make("span", { class: "t kept" }, `${totals.kept} kept`), " ");
-    facts.push(make("span", { class: "t sampled" }, `${totals.tokens - totals.kept} sampled`));
-    if (reply.done) facts.push(" · " + (reply.stopped ? "stopped by you" : reply.error ? "failed" : `ended by ${reply.finish}`));
-    return facts;
+    const { reply } = this;
+    const facts = [];
+    if (reply.tokens.length) {
+      facts.push([`${totals.tokens} tokens: `, make("span", { class: "t kept" }, `${totals.kept} drafted`), " ", make("span", { class: "t sampled" }, `${totals.tokens - totals.kept} sampled`)]);
+    }
+    if (totals.speed) facts.push(`${totals.speed.toFixed(totals.speed < 10 ? 1 : 0)} tokens/s`);
+    if (reply.stopped) facts.push("stopped by you");
+    else if (reply.error && reply.tokens.length) facts.push("interrupted");
+    else if (reply.finish && reply.finish !== "stop") facts.push(`ended by ${reply.finish}`);
+    if (reply.seed !== null) facts.push(make("span", { class: "seed" }, `seed ${reply.seed}`));
+    if (reply.fingerprint) facts.push(make("span", { class: "fingerprint", title: "The fingerprint of model and server: with the seed it replays this reply" }, reply.fingerprint));
+    return facts.flatMap((fact, i) => (i ? [" · ", fact] : [fact]).flat());
   }
 
-  finish() {
-    this.element.removeAttribute("aria-busy");
-    if (this.reply.error) this.wrong.textContent = this.reply.error.message;
-    else if (this.reply.finish === "tool_calls") this.askResults();
-    this.showCalls();
-    this.draw();
-    const { onroll, onsame, onreplay, onpin } = this.handlers;
-    const seeded = this.reply.seed !== null;
-    const button = (name, title, onclick) => make("button", { type: "button", class: "quiet", title, onclick }, name);
-    this.actions.replaceChildren(button("New seed", "Draw the reply anew, with another seed", onroll));
-    if (seeded && this.reply.tokens.length) {
-      this.actions.append(
-        button("Same seed", "Draw the reply again with the same seed", onsame),
-        button("Replay without drafts", "Run the same request with speculation off, and compare the tokens", onreplay),
-        button("Keep seed", "Use this seed for the next messages too", onpin));
+  showError() {
+    const { error } = this.reply;
+    if (!this.reply.done || !error) {
+      this.wrong.replaceChildren();
+      return;
     }
-    this.actions.hidden = false;
+    if (this.wrong.childElementCount) return; // announced once
+    this.wrong.append(make("p", {}, error.message));
+  }
+
+  showActions() {
+    const { reply, handlers } = this;
+    this.actions.hidden = !reply.done;
+    const state = `${reply.done} ${reply.tokens.length} ${this.place.number}/${this.place.count}`;
+    if (!reply.done || this.actionsFor === state) return; // so that a button that is in use is not replaced
+    this.actionsFor = state;
+    const words = (name, title, onclick, label) => button(name, title, onclick, { words: label });
+    const made = [...versions({ ...this.place, onversion: handlers.onversion })];
+    if (reply.text) made.push(copyButton("Copy the reply as Markdown", () => reply.text));
+    if (reply.resumable) made.push(words("play", "Continue exactly where the reply broke off", handlers.oncontinue, "Continue"));
+    made.push(words("again", "Another reply with another seed, beside this one", handlers.onagain, reply.error ? "Try again" : "New reply"));
+    if (reply.seed !== null && reply.tokens.length) {
+      made.push(
+        words("replay", "Run the same request with the same seed without drafts, and compare the tokens", handlers.onreplay, "Replay without drafts"),
+        words("race", "The same seed with and without drafts, side by side", handlers.onrace, "Race"),
+        words("picture", "A picture of this reply to share", handlers.onpicture, "Picture"),
+        button("pin", "Use this seed for the next messages too", handlers.onpin, { "aria-label": "Keep seed" }));
+    }
+    if (reply.error) made.push(words("rename", "Edit the message before this reply", handlers.onedit, "Edit message"));
+    made.push(button("remove", "Remove from here on", handlers.onremove));
+    this.actions.replaceChildren(...made);
   }
 
   judge(text, kind) {
@@ -211,7 +307,8 @@ export class ReplyView {
   move(event) {
     if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-    const shown = this.spans.flatMap((span, i) => (span && event.currentTarget.contains(span) ? [i] : []));
+    const { spans } = [this.text, this.reasoning].find(({ tokens }) => tokens === event.currentTarget);
+    const shown = [...spans.keys()].filter((i) => spans[i]);
     if (!shown.length || (step === undefined && !["Home", "End"].includes(event.key))) return;
     event.preventDefault();
     const at = shown.indexOf(this.active);
@@ -220,8 +317,8 @@ export class ReplyView {
     if (event.key === "End") next = shown.length - 1;
     const index = shown[next];
     this.active = index;
-    this.spans[index].scrollIntoView({ block: "nearest" });
-    requestAnimationFrame(() => this.inspect(index, this.spans[index])); // after scrolling, which hides the card
+    spans[index].scrollIntoView({ block: "nearest" });
+    requestAnimationFrame(() => this.inspect(index, spans[index])); // after scrolling, which hides the card
     this.say(described(this.reply.tokens[index], this.reply.tokens.length));
   }
 }
