@@ -169,8 +169,8 @@ def _shown(value: float) -> str:
 class Request:
     """A prompt that is continued once, as plain data that could be sent to another process. A call for n choices makes n of them.
 
-    `caller` and `parent` decide which request goes first when requests wait for a lane (see `engine/fairness.py`). They do not
-    affect the sampled tokens.
+    `caller`, `parent` and `background` decide which request goes first when requests wait for a lane (see `engine/fairness.py`).
+    They do not affect the sampled tokens.
     """
 
     id: str
@@ -187,6 +187,7 @@ class Request:
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both
     caller: str = ""  # the name of an API key, or a client address; empty for callers of the library
     parent: str = ""  # an id that all choices of one call share; empty if there is only one choice
+    background: bool = False  # whether requests that are not in the background go first, such as a line of a batch
 
 
 @dataclass(slots=True)

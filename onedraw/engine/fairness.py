@@ -8,6 +8,9 @@ These are pure functions from numbers to an order, on which the scheduler acts.
     request  one call with all its choices (the n replies that it asks for), which may be several rows
     turn     the number of tokens that a row samples before another of equal rank may take its lane
 
+Requests in the background, such as the lines of a batch, come after all others, the interactive ones: they get the lanes and
+prompt tokens that are left, and their rows are preempted first. The rules below hold among each of the two kinds.
+
 Callers share the lanes evenly, and so do the requests of one caller. The rank of a row is the number of rows that its caller
 holds before it, counted round robin over the caller's requests. A waiting request displaces (preempts) a row of higher rank than
 its own row would get, and a row of equal rank after that row's turn. So rows are displaced only in favour of a caller or request
@@ -31,6 +34,12 @@ class TurnKey(NamedTuple):
 
     caller: str
     request: str
+    background: bool = False
+
+    @property
+    def share(self) -> tuple[bool, str]:
+        """Whose share of lanes and prompt tokens the row has. A caller's background requests have a share of their own."""
+        return self.background, self.caller
 
 
 class RunningRow(NamedTuple):
@@ -56,7 +65,7 @@ def ranks(keys: Sequence[TurnKey]) -> list[Rank]:
     in_request, by_caller = [], defaultdict(list)
     for index, key in enumerate(keys):
         in_request.append(held[key])
-        by_caller[key.caller].append(index)
+        by_caller[key.share].append(index)
         held[key] += 1
     in_caller = [0] * len(keys)
     for rows in by_caller.values():
@@ -68,49 +77,59 @@ def ranks(keys: Sequence[TurnKey]) -> list[Rank]:
 
 def displaced(key: TurnKey, rows: Sequence[RunningRow]) -> list[int]:
     """Return the indices of the rows that may be preempted so that `key` gets one more row, in the order in which to preempt
-    them. `rows` has the oldest first."""
-    callers, requests = Counter(row.key.caller for row in rows), Counter(row.key for row in rows)
-    found: list[tuple[bool, int, int, int]] = []
+    them: background rows before interactive ones. `rows` has the oldest first."""
+    callers, requests = Counter(row.key.share for row in rows), Counter(row.key for row in rows)
+    found: list[tuple[bool, bool, int, int, int]] = []
     for index, (row, rank) in enumerate(zip(rows, ranks([row.key for row in rows]), strict=True)):
+        if row.key.background != key.background:
+            if row.key.background:
+                found.append((False, False, -rank.in_caller, 0, -index))
+            continue
         if row.key == key:
             continue
         same_caller = row.key.caller == key.caller
-        theirs, ours = (rank.in_request, requests[key]) if same_caller else (rank.in_caller, callers[key.caller])
+        theirs, ours = (rank.in_request, requests[key]) if same_caller else (rank.in_caller, callers[key.share])
         if theirs > ours or (theirs == ours and row.overtime >= 0):
-            found.append((same_caller, -theirs, -row.overtime if theirs == ours else 0, -index))
+            found.append((True, same_caller, -theirs, -row.overtime if theirs == ours else 0, -index))
     return [-index for *_, index in sorted(found)]
 
 
 def newest_of_most(keys: Sequence[TurnKey], candidates: Sequence[int]) -> int:
-    """Return which of the candidates (indices of `keys`) to preempt first when KV pages are short: the newest row of the caller
-    that holds most. The oldest row of all is preempted last, so it always advances."""
+    """Return which of the candidates (indices of `keys`) to preempt first when KV pages are short: a background row before any
+    other, then the newest row of the caller that holds most. The oldest interactive row is preempted last (the oldest of all if
+    every row is a background row), so it always advances."""
     found = ranks(keys)
-    return max(candidates, key=lambda index: (found[index].in_caller, index))
+    return max(candidates, key=lambda index: (keys[index].background, found[index].in_caller, index))
 
 
 class PromptTurns:
     """Decides which prompts are computed first when a step has too few tokens for all of them.
 
-    The caller goes first whose prompts have received the fewest tokens so far; of its requests, the one that has received the
+    Interactive prompts go before background ones. Of each kind, the caller goes first whose prompts have received the fewest
+    tokens so far; of its requests, the one that has received the
     fewest; then the oldest row. A caller or request without a prompt in progress is forgotten. When it returns, it starts with
     the count of the one that has received fewest: it gains nothing from the time it was away, and loses nothing. The scheduler
     owns this object.
     """
 
     def __init__(self) -> None:
-        self._received: dict[str | TurnKey, int] = {}  # prompt tokens received by each caller, and by each of its requests
+        self._received: dict[
+            tuple[bool, str] | TurnKey, int
+        ] = {}  # prompt tokens received by each caller, and by each of its requests
 
     def order(self, keys: Sequence[TurnKey]) -> list[int]:
         """Return the indices of `keys` in the order in which their rows get tokens. `keys` has the oldest row first."""
-        levels: tuple[Sequence[str | TurnKey], ...] = ([key.caller for key in keys], keys)
+        levels: tuple[Sequence[tuple[bool, str] | TurnKey], ...] = ([key.share for key in keys], keys)
         known = self._received
         self._received = {}
         for level in levels:
             least = min((known[entry] for entry in level if entry in known), default=0)
             self._received.update((entry, known.get(entry, least)) for entry in level)
-        return sorted(range(len(keys)), key=lambda i: (self._received[keys[i].caller], self._received[keys[i]], i))
+        return sorted(
+            range(len(keys)), key=lambda i: (keys[i].background, self._received[keys[i].share], self._received[keys[i]], i)
+        )
 
     def record(self, key: TurnKey, tokens: int) -> None:
         if key in self._received:
-            self._received[key.caller] += tokens
+            self._received[key.share] += tokens
             self._received[key] += tokens

@@ -4,12 +4,12 @@ It reads the waiting and running sequences, the allocator and a token budget (th
 are what single sequences compute in the step, each with its sequence.
 
 Lanes (the places of running sequences) go to callers in turn, then to the requests of a caller (see `fairness.py`). A waiting
-request may preempt sequences of a caller that holds more, the newest first. With strict order of arrival (the policy
-`fcfs`), all sequences count as one request. Each generating sequence gets one token, and drafts if there is room; the rest of the
-budget goes to prompts, one after the other. A prompt row that does not reach the end of its prompt stops at a multiple of the
-backend's chunk, the number of positions that recurrent layers compute at once. If a sequence needs KV pages and none is free, a
-sequence without a row in this plan is preempted. A sequence whose whole prompt comes from a checkpoint (saved state and last
-logits) generates at once, with a row that has no tokens to compute.
+request may preempt sequences of a caller that holds more, the newest first. With strict order of arrival (the policy `fcfs`),
+all sequences count as one request, and background ones as another. Each generating sequence gets one token, and drafts if there
+is room; the rest of the budget goes to prompts, one after the other. A prompt row that does not reach the end of its prompt
+stops at a multiple of the backend's chunk, the number of positions that recurrent layers compute at once. If a sequence needs
+KV pages and none is free, a sequence without a row in this plan is preempted. A sequence whose whole prompt comes from a
+checkpoint (saved state and last logits) generates at once, with a row that has no tokens to compute.
 
 If the backend takes several plans at once, each plan gets an even share of the sequences, or more if more rows cost no extra
 time, so that the next plan has sequences too. A row is in flight from its submission until its outcome is collected; meanwhile
@@ -49,7 +49,7 @@ from onedraw.types import History, Row
 MIN_STEP_TOKENS = 16  # After the device ran out of memory, the token budget of a step is halved, but not below this.
 GROW_STEPS = 64  # After so many computed steps, a budget that was halved is doubled again.
 FORCED = "forced"  # the source of drafts that are the forced tokens of a request; they are not counted as speculation
-SHARED_TURN = TurnKey("", "")  # the key of every sequence under strict order of arrival, so that none takes another's turn
+SHARED_TURN = TurnKey("", "")  # the key of sequences under strict order of arrival, so that none takes another's turn
 
 Fetch = Callable[[History], None]  # loads a snapshot of the prompt into the prefix cache, if there is one on disk
 
@@ -105,7 +105,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         if not self.fair:
-            sequence.key = SHARED_TURN
+            sequence.key = SHARED_TURN._replace(background=sequence.request.background)
         self.waiting.add(sequence)
         self._full_with = None
 

@@ -59,7 +59,7 @@ class Sequence:
 
     def __post_init__(self, constraint: Constraint | None) -> None:
         self.history = History(self.request.prompt, list(self.request.given), constraint=constraint, forced=self.request.forced)
-        self.key = TurnKey(self.request.caller, self.request.parent or self.request.id)
+        self.key = TurnKey(self.request.caller, self.request.parent or self.request.id, self.request.background)
 
     @property
     def known(self) -> int:

@@ -2,6 +2,7 @@
 
 The sequences of one call (its choices) have the same key and wait in order of arrival. The keys of one caller are in a ring: the
 one that was admitted last goes to the end. So are the callers. If all sequences have the same key, the order is that of arrival.
+Background sequences come after all others.
 """
 
 from __future__ import annotations
@@ -69,13 +70,14 @@ class WaitingQueue:
 
     def candidates(self, running: List[TurnKey], most: int) -> list[Sequence]:
         """Return the next sequences to admit, the best first, at most one per request. `running` has the key of every running
-        sequence: callers with the fewest of them go first, then requests with the fewest, then the order of the rings decides."""
-        callers, requests = Counter(key.caller for key in running), Counter(running)
+        sequence: of those that are not in the background, callers with the fewest of them go first, then requests with the
+        fewest, then the order of the rings decides; then the same for those in the background."""
+        callers, requests = Counter(key.share for key in running), Counter(running)
         found = []
-        for place, (caller, waiting) in enumerate(self._callers.items()):
-            for number, key in enumerate(nsmallest(most, waiting, key=requests.__getitem__)):
-                found.append((callers[caller] + number, place, waiting[key][0]))
-        return [sequence for *_, sequence in nsmallest(most, found, key=lambda entry: entry[:2])]
+        for place, waiting in enumerate(self._callers.values()):
+            for number, key in enumerate(nsmallest(most, waiting, key=lambda key: (key.background, requests[key]))):
+                found.append((key.background, callers[key.share] + number, place, waiting[key][0]))
+        return [sequence for *_, sequence in nsmallest(most, found, key=lambda entry: entry[:3])]
 
     def _queue(self, key: TurnKey) -> deque[Sequence]:
         requests = self._callers.setdefault(key.caller, OrderedDict())

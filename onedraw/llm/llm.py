@@ -209,15 +209,15 @@ class LLM:
 
     # ------------------------------------------------------------------ generations in, pieces out
 
-    def prepare(self, *generations: Generation, caller: str = "") -> list[PreparedChoice]:
+    def prepare(self, *generations: Generation, caller: str = "", background: bool = False) -> list[PreparedChoice]:
         """Return the choices of these generations, in order. Each request and its constraint are built once, and an error is
         raised if one of them cannot run.
 
         `caller` names who sends the requests. When requests wait, callers take turns; so do the calls of this method by one
-        caller, while the choices of one call share a turn.
+        caller, while the choices of one call share a turn. With `background` all other requests go before these.
         """
-        parent = f"call-{next(self._numbers)}"
-        return [choice for generation in generations for choice in self._choices(generation, caller=caller, parent=parent)]
+        turn = {"caller": caller, "parent": f"call-{next(self._numbers)}", "background": background}
+        return [choice for generation in generations for choice in self._choices(generation, turn)]
 
     def pieces(self, choices: Sequence[PreparedChoice]) -> Generator[Piece, None, None]:
         """Submit all choices, or none of them, and yield their pieces. `Piece.index` is the choice's index in `choices`.
@@ -274,7 +274,8 @@ class LLM:
 
     # ------------------------------------------------------------------ inside
 
-    def _choices(self, generation: Generation, *, caller: str, parent: str) -> list[PreparedChoice]:
+    def _choices(self, generation: Generation, turn: Mapping[str, Any]) -> list[PreparedChoice]:
+        """Return the choices of a generation. `turn` has the fields of their requests that decide when they run."""
         if generation.n < 1:
             raise BadParameter("n", f"must be at least 1, not {generation.n}")
         if generation.n > self.service.max_requests:
@@ -296,8 +297,7 @@ class LLM:
                 predicted=generation.predicted,
                 speculate=generation.speculate,
                 constraint=constraint,
-                caller=caller,
-                parent=parent,
+                **turn,
             )
             for i in range(generation.n)
         ]

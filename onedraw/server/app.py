@@ -31,7 +31,7 @@ from onedraw.server.auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller, t
 from onedraw.server.body import read_body, read_json
 from onedraw.server.config import ServerOptions
 from onedraw.server.errors import TimedOut, error_response
-from onedraw.server.limits import PERMIT, Accounts, Permit, PermitMiddleware
+from onedraw.server.limits import BACKGROUND, PERMIT, Accounts, Permit, PermitMiddleware
 from onedraw.server.logs import RequestLog, note
 from onedraw.server.metrics import Meters, RequestTimer
 from onedraw.server.middleware import (
@@ -207,7 +207,8 @@ class Endpoints:
     ) -> Response:
         """Run a request of any endpoint. `write` makes the writer for the shape of that endpoint's replies."""
         self._refuse_when_closed()
-        who = turn_caller(request.scope)
+        background = bool(request.scope.get(BACKGROUND))
+        who = turn_caller(request.scope) + " in the background" * background  # a caller of its own, with a share of its own
         permit = request.scope[PERMIT] = self._accounts.begin(who)
         gone = threading.Event()  # set if the client disconnects, so that the thread that prepares the request stops
         try:
@@ -219,6 +220,7 @@ class Endpoints:
                     prefix=prefix,
                     names=names or {},
                     caller=who,
+                    background=background,
                     cancelled=gone.is_set,
                 ),
             )
@@ -235,7 +237,7 @@ class Endpoints:
             )
         headers = _headers(ignored) | {"x-request-id": prepared.id}
         writer = write(prepared)
-        seconds = self.options.request_seconds
+        seconds = None if background else self.options.request_seconds
         run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, permit=permit, trace=trace, seconds=seconds)
         if not wanted.stream:
             return JSONResponse(await or_disconnect(request.receive, run.whole()), headers=headers)

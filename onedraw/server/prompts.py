@@ -34,6 +34,8 @@ TEMPLATE_NAMES = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "self", "use"}
 )  # keys that are refused in chat_template_kwargs
 
+PrepareChoices = Callable[..., list[PreparedChoice]]  # makes the choices of the generations that are its arguments
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
@@ -74,27 +76,32 @@ def prepare(
     prefix: str | None = None,
     names: Mapping[str, str] | None = None,
     caller: str = "",
+    background: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> PreparedRequest:
     """Check everything that can be wrong with a request, and tokenize its prompt. This takes long for a long prompt, so call it
     on a thread.
 
     `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ. `caller` names
-    who sent the request; requests of different callers take turns. The work on a list of prompts stops once `cancelled` returns
-    True.
+    who sent the request; requests of different callers take turns, and those that are not in the `background` go first. The
+    work on a list of prompts stops once `cancelled` returns True.
     """
     spelled = {ours: theirs for theirs, (ours, _) in request.guided().items()}
     if request.repetition_penalty is None:
         spelled["repetition_penalty"] = "repeat_penalty"
     spellings = (spelled, names or {})
+
+    def choices(*generations: Generation) -> list[PreparedChoice]:
+        return llm.prepare(*generations, caller=caller, background=background)
+
     try:
         match request:
             case ScoreRequest():
-                prepared = _score(request, llm, caller)
+                prepared = _score(request, llm, choices)
             case ChatRequest():
-                prepared = _chat(request, llm, prefix or "chatcmpl-", caller)
+                prepared = _chat(request, llm, prefix or "chatcmpl-", choices)
             case CompletionRequest():
-                prepared = _completion(request, llm, caller, cancelled)
+                prepared = _completion(request, llm, choices, cancelled)
     except BadRequest as error:
         raise _renamed(error, spellings) from None
     return replace(prepared, names=spellings)
@@ -118,7 +125,7 @@ def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) ->
         return error.prompt
 
 
-def _completion(request: CompletionRequest, llm: LLM, caller: str, cancelled: Callable[[], bool]) -> PreparedRequest:
+def _completion(request: CompletionRequest, llm: LLM, choices: PrepareChoices, cancelled: Callable[[], bool]) -> PreparedRequest:
     identity = f"cmpl-{secrets.token_hex(12)}"
     seed = settle_seed(request.seed)
     scored = request.logprobs if request.echo else None
@@ -144,15 +151,16 @@ def _completion(request: CompletionRequest, llm: LLM, caller: str, cancelled: Ca
         )
         echoes.append(_echo(prompt, llm) if request.echo else None)
     logprobs = request.logprobs is not None
-    choices = llm.prepare(*generations, caller=caller)
-    return _prepared(request, generations, choices, id=identity, kind="completion", echoes=echoes, logprobs=logprobs)
+    return _prepared(
+        request, generations, choices(*generations), id=identity, kind="completion", echoes=echoes, logprobs=logprobs
+    )
 
 
 def _echo(prompt: Prompt, llm: LLM) -> str:
     return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt, skip_special=False)
 
 
-def _chat(request: ChatRequest, llm: LLM, prefix: str, caller: str) -> PreparedRequest:
+def _chat(request: ChatRequest, llm: LLM, prefix: str, choices: PrepareChoices) -> PreparedRequest:
     identity = f"{prefix}{secrets.token_hex(12)}"
     options = request.options(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
@@ -161,11 +169,11 @@ def _chat(request: ChatRequest, llm: LLM, prefix: str, caller: str) -> PreparedR
         if error.param == "prompt":
             error.param = "messages"  # The caller sent messages; the prompt was made from them.
         raise
-    choices = llm.prepare(generation, caller=caller)
-    return _prepared(request, [generation], choices, id=identity, kind="chat", echoes=[None], logprobs=request.logprobs)
+    prepared = choices(generation)
+    return _prepared(request, [generation], prepared, id=identity, kind="chat", echoes=[None], logprobs=request.logprobs)
 
 
-def _score(request: ScoreRequest, llm: LLM, caller: str) -> PreparedRequest:
+def _score(request: ScoreRequest, llm: LLM, choices: PrepareChoices) -> PreparedRequest:
     identity = f"score-{secrets.token_hex(12)}"
     reply = request.reply_ids
     if request.reply is not None:
@@ -179,8 +187,8 @@ def _score(request: ScoreRequest, llm: LLM, caller: str) -> PreparedRequest:
         if isinstance(prompt, str):
             prompt = llm.encode_within_context(prompt, param="prompt", add_special=request.add_special_tokens)
         generation = make_generation(options, llm=llm, prompt=prompt, label=identity)
-    choices = llm.prepare(generation, caller=caller)
-    return _prepared(request, [generation], choices, id=identity, kind="chat", echoes=[None], logprobs=True)
+    prepared = choices(generation)
+    return _prepared(request, [generation], prepared, id=identity, kind="chat", echoes=[None], logprobs=True)
 
 
 def _prepared(

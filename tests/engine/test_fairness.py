@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from onedraw.engine.fairness import PromptTurns, RunningRow, TurnKey, displaced, newest_of_most, ranks, turn_length
 
 A, B, C = (TurnKey(caller, "1") for caller in "abc")
-KEYS = st.builds(lambda caller, request: TurnKey(f"c{caller}", f"c{caller}.r{request}"), st.integers(0, 4), st.integers(0, 3))
+KEYS = st.builds(
+    lambda caller, request, background: TurnKey(f"c{caller}", f"c{caller}.r{request}", background),
+    st.integers(0, 4),
+    st.integers(0, 3),
+    st.booleans(),
+)
 ROWS = st.lists(st.builds(RunningRow, KEYS, st.integers(-5, 5)), max_size=12)
 
 
@@ -40,6 +45,23 @@ def test_choices_of_one_request_never_displace_each_other() -> None:
     assert displaced(A, [RunningRow(A, 90), RunningRow(A, 80)]) == []
 
 
+def test_background_rows_are_displaced_first_and_displace_background_rows_only() -> None:
+    batch = TurnKey("a", "batch", background=True)
+    rows = [RunningRow(A, 9), RunningRow(batch, -1), RunningRow(A, -1), RunningRow(batch, -1)]
+    assert displaced(TurnKey("a", "new"), rows) == [3, 1, 2, 0]
+    assert displaced(TurnKey("a", "1"), rows) == [3, 1]  # its own rows never
+    assert displaced(batch, rows) == []
+    assert displaced(TurnKey("b", "batch", background=True), rows) == [3]
+    assert newest_of_most([row.key for row in rows], [0, 1, 2]) == 1
+
+
+def test_background_rows_do_not_count_as_rows_of_their_caller() -> None:
+    """A caller with a batch gets as many lanes for its other requests as a caller without one."""
+    rows = [RunningRow(TurnKey("a", "batch", background=True), -1)] * 3 + [RunningRow(B, -1)] * 2
+    assert displaced(A, rows) == [2, 1, 0, 4]
+    assert ranks([row.key for row in rows] + [A])[-1] == (0, 0)
+
+
 def test_with_one_key_the_newest_row_is_preempted_for_pages() -> None:
     assert newest_of_most([A, A, A], [0, 1, 2]) == 2
     assert newest_of_most([A, B, A, B], [0, 1, 3]) == 3
@@ -56,18 +78,23 @@ def test_a_displaced_caller_still_holds_as_many_rows_as_the_one_that_displaced_i
     """Therefore the displaced row cannot displace the other one in return."""
     for victim in displaced(key, rows):
         row = rows[victim]
+        assert key.background <= row.key.background
         after = [other for index, other in enumerate(rows) if index != victim] + [RunningRow(key, -64)]
         if row.overtime < 0:
             assert len(after) - 1 not in displaced(row.key, after)
-        held = Counter(other.key.caller for other in after)
-        assert row.key.caller == key.caller or held[row.key.caller] >= held[key.caller] - 1
+        held = Counter(other.key.share for other in after)
+        kinds = row.key.background, key.background
+        assert kinds == (True, False) or row.key.caller == key.caller or held[row.key.share] >= held[key.share] - 1
 
 
 @settings(max_examples=300)
 @given(ROWS)
 def test_the_oldest_row_is_never_the_first_to_be_preempted_for_pages(rows: list[RunningRow]) -> None:
-    if len(rows) > 1:
-        assert newest_of_most([row.key for row in rows], range(len(rows))) != 0
+    keys = [row.key for row in rows]
+    if len(keys) > 1:
+        first = newest_of_most(keys, range(len(keys)))
+        assert keys[first].background == any(key.background for key in keys)
+        assert first != 0 or [key.background for key in keys].count(keys[0].background) == 1
 
 
 @settings(max_examples=200)
@@ -108,8 +135,15 @@ def test_a_small_prompt_goes_before_the_rest_of_a_long_one() -> None:
     assert turns.order([A, B]) == [1, 0]
 
 
+def test_prompts_in_the_background_get_the_tokens_that_others_leave() -> None:
+    turns, batch = PromptTurns(), TurnKey("b", "batch", background=True)
+    turns.order([batch, A])
+    turns.record(A, 5000)
+    assert turns.order([batch, A]) == [1, 0]
+
+
 @settings(max_examples=200)
-@given(st.lists(KEYS, min_size=1, max_size=8))
+@given(st.lists(KEYS.map(lambda key: key._replace(background=False)), min_size=1, max_size=8))
 def test_every_prompt_gets_tokens_within_as_many_steps_as_there_are_prompts(keys: list[TurnKey]) -> None:
     """A step serves one prompt; requests of a caller and callers take turns, whatever comes meanwhile."""
     turns, served = PromptTurns(), Counter[TurnKey]()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from onedraw.backends.base import Capacity, PageGroup
 from onedraw.engine.fairness import PATIENCE
 from onedraw.engine.scheduler import ScheduledRow, Scheduler
@@ -57,9 +61,9 @@ class Eager:
     def forget(self, request_id: str) -> None: ...
 
 
-def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, *, caller: str = "", parent: str = "") -> Sequence:
+def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, **turn: Any) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
-    sequence = Sequence(Request(id=name, prompt=(1,) * length, params=params, caller=caller, parent=parent))
+    sequence = Sequence(Request(id=name, prompt=(1,) * length, params=params, **turn))
     scheduler.add(sequence)
     return sequence
 
@@ -215,6 +219,21 @@ def test_a_small_prompt_is_not_behind_the_rest_of_a_long_one() -> None:
     while "small" not in step(scheduler):
         steps += 1
     assert steps <= 1
+
+
+@pytest.mark.parametrize("fair", [True, False])
+def test_background_requests_get_the_lanes_that_others_leave(fair: bool) -> None:
+    scheduler = make(lanes=2, fair=fair)
+    for name in ("line-1", "line-2", "line-3"):
+        add(scheduler, name, 3, caller="one in the background", background=True)
+    assert set(step(scheduler)) == {"line-1", "line-2"}
+    for name in ("chat-1", "chat-2"):
+        add(scheduler, name, 3, max_tokens=3, caller="one")
+        assert name in step(scheduler)
+    assert set(step(scheduler)) == {"chat-1", "chat-2"}
+    for sequence in [one for one in scheduler.running if one.request.id == "chat-1"]:
+        scheduler.finish(sequence)
+    assert set(step(scheduler)) == {"chat-2", "line-1"}
 
 
 def test_callers_over_the_number_of_lanes_take_turns() -> None:

@@ -145,6 +145,7 @@ requests = of(
     constraint=st.none() | constraints,
     caller=words,
     parent=words,
+    background=st.booleans(),
 )
 logprobs = of(
     Logprobs,

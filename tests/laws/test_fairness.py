@@ -22,7 +22,7 @@ from tests.laws.harness import Answer, Schedule, run, same
 from tests.laws.test_fake import KINDS, Scenario, proposer_for, random_scenario
 
 EXERCISED: Counter[str] = Counter()
-COUNTED = ("orders", "turns", "past_turn", "cached", "kept", "restores", "ahead", "overlapped")
+COUNTED = ("orders", "turns", "past_turn", "cached", "kept", "restores", "ahead", "overlapped", "background")
 
 
 class Ordered(FakeBackend):
@@ -38,12 +38,13 @@ class Ordered(FakeBackend):
 
 
 def shared_scenario(seed: int, kind: str) -> Scenario:
-    """A random scenario whose requests belong to a few callers, some as choices of one request."""
+    """A random scenario whose requests belong to a few callers, some as choices of one request, some in the background."""
     scenario, rng = random_scenario(seed, kind), np.random.default_rng(seed + 3)
     for index, request in enumerate(scenario.requests):
         caller = f"caller-{rng.integers(0, 3)}"
         parent = f"{caller}-n" if rng.random() < 0.4 else ""
-        scenario.requests[index] = replace(request, caller=caller, parent=parent)
+        background = bool(rng.random() < 0.3)
+        scenario.requests[index] = replace(request, caller=caller, parent=parent, background=background)
     scenario.backend["lanes"] = min(scenario.backend["lanes"], 3)
     if rng.random() < 0.3:
         scenario.backend |= {"max_in_flight": 2}
@@ -64,7 +65,8 @@ def both_orders(seed: int, kind: str, scheduler: type[Scheduler] = Scheduler) ->
         return found, stats, backend.plans
 
     (fair, stats, plans), (strict, strict_stats, strict_plans) = answers(True), answers(False)
-    assert strict_stats.turn_preemptions == 0
+    kinds = {request.background for request in scenario.requests}
+    assert strict_stats.turn_preemptions == 0 or len(kinds) == 2  # strict order, too, preempts background rows for others
     happened = bool(stats.turn_preemptions)
     EXERCISED.update(
         orders=plans != strict_plans,
@@ -75,6 +77,7 @@ def both_orders(seed: int, kind: str, scheduler: type[Scheduler] = Scheduler) ->
         restores=stats.restores * happened,
         ahead=stats.steps_ahead * happened,
         overlapped=stats.overlapped_steps * happened,
+        background=strict_stats.turn_preemptions,
     )
     return scenario, fair, strict
 
