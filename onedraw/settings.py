@@ -207,6 +207,11 @@ def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onedraw"
 
 
+def api_key(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the API key in ONEDRAW_API_KEY. Unlike one on the command line, it is not in the system's list of processes."""
+    return environment.get("ONEDRAW_API_KEY") or None
+
+
 def otlp_traces_endpoint(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the URL to which OpenTelemetry's variables say that traces are sent; None if they name none or turn traces off."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":

@@ -13,7 +13,7 @@ from onedraw.cli import terminal
 from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.cli.ps import registered
 from onedraw.errors import BadSetting
-from onedraw.settings import default_cache_dir, otlp_traces_endpoint, size_in_bytes
+from onedraw.settings import api_key, default_cache_dir, otlp_traces_endpoint, size_in_bytes
 
 HELP = "serve a model over HTTP, with OpenAI's interface"
 EXAMPLES = """examples:
@@ -35,7 +35,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     web = parser.add_argument_group("how to serve it")
     web.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
     web.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen on (default: 8000)")
-    web.add_argument("--api-key", metavar="KEY", help="bearer token that clients must send; /health needs none")
+    web.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="bearer token that clients must send; /health needs none (default: ONEDRAW_API_KEY, or no key)",
+    )
     web.add_argument(
         "--api-key-file",
         type=Path,
@@ -127,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = ServerOptions(
         host=arguments.host,
         port=arguments.port,
-        api_key=arguments.api_key,
+        api_key=arguments.api_key if arguments.api_key is not None else api_key(),
         api_keys=() if arguments.api_key_file is None else read_keys(arguments.api_key_file),
         cors_origins=tuple(arguments.cors_origin),
         allow_hosts=tuple(arguments.allow_host),

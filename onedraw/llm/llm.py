@@ -202,7 +202,7 @@ class LLM:
         cached = cached_prompt(messages, text, cache=self._call_cache, render=render, eos_texts=eos_texts, special_texts=special)
         prefix, rest = ((), text) if cached is None else cached
         ids = (*prefix, *self.encode_within_context(rest, param="messages"))
-        calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel)
+        calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel, use.required)
         return ChatPrompt(
             ids, chat_reply_syntax(text, self.reasoning, calls, self.tokenizer, begun=begun), prompt_hash(text), text
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,8 +17,9 @@ pytest.importorskip("uvicorn")
 
 @pytest.fixture
 def server() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", "0", "--api-key", "key"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", "0"]
+    known = {**os.environ, "ONEDRAW_API_KEY": "key"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=known)
     try:
         yield process
     finally:
@@ -28,17 +31,17 @@ def test_the_printed_curl_command_works(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     line = server.stdout.readline()
     assert line.startswith("curl http://127.0.0.1:")
-    pasted = subprocess.run(
-        ["bash", "-c", line],
-        env={"ONEDRAW_API_KEY": "key", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    reply = json.loads(pasted.stdout)
+
+    def pasted(**known: str) -> Any:
+        done = subprocess.run(
+            ["bash", "-c", line], env={"PATH": "/usr/bin:/bin", **known}, capture_output=True, text=True, timeout=300, check=True
+        )
+        return json.loads(done.stdout)
+
+    reply = pasted(ONEDRAW_API_KEY="key")
     assert reply["model"] == "fake"
     assert reply["choices"][0]["message"]["role"] == "assistant"
+    assert "error" in pasted(ONEDRAW_API_KEY="wrong")
 
 
 def test_a_signal_stops_it_with_status_0(server: subprocess.Popen[str]) -> None:

@@ -138,12 +138,12 @@ def test_a_tool_call_cut_off_anywhere_shows_no_marker(fake: Served) -> None:
     forced = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     whole = ask(fake, **forced, max_tokens=400, return_token_ids=True)
     seen = set()
-    for length in range(8, len(whole["choices"][0]["token_ids"])):
+    for length in range(1, len(whole["choices"][0]["token_ids"])):
         choice = ask(fake, **forced, max_tokens=length)["choices"][0]
         if choice["finish_reason"] == "tool_calls":
             break
         assert choice["finish_reason"] == "length"
-        assert "tool" not in (choice["message"]["content"] or "")
+        assert not choice["message"]["content"]
         calls = choice["message"].get("tool_calls", [])
         assert [call["function"]["name"] for call in calls] in ([], ["weather"])
         seen.add(len(calls))

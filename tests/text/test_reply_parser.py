@@ -10,7 +10,7 @@ from onedraw.text.constraints.response_format import ChoiceFormat, GbnfFormat, J
 from onedraw.text.fake_tokenizer import fake_tokenizer
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import PLAIN_TEXT, ReplyParser, ReplyPart, ReplySyntax, chat_reply_syntax
-from onedraw.text.tools.dialects import CallableTools, Tool
+from onedraw.text.tools.dialects import CallableTools, Dialect, Tool
 
 THINK = ReasoningSyntax("<think>", "</think>", "\n</think>\n\n")
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -45,7 +45,7 @@ def test_every_call_has_its_index_and_its_own_id() -> None:
     assert len({call.id for call in calls}) == 2
 
 
-@pytest.mark.parametrize("cut", ["<tool_c", "<tool_call>", '<tool_call>{"na'])
+@pytest.mark.parametrize("cut", ["<t", "<tool_c", "<tool_call>", '<tool_call>{"na'])
 def test_a_call_that_is_cut_off_before_its_name_is_dropped(cut: str) -> None:
     parser = ReplyParser(ReplySyntax(calls=CallableTools("hermes")))
     assert parser.push("ah " + cut) == [ReplyPart("content", "ah")]
@@ -63,7 +63,15 @@ def test_a_reply_that_could_become_a_call_without_markers_is_content() -> None:
     assert parser.push('{"na') == []
     assert parser.finish(cut=True) == [ReplyPart("content", '{"na', truncated_call=True)]
     plain = ReplyParser(ReplySyntax(calls=CallableTools("hermes")))
-    assert [*plain.push("1 <to"), *plain.finish(cut=True)] == [ReplyPart("content", "1"), ReplyPart("content", " <to")]
+    assert [*plain.push("1 <"), *plain.finish(cut=True)] == [ReplyPart("content", "1"), ReplyPart("content", " <")]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "cut"), [("hermes", "<"), ("hermes", "<tool"), ("gemma", "<"), ("llama", "{"), ("pythonic", "[f")]
+)
+def test_a_required_call_that_is_cut_off_before_its_name_has_no_content(dialect: Dialect, cut: str) -> None:
+    parser = ReplyParser(ReplySyntax(calls=CallableTools(dialect, required=True)))
+    assert [*parser.push(cut), *parser.finish(cut=True)] == []
 
 
 @pytest.mark.parametrize(("thinking", "count"), [("may", 14), ("open", 14), ("over", 0)])
@@ -87,7 +95,7 @@ def test_the_syntax_of_a_chat_reply_keeps_markers_that_are_special_tokens() -> N
     [
         (ReplySyntax, "opening reasoning thinking spelled calls"),
         (ReasoningSyntax, "opens closes closing anywhere switch effort prompted"),
-        (CallableTools, "dialect tools parallel"),
+        (CallableTools, "dialect tools parallel required"),
         (Tool, "name description parameters strict param"),
         (JsonFormat, "schema param"),
         (RegexFormat, "pattern param"),

@@ -38,6 +38,7 @@ class ToolCallParser:
         self._new_parser = call_parser(calls)
         self._markers = MARKERS.get(calls.dialect)
         self._opens = None if self._markers is None else self._markers[0]
+        self._required = calls.required
         self._held = ""  # text that may become an opening marker, or white space that is dropped if a call follows
         self._call: _OpenCall | None = None
         self._content_begun = False  # whether the reply has content other than white space
@@ -61,16 +62,17 @@ class ToolCallParser:
         return _merged(out)
 
     def finish(self, *, cut: bool = False) -> list[CallEvent | Content]:
-        """Return the text that was held back, at the end of the reply. `cut` means that max_tokens ended the reply. Then text
-        that begins with a marker, or with more than half of one, is dropped, because it would have become a call."""
+        """Return the text that was held back, at the end of the reply. `cut` means that max_tokens ended the reply. Then the text
+        of a call without its name is dropped, and so is the beginning of a marker, unless it is one character of a reply that
+        need not be a call."""
         out: list[CallEvent | Content] = []
-        if self._call is not None and cut and self._opens is not None and not self._call.started:
+        if self._call is not None and cut and not self._call.started and (self._opens is not None or self._required):
             self._call = None
         elif self._call is not None:
             self._abort_call(out, truncated=True)
         if cut and self._opens is not None:
-            half = len(self._opens) // 2
-            partial = max((n for n in range(half + 1, len(self._opens)) if self._held.endswith(self._opens[:n])), default=0)
+            shortest = 1 if self._required else 2
+            partial = max((n for n in range(shortest, len(self._opens)) if self._held.endswith(self._opens[:n])), default=0)
             self._held = self._held[: len(self._held) - partial].rstrip(SPACE) if partial else self._held
         self._add_content(self._held, out)
         self._held = ""

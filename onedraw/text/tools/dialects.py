@@ -64,6 +64,7 @@ class CallableTools:
     dialect: Dialect
     tools: tuple[Tool, ...] = ()
     parallel: bool = True  # whether the reply may have several calls; if not, it ends with the first
+    required: bool = False  # whether the reply must be a call
 
 
 # The texts before and after a call, which may be special tokens. The dialects llama and pythonic have none.
