@@ -9,6 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,13 @@ from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_pack
 from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
 from onedraw.build.drafters import DeviceDrafter, DrafterBuilder, drafter_names, make_speculator, select_drafter
+from onedraw.build.engine_process import EngineProcess
 from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
 from onedraw.build.xla import require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import CheckpointOffload
-from onedraw.engine.engine import Engine, Observer
+from onedraw.engine.client import EngineClient, refuse_constraints
+from onedraw.engine.engine import Engine, Observer, nothing
+from onedraw.engine.remote import EventSender
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
 from onedraw.errors import BadSetting, OutOfMemory
@@ -50,30 +54,39 @@ log = logging.getLogger("onedraw")
 
 
 def build_llm(
-    settings: Settings, progress: Progress | None = None, *, speculator: Speculator | None = None, warm_up: bool = True
+    settings: Settings,
+    progress: Progress | None = None,
+    *,
+    speculator: Speculator | None = None,
+    warm_up: bool = True,
+    own_process: bool = False,
+    sender: EventSender | None = None,
 ) -> LLM:
     """Load a model and start its engine. `progress` receives one line for each stage of loading. With `warm_up`, CUDA graphs are
-    captured before the first request, on devices that use them."""
+    captured before the first request, on devices that use them. With `own_process` the engine and the weights are in a process of
+    their own, which gets the settings only. `sender` is given in that process, for the events."""
     notify = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:
         case "fake":
-            return _build_fake(settings, speculator or make_speculator(settings))
+            return _build_fake(settings, notify, speculator, own_process=own_process, sender=sender)
         case "torch" | "xla":
-            return _build_model(settings, notify, speculator or make_speculator(settings), warm_up=warm_up)
+            return _build_model(settings, notify, speculator, warm_up=warm_up, own_process=own_process, sender=sender)
 
 
 def make_service(
     make_backend: Callable[[], Backend],
     settings: Settings,
-    speculator: Speculator,
+    speculator: Speculator | None,
     *,
     weights: str = "",
     observer: Observer | None = None,
     constraints: ConstraintFactory | None = None,
+    sender: EventSender | None = None,
 ) -> Service:
     """Return a service whose engine and backend are made on the engine's thread. `weights` is the fingerprint of the model and of
     its drafter."""
+    options: dict[str, Any] = {} if sender is None else {"delivered": sender.flush}
 
     def make_engine() -> Engine:
         backend = make_backend()
@@ -83,16 +96,19 @@ def make_service(
         scheduler = Scheduler(
             allocator=allocator,
             capacity=capacity,
-            speculator=speculator,
+            speculator=speculator or make_speculator(settings),
             step_tokens=settings.turn_tokens,
             fetch=None if offload is None else offload.fetch,
             fair=settings.scheduling_policy == "fair",
         )
-        return Engine(backend=backend, scheduler=scheduler, observer=observer, offload=offload)
+        return Engine(backend=backend, scheduler=scheduler, observer=observer, offload=offload, **options)
 
-    if constraints is None:
-        return Service(make_engine, queue_limit=settings.queue_limit)
-    return Service(make_engine, queue_limit=settings.queue_limit, build_constraint=constraints.build)
+    return Service(
+        make_engine,
+        queue_limit=settings.queue_limit,
+        build_constraint=refuse_constraints if constraints is None else constraints.build,
+        on_stats=nothing if sender is None else sender.publish,
+    )
 
 
 def _checkpoint_offload(settings: Settings, backend: Backend, allocator: Allocator, weights: str) -> CheckpointOffload | None:
@@ -141,7 +157,9 @@ def _unusable(root: Path, error: OSError) -> BadSetting:
 # ---------------------------------------------------------------------- with and without weights
 
 
-def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
+def _build_fake(
+    settings: Settings, notify: Progress, speculator: Speculator | None, *, own_process: bool, sender: EventSender | None
+) -> LLM:
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     if settings.kv_dtype != "auto":
         raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
@@ -168,47 +186,65 @@ def _build_fake(settings: Settings, speculator: Speculator) -> LLM:
         )
 
     eos = (tokenizer.eos_id or 0,)
-    constraints, observer = ConstraintFactory(tokenizer, eos), _observer(settings, tokenizer)
-    service = make_service(make_backend, settings, speculator, weights="fake", observer=observer, constraints=constraints)
+    constraints, observer = ConstraintFactory(tokenizer, eos, isolated=sender is None), _observer(settings, tokenizer)
+    service: EngineClient
+    if own_process:
+        with EngineProcess(settings) as process:
+            service = process.client(constraints.build, notify)
+    else:
+        service = make_service(
+            make_backend, settings, speculator, weights="fake", observer=observer, constraints=constraints, sender=sender
+        )
     card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=eos, defaults={})
     return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card, constraints=constraints)
 
 
-def _build_model(settings: Settings, notify: Progress, speculator: Speculator, *, warm_up: bool) -> LLM:
+def _build_model(
+    settings: Settings,
+    notify: Progress,
+    speculator: Speculator | None,
+    *,
+    warm_up: bool,
+    own_process: bool,
+    sender: EventSender | None,
+) -> LLM:
     """Build the LLM of a checkpoint, in contrast to the fake backend, which has no weights."""
     if settings.backend == "xla":
         require_jax()
-    checkpoint = find_checkpoint(settings, notify)
-    try:
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(closing(find_checkpoint(settings, notify)))
+        process = stack.enter_context(EngineProcess(settings)) if own_process else None  # loads while the text is read here
         info = describe(settings, checkpoint)
-        spec = info.spec
-        notify(f"loading {checkpoint.path.name} ({spec.family}, {spec.parameters / 1e6:.0f} M parameters)")
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
-        constraints = ConstraintFactory(tokenizer, info.eos_ids)
-        source = None if settings.backend == "xla" else select_drafter(settings, info, checkpoint, notify)
-        drafter = None if source is None else DrafterBuilder(source, tokenizer, checkpoint)
+        constraints = ConstraintFactory(tokenizer, info.eos_ids, isolated=sender is None)
+        service: EngineClient
+        if process is not None:
+            service = process.client(constraints.build, notify)
+        else:
+            notify(f"loading {checkpoint.path.name} ({info.spec.family}, {info.spec.parameters / 1e6:.0f} M parameters)")
+            source = None if settings.backend == "xla" else select_drafter(settings, info, checkpoint, notify)
+            drafter = None if source is None else DrafterBuilder(source, tokenizer, checkpoint)
 
-        def make_backend() -> Backend:
-            if settings.backend == "xla":
-                backend = xla_backend(settings, info, notify, progress=partial(_report_layers, notify))
-                _report_self_check(backend.report, notify)
-                return backend
-            return torch_backend(settings, info, notify, drafter, weights=weights, warm_up=warm_up)
+            def make_backend() -> Backend:
+                if settings.backend == "xla":
+                    backend = xla_backend(settings, info, notify, progress=partial(_report_layers, notify))
+                    _report_self_check(backend.report, notify)
+                    return backend
+                return torch_backend(settings, info, notify, drafter, weights=weights, warm_up=warm_up)
 
-        service = make_service(
-            make_backend,
-            settings,
-            speculator,
-            weights=f"{weights} {checkpoint.stamp()}" + ("" if drafter is None else f" and {drafter.fingerprint}"),
-            observer=_observer(settings, tokenizer),
-            constraints=constraints,
-        )
-    finally:
-        checkpoint.close()
+            service = make_service(
+                make_backend,
+                settings,
+                speculator,
+                weights=f"{weights} {checkpoint.stamp()}" + ("" if drafter is None else f" and {drafter.fingerprint}"),
+                observer=_observer(settings, tokenizer),
+                constraints=constraints,
+                sender=sender,
+            )
     card = _card(
         settings,
-        family=spec.family,
+        family=info.spec.family,
         weights=weights,
         capacity=service.capacity,
         eos=tuple(info.eos_ids),

@@ -171,6 +171,11 @@ class ReplicaSet:
             return not self._closing and any(one.client.ready for one in self._replicas.values())
 
     @property
+    def failed(self) -> bool:
+        """Never, since a replica may join at any time."""
+        return False
+
+    @property
     def max_requests(self) -> int:
         """The most of one replica, since requests with the same prompt stay together."""
         with self._changed:

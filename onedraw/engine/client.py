@@ -51,6 +51,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def failed(self) -> bool:
+        """Whether the engine has ended, without being closed, and will not come back."""
+        ...
+
+    @property
     def max_requests(self) -> int:
         """The most requests that may run and wait together. A call for more choices than this could never be accepted."""
         ...

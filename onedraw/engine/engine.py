@@ -48,6 +48,12 @@ class Event:
 
 Sink = Callable[[Event], None]  # receives the events of one request on the engine's thread, so it must not block
 Observer = Callable[[Row, RowOutcome], None]  # called with each row that carried drafts, and its outcome
+
+
+def nothing(*_: object) -> None:
+    """The default of callbacks."""
+
+
 COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler, allocator and speculator count the others
     "prompt_tokens",
     "completion_tokens",
@@ -86,10 +92,12 @@ class Engine:
         scheduler: Scheduler,
         observer: Observer | None = None,
         offload: CheckpointOffload | None = None,
+        delivered: Callable[[], None] = nothing,
     ) -> None:
+        """`delivered` is called when the sinks have got all events that there are, those of a step together."""
         self.backend = backend
         self.scheduler = scheduler
-        self._observer, self._offload = observer, offload
+        self._observer, self._offload, self._delivered = observer, offload, delivered
         self._live: dict[str, tuple[Sequence, Sink]] = {}
         self._in_flight: deque[tuple[StepHandle, list[ScheduledRow]]] = deque()  # submitted steps, oldest first
         self._undelivered: deque[tuple[Sink, Event]] = deque()  # events whose sinks were not called yet, oldest first
@@ -160,9 +168,12 @@ class Engine:
 
     def _deliver(self) -> None:
         """Call the sinks with all events that were not delivered yet, oldest first."""
+        if not self._undelivered:
+            return
         while self._undelivered:
             sink, event = self._undelivered.popleft()
             sink(event)
+        self._delivered()
 
     def _submit_plans(self) -> None:
         while len(self._in_flight) < self.backend.capacity.max_in_flight:

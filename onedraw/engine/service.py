@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 from onedraw.backends.base import Capacity
 from onedraw.engine.client import BuildConstraint, CheckedRequest, check_count, check_request, refuse_constraints
-from onedraw.engine.engine import Engine, Sink
+from onedraw.engine.engine import Engine, Sink, nothing
 from onedraw.engine.stats import Stats
 from onedraw.errors import EngineLost, OnedrawError, QueueFull, ShuttingDown, StepFailed
 from onedraw.types import Request
@@ -32,9 +32,15 @@ class Service:
     """
 
     def __init__(
-        self, make_engine: Callable[[], Engine], *, queue_limit: int = 256, build_constraint: BuildConstraint = refuse_constraints
+        self,
+        make_engine: Callable[[], Engine],
+        *,
+        queue_limit: int = 256,
+        build_constraint: BuildConstraint = refuse_constraints,
+        on_stats: Callable[[Stats], None] = nothing,
     ) -> None:
-        self._build_constraint = build_constraint
+        """`on_stats` is called on the engine's thread with the counters whenever they may have changed."""
+        self._build_constraint, self._on_stats = build_constraint, on_stats
         self._queue_limit = queue_limit
         self._changed = threading.Condition()
         self._arrivals: deque[tuple[CheckedRequest, Sink]] = deque()
@@ -54,6 +60,10 @@ class Service:
     @property
     def ready(self) -> bool:
         return self._thread.is_alive() and not self._draining
+
+    @property
+    def failed(self) -> bool:
+        return not self._thread.is_alive() and not self._draining
 
     @property
     def max_requests(self) -> int:
@@ -139,7 +149,7 @@ class Service:
                 engine.add(checked.request, sink, checked.constraint)
             try:
                 engine.fail_all(end)
-                self._stats = engine.stats()
+                self._publish(engine)
             except BaseException:
                 log.exception("the engine failed while it was closed")
             finally:
@@ -156,8 +166,12 @@ class Service:
         except BaseException:  # a bug outside the backend, or a panic in native code; every request must still get its last event
             log.exception("the engine failed between steps")
             engine.fail_all(StepFailed("the engine failed; see the server's log"))
-        self._stats = engine.stats()
+        self._publish(engine)
         return True
+
+    def _publish(self, engine: Engine) -> None:
+        self._stats = engine.stats()
+        self._on_stats(self._stats)
 
     def _take_messages(self, engine: Engine) -> bool:
         """Pass arrivals and cancellations to the engine. Sleep while there is nothing to do. Return False to stop the thread."""
@@ -171,10 +185,10 @@ class Service:
                 checked, sink = self._arrivals.popleft()
                 engine.add(checked.request, sink, checked.constraint)
             if arrived:
-                self._stats = engine.stats()  # must be current, since `submit` compares its waiting requests with the queue limit
+                self._publish(engine)  # must be current, since `submit` compares its waiting requests with the queue limit
             cancelled, self._cancelled = self._cancelled, deque()
         for request_id in cancelled:
             engine.cancel(request_id)
         if cancelled:
-            self._stats = engine.stats()
+            self._publish(engine)
         return True

@@ -80,8 +80,16 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: OnedrawError
 
 
+class Report(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A line of the engine's log, with its level; or, with level 0, a line about its progress while it is built."""
+
+    level: int
+    logger: str
+    text: str
+
+
 ToEngine = Submit | Cancel | Close
-FromEngine = Started | Events | Failed
+FromEngine = Started | Events | Failed | Report
 Message = TypeVar("Message", ToEngine, FromEngine)
 
 

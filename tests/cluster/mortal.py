@@ -40,6 +40,10 @@ class Mortal:
         return not self.dead.is_set() or self.in_submit
 
     @property
+    def failed(self) -> bool:
+        return self.dead.is_set()
+
+    @property
     def max_requests(self) -> int:
         return self.client.max_requests
 

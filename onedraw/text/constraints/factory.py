@@ -40,9 +40,11 @@ class ConstraintFactory:
     """Builds a new constraint for each request, since constraints have state. Any thread may use the factory; the LLM closes
     it."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], *, isolated: bool = True) -> None:
+        """`isolated`: formats are compiled in a helper process first. False where another process has done that already."""
         self._tokenizer = tokenizer
         self._eos_ids = tuple(eos_ids)
+        self._isolated = isolated
         self._grammars: GrammarCompiler | None = None
         self._lock = threading.Lock()
 
@@ -52,7 +54,7 @@ class ConstraintFactory:
         package llguidance."""
         with self._lock:
             if self._grammars is None:
-                self._grammars = GrammarCompiler(self._tokenizer, self._eos_ids)
+                self._grammars = GrammarCompiler(self._tokenizer, self._eos_ids, isolated=self._isolated)
             return self._grammars
 
     def close(self) -> None:

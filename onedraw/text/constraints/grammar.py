@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar, assert_never
@@ -102,7 +102,8 @@ class GrammarConstraint:
 class GrammarCompiler:
     """Compiles formats for one tokenizer and caches the most recently used ones. It is thread-safe. The factory closes it."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], *, isolated: bool = True) -> None:
+        """`isolated`: see ConstraintFactory."""
         eos_ids = [token for token in eos_ids if token < tokenizer.vocab_size]
         if not eos_ids:
             raise Unsupported(
@@ -112,14 +113,16 @@ class GrammarCompiler:
         self._library = _llguidance()
         tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
         special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)]
-        self._checker = GrammarChecker(tokens=tokens, special=special, eos_ids=eos_ids)
-        self._checker.start()  # now, so that the helper process reads the vocabulary while this process does
+        self._checker = GrammarChecker(tokens=tokens, special=special, eos_ids=eos_ids) if isolated else None
+        if self._checker is not None:
+            self._checker.start()  # now, so that the helper process reads the vocabulary while this process does
         self._vocabulary = _vocabulary(self._library, tokenizer, tokens=tokens, special=special, eos_ids=eos_ids)
         self._digits = token_mask([i for i, token in enumerate(tokens) if token[:1].isdigit()], tokenizer.vocab_size)
         self._results = ResultCache[Any](most=CACHED_RESULTS, weight=CACHED_CHARACTERS)
 
     def close(self) -> None:
-        self._checker.close()
+        if self._checker is not None:
+            self._checker.close()
 
     def constraint(self, format: ReplyFormat, syntax: ReplySyntax) -> Constraint:
         """Return a new constraint for one request whose reply has this syntax."""
@@ -132,7 +135,7 @@ class GrammarCompiler:
         """Return the schema if it can be compiled; else raise BadParameter with the path of the keyword that cannot be used."""
         text = schema_text(schema, param)
         exact = exact_numbers(schema, param)
-        refusal = self._results.get(("schema", _digest(text)), len(text), lambda: self._checker.check({"schema": exact}))
+        refusal = self._results.get(("schema", _digest(text)), len(text), lambda: self._check({"schema": exact}))
         if refusal is not None:
             raise BadParameter(param + refusal.path, refusal.reason)
         return schema
@@ -164,7 +167,7 @@ class GrammarCompiler:
         body, translation = self._body(format)
         grammar = json.dumps({"grammars": [{"lark_grammar": self._start(syntax)}, {"name": "body", **body}]})
         schema = {"schema": exact_numbers(json.loads(format.schema), format.param)} if isinstance(format, JsonFormat) else {}
-        refusal = self._checker.check({"grammar": grammar, **schema})
+        refusal = self._check({"grammar": grammar, **schema})
         if refusal is not None:
             return refusal if translation is None else replace(refusal, reason=translation.in_source(refusal.reason))
         matcher = _with_stack(lambda: self._library.LLMatcher(self._vocabulary, grammar, log_level=0))
@@ -172,6 +175,9 @@ class GrammarCompiler:
             return Refusal("", f"cannot be compiled: {first_line(matcher.get_error())}")
         matcher.compute_bitmask()  # The first mask takes longest to compute, and copies of the matcher inherit it.
         return matcher
+
+    def _check(self, request: Mapping[str, Any]) -> Refusal | None:
+        return None if self._checker is None else self._checker.check(request)
 
     def _body(self, format: ReplyFormat) -> tuple[dict[str, Any], Translation | None]:
         """Return the constrained part in llguidance's form, and the translation if the format has another notation."""
