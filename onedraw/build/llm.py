@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, SelfCheck, SupportsSnapshots, require_state_dtype
 from onedraw.backends.devices import RAY, Device, can_overlap, float_dtype, parse_device
-from onedraw.backends.fake import FakeBackend
+from onedraw.backends.fake import FakeBackend, ScriptedBackend
 from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
 from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
@@ -174,7 +174,8 @@ def _build_fake(
         )
 
     def make_backend() -> Backend:
-        return FakeBackend(
+        kind = ScriptedBackend if settings.model == "scripted" else FakeBackend
+        return kind(
             vocab=tokenizer.vocab_size,
             pages=settings.kv_memory or settings.max_batch * per_sequence,  # A page of the fake backend counts as 1 byte.
             lanes=settings.max_batch,

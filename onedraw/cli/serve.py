@@ -94,6 +94,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="longest time from a request's arrival to its last token in seconds (default: no limit)",
     )
+    web.add_argument(
+        "--engine-process",
+        choices=("on", "off"),
+        default="off",
+        help="run the engine and the weights in a process of their own, so that HTTP does not delay them (default: off)",
+    )
     for name, what in KEY_LIMITS.items():
         web.add_argument(f"--key-{name}", type=int, metavar="N", help=f"{what} (default: any)")
     web.add_argument(
@@ -154,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with closing(bind(options.host, options.port)) as listener:  # bound before the slow load, so that a port in use fails at once
         with terminal.progress() as notify:
-            llm = build_llm(settings, notify)
+            llm = build_llm(settings, notify, own_process=arguments.engine_process == "on")
         with llm, recorded(llm, arguments) as llm:
             cache, (host, port) = settings.cache_dir or default_cache_dir(), listener.getsockname()[:2]
             with registered(cache, model=llm.card.name, device=llm.card.device, url=f"http://{host}:{port}"):

@@ -7,17 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("uvicorn")
 
 
-@pytest.fixture
-def server() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", "0"]
+@pytest.fixture(params=[(), ("--engine-process", "on")], ids=["one process", "engine process"])
+def server(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", "0", *request.param]
     known = {**os.environ, "ONEDRAW_API_KEY": "key"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=known)
     try:
@@ -51,6 +54,28 @@ def test_a_signal_stops_it_with_status_0(server: subprocess.Popen[str]) -> None:
     assert server.wait(timeout=300) == 0
 
 
+def test_health_says_that_the_engine_process_has_ended() -> None:
+    command = [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", "0"]
+    process = subprocess.Popen([*command, "--engine-process", "on"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    try:
+        health = process.stdout.readline().split()[1].replace("/v1/chat/completions", "/health")
+        assert httpx.get(health).status_code == 200
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (engine,) = (int(one) for one in children if b"engine_process" in Path(f"/proc/{one}/cmdline").read_bytes())
+        os.kill(engine, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while httpx.get(health).status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert httpx.get(health).status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=300) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("server", [()], indirect=True)
 def test_a_port_in_use_is_one_line_and_no_traceback(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     port = server.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0]
