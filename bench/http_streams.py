@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
