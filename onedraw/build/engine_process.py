@@ -52,7 +52,7 @@ class EngineProcess:
             )
         self.frames = Frames(ours)
         self.pid = self._process.pid
-        with suppress(OSError):  # If it has ended already, `client` says so.
+        with suppress(OSError):  # The process may have ended already; then `client` raises the error.
             self.frames.send(_written(settings))
 
     def __enter__(self) -> EngineProcess:
@@ -90,7 +90,7 @@ class EngineProcess:
         raise EngineLost(f"the engine's process ended while it loaded the model ({self.end(ORPHAN_SECONDS)}); see its output")
 
     def end(self, seconds: float) -> str:
-        """Wait so long for the end of the process, then kill it. Return how it ended."""
+        """Wait up to `seconds` for the end of the process, then kill it. Return how it ended."""
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -99,7 +99,7 @@ class DeviceFit:
 
 def step_memory(settings: Settings, info: ModelInfo, plan: MemoryPlan, devices: Sequence[Device]) -> StepBytes:
     """Return the workspace of a step on each of these devices, which the memory plan does not contain."""
-    recorded = len(devices) == 1  # The memory of CUDA graphs is counted only if there is one device.
+    recorded = len(devices) == 1  # Memory of CUDA graphs is planned for a single device only.
     return step_bytes(info.spec, plan.dtype, step_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
 
 

@@ -285,14 +285,14 @@ def _torch_backend_on(
     warm_up: bool,
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import available_memory, why_no_blocks, why_no_kernels
+    from onedraw.backends.torch.device import available_memory, why_no_cpu_kernels, why_no_gpu_kernels
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     cache = settings.cache_dir or default_cache_dir()
     size = None if drafter is None else drafter.size(info)
     on_cpu = all(device.kind == "cpu" for device in devices)
     gpu_packed = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
-    no_kernels = why_no_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_blocks() if gpu_packed else ""
+    no_kernels = why_no_cpu_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_gpu_kernels() if gpu_packed else ""
     plan, split = plan_devices(settings, info, devices, drafter=size, no_kernels=no_kernels)
     if on_cpu and cluster is None:
         require_host_memory(settings, plan, available_memory())

@@ -90,8 +90,8 @@ class Replica:
 
     name: str
     client: EngineClient
-    streams: dict[Stream, None] = field(default_factory=dict)  # in the order in which it was sent them
-    sent: int = 0  # requests that it was sent since it joined
+    streams: dict[Stream, None] = field(default_factory=dict)  # in the order in which they were sent to it
+    sent: int = 0  # number of requests sent to it since it joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class ReplicaStatus:
     name: str
     ready: bool
     requests: int  # running and waiting
-    sent: int  # requests that it was sent since it joined
+    sent: int  # number of requests sent to it since it joined
 
 
 class ReplicaSet:

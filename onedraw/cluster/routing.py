@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-OVERLOAD = 1.25  # A replica with more requests than this times the mean is passed over, however much of the prompt it has,
-FREE_REQUESTS = 4  # unless it has no more than this many. So few hardly slow each other down, and means of few say little.
-MAX_PAGES_HASHED = 2048  # of one prompt. A longer one is recognized by its beginning.
+OVERLOAD = 1.25  # A replica is overloaded if it has more requests than this times the mean, and more than FREE_REQUESTS.
+FREE_REQUESTS = 4  # So few requests hardly slow each other down, and a mean of so few says little.
+MAX_PAGES_HASHED = 2048  # most pages of a prompt that are hashed; a longer prompt is compared by these first ones
 MAX_PAGES_SENT = 262_144  # entries of the table of all replicas together, which takes about 80 MB when it is full
-MAX_PAGE_HOLDERS = 8  # replicas that are noted for one page, the latest; more would not make a better choice
+MAX_PAGE_HOLDERS = 8  # most replicas that the table stores for one page, the latest ones; more would not make a better choice
 
 ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 

@@ -106,10 +106,9 @@ class PromptTurns:
     """Decides which prompts are computed first when a step has too few tokens for all of them.
 
     Interactive prompts go before background ones. Of each kind, the caller goes first whose prompts have received the fewest
-    tokens so far; of its requests, the one that has received the
-    fewest; then the oldest row. A caller or request without a prompt in progress is forgotten. When it returns, it starts with
-    the count of the one that has received fewest: it gains nothing from the time it was away, and loses nothing. The scheduler
-    owns this object.
+    tokens so far; of its requests, the one that has received the fewest; then the oldest row. A caller or request without a
+    prompt in progress is forgotten. When it returns, it starts with the smallest count of those present, so it neither gains nor
+    loses by the time in which it had no prompt. The scheduler owns this object.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class DraftingEstimates:
     of the drafter), and in addition of each row and each token in it."""
 
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a step without drafting
-    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of the backend's drafter, where tokens are drafted ones
+    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # that of a call of the backend's drafter; tokens: those it drafts
     acceptance: tuple[tuple[str, float, float], ...] = ()  # (source, temperature, probability that a draft is kept)
 
 

@@ -65,12 +65,12 @@ def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
     unless the model runs on one GPU."""
     if settings.backend != "torch":
         return None
-    from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_blocks
+    from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_gpu_kernels
 
     device = find_devices(settings.device_names)[0]
     if device.kind == "cpu" or len(settings.device_names) > 1:
         return None
-    no_kernels = why_no_blocks() if supports_gpu_packed(device) else ""
+    no_kernels = why_no_gpu_kernels() if supports_gpu_packed(device) else ""
     checkpoint = find_checkpoint(settings)
     try:
         info = read_model_info(checkpoint)

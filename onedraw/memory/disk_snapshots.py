@@ -69,7 +69,7 @@ class SnapshotFolder:
         self._index: dict[bytes, Snapshot] = {}  # from the hash of all of a snapshot's tokens to the snapshot
         self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # from the hash of tokens up to a page's end to (snapshot, pages)
         self._lengths: dict[int, int] = {}  # from a length in tokens to the number of snapshots that have it
-        self.written = self.skipped = 0
+        self.written = 0
         self._lock = threading.Lock()  # guards the fields above, which the writing thread updates, and `_pending`
         self._queue: queue.Queue[tuple[Snapshot, Arrays] | None] = queue.Queue()
         self._pending = 0
@@ -286,7 +286,6 @@ class SnapshotFolder:
         return header, start + length
 
     def _skip(self, path: Path, error: Exception) -> None:
-        self.skipped += 1
         log.warning("snapshot %s is discarded: %s", path.name, error)
         _remove(path)
 

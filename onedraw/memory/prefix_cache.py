@@ -272,8 +272,8 @@ class Slots:
 
 
 class CheckpointSlots:
-    """Slots for checkpoints. A slot is free, taken (a planned row fills it), or in use by a checkpoint. A pinned checkpoint is
-    going to be restored by a planned row, so it is not evicted."""
+    """Slots for checkpoints. A slot is free, taken (a planned row fills it), or in use by a checkpoint. A checkpoint that a
+    planned row will restore is pinned, so that it is not evicted."""
 
     def __init__(self, count: int, *, evict: Callable[[PrefixCheckpoint], None]) -> None:
         self._slots = Slots(count)

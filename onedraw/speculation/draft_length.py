@@ -27,7 +27,7 @@ PRIOR_WEIGHT = 3.0  # PRIOR_ACCEPTANCE counts as much as so many observed drafts
 PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, assumed until it is measured
 CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
 PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
-REFINEMENTS = 3  # rounds of computing the best drafts for the speed of the step, and the new speed that they give
+REFINEMENTS = 3  # The best drafts depend on the step's speed, and the speed on the drafts: both are computed in turn so often.
 PROBE_TOKENS = 2  # number of drafts of a proposer's probe
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
 PROBE_SHARE = 0.01  # all probes together take at most this share of the time
@@ -221,7 +221,8 @@ class CostMeter:
     cost: RowCost = field(default_factory=RowCost)
     _weight: float = 0.0
     _means: tuple[float, float, float] = (0.0, 0.0, 0.0)  # weighted means of tokens, rows and seconds
-    _tokens_tokens: float = 0.0  # this and the next four: weighted sums of products of deviations from the means
+    # Weighted sums of (x - mean of x) * (y - mean of y), for the two quantities x_y that a field's name has.
+    _tokens_tokens: float = 0.0
     _tokens_rows: float = 0.0
     _rows_rows: float = 0.0
     _tokens_seconds: float = 0.0

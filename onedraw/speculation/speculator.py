@@ -67,7 +67,7 @@ class SpeculationStats:
     drafter_seconds: float = 0.0  # time that the backend's drafter took in generating steps
     probe_seconds: float = 0.0  # estimated time that probes took
     step_cost: RowCost = field(default_factory=RowCost)  # estimated cost of a step without drafting
-    drafter_cost: RowCost = field(default_factory=RowCost)  # estimated cost of the backend's drafter; its tokens are drafted ones
+    drafter_cost: RowCost = field(default_factory=RowCost)  # that of a call of the backend's drafter; tokens: those it drafts
     acceptance: tuple[tuple[str, float, float], ...] = ()  # (source, rounded temperature, probability that a draft is kept)
 
 

@@ -1,6 +1,6 @@
 """Measure in the real engine how many tokens a step gives with a drafter: tokens per step, with a confidence interval.
 
-In: an LLM with its drafter, and generations. Out: an TokensPerStep. The tokens do not depend on the drafter; the number of steps
+In: an LLM with its drafter, and generations. Out: a TokensPerStep. The tokens do not depend on the drafter; the number of steps
 does.
 """
 

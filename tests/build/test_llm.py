@@ -125,7 +125,7 @@ def test_packed_weights_are_dequantized_with_a_warning_if_a_gpu_has_no_kernels_f
         raise StopAsyncIteration
 
     monkeypatch.setattr(device, "find_devices", lambda names: [Device("cuda:0", "cuda", "sm90", 8 * 2**30)])
-    monkeypatch.setattr(device, "why_no_blocks", lambda: why)
+    monkeypatch.setattr(device, "why_no_gpu_kernels", lambda: why)
     monkeypatch.setattr(build, "_stage_devices", stop)
     checkpoint = open_checkpoint(tiny.write_gguf("llama31", tmp_path / "tiny.gguf", kind="Q8_0"))
     with pytest.raises(StopAsyncIteration):

@@ -61,7 +61,7 @@ class InFlightStep:
     plan: Plan
     running: Future[Outcome | StepResult]
     slot: int | None  # its part of the rollback buffer; None if its rows await tokens, since then they have no drafts
-    captured: bool  # whether its tokens are on the device, where the next step can read them
+    captured: bool  # whether it ran as CUDA graphs: then its sampled tokens stay on the device, where the next step can read them
     begin: float = field(default_factory=time.perf_counter)
     sample_late: Callable[[], StepResult] | None = None  # starts sampling; None if it was started with the layers
 
@@ -326,8 +326,8 @@ class TorchBackend:
             raise
 
     def _start_captured(self, graphs: GraphRunner, plan: Plan, slot: int | None) -> InFlightStep:
-        """A row whose history lacks its token runs its layers now. If sampling needs the history on the host, it starts when the
-        step before has been committed, which is before the next plan is submitted: the layers still run then."""
+        """Run a step as CUDA graphs. If sampling needs a token on the host that the step before is still sampling, only the
+        layers start now; sampling starts when the step before has been committed, while these layers still run."""
         begin = time.perf_counter()
         step, executor = self._step(plan, slot), self._open.executor
         if any(row.tokens == (PENDING_TOKEN,) and row.samples_by_history for row in plan.rows):

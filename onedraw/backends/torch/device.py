@@ -122,12 +122,12 @@ def hardware_name(device: torch.device) -> str:
     return f"{cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def why_no_kernels(cache: Path) -> str:
+def why_no_cpu_kernels(cache: Path) -> str:
     """Why the CPU kernels cannot be built here; empty where they can."""
     return build(cache).reason
 
 
-def why_no_blocks() -> str:
+def why_no_gpu_kernels() -> str:
     """Why the GPU kernels for quantized weights cannot be compiled here; empty where they can."""
     from onedraw.backends.torch.ops.cuda import nvrtc
 

@@ -56,9 +56,9 @@ def _checked(model: Transformer, states: Sequence[StageState], layout: InputLayo
         findings += [found for found in remote.use_rule(rule, check=True) if found.check not in known]
     layout = replace(layout, rule=rule)
     whole = _batches_agree(model, states, layout)
-    if not whole and (narrow_tiles(model.local_stages) or model.remote_stages):
+    if not whole and (use_largest_tile(model.local_stages) or model.remote_stages):
         for remote in model.remote_stages:
-            remote.use_rule(rule, check=False, narrow=True)
+            remote.use_rule(rule, check=False, largest_tile=True)
         whole = _batches_agree(model, states, layout)
     findings.append(CheckResult("a row alone, in a batch, and in chunks", whole))
     counts = _step_counts(model, states, layout)
@@ -91,7 +91,7 @@ def check_experts(stages: Sequence[Stage]) -> list[CheckResult]:
     ]
 
 
-def narrow_tiles(stages: Sequence[Stage]) -> bool:
+def use_largest_tile(stages: Sequence[Stage]) -> bool:
     """Use only the largest attention tile, because results differ between tile heights; return whether any stage has several."""
     tiled = [stage.ops for stage in stages if isinstance(stage.ops, TorchOps)]
     for ops in tiled:

@@ -124,7 +124,7 @@ export class Chat {
     return this.running?.conversation.get(entry.id) ? this.running.conversation : this.conversation;
   }
 
-  // The words of the user before an entry.
+  // The text of the user's message before an entry.
   prompt(entry) {
     const asked = this.conversation.path(entry).findLast((one) => one.role === "user");
     return asked ? asked.text || asked.files.map((file) => file.name).join(", ") : "";

@@ -265,14 +265,14 @@ export class Store {
   }
 }
 
-// The words of a stored entry.
+// The text of a stored entry, in which a search looks.
 function words({ role, text, files, results, reply }) {
   if (role === "user") return [text, ...files.map((file) => file.name)].join("\n");
   if (role === "tool") return results.map((result) => result.text).join("\n");
   return reply.runs.map((run) => run[1]).join("");
 }
 
-// The same while the page is open, for browsers that store nothing.
+// The same methods as Store, kept in memory while the page is open, for browsers that store nothing.
 export class MemoryStore {
   constructor() {
     this.conversations = new Map();

@@ -52,7 +52,7 @@ function faster([fast, slow]) {
 // Milliseconds from the first tokens to the last.
 const duration = ({ turns }) => (turns.length ? turns.at(-1).at - turns[0].at : 0);
 
-// How many tokens a finished run had said this long after its first ones.
+// How many tokens a finished run had generated this many milliseconds after its first ones.
 function saidAt({ turns }, milliseconds) {
   let count = 0;
   for (const turn of turns) {

@@ -1,4 +1,4 @@
-// A reply as the fold of its chunks: text by channel, tokens with their details, steps with their times.
+// A reply, built by adding its chunks in order: text by channel, tokens with their details, engine steps with their times.
 
 // Assigns streamed text to tokens. Tokens may run ahead of text (half a character, a possible stop
 // string), and some have none (markers, the end of the reply).

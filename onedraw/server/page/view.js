@@ -261,7 +261,7 @@ export class ReplyView {
       this.wrong.replaceChildren();
       return;
     }
-    if (this.wrong.childElementCount) return; // announced once
+    if (this.wrong.childElementCount) return; // screen readers announced it already
     this.wrong.append(make("p", {}, error.message));
   }
 

@@ -30,8 +30,8 @@ FOREVER = timedelta(days=30)  # how long a stage waits for work; a connection th
 PACKET_BYTES = 8192  # the first part of a message has a fixed size, so that the receiver need not know the length
 LENGTH_BYTES = 8
 MOST_MESSAGE_BYTES = 2**33
-MOST_PENDING = 64  # tensors that were sent and perhaps not received yet, and their bytes; more wait for the first
-MOST_PENDING_BYTES = 256 * 2**20
+MOST_PENDING = 64  # most tensors that may be sent and not received yet; a further `send` waits for the oldest
+MOST_PENDING_BYTES = 256 * 2**20  # most bytes of these tensors
 
 
 @dataclass(frozen=True, slots=True)

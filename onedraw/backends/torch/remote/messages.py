@@ -133,7 +133,7 @@ class UseRule(msgspec.Struct, tag="rule", array_like=True, frozen=True):
     floor: int
     block: int | None
     check: bool
-    narrow: bool  # use only the largest attention tile, because results differ between tile heights
+    largest_tile: bool  # use only the largest attention tile, because results differ between tile heights
 
 
 class ExportCheckpoint(msgspec.Struct, tag="export", array_like=True, frozen=True):

@@ -76,7 +76,8 @@ class StreamShape:
     dtype: torch.dtype
 
     def own(self, start: int) -> tuple[int, int] | None:
-        """Later layers and width of the layers' own inputs before layer `start`; None if there are none."""
+        """For the stream before layer `start`: the number of layers still to run, and the width of the input that each of them
+        has of its own. None if layers have no such inputs."""
         return (self.layers - start, self.inputs) if self.inputs else None
 
     def memory(self, start: int) -> Tensor:
@@ -144,7 +145,7 @@ class RemoteStage:
     facts: StageFacts
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _rule: RowRule | None = None  # the row rule in use, and whether attention uses only the largest tile
-    _narrow: bool = False
+    _largest_tile: bool = False
     _memory: Tensor | None = None  # where its stream arrives, if the next stage is in this process
 
     @property
@@ -206,16 +207,16 @@ class RemoteStage:
         if paths:
             self.post(CommitDrafts(paths))
 
-    def use_rule(self, rule: RowRule, *, check: bool, narrow: bool = False) -> list[CheckResult]:
+    def use_rule(self, rule: RowRule, *, check: bool, largest_tile: bool = False) -> list[CheckResult]:
         """Have the stage use this row rule, and compare results under it if `check`."""
-        self._rule, self._narrow = rule, self._narrow or narrow
-        reply = self.ask(UseRule(rule.floor, rule.block, check, narrow))
+        self._rule, self._largest_tile = rule, self._largest_tile or largest_tile
+        reply = self.ask(UseRule(rule.floor, rule.block, check, largest_tile))
         return [CheckResult(name, passed) for name, passed in reply.checks]
 
     def use_rule_again(self) -> None:
         """After a restart, have the stage use the row rule that it used before."""
         if self._rule is not None:
-            self.use_rule(self._rule, check=False, narrow=self._narrow)
+            self.use_rule(self._rule, check=False, largest_tile=self._largest_tile)
 
     def post(self, message: StageMessage) -> None:
         self.owner.link.send_message(encode(message), self.rank, CONTROL)

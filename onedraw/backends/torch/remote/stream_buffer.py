@@ -2,7 +2,7 @@
 
 Layout, little-endian: a header of HEADER_BYTES (step number as int64, rank of the stage that failed as int64, or -1, whether it
 ran out of memory as int64, length of the error's text as int64, the text as UTF-8), then x [count, E], then the layers' own
-inputs [count, later layers, width] if the model has any. If a stage failed, what follows the header is undefined. E is the
+inputs [count, layers still to run, width] if the model has any. If a stage failed, what follows the header is undefined. E is the
 hidden width; `count` is the number of tokens without padding.
 """
 
@@ -23,7 +23,7 @@ class StreamBuffer:
     """A view of `count` rows in a tensor of bytes on the host."""
 
     def __init__(self, memory: Tensor, *, count: int, hidden: int, own: tuple[int, int] | None, dtype: torch.dtype) -> None:
-        """`own`: later layers and width; None if layers have no inputs of their own."""
+        """`own`: number of layers still to run, and width of the input of its own that each has; None if they have none."""
         first = HEADER_BYTES + count * hidden * dtype.itemsize
         last = first + (0 if own is None else count * math.prod(own) * dtype.itemsize)
         assert len(memory) >= last, f"{count} rows take {last} bytes, and the buffer has {len(memory)}"

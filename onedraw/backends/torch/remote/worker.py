@@ -2,7 +2,8 @@
 
 In: a StageConfig, then messages of the engine (`messages.py`) and residual streams of the stage before. Out: residual streams
 for the stage after it, and replies. The layers, pages, recurrent states, rollback buffer and boundary are those of a local
-stage, and run by the same code. An error in a step goes on with the stream, so the step fails in the engine and the stage stays.
+stage, and run by the same code. If a step raises, the error is sent with the stream, so the step fails in the engine's process
+and this process keeps running.
 A row is the work of one sequence in one step.
 """
 
@@ -36,7 +37,7 @@ from onedraw.backends.torch.remote.stage import StageFacts, StreamShape
 from onedraw.backends.torch.remote.stream_buffer import stream_bytes
 from onedraw.backends.torch.runner.inputs import InputLayout, lay_out
 from onedraw.backends.torch.runner.pipeline import LayerProbe, ResidualStream, StageDevice, current_device, load_stage
-from onedraw.backends.torch.selfcheck import check_experts, check_products, narrow_tiles
+from onedraw.backends.torch.selfcheck import check_experts, check_products, use_largest_tile
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES
 from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.errors import StateLost
@@ -185,8 +186,8 @@ class StageWorker:
     def _use_rule(self, given: UseRule) -> StageReply:
         rule = RowRule(given.floor, given.block)
         self._layout = replace(self._layout, rule=rule)
-        if given.narrow:
-            narrow_tiles([self._stage])
+        if given.largest_tile:
+            use_largest_tile([self._stage])
         if not given.check:
             return StageReply()
         for linear in self._stage.linears:

@@ -73,7 +73,7 @@ class StagingBufferFull(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """The facts of a step. There is one object for each set of facts, so that graphs are found by identity alone."""
+    """The facts that decide which kernels a step launches. Equal facts have one object, so that graphs are found by identity."""
 
     facts: Hashable
 

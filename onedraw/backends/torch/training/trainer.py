@@ -2,8 +2,8 @@
 
 In: ReadSequences with their tokens. Out: weights, and the expected number of drafts that a block keeps. A step takes some
 sequences from the buffer, begins blocks at random generated positions (anchors), and lowers the loss of `loss.py`. Everything
-random is a function of the seed and the number of the step, so a run that goes on from saved state is the run that was not
-interrupted, but for which sequences are in the buffer. Axes as in `trainable_drafter.py`; V vocabulary, E hidden width.
+random is a function of the seed and the number of the step, so a resumed run takes the steps that it would have taken without
+the interruption; only the buffer may hold other sequences. Axes as in `trainable_drafter.py`; V vocabulary, E hidden width.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Trainer:
     # ------------------------------------------------------------------ one batch
 
     def _loss(self, batch: Sequence[TrainingSequence], random: np.random.Generator, *, learn: bool = True) -> Measured:
-        """The loss of a batch; its gradients are added to the weights if it is learned from."""
+        """Compute the loss of a batch. With `learn`, add its gradients to those of the weights."""
         device, recipe = self._head.device, self._recipe
         anchors, usable = self._anchors(batch, random)
         places = anchors[..., None] + torch.arange(1, self.drafter.spec.block, device=device)  # [R, N, B - 1]

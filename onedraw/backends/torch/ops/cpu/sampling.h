@@ -1,4 +1,4 @@
-/* The sampling parameters of each row, and where the results are written. `sampler.py` defines the same fields for ctypes. */
+/* The sampling parameters of each row, and where the results are written. `ops.py` defines the same fields for ctypes. */
 
 #ifndef ONEDRAW_SAMPLING_H
 #define ONEDRAW_SAMPLING_H

@@ -299,8 +299,9 @@ class TritonSampler(Sampler):
                 yield (start, start, start, start, start + len(drafts))
 
     def _adjustment(self, p: SamplingPosition) -> Adjustment:
-        """A constrained position is sampled once its history is known (`InFlightStep.ensure_sampled`). Where its token is still
-        pending then, the row before it ended the request, and this position's sample is not read."""
+        """The adjustment of a position. A constrained position is sampled once its history is known
+        (`InFlightStep.ensure_sampled`). If its last token is still pending then, the request has ended with the row before, and
+        this position's sample is not read."""
         if p.drafts == (PENDING_TOKEN,) and p.history.constraint is not None:
             return NO_ADJUSTMENT
         return adjustment(p.params, p.history, p.drafts, self._recall(p))
