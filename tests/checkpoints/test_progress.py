@@ -11,7 +11,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from onedraw.checkpoints.progress import DownloadMeter
+from onedraw.checkpoints.download import DownloadMeter
 
 COMMIT = "a" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(3 * 2**20), "training.bin": b"not wanted"}
