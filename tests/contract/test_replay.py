@@ -17,6 +17,7 @@ from onedraw.llm.llm import LLM
 from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
 from onedraw.types import Row, RowOutcome, SampledToken
+from tests.server.running import backend_of
 
 TRAINED = Path(__file__).parents[1] / "fixtures" / "trained"
 FAKE = Settings(backend="fake", model="fake")
@@ -117,7 +118,7 @@ def test_a_fault_of_the_engine_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     """Planted fault: the second of the kept drafts of a step is lost."""
     records = record(FAKE, tmp_path)
     with build_llm(replace(FAKE, draft_tokens=4)) as llm:
-        backend = llm.service._engine.backend
+        backend = backend_of(llm)
         run = backend.run
 
         def faulty(row: Row) -> RowOutcome:

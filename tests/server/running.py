@@ -105,10 +105,15 @@ def fake_llm(**settings: Any) -> LLM:
     return build_llm(Settings(backend="fake", model="fake", **settings))
 
 
+def backend_of(llm: LLM) -> Any:
+    """The backend of an LLM whose engine runs in this process: tests make its steps slow or let them fail."""
+    return llm.service._engine.backend  # type: ignore[attr-defined,unused-ignore]
+
+
 def slowed(llm: LLM, seconds: float, until: Any = None) -> LLM:
     """Make every step of the LLM take this long until the event `until` is set."""
     free = until or threading.Event()
-    backend = llm.service._engine.backend
+    backend = backend_of(llm)
     submit = backend.submit
 
     def slow_submit(plan: Any) -> Any:

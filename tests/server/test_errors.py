@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from onedraw.server.config import ServerOptions
-from tests.server.running import fake_llm, serving, slowed, wait_until
+from tests.server.running import backend_of, fake_llm, serving, slowed, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -257,7 +257,7 @@ def test_more_prompts_than_the_queue_holds_are_refused_as_a_whole():
 
 def test_a_failed_step_gives_500_and_the_next_request_succeeds():
     with fake_llm() as llm, serving(llm) as served:
-        backend = llm.service._engine.backend
+        backend = backend_of(llm)
         submit, backend.submit = backend.submit, lambda plan: 1 / 0
         message = refused(served.post(COMPLETIONS, prompt="a"), 500, code="internal_error")
         assert "division" not in message

@@ -16,7 +16,7 @@ from onedraw.server.config import ServerOptions
 from onedraw.server.ollama.requests import OllamaChat
 from onedraw.server.parsing import parse
 from onedraw.settings import Settings
-from tests.server.running import Served, fake_llm, serving
+from tests.server.running import Served, backend_of, fake_llm, serving
 from tests.support.scripted import write_scripted
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
@@ -265,7 +265,7 @@ def test_a_key_is_required_and_its_absence_told_in_ollamas_shape() -> None:
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_line() -> None:
     with fake_llm() as llm, serving(llm, ServerOptions(request_seconds=0.3)) as served:
-        backend = llm.service._engine.backend  # type: ignore[attr-defined]
+        backend = backend_of(llm)
         submit, steps = backend.submit, []
 
         def slow_submit(plan: Any) -> Any:

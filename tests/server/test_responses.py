@@ -15,7 +15,7 @@ from onedraw.errors import BadParameter
 from onedraw.server.auth import ApiKey
 from onedraw.server.config import ServerOptions
 from onedraw.server.openai.responses import NoSuchResponse, ResponseStore, StoredResponse
-from tests.server.running import fake_llm, serving, slowed
+from tests.server.running import backend_of, fake_llm, serving, slowed
 
 PATH = "/v1/responses"
 SCHEMA = {
@@ -332,7 +332,7 @@ def test_items_can_be_sent_by_reference(fake: Any, client: openai.OpenAI) -> Non
 def test_a_failure_during_a_stream_sends_an_error_event_and_a_failed_event() -> None:
     """Some clients wait for an `error` event, others for `response.failed`."""
     with slowed(fake_llm(), 0.02) as llm, serving(llm) as served:
-        backend = llm.service._engine.backend
+        backend = backend_of(llm)
         asked = {"model": served.model, "input": "Hello.", "max_output_tokens": 1500, "extra_body": {"seed": 6}}
         stream = served.client().responses.create(**asked, stream=True)  # with this seed the reply does not end by itself
         events = [next(iter(stream))]

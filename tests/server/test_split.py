@@ -12,7 +12,7 @@ import pytest
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.build.drafters import make_speculator
-from onedraw.build.llm import _card, build_llm, make_service
+from onedraw.build.llm import build_llm, make_service, model_card
 from onedraw.llm.llm import LLM, idle_stats
 from onedraw.settings import Settings
 from onedraw.text.constraints.factory import ConstraintFactory
@@ -98,7 +98,9 @@ def argmax_only() -> Iterator[Served]:
         make_speculator(settings),
         constraints=constraints,
     )
-    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={})
+    card = model_card(
+        settings, family="fake", weights="fake", capacity=service.capacity, eos=(tokenizer.eos_id or 0,), defaults={}
+    )
     llm = LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card, constraints=constraints)
     with llm, serving(llm) as served:
         yield served

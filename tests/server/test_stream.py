@@ -11,7 +11,7 @@ import pytest
 
 from onedraw.errors import OnedrawError
 from onedraw.server.streaming import NAMED, ChunkStream
-from tests.server.running import fake_llm, serving, slowed, wait_until
+from tests.server.running import backend_of, fake_llm, serving, slowed, wait_until
 
 HELLO = [{"role": "user", "content": "Say hello."}]
 EVERYTHING = {"return_token_ids": True, "return_checksums": True, "ignore_eos": True}
@@ -113,7 +113,7 @@ TURN = 0.02  # seconds per step: such a reply is still running whenever a test c
 
 def test_a_failure_after_the_start_sends_an_error_event_and_no_done():
     with slowed(fake_llm(), TURN) as llm, serving(llm) as served:
-        backend = llm.service._engine.backend
+        backend = backend_of(llm)
         with served.stream("/v1/completions", **LONG) as answer:
             lines = answer.iter_lines()
             assert json.loads(next(lines).removeprefix("data: "))["choices"]
@@ -126,7 +126,7 @@ def test_a_failure_after_the_start_sends_an_error_event_and_no_done():
 
 def test_the_openai_client_raises_an_error_that_occurs_during_a_stream():
     with slowed(fake_llm(), TURN) as llm, serving(llm) as served:
-        backend = llm.service._engine.backend
+        backend = backend_of(llm)
         asked = {"model": served.model, "prompt": "One", "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
         stream = served.client().completions.create(**asked, stream=True)
         next(iter(stream))
