@@ -1,11 +1,11 @@
-"""Default drafting against `--draft none`, through HTTP: two servers, requests in turn, tokens compared.
+"""Compare the default drafting with `--draft none` through HTTP: two servers, requests in turn, tokens compared.
 
     python -m bench.drafts_http [MODEL] [--temperatures 0,0.7,1] [--batch 1,4,8] [--new-tokens 160] [--repeats 2] [--json]
                                 [--flags "--dtype f32"] [--kinds chat,edit,quote]
 
 Both servers run all the time, and only one of them works at a time: each group of requests goes to one server, then to the
-other. Timed is the time from the first to the last token of a group. A prompt and seed are never sent twice to a server without
-a change, so the prefix cache saves the same on both sides. Status 1 if a reply has other tokens.
+other. What is timed is a group, from its first token to its last. Both servers get the same requests in the same order, so the
+prefix cache saves the same on both sides. The exit status is 1 if the tokens of a reply differ.
 """
 
 from __future__ import annotations

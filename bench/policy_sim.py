@@ -1,4 +1,4 @@
-"""Would the drafting policy have paid? Recorded acceptance and measured step costs, replayed through the real policy.
+"""Replay recorded acceptance and measured step costs through the drafting policy, and compare it with every fixed draft length.
 
     python -m bench.policy_sim [--json]                 regret of the policy against the best fixed draft length
     python -m bench.policy_sim --record [MODEL]         record the traces anew, from the prompts in bench/prompts

@@ -196,7 +196,7 @@ def _build_fake(
         service = make_service(
             make_backend, settings, speculator, weights="fake", observer=observer, constraints=constraints, sender=sender
         )
-    card = _card(settings, family="fake", weights="fake", capacity=service.capacity, eos=eos, defaults={})
+    card = model_card(settings, family="fake", weights="fake", capacity=service.capacity, eos=eos, defaults={})
     return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card, constraints=constraints)
 
 
@@ -229,7 +229,7 @@ def _build_model(
 
             def make_backend() -> Backend:
                 if settings.backend == "xla":
-                    backend = xla_backend(settings, info, notify, progress=partial(_report_layers, notify))
+                    backend = xla_backend(settings, info, notify, progress=partial(report_layers, notify))
                     _report_self_check(backend.report, notify)
                     return backend
                 return torch_backend(settings, info, notify, drafter, weights=weights, warm_up=warm_up)
@@ -243,7 +243,7 @@ def _build_model(
                 constraints=constraints,
                 sender=sender,
             )
-    card = _card(
+    card = model_card(
         settings,
         family=info.spec.family,
         weights=weights,
@@ -335,7 +335,7 @@ def _torch_backend_on(
             max_in_flight=len(stage_devices) if overlap else 1,
             ahead={"auto": None, "on": True, "off": False}[settings.ahead],
             make_drafter=None if drafter is None else drafter.maker(settings, info, max_context=plan.max_context),
-            progress=partial(_report_layers, notify),
+            progress=partial(report_layers, notify),
         )
     except BaseException:
         if pipeline is not None:
@@ -408,7 +408,7 @@ def _observer(settings: Settings, tokenizer: Tokenizer) -> Observer | None:
     return VerifyTracer(tokenizer) if settings.trace_verify else None
 
 
-def _report_layers(notify: Progress, done: int, layers: int) -> None:
+def report_layers(notify: Progress, done: int, layers: int) -> None:
     """Report progress after each quarter of a model's layers, if it has many."""
     if layers >= 16 and done < layers and 4 * done // layers != 4 * (done - 1) // layers:
         notify(f"loaded {done} of {layers} layers")
@@ -425,7 +425,7 @@ def _report_self_check(report: SelfCheck | None, notify: Progress) -> None:
                 log.warning("Self-check FAILED on this machine: %s. Batching may change the rounding of results.", result.check)
 
 
-def _card(
+def model_card(
     settings: Settings,
     *,
     family: str,

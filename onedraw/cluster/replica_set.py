@@ -144,7 +144,7 @@ class ReplicaSet:
             )
         with self._changed:
             if name in self._replicas:
-                raise ValueError(f"there is a replica {name!r} already")
+                raise ValueError(f"there is a replica {name!r} already; choose another name")
             self._replicas[name] = Replica(name, client)
             self._capacity = self._capacity or client.capacity
             self._changed.notify_all()

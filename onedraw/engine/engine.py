@@ -368,7 +368,7 @@ class Engine:
             try:
                 self.backend.collect(handle)  # An outcome is dropped: its sequences are computed again.
             except BaseException as failure:
-                log.debug("a step in flight failed with the lost state", exc_info=failure)
+                log.debug("a step in flight failed too, after the state was lost", exc_info=failure)
             self._release_ended(members)
         for sequence in self.scheduler.running[::-1]:  # Each goes to the front of the queue, so the oldest is admitted first.
             sequence.lost = False

@@ -107,16 +107,16 @@ def hashed_seed(seed: int) -> int:
 
 
 def _hash(seed: int, number: int, domain: int) -> int:
-    return _mix64(_seed_hash(seed, domain) + number & _MASK_64)
+    return mix64(_seed_hash(seed, domain) + number & _MASK_64)
 
 
 @lru_cache(maxsize=4096)
 def _seed_hash(seed: int, domain: int) -> int:
     """Return the part of the hash that is the same for all positions of a request."""
-    return _mix64(seed ^ domain)
+    return mix64(seed ^ domain)
 
 
-def _mix64(word: int) -> int:
+def mix64(word: int) -> int:
     word = (word ^ word >> 30) * _MULTIPLIERS_64[0] & _MASK_64
     word = (word ^ word >> 27) * _MULTIPLIERS_64[1] & _MASK_64
     return word ^ word >> 31

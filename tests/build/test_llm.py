@@ -12,7 +12,7 @@ import pytest
 from onedraw.backends.devices import Device
 from onedraw.backends.torch import device
 from onedraw.build import llm as build
-from onedraw.build.llm import _report_layers, build_llm
+from onedraw.build.llm import build_llm, report_layers
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import BadSetting, OutOfMemory, UnsupportedModel
 from onedraw.llm.request_options import RequestOptions, make_generation
@@ -104,9 +104,9 @@ def test_an_unusable_snapshot_folder_is_rejected_before_loading(tmp_path: Path, 
 def test_loading_many_layers_reports_every_quarter() -> None:
     lines: list[str] = []
     for done in range(1, 65):
-        _report_layers(lines.append, done, 64)
+        report_layers(lines.append, done, 64)
     assert lines == ["loaded 16 of 64 layers", "loaded 32 of 64 layers", "loaded 48 of 64 layers"]
-    _report_layers(lines.append, 2, 4)
+    report_layers(lines.append, 2, 4)
     assert len(lines) == 3
 
 

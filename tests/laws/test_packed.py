@@ -19,7 +19,7 @@ from onedraw.backends.torch.runner.inputs import make_inputs
 from onedraw.models.spec import ModelSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Plan, Request
-from tests.backends.torch.test_cpu_kernels import _row
+from tests.backends.torch.test_cpu_kernels import prompt_row
 from tests.laws.harness import KnownAnswerProposer, Schedule, plain, random_requests, run, same
 from tests.support.quantized_weights import QUANTIZED_KINDS, quantized_weights, tiny_spec
 
@@ -92,7 +92,7 @@ def hidden_of(name: str, ops: CpuOps, dtype: str = "packed") -> torch.Tensor:
     spec = spec_of(name)
     sizes = {"lanes": 2, "pages": 20, "page_size": 8, "max_context": 100, "check": False}
     made = TorchBackend(spec, quantized_weights(spec, MODELS[name]), dtype=dtype, device="cpu", ops=ops, **sizes)
-    plan = Plan((_row(0, 0, 70, range(10)),))
+    plan = Plan((prompt_row(0, 0, 70, range(10)),))
     with torch.inference_mode():
         hidden = made.model.hidden(make_inputs(plan, layout=made.layout, device=torch.device("cpu")), made.states)
         return torch.cat([hidden, made.model.logits(hidden)], dim=1)

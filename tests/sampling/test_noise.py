@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from onedraw.sampling.noise import BITS, _mix64, child_seed, gumbel, gumbel_of, key, prompt_seed, uniform_bits
+from onedraw.sampling.noise import BITS, child_seed, gumbel, gumbel_of, key, mix64, prompt_seed, uniform_bits
 from onedraw.types import SEED_LIMIT
 
 SEEDS = (0, 1, 2, 12345, SEED_LIMIT - 1)
@@ -40,7 +40,7 @@ def test_the_integers_equal_the_definition() -> None:
 
 
 def test_the_64_bit_mixing_equals_published_values() -> None:
-    assert _mix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
+    assert mix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
 
 
 def test_known_values_never_change() -> None:

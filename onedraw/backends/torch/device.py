@@ -69,7 +69,7 @@ def _usable(device: Device) -> bool:
         raise BadSetting(f"--devices {device.name}: this system does not let a program choose its processors; write cpu")
     there = os.sched_getaffinity(0)
     if not there.issuperset(device.cores):
-        raise BadSetting(f"--devices {device.name}: this program may run on the processors {_listed(there)}")
+        raise BadSetting(f"--devices {device.name}: this program may run on the processors {_listed(there)}; name some of these")
     return True
 
 

@@ -104,10 +104,10 @@ def value_pages(ops: object, spec: AttentionSpec, values: torch.Tensor, kept: to
     from onedraw.backends.torch.ops.plain.linear import RowRule
     from onedraw.backends.torch.runner.inputs import InputLayout, make_inputs
     from onedraw.types import Plan
-    from tests.backends.torch.test_cpu_kernels import _row
+    from tests.backends.torch.test_cpu_kernels import prompt_row
 
     store = PageStore(spec, pages=50, page_size=8, dtype=kept, device=CPU)
-    inputs = make_inputs(Plan((_row(0, 0, 400, range(50)),)), layout=InputLayout(8, (50,), RowRule(1)), device=CPU)
+    inputs = make_inputs(Plan((prompt_row(0, 0, 400, range(50)),)), layout=InputLayout(8, (50,), RowRule(1)), device=CPU)
     prepared = ops.prepare_attention(inputs, spec, rope_table(spec.rope, 400, dtype=torch.float32, device=CPU))  # type: ignore[attr-defined]
     qkv = torch.cat([torch.zeros(400, 32), values], 1)
     prepared.attend(qkv, spec=spec, store=store, q_norm=None, k_norm=None, eps=1e-6)

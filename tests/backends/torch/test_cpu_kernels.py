@@ -94,7 +94,7 @@ def attention_case(
     turns = rope_table(spec.rope, length, dtype=torch.float32, device=torch.device("cpu"))
     out = []
     for start, stop in itertools.pairwise(cuts):
-        rows = [_row(i, start, stop, range(i * per, (i + 1) * per)) for i in range(1 + beside)]
+        rows = [prompt_row(i, start, stop, range(i * per, (i + 1) * per)) for i in range(1 + beside)]
         inputs = make_inputs(
             Plan(tuple(rows)), layout=InputLayout(page_size, (per * (1 + beside),), RowRule(1)), device=torch.device("cpu")
         )
@@ -105,7 +105,7 @@ def attention_case(
     return torch.cat(out)
 
 
-def _row(number: int, start: int, stop: int, pages: range) -> Row:
+def prompt_row(number: int, start: int, stop: int, pages: range) -> Row:
     return Row(
         str(number), number, (tuple(pages),), start, (1,) * (stop - start), (), stop, False, SamplingParams(), History((1,))
     )

@@ -98,7 +98,7 @@ class Link:
                     work.wait(self._limit)
             except RuntimeError as error:
                 self._broken = True
-                raise StateLost(f"rank {to} cannot be reached: {_first_line(error)}") from None
+                raise StateLost(f"{_process(to)} cannot be reached: {_first_line(error)}") from None
 
     def receive(self, into: Tensor, source: int, tag: int, limit: timedelta | None = None) -> Tensor:
         """Wait for a tensor, and return it in `into`."""
@@ -106,7 +106,7 @@ class Link:
             self._open.recv([into], source, tag).wait(limit or self._limit)
         except RuntimeError as error:
             self._broken = True
-            raise StateLost(f"nothing arrives from rank {source}: {_first_line(error)}") from None
+            raise StateLost(f"{_process(source)} sends nothing: {_first_line(error)}") from None
         return into
 
     def send_message(self, message: bytes, to: int, tag: int) -> None:
@@ -124,7 +124,7 @@ class Link:
         head = self.receive(torch.empty(PACKET_BYTES, dtype=torch.uint8), source, tag, limit).numpy()
         length, room = int.from_bytes(head[:LENGTH_BYTES].tobytes(), "little"), PACKET_BYTES - LENGTH_BYTES
         if length > MOST_MESSAGE_BYTES:
-            raise StateLost(f"rank {source} announces a message of {length} bytes")
+            raise StateLost(f"{_process(source)} announces a message of {length} bytes, over {MOST_MESSAGE_BYTES}")
         first = head[LENGTH_BYTES : LENGTH_BYTES + min(length, room)].tobytes()
         if length <= room:
             return first
@@ -145,6 +145,10 @@ class Link:
         if group is not None:
             with suppress(RuntimeError):
                 group.abort()
+
+
+def _process(rank: int) -> str:
+    return "the engine's process" if rank == ENGINE else f"the process of stage {rank - 1}"
 
 
 def _first_line(error: RuntimeError) -> str:
