@@ -44,6 +44,7 @@ class Capacity:
     recurrent: bool = False  # whether the model has recurrent layers, so that pages alone do not restore a prefix
     returns_logits: bool = True  # whether every sampling parameter is supported; otherwise sampling is greedy
     logits_per_position: bool = True  # whether drafts can be verified, which needs logits after each of them
+    scores_prompts: bool = True  # whether logprobs of prompt tokens are available
     max_drafts: int = MAX_DRAFTS  # most drafts of one row in one step
     draft_positions: int | None = None  # most drafts of all rows in one step, if a rollback buffer limits them
     step_tokens: int | None = None  # most tokens of one step, if buffers between devices limit them

@@ -25,7 +25,7 @@ from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_t
 from onedraw.build.drafters import DeviceDrafter, DrafterBuilder, drafter_names, make_speculator, select_drafter
 from onedraw.build.engine_process import EngineProcess
 from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
-from onedraw.build.xla import require_jax, xla_backend
+from onedraw.build.xla import Export, find_export, iree_backend, require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.client import EngineClient, refuse_constraints
 from onedraw.engine.engine import Engine, Observer, nothing
@@ -39,6 +39,7 @@ from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.models.registry import ModelInfo
 from onedraw.settings import Settings, default_cache_dir
 from onedraw.speculation.speculator import Speculator
+from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.constraints.factory import ConstraintFactory
 from onedraw.text.fake_tokenizer import READABLE, fake_chat_template, fake_tokenizer
 from onedraw.text.tokenizer import Tokenizer
@@ -71,6 +72,8 @@ def build_llm(
         case "fake":
             return _build_fake(settings, notify, speculator, own_process=own_process, sender=sender)
         case "torch" | "xla":
+            if (export := find_export(settings)) is not None:
+                return _build_export(export, settings, notify, speculator, own_process=own_process, sender=sender)
             return _build_model(settings, notify, speculator, warm_up=warm_up, own_process=own_process, sender=sender)
 
 
@@ -198,6 +201,43 @@ def _build_fake(
         )
     card = model_card(settings, family="fake", weights="fake", capacity=service.capacity, eos=eos, defaults={})
     return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card, constraints=constraints)
+
+
+def _build_export(
+    export: Export,
+    settings: Settings,
+    notify: Progress,
+    speculator: Speculator | None,
+    *,
+    own_process: bool,
+    sender: EventSender | None,
+) -> LLM:
+    """Build the LLM of an export of `onedraw export`, which IREE runs."""
+    tokenizer, template = Tokenizer.from_folder(export.folder), ChatTemplate.from_folder(export.folder)
+    constraints = ConstraintFactory(tokenizer, export.eos_ids, isolated=sender is None)
+    service: EngineClient
+    if own_process:
+        with EngineProcess(settings) as process:
+            service = process.client(constraints.build, notify)
+    else:
+        service = make_service(
+            partial(iree_backend, export, notify),
+            settings,
+            speculator,
+            weights=export.fingerprint,
+            observer=_observer(settings, tokenizer),
+            constraints=constraints,
+            sender=sender,
+        )
+    card = model_card(
+        settings,
+        family=export.family,
+        weights=export.fingerprint,
+        capacity=service.capacity,
+        eos=export.eos_ids,
+        defaults=export.defaults,
+    )
+    return LLM(service=service, tokenizer=tokenizer, template=template, card=card, constraints=constraints)
 
 
 def _build_model(

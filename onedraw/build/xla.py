@@ -1,4 +1,4 @@
-"""Build the xla backend from Settings, list the step shapes that it compiles (for `inspect`), and export graphs.
+"""Build the xla backend from Settings, list the step shapes that it compiles (for `inspect`), export graphs, and serve exports.
 
 jax is imported only when one of these functions runs, since most installations do not have it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +16,15 @@ from onedraw import __version__
 from onedraw.backends.base import require_state_dtype
 from onedraw.backends.devices import Device, activation_precision, product_precision
 from onedraw.backends.memory_plan import MemoryPlan
-from onedraw.build.checkpoint import Progress, find_checkpoint
+from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
 from onedraw.build.fit_devices import memory_plan_for, plan_devices
-from onedraw.errors import BadSetting
-from onedraw.models.registry import ModelInfo, read_model_info
+from onedraw.errors import BadSetting, CorruptFile
+from onedraw.models.registry import ModelInfo
 from onedraw.settings import Settings, default_cache_dir
 
 if TYPE_CHECKING:
     from onedraw.backends.xla.backend import XlaBackend
+    from onedraw.backends.xla.iree import IreeBackend
 
 
 def require_jax() -> None:
@@ -103,9 +104,10 @@ def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
 
     checkpoint = find_checkpoint(settings, notify)
     try:
-        info = read_model_info(checkpoint)
+        info = describe(settings, checkpoint)
+        tokenizer, template = read_text(checkpoint)
         plan = memory_plan_for(settings, info, dtype="f32")
-        return export_model(
+        path = export_model(
             info.spec,
             info.weights,
             folder,
@@ -115,7 +117,58 @@ def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
             max_context=plan.max_context,
             step_tokens=settings.turn_tokens,
             version=__version__,
+            about={"fingerprint": checkpoint.fingerprint(), "eos_ids": list(info.eos_ids), "defaults": info.defaults},
             notify=notify,
         )
+        tokenizer.save(folder)
+        if template is not None:
+            template.save(folder)
+        return path
     finally:
         checkpoint.close()
+
+
+# ---------------------------------------------------------------------- serving an export
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What the manifest of an export says about its model."""
+
+    folder: Path
+    family: str
+    fingerprint: str
+    eos_ids: tuple[int, ...]
+    defaults: dict[str, float | int]
+
+
+def find_export(settings: Settings) -> Export | None:
+    """Return the export that the settings name, or None if they name a model. Settings that an export has decided already are
+    refused."""
+    from onedraw.backends.xla.iree import MANIFEST, read_manifest
+
+    folder = Path(settings.model)
+    if not (folder / MANIFEST).is_file():
+        return None
+    plain = Settings()
+    for name in ("backend", "devices", "kv_memory", "kv_dtype", "state_dtype", "max_context", "cache_budget"):
+        if getattr(settings, name) != getattr(plain, name):
+            raise BadSetting(
+                f"--{name.replace('_', '-')}: an export has its own sizes and device; give it to `onedraw export`, or omit it"
+            )
+    if settings.device not in ("auto", "cpu") or settings.dtype not in ("auto", "f32"):
+        raise BadSetting("--device, --dtype: exports run in float32 on the CPU; omit them")
+    if not {"auto", "none"}.issuperset(settings.draft):
+        raise BadSetting("--draft: an export returns the logits of one position per row, so drafts cannot be verified; omit it")
+    manifest = read_manifest(folder)
+    try:
+        about = manifest["model"]
+        return Export(folder, manifest["family"], about["fingerprint"], tuple(about["eos_ids"]), dict(about["defaults"]))
+    except (KeyError, TypeError):
+        raise CorruptFile(f"{folder / MANIFEST} is damaged; export the model again") from None
+
+
+def iree_backend(export: Export, notify: Progress) -> IreeBackend:
+    from onedraw.backends.xla.iree import IreeBackend
+
+    return IreeBackend(export.folder, notify=notify)

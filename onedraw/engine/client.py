@@ -115,6 +115,12 @@ def check_request(request: Request, capacity: Capacity, build_constraint: BuildC
             "penalty, bias, min_tokens, bans, constraint or logprobs",
             code="sampling_unsupported",
         )
+    if not capacity.scores_prompts and params.prompt_logprobs is not None:
+        raise Unsupported(
+            "prompt_logprobs: this backend returns the logits of sampled positions only; leave it out, or serve the model itself "
+            "instead of its export",
+            code="sampling_unsupported",
+        )
     return CheckedRequest(request, constraint)
 
 

@@ -198,6 +198,7 @@ def model_card_lines(url: str, llm: LLM, options: ServerOptions, *, proposers: S
     """Return the lines of the card that is shown at start, each as (name, text): addresses, model, memory, drafters. No line
     contains an API key."""
     card, capacity = llm.card, llm.service.capacity
+    proposers = proposers if capacity.logits_per_position else ()
     drafters = [*proposers, *([f"{capacity.drafter} on the device"] if capacity.drafter else [])]
     positions = capacity.groups[0].pages * capacity.page_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -77,6 +77,10 @@ class ChatTemplate:
         )
         return cls(source, bos_token=bos, eos_token=eos)
 
+    def save(self, folder: Path) -> None:
+        """Write chat_template.jinja, from which `from_folder` makes an equal template beside the same tokenizer."""
+        (folder / "chat_template.jinja").write_text(self.source, encoding="utf-8", newline="")
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -115,6 +115,13 @@ class Tokenizer:
         backend, bos_id, eos_id = build_tokenizer(metadata)
         return cls(backend, bos_id=bos_id, eos_id=eos_id)
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, from which `from_folder` makes an equal tokenizer."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        config = {name: self._backend.id_to_token(i) for name, i in named.items() if i is not None}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return token ids. `add_special` adds the tokens that the model expects around a text, mostly a bos token."""
         try:

@@ -19,14 +19,13 @@ import jax
 import numpy as np
 
 from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, conv_width, make_inputs, require_supported
+from onedraw.backends.xla.iree import FORMAT, MANIFEST
 from onedraw.backends.xla.model import XlaStage, run_layers
 from onedraw.backends.xla.platform import find_devices
 from onedraw.backends.xla.sampler import logits_of
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
-
-FORMAT = 2  # version of the manifest's format; `iree.py` refuses others
 
 
 def export_model(
@@ -40,9 +39,11 @@ def export_model(
     max_context: int,
     step_tokens: int,
     version: str,
+    about: dict[str, Any],
     notify: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write all files and return the path of the manifest. The graphs are float32 and have the backend's arithmetic."""
+    """Write all files and return the path of the manifest. The graphs are float32 and have the backend's arithmetic. `about` is
+    what serving needs to know beside them; the manifest keeps it as it is."""
     require_supported(spec)
     if spec.recurrent:
         raise UnsupportedModel(
@@ -76,8 +77,9 @@ def export_model(
         "buckets": {"prefill": asdict(shape.mixed), "decode": asdict(shape.decode)},
         "state": state,
         "graphs": graphs,
+        "model": about,
     }
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=1))
     return path
 

@@ -19,26 +19,37 @@ import numpy as np
 from onedraw.backends.base import Capacity, PageGroup, StepHandle
 from onedraw.backends.sampled_rows import row_outcome
 from onedraw.backends.xla.inputs import CHUNK, XlaInputs, compiled_shapes, make_inputs
-from onedraw.errors import ModelNotFound, Unsupported, UnsupportedModel
+from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.sampling.law import sample
 from onedraw.types import Outcome, Plan
 
 DRIVER = "local-task"  # IREE's multithreaded CPU driver
-FORMAT = 2  # version of the manifest's format that `export.py` writes
+MANIFEST = "manifest.json"
+FORMAT = 3  # version of the manifest's format that `export.py` writes
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of an export, or raise if the folder has none that this version reads."""
+    path = folder / MANIFEST
+    if not path.exists():
+        raise ModelNotFound(
+            f"{folder} is not an export: it has no {MANIFEST}; create one with `onedraw export MODEL --out {folder}`"
+        )
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = manifest["format"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise CorruptFile(f"{path} is not the manifest of an export; export the model again") from None
+    if found != FORMAT:
+        raise UnsupportedModel(f"{path} has format {found}, this version reads {FORMAT}; export the model again")
+    return manifest
 
 
 class IreeBackend:
     """A backend whose graphs are compiled, weights loaded and pages zeroed when its constructor returns."""
 
     def __init__(self, folder: Path, *, notify: Callable[[str], None] = lambda line: None) -> None:
-        path = folder / "manifest.json"
-        if not path.exists():
-            raise ModelNotFound(
-                f"{folder} is not an export: it has no manifest.json; create one with `onedraw export MODEL --out {folder}`"
-            )
-        self._manifest = manifest = json.loads(path.read_text())
-        if manifest["format"] != FORMAT:
-            raise UnsupportedModel(f"{path} has format {manifest['format']}, this version reads {FORMAT}; export the model again")
+        self._manifest = manifest = read_manifest(folder)
         sizes: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in manifest["sizes"].items()
         }
@@ -64,6 +75,7 @@ class IreeBackend:
             chunk=CHUNK if manifest["recurrent"] else 1,
             recurrent=manifest["recurrent"],
             logits_per_position=False,
+            scores_prompts=False,
             step_tokens=self._shape.mixed.tokens - CHUNK,
             device=f"iree-{DRIVER}",
         )
@@ -88,8 +100,6 @@ class IreeBackend:
 
     def _run(self, plan: Plan) -> Outcome:
         begin = time.perf_counter()
-        if any(row.scores_prompt for row in plan.rows):
-            raise Unsupported("prompt_logprobs: an exported graph returns logits of sampled positions only")
         inputs = make_inputs(plan.rows, self._shape, conv=self._manifest["conv"])
         sampling = [number for number, row in enumerate(plan.rows) if row.samples]
         picks = np.zeros(self._shape.picks, dtype=np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,10 +17,18 @@ from tests.backends.xla.making import xla_backend
 pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip install "onedraw[xla]"')
 
 from onedraw.backends.xla.iree import IreeBackend, IreeRuntime
+from onedraw.build.checkpoint import read_text
+from onedraw.build.llm import build_llm
 from onedraw.build.xla import export_graphs
+from onedraw.checkpoints.open import open_checkpoint
 from onedraw.cli.main import main
-from onedraw.errors import BadSetting, ModelNotFound, UnsupportedModel
+from onedraw.errors import BadSetting, CorruptFile, ModelNotFound, Unsupported, UnsupportedModel
+from onedraw.llm.llm import LLM
+from onedraw.llm.reply import Reply
+from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
+from onedraw.text.chat_template import ChatTemplate
+from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Schedule, run
 from tests.support import tiny
@@ -114,6 +123,63 @@ def test_a_cached_compiled_graph_is_complete_or_missing(folders: tuple[Path, Pat
     assert not compiled.exists()
     assert callable(IreeRuntime().load(out / "decode.mlir"))
     assert compiled.exists()
+
+
+def generation(llm: LLM, **options: Any) -> Reply:
+    prompt = tuple(llm.tokenizer.encode("Hello there."))
+    (reply,) = llm.run(make_generation(RequestOptions.of(max_tokens=12, **options), llm=llm, prompt=prompt))
+    return reply
+
+
+@pytest.mark.parametrize("own_process", [False, True], ids=["one process", "engine process"])
+def test_an_export_is_served_with_the_replies_of_its_model(folders: tuple[Path, Path], *, own_process: bool) -> None:
+    """Tokenizer, chat template, end tokens and sampling defaults come from the export alone."""
+    model, out = folders
+    with build_llm(Settings(model=str(out)), own_process=own_process) as served:
+        with build_llm(Settings(model=str(model), backend="xla", max_batch=4, max_context=256, draft=("none",))) as plain:
+            assert served.tokenizer.fingerprint == plain.tokenizer.fingerprint
+            assert (served.card.family, served.card.eos_ids) == (plain.card.family, plain.card.eos_ids)
+            for options in ({"temperature": 0}, {"temperature": 1, "seed": 3, "top_p": 0.9, "logprobs": 2}):
+                ours, theirs = generation(served, **options), generation(plain, **options)
+                assert (ours.text, ours.token_ids) == (theirs.text, theirs.token_ids)
+        with pytest.raises(Unsupported, match="prompt_logprobs: this backend returns") as refused:
+            generation(served, prompt_logprobs=1)
+        assert refused.value.code == "sampling_unsupported"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kv_dtype", "int8"), ("draft", ("mtp",)), ("dtype", "bf16"), ("max_context", 99), ("devices", "cpu:0,cpu:1")],
+)
+def test_settings_that_an_export_has_decided_are_refused(folders: tuple[Path, Path], name: str, value: Any) -> None:
+    _, out = folders
+    with pytest.raises(BadSetting, match=f"--{name.replace('_', '-')}.*omit"):
+        build_llm(Settings(model=str(out), **{name: value}))
+
+
+def test_a_damaged_manifest_is_one_error(tmp_path: Path) -> None:
+    for text in ("{", "[]", "{}", '{"format": 3}'):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(CorruptFile, match="export the model again"):
+            build_llm(Settings(model=str(tmp_path)))
+    (tmp_path / "manifest.json").write_text('{"format": 2}')
+    with pytest.raises(UnsupportedModel, match="has format 2"):
+        build_llm(Settings(model=str(tmp_path)))
+
+
+def test_a_tokenizer_of_a_gguf_file_is_saved_and_read_as_it_was(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(Path(__file__).parents[2] / "fixtures" / "gguf" / "llama.gguf")
+    tokenizer, template = read_text(checkpoint)
+    tokenizer.save(tmp_path)
+    again = Tokenizer.from_folder(tmp_path)
+    assert (again.fingerprint, again.bos_id, again.eos_id) == (tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id)
+    assert again.encode("Hello <s> there, ünï\n 12") == tokenizer.encode("Hello <s> there, ünï\n 12")
+    if template is not None:
+        template.save(tmp_path)
+        restored = ChatTemplate.from_folder(tmp_path)
+        assert restored is not None
+        assert restored.source == template.source
+    checkpoint.close()
 
 
 def test_a_folder_without_an_export_is_named(tmp_path: Path) -> None:
