@@ -184,7 +184,8 @@ def _ids(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
 def _tool_use(
     tools: Sequence[Mapping[str, Any]] = (), tool_choice: str = "auto", parallel_tool_calls: bool = True
 ) -> ToolUse | None:
-    """Parse tools in OpenAI's shape. `tool_choice` is auto, none, required, or the name of a tool that must be called."""
+    """Parse tools in OpenAI's shape. `tool_choice` is auto, none, required, or the name of a tool that must be called,
+    once."""
     if not tools or tool_choice == "none":
         return None
     known = []
@@ -198,7 +199,8 @@ def _tool_use(
     allowed = tuple(tool for tool in known if tool_choice in ("auto", "required", tool.name))
     if not allowed:
         raise BadParameter("tool_choice", f"must be auto, none, required or the name of a tool, not {tool_choice}")
-    return ToolUse(tuple(known), allowed, required=tool_choice != "auto", parallel=parallel_tool_calls)
+    parallel = parallel_tool_calls and tool_choice in ("auto", "required")
+    return ToolUse(tuple(known), allowed, required=tool_choice != "auto", parallel=parallel)
 
 
 def make_chat_generation(

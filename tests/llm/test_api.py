@@ -128,9 +128,7 @@ def test_a_reply_to_messages_begins_a_text_and_a_completion_continues_one(model:
 def test_tools_can_be_used_from_python(model: onedraw.LLM) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
     closed = {**tool, "parameters": {**tool["parameters"], "additionalProperties": False}}
-    reply = model.generate(
-        [{"role": "user", "content": "?"}], tools=[closed], tool_choice="f", parallel_tool_calls=False, max_tokens=300, seed=1
-    )
+    reply = model.generate([{"role": "user", "content": "?"}], tools=[closed], tool_choice="f", max_tokens=300, seed=1)
     assert isinstance(reply, Reply)
     assert (reply.finish, reply.calls[0].call.name) == ("tool_calls", "f")
     assert json.loads(reply.calls[0].arguments)["a"] in (1, 2)

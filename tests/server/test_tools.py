@@ -57,6 +57,21 @@ def test_several_calls_in_one_reply(fake: Any) -> None:
     pytest.fail("no reply had two calls")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_tool_is_called_once(fake: Any, stream: bool) -> None:
+    """Otherwise a small model repeats the call until `max_tokens`, and clients that wait for one object get a cut reply."""
+    named = {"type": "function", "function": {"name": "stop"}}
+    asked = MUST | {"tools": [WEATHER, STOP], "tool_choice": named, "parallel_tool_calls": True, "max_tokens": 100}
+    for seed in range(6):
+        if stream:
+            chunks = [chunk["choices"][0] for chunk in fake.chunks(CHAT, messages=HELLO, seed=seed, **asked)]
+            assert {call["index"] for chunk in chunks for call in chunk["delta"].get("tool_calls", ())} == {0}
+            assert chunks[-1]["finish_reason"] == "tool_calls"
+        else:
+            choice = said(fake, **asked, seed=seed)
+            assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "tool_calls")
+
+
 def test_the_joined_stream_equals_the_whole_call(fake: Any) -> None:
     options = MUST | {"seed": 3, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     whole = said(fake, **options)["message"]["tool_calls"][0]["function"]
