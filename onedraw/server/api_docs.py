@@ -87,6 +87,27 @@ are left out of the prompt, since the server cannot execute them or describe the
 
 **System messages** may stand anywhere. Where a chat template shows only a first one, several at the beginning are joined, and a
 later one becomes part of a user message, between `<system>` tags; where it shows none, so does the first.
+
+## Coming from vLLM or llama.cpp
+
+Requests for the OpenAI and Anthropic paths of these servers work here, but for these differences. The tables below say for every
+field what happens to it.
+
+| there | here |
+|---|---|
+| unknown fields are ignored | refused by name, unless `--lenient` |
+| a role of any name (vLLM) | the roles of OpenAI's API |
+| a last message of the assistant is continued (llama.cpp) | on chat with `continue_final_message`, on Messages always |
+| prompts that mix ids and texts (llama.cpp) | a prompt is ids or text |
+| `logit_bias` as pairs, or of texts (llama.cpp) | an object of ids, as in OpenAI's API |
+| at most 20 logprobs (vLLM) | at most 128 |
+| `post_sampling_probs` (llama.cpp) | `logprobs_mode: "processed"` |
+| `allowed_token_ids`, `truncate_prompt_tokens`, `include_stop_str_in_output`, beam search (vLLM) | refused by name |
+| mirostat, XTC, top-n-sigma, a dynamic temperature, `samplers` (llama.cpp) | refused by name, accepted where they are off |
+| a prompt over the context is shortened, with context shift (llama.cpp) | 400 `context_length_exceeded` |
+| `/tokenize` and `/detokenize` name the text `content` (llama.cpp) | `prompt`, as in vLLM |
+| the list of models needs no key, every web origin may call (llama.cpp) | the list needs the key; `--cors-origin` names origins |
+| `/completion`, `/props`, `/slots`, `/infill`, `/lora-adapters`, embeddings, reranking, LoRA, images, audio | do not exist |
 """
 
 _REPLIES = """## Replies

@@ -358,6 +358,7 @@ class SamplingFields(TokenFields):
     )
     response_format: ResponseFormat | None = field_doc("object", "see below; the reply is JSON, of a schema if one is given")
     guided_json: dict[str, Any] | str | None = field_doc("object or string", "a JSON schema, or its text, that the reply follows")
+    json_schema: dict[str, Any] | None = field_doc("object", "the same as `guided_json`, as llama.cpp takes it")
     guided_regex: str | None = field_doc("string", "a regular expression that the whole reply matches; no look-around")
     guided_choice: ListOf[str] | None = field_doc("list of strings", "the reply is one of these")
     guided_grammar: str | None = field_doc("string", "a grammar that the reply follows: Lark (llguidance's dialect) or GBNF")
@@ -393,6 +394,8 @@ class SamplingFields(TokenFields):
         for name in GUIDED:
             if getattr(self, name) is not None:
                 found[name] = (name, getattr(self, name))
+        if self.json_schema is not None:
+            found["json_schema"] = ("guided_json", self.json_schema)
         if self.grammar is not None:
             if "::=" not in self.grammar:
                 raise BadParameter("grammar", "is not GBNF, which writes rules with ::=; send a Lark grammar as guided_grammar")
@@ -506,7 +509,9 @@ class ChatRequest(SamplingFields):
         "`required` or a name forces a call; `none` hides the tools; with `allowed_tools` the prompt lists all tools and these "
         "may be called; default `auto`",
     )
-    parallel_tool_calls: bool = field_doc("boolean", "false: at most one call in a reply", True)
+    parallel_tool_calls: bool = field_doc(
+        "boolean", "false: at most one call in a reply, as where `tool_choice` names a tool", True
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -543,7 +548,8 @@ class ChatRequest(SamplingFields):
             return None
         allowed = None if wanted.names is None else {name for name, _ in wanted.names}
         callable = tuple(tool for tool in tools if allowed is None or tool.name in allowed)
-        return ToolUse(tools, callable, required=wanted.mode == "required", parallel=self.parallel_tool_calls)
+        parallel = self.parallel_tool_calls and not wanted.named
+        return ToolUse(tools, callable, required=wanted.mode == "required", parallel=parallel)
 
 
 def _tool(number: int, function: FunctionTool) -> Tool:

@@ -81,6 +81,23 @@ def server() -> Iterator[Server]:
         yield started
 
 
+@pytest.fixture(scope="session")
+def trained() -> Iterator[Server]:
+    """A small real model with its drafter, whose replies are text."""
+    models = Path(__file__).parents[1] / "fixtures" / "trained"
+    drafts = ("--draft", "ngram", "--draft", str(models / "trained_dflash_qwen3"), "--draft-tokens", "4")
+    flags = ("--max-context", "512", "--threads", "1", "--no-self-check")
+    with running(*flags, *drafts, model=(str(models / "trained_qwen3"),)) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def http(trained: Server) -> Iterator[httpx.Client]:
+    """The small real model over plain HTTP."""
+    with httpx.Client(base_url=trained.url, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE) as client:
+        yield client
+
+
 @pytest.fixture
 def needs(server: Server) -> Callable[..., None]:
     """Skips a test if the server lacks a path or a field of chat requests."""

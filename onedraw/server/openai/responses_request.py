@@ -206,7 +206,9 @@ class ResponsesRequest(TokenFields):
         '"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}',
         "as in a chat; default `auto`",
     )
-    parallel_tool_calls: bool = field_doc("boolean", "false: at most one call in a reply", True)
+    parallel_tool_calls: bool = field_doc(
+        "boolean", "false: at most one call in a reply, as where `tool_choice` names a tool", True
+    )
     text: ResponseText | None = field_doc("object", "`format`: the response format")
     reasoning: ResponseReasoning | None = field_doc("object", "`effort`")
     metadata: Annotated[dict[str, str], BeforeValidator(_notes)] | None = field_doc(
