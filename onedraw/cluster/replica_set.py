@@ -7,15 +7,17 @@ and no error as long as another replica can continue within the time that a requ
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from onedraw.backends.base import Capacity
-from onedraw.cluster.routing import SentPages, choose_replica, page_hashes
+from onedraw.cluster.routing import Loads, SentPages, choose_replica, page_hashes
 from onedraw.engine.client import CheckedRequest, EngineClient, Event, Sink, check_count
 from onedraw.engine.stats import Stats, counters_only, total
 from onedraw.errors import BadSetting, EngineLost, OnedrawError, QueueFull, ShuttingDown
@@ -89,6 +91,7 @@ class Replica:
     """A replica and the streams that it runs. The replica set owns it."""
 
     name: str
+    number: int  # another one whenever a replica joins, so that what it was sent before it died is not looked for in its cache
     client: EngineClient
     streams: dict[Stream, None] = field(default_factory=dict)  # in the order in which they were sent to it
     sent: int = 0  # number of requests sent to it since it joined
@@ -125,7 +128,10 @@ class ReplicaSet:
         self._replicas: dict[str, Replica] = {}
         self._streams: dict[str, Stream] = {}  # by request id, until the last event
         self._waiting: deque[Stream] = deque()  # streams without a replica, the oldest first
-        self._sent_pages: SentPages[str] = SentPages()
+        self._numbers = itertools.count()
+        self._by_number: dict[int, Replica] = {}  # the same replicas as in `_replicas`
+        self._sent_pages: SentPages[int] = SentPages()
+        self._loads: Loads[int] = Loads()  # the number of streams of each replica
         self._capacity: Capacity | None = None  # that of the first replica; others of its fingerprint serve the same requests
         self._ended = Stats()  # counts of the replicas that have left
         self._lost = self._moved = 0
@@ -145,7 +151,9 @@ class ReplicaSet:
         with self._changed:
             if name in self._replicas:
                 raise ValueError(f"there is a replica {name!r} already; choose another name")
-            self._replicas[name] = Replica(name, client)
+            replica = Replica(name, next(self._numbers), client)
+            self._replicas[name] = self._by_number[replica.number] = replica
+            self._loads.add(replica.number)
             self._capacity = self._capacity or client.capacity
             self._changed.notify_all()
 
@@ -250,13 +258,25 @@ class ReplicaSet:
         """Choose a replica for streams with the same prompt and note them as its own. None if there is no replica, or, where that
         is asked for, none with room in its queue."""
         with self._changed:
-            replicas = sorted(self._replicas.values(), key=lambda one: one.sent)  # so that idle replicas get new prompts in turn
-            able = {one.name: len(one.streams) for one in replicas if one.client.ready}
-            roomy = {name: load for name, load in able.items() if load + len(batch) <= self._replicas[name].client.max_requests}
-            if not able or (with_room and not roomy):
+            if self._capacity is None:
                 return None
-            replica = self._replicas[choose_replica(self._sent_pages.matches(batch[0].pages), roomy or able)]
-            self._sent_pages.add(batch[0].pages, replica.name)
+            matches = self._sent_pages.matches(batch[0].pages)
+
+            def ready(number: int) -> bool:
+                return self._by_number[number].client.ready
+
+            def roomy(number: int) -> bool:
+                return ready(number) and self._loads[number] + len(batch) <= self._by_number[number].client.max_requests
+
+            choose = partial(choose_replica, matches, self._loads, page_size=self._capacity.page_size, lanes=self._capacity.lanes)
+            number = choose(able=roomy)
+            if number is None and not with_room:  # The replica refuses it with what to do.
+                number = choose(able=ready)
+            if number is None:
+                return None
+            replica = self._by_number[number]
+            self._sent_pages.add(batch[0].pages, number)
+            self._loads.change(number, len(batch))
             self._moved += sum(stream.attempt > 0 for stream in batch)
             replica.sent += len(batch)
             replica.streams.update(dict.fromkeys(batch))
@@ -335,7 +355,8 @@ class ReplicaSet:
             replica = self._replicas.pop(name, None)
             if replica is None:
                 return None
-            self._sent_pages.forget(name)
+            del self._by_number[replica.number]
+            self._loads.remove(replica.number)
             self._ended = total([self._ended, counters_only(replica.client.stats())])
             self._lost += lost
             moving = [(stream, stream.attempt_id) for stream in replica.streams]
@@ -352,14 +373,19 @@ class ReplicaSet:
 
     def _wait(self, stream: Stream) -> None:
         """Let a stream leave its replica and wait for another one."""
-        if stream.replica in self._replicas:
-            self._replicas[stream.replica].streams.pop(stream, None)
+        self._take_from_replica(stream)
         stream.replica = None
         stream.attempt += 1
         stream.before = stream.usage
         stream.waits_since = stream.waits_since or time.monotonic()
         self._waiting.append(stream)
         self._changed.notify_all()
+
+    def _take_from_replica(self, stream: Stream) -> None:
+        replica = None if stream.replica is None else self._replicas.get(stream.replica)
+        if replica is not None and stream in replica.streams:
+            del replica.streams[stream]
+            self._loads.change(replica.number, -1)
 
     def _abandon(self, stream: Stream) -> None:
         """Forget a stream whose submission failed, and cancel it if a replica has accepted it."""
@@ -373,8 +399,7 @@ class ReplicaSet:
             replica.client.cancel(stream.attempt_id)
 
     def _forget(self, stream: Stream) -> None:
-        if stream.replica in self._replicas:
-            self._replicas[stream.replica].streams.pop(stream, None)
+        self._take_from_replica(stream)
         self._streams.pop(stream.request.id, None)
         if self._waiting:
             self._changed.notify_all()  # There is room at a replica now.

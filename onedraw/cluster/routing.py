@@ -1,7 +1,11 @@
-"""Which replica gets a request: the one that was sent the longest beginning of its prompt, unless it has too much to do.
+"""Which replica gets a request: one that was sent a long beginning of its prompt and has not much more to do than the others.
 
-In: hashes of the prompt's pages, a bounded table of the pages that each replica was sent, and how many requests each has. Out: a
-replica. Routing decides where a prompt is already in a prefix cache, and never which tokens are sampled.
+In: hashes of the prompt's pages, a bounded table of what each replica was sent, and how many requests each has. Out: a replica.
+Routing decides where a prompt is already in a prefix cache, and never which tokens are sampled.
+
+The table has few entries per prompt, so that it covers the caches of many replicas: the hash of a page stands for the whole
+beginning of the prompt up to the page's end. The work per request does not grow with the number of replicas. Figures of both are
+in docs/scale.md.
 """
 
 from __future__ import annotations
@@ -9,14 +13,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-OVERLOAD = 1.25  # A replica is overloaded if it has more requests than this times the mean, and more than FREE_REQUESTS.
-FREE_REQUESTS = 4  # So few requests hardly slow each other down, and a mean of so few says little.
+REQUEST_TOKENS = 256  # A request more than the mean counts as much as so many prompt tokens to compute.
 MAX_PAGES_HASHED = 2048  # most pages of a prompt that are hashed; a longer prompt is compared by these first ones
 MAX_PAGES_SENT = 262_144  # entries of the table of all replicas together, which takes about 80 MB when it is full
-MAX_PAGE_HOLDERS = 8  # most replicas that the table stores for one page, the latest ones; more would not make a better choice
+MAX_PAGE_HOLDERS = 8  # most replicas that the table stores for one page, the latest ones
 
 ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
@@ -34,9 +37,16 @@ def page_hashes(prompt: Sequence[int], page_size: int) -> tuple[bytes, ...]:
     return tuple(hashes)
 
 
+def is_noted(count: int) -> bool:
+    """Whether the first `count` pages of every prompt are noted: 1, 2, 3, 4, 6, 8, 12, 16, … What two prompts share is known
+    up to a third."""
+    shift = max(count.bit_length() - 2, 0)
+    return count >> shift << shift == count
+
+
 class SentPages(Generic[ReplicaT]):
-    """The pages that each replica was sent, as far as the table's size allows: the least recently sent are forgotten first. The
-    replica set owns it."""
+    """What each replica was sent, as far as the table's size allows: the least recently sent is forgotten first. A replica that
+    joins again, with an empty cache, must have another name here. The replica set owns it."""
 
     def __init__(self, most: int = MAX_PAGES_SENT) -> None:
         self._most = most
@@ -46,55 +56,98 @@ class SentPages(Generic[ReplicaT]):
         return len(self._pages)
 
     def matches(self, pages: Sequence[bytes]) -> dict[ReplicaT, int]:
-        """Return how many leading pages of a prompt each replica was sent. A replica that has none is missing."""
+        """Return how many leading pages of a prompt each replica was sent, as far as that is noted: all pages of an earlier
+        prompt that this one continues, else at least two thirds of those that they share. A replica that has none is missing."""
         found: dict[ReplicaT, int] = {}
-        holding: tuple[ReplicaT, ...] | None = None
-        for count, page in enumerate(pages, start=1):
-            holders = self._pages.get(page, ())
-            holding = holders if holding is None else tuple(replica for replica in holding if replica in holders)
-            if not holding:
-                break
-            for replica in holding:
-                found[replica] = count
+        for count in range(len(pages), 0, -1):
+            for replica in self._pages.get(pages[count - 1], ()):
+                found.setdefault(replica, count)
         return found
 
     def add(self, pages: Sequence[bytes], replica: ReplicaT) -> None:
         """Note that a replica was sent a prompt. The first pages of a prompt are forgotten last."""
-        for page in reversed(pages):
-            others = tuple(other for other in self._pages.get(page, ()) if other != replica)
-            self._pages[page] = (*others, replica)[-MAX_PAGE_HOLDERS:]
-            self._pages.move_to_end(page)
+        for count in range(len(pages), 0, -1):
+            if count == len(pages) or is_noted(count):
+                page = pages[count - 1]
+                others = tuple(other for other in self._pages.get(page, ()) if other != replica)
+                self._pages[page] = (*others, replica)[-MAX_PAGE_HOLDERS:]
+                self._pages.move_to_end(page)
         while len(self._pages) > self._most:
             self._pages.popitem(last=False)
 
-    def forget(self, replica: ReplicaT) -> None:
-        """Forget a replica that died, since its cache died with it."""
-        for page, holders in list(self._pages.items()):
-            if replica in holders:
-                left = tuple(other for other in holders if other != replica)
-                if left:
-                    self._pages[page] = left
-                else:
-                    del self._pages[page]
+
+class Loads(Generic[ReplicaT]):
+    """How many requests each replica has. Of replicas with the same load the one comes first that has had it for longest, so that
+    idle replicas get new prompts in turn. The replica set owns it."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._loads: dict[ReplicaT, int] = {}
+        self._by_load: dict[int, dict[ReplicaT, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[ReplicaT]:
+        return iter(self._loads)
+
+    def __contains__(self, replica: ReplicaT) -> bool:
+        return replica in self._loads
+
+    def __getitem__(self, replica: ReplicaT) -> int:
+        return self._loads[replica]
+
+    def add(self, replica: ReplicaT) -> None:
+        self._loads[replica] = 0
+        self._by_load.setdefault(0, {})[replica] = None
+
+    def remove(self, replica: ReplicaT) -> None:
+        load = self._loads.pop(replica)
+        self.total -= load
+        self._leave(replica, load)
+
+    def change(self, replica: ReplicaT, by: int) -> None:
+        before = self._loads[replica]
+        self._leave(replica, before)
+        self.total += by
+        self._loads[replica] = before + by
+        self._by_load.setdefault(before + by, {})[replica] = None
+
+    def ascending(self) -> Iterator[ReplicaT]:
+        """Iterate over the replicas, those with the fewest requests first."""
+        for load in sorted(self._by_load):
+            yield from self._by_load[load]
+
+    def _leave(self, replica: ReplicaT, load: int) -> None:
+        same = self._by_load[load]
+        del same[replica]
+        if not same:
+            del self._by_load[load]
 
 
 def choose_replica(
     matches: Mapping[ReplicaT, int],
-    loads: Mapping[ReplicaT, int],
+    loads: Loads[ReplicaT],
     *,
-    overload: float = OVERLOAD,
-    free_requests: int = FREE_REQUESTS,
-) -> ReplicaT:
-    """Return the replica for a request. `matches`: leading pages of its prompt that a replica was sent; `loads`: requests that
-    each replica has, in the order in which ties are broken.
+    page_size: int,
+    lanes: int,
+    able: Callable[[ReplicaT], bool] = lambda replica: True,
+) -> ReplicaT | None:
+    """Return the replica for a request. `matches`: leading pages of its prompt that a replica was sent; `lanes`: requests that
+    run at once in a replica; `able`: whether a replica can take it now. None if no replica can.
 
-    The longest match wins, unless its replica would have more than `free_requests` and more than `overload` times the mean.
-    Without a match the least loaded replica wins.
+    The cost of a replica is the prompt tokens that it would compute, and REQUEST_TOKENS for each request that it would have over
+    the mean. The least cost wins; but where some replica has a free lane, a request does not wait for one elsewhere.
     """
-    if not loads:
-        raise ValueError("there is no replica to choose from")
-    most = max(overload * (sum(loads.values()) + 1) / len(loads), free_requests)
-    able = [replica for replica, pages in matches.items() if pages and loads.get(replica, most) + 1 <= most]
-    if able:
-        return min(able, key=lambda replica: (-matches[replica], loads[replica]))
-    return min(loads, key=lambda replica: loads[replica])
+    least = next(filter(able, loads.ascending()), None)
+    if least is None:
+        return None
+    mean, all_wait = loads.total / len(loads), loads[least] >= lanes
+
+    def cost(replica: ReplicaT) -> float:
+        return REQUEST_TOKENS * max(loads[replica] + 1 - mean, 0.0) - matches.get(replica, 0) * page_size
+
+    for replica in sorted((one for one in matches if one in loads and (all_wait or loads[one] < lanes)), key=cost):
+        if cost(replica) <= cost(least) and able(replica):
+            return replica
+    return least

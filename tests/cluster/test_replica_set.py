@@ -70,6 +70,23 @@ def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
         assert replicas.stats().prefix_hits >= 2 * 4 * 8
 
 
+def test_a_replica_that_joins_again_under_its_name_has_an_empty_cache() -> None:
+    with replica_set(start(FakeBackend()), start(FakeBackend())) as replicas:
+        prompt = tuple(range(40))
+        for name in ("a", "b"):
+            [inbox] = submit(replicas, request(name, prompt=prompt))
+            assert read(inbox)[1].finish == "length"
+        [holder] = [status.name for status in replicas.statuses() if status.sent == 2]
+        client = replicas.remove(holder)
+        assert client is not None
+        [inbox] = submit(replicas, request("c", prompt=prompt))
+        assert read(inbox)[1].finish == "length"
+        replicas.add(holder, client, fingerprint="one")
+        [inbox] = submit(replicas, request("d", prompt=prompt))
+        assert read(inbox)[1].finish == "length"
+        assert {status.name: status.sent for status in replicas.statuses()}[holder] == 0
+
+
 def test_a_replica_of_another_fingerprint_is_refused() -> None:
     with replica_set() as replicas, pytest.raises(BadSetting, match=r"'two'.*'one'"):
         replicas.add("other", start(FakeBackend()), fingerprint="two")
