@@ -257,7 +257,9 @@ class Fleet:
         self._order = 0
         self._replicas = {number: Replica(number, sizes) for number in range(replicas)}
         self._numbers = replicas  # the last number; a replica that restarts gets a new one
-        self._fronts = [Front(self._replicas, lanes=sizes.lanes, table=table, policy=policy) for _ in range(fronts)]
+        # Each front learns of the replicas in an order of its own; else all of them would begin with the same replicas.
+        orders = [draw.sample(range(replicas), replicas) for _ in range(fronts)]
+        self._fronts = [Front(order, lanes=sizes.lanes, table=table, policy=policy) for order in orders]
         self._front_of: dict[Job, tuple[Front, int]] = {}
         self._homeless: deque[Job] = deque()
         self._whole = LruPages(replicas * sizes.pages)

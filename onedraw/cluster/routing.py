@@ -78,7 +78,7 @@ class SentPages(Generic[ReplicaT]):
 
 class Loads(Generic[ReplicaT]):
     """How many requests each replica has. Of replicas with the same load the one comes first that has had it for longest, so that
-    idle replicas get new prompts in turn. The replica set owns it."""
+    idle replicas get new prompts in turn, first in the order in which they were added. The replica set owns it."""
 
     def __init__(self) -> None:
         self.total = 0
