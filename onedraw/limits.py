@@ -20,6 +20,17 @@ MAX_ERROR_CHARACTERS = 1 << 12  # characters of an error's message, which may re
 MAX_LONG_WORK = 2  # long requests that are read, checked and tokenized at the same time; further ones wait
 MAX_PROMPT_TOKENS = 1 << 22  # tokens of all prompts of one request together
 
+# Batches: uploaded files, and batches of requests.
+MAX_BATCH_FILE = 200 << 20  # bytes of one uploaded file
+MAX_UPLOADS = 4  # files that are uploaded at the same time, each into a temporary file first; further ones get a 429
+MAX_BATCH_LINES = 50_000  # lines of one file
+MAX_BATCH_FILES = 1_000  # files that one caller may have stored
+MAX_BATCHES = 1_000  # batches that one caller may have stored; the oldest that ended is dropped for a new one
+MAX_BATCH_FAULTS = 100  # lines that are reported as wrong; the rest of the file is not checked then
+MAX_CUSTOM_ID = 512  # characters of the name of a line
+MAX_BATCH_METADATA = 16  # entries of a batch's metadata; a key may have 64 characters, a value 512
+BATCH_KEEP_SECONDS = 30 * 24 * 3600  # how long batches that have ended, and their files, are kept
+
 # Response formats: JSON schemas (also those of tools), grammars, regular expressions, choices.
 MAX_FORMAT_CHARACTERS = 1 << 18  # characters of a schema as JSON, of a grammar, of a regular expression, or of all choices
 MAX_FORMAT_NESTING = 100  # JSON values inside each other in a schema, before references are followed

@@ -21,7 +21,7 @@ from onedraw import __version__
 from onedraw.errors import BadRequest, BadSetting, OnedrawError
 
 COMMANDS = (
-    *("serve", "run", "chat", "generate", "list", "pull", "rm", "ps"),
+    *("serve", "run", "chat", "generate", "batch", "list", "pull", "rm", "ps"),
     *("inspect", "bench", "prove", "replay", "train-draft", "export", "completion"),
 )
 MANY_OPTIONS = 20  # If a command has more options than this, `--help` shows only those in COMMON.

@@ -114,6 +114,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="send an OpenTelemetry span per request there, like http://127.0.0.1:4318/v1/traces "
         "(default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, else no traces)",
     )
+    web.add_argument(
+        "--batch-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for uploaded files and batches, which survive a restart (default: batches in the cache folder)",
+    )
+    web.add_argument(
+        "--batch-disk",
+        type=argument_type(size_in_bytes),
+        default=size_in_bytes("8GiB"),
+        metavar="SIZE",
+        help="most disk space for them (default: 8GiB)",
+    )
     web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
     web.add_argument(
         "--log-format", choices=LOG_FORMATS, default="text", help="text, or one JSON object per line (default: text)"
@@ -154,6 +167,8 @@ def run(arguments: argparse.Namespace) -> int:
         key_tokens_per_minute=arguments.key_tokens_per_minute,
         metrics_prefix=arguments.metrics_prefix,
         otlp_traces_endpoint=arguments.otlp_traces_endpoint or otlp_traces_endpoint(),
+        batch_dir=arguments.batch_dir or (settings.cache_dir or default_cache_dir()) / "batches",
+        batch_disk=arguments.batch_disk,
         log_level=arguments.log_level,
         log_format=arguments.log_format,
         log_prompts=arguments.log_prompts,

@@ -99,6 +99,12 @@ def progress(*, out: TextIO | None = None) -> Iterator[Progress]:
     yield notify
 
 
+def bar(done: int, total: int, *, width: int = 24) -> str:
+    """Return a progress bar with the numbers behind it."""
+    filled = width * done // max(total, 1)
+    return f"{'█' * filled}{'░' * (width - filled)} {done} of {total}"
+
+
 class StatusLine:
     """A line of the terminal that is rewritten in place."""
 

@@ -175,13 +175,14 @@ class LLM:
         use: ToolUse | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        cached_calls: bool = True,
         **template_kwargs: Any,
     ) -> ChatPrompt:
         """Render chat messages with the checkpoint's chat template and tokenize the text. With `continue_final_message` the text
         ends where the last message ends.
 
         If the messages contain a cached reply with tool calls, the prompt begins with the tokens that were generated for it:
-        tokenizing its text again could give other tokens.
+        tokenizing its text again could give other tokens. Without `cached_calls` the prompt depends on the messages alone.
         """
         template, tools = self.template, () if use is None else use.tools
         if template is None:
@@ -199,7 +200,11 @@ class LLM:
         text = render(messages, add_generation_prompt) if begun is None else render_to_end(messages, begun, render)
         eos_texts = [self.tokenizer.decode([token], skip_special=False) for token in self.card.eos_ids]
         special = self.tokenizer.special_texts
-        cached = cached_prompt(messages, text, cache=self._call_cache, render=render, eos_texts=eos_texts, special_texts=special)
+        cached = None
+        if cached_calls:
+            cached = cached_prompt(
+                messages, text, cache=self._call_cache, render=render, eos_texts=eos_texts, special_texts=special
+            )
         prefix, rest = ((), text) if cached is None else cached
         ids = (*prefix, *self.encode_within_context(rest, param="messages"))
         calls = None if use is None else CallableTools(self.tool_syntax.dialect, use.allowed, use.parallel, use.required)

@@ -213,15 +213,18 @@ def make_chat_generation(
     continue_final_message: bool = False,
     use: ToolUse | None = None,
     default_max_tokens: int | None = None,
+    cached_calls: bool = True,
     label: str = "",
 ) -> Generation:
-    """Build a Generation from chat messages. `template_kwargs` take precedence over what `reasoning_effort` implies."""
+    """Build a Generation from chat messages. `template_kwargs` take precedence over what `reasoning_effort` implies; for
+    `cached_calls` see `LLM.chat_prompt`."""
     switches = {**thinking_switches(options, llm.reasoning), **(template_kwargs or {})}
     chat = llm.chat_prompt(
         messages,
         use=use,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
+        cached_calls=cached_calls,
         **switches,
     )
     generation = make_generation(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from onedraw import limits
 from onedraw.server.anthropic import messages
+from onedraw.server.batch.requests import BatchRequest, ExpiresAfter
 from onedraw.server.fields import Rule, Treatment
 from onedraw.server.ollama import requests as ollama
 from onedraw.server.openai import responses_request as items
@@ -198,7 +199,7 @@ response format, behind a stop string. [training.md](training.md) shows how a tr
 ## Limits
 
 Each limit is checked before the work that it bounds, and its error says what to do. Sizes of your choice are flags: `--max-body`,
-`--max-context`, `--queue-limit`, `--max-batch`, `--request-seconds`.
+`--max-context`, `--queue-limit`, `--max-batch`, `--request-seconds`, `--batch-disk`.
 
 | limit | number |
 |---|---|
@@ -214,10 +215,10 @@ message.
 |---|---|
 | 400 | the request is wrong: `param` names the field, `code` the reason |
 | 401 | wrong or missing key |
-| 404 | unknown path, a model that is not served (`model_not_found`), a response that is not stored (`response_not_found`) |
+| 404 | unknown path, a model that is not served (`model_not_found`), a response, file or batch that is not stored |
 | 405 | the path does not accept this method |
 | 408 | the body did not arrive within a minute |
-| 413 | the body is over `--max-body` |
+| 413 | the body is over `--max-body`; a file is over its limit, or does not fit into `--batch-disk` |
 | 429 | the queue is full, or a limit per key is reached (`--key-requests` and others); `Retry-After` says when to try again |
 | 500 | an error of the server, with an id that is also in the server's log |
 | 503 | the server is shutting down |
@@ -243,6 +244,8 @@ def page() -> str:
         ("`structured_outputs`", StructuredOutputs),
         ("`POST /v1/responses`", items.ResponsesRequest),
         ("A tool of a response", items.ResponseTool),
+        ("`POST /v1/batches`", BatchRequest),
+        ("`output_expires_after`", ExpiresAfter),
         ("`POST /v1/messages`", messages.MessagesRequest),
         ("`POST /v1/messages/count_tokens`", messages.CountRequest),
         ("A message in Anthropic's shape", messages.MessageParam),
@@ -273,6 +276,11 @@ def _limits() -> list[str]:
         "cannot (prompts, messages, tools, `prediction`, also where tokens are only counted)": limits.MAX_CHARACTERS_COUNTED,
         "tokens of all prompts of one request": limits.MAX_PROMPT_TOKENS,
         "requests with bodies of 256 KiB or more that are read and tokenized at once; the others wait": limits.MAX_LONG_WORK,
+        "bytes of an uploaded file": limits.MAX_BATCH_FILE,
+        "lines of a batch": limits.MAX_BATCH_LINES,
+        "files, and batches, of one caller": limits.MAX_BATCH_FILES,
+        "characters of a `custom_id`": limits.MAX_CUSTOM_ID,
+        "entries of the metadata of a batch": limits.MAX_BATCH_METADATA,
         "characters of a response format: a schema as JSON, a grammar, an expression, all choices": limits.MAX_FORMAT_CHARACTERS,
         "JSON values of a schema inside each other": limits.MAX_FORMAT_NESTING,
         "levels of a schema or grammar, with references and rules followed": limits.MAX_FORMAT_DEPTH,

@@ -19,19 +19,23 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope
 
 from onedraw import __version__
-from onedraw.errors import ModelNotFound, OnedrawError, ShuttingDown
+from onedraw.errors import ModelNotFound, OnedrawError, QueueFull, ShuttingDown
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.request_options import check_ids
 from onedraw.server import page as assets
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest, MessagesWriter
-from onedraw.server.auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller, turn_caller
+from onedraw.server.auth import CALLER, OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller, turn_caller
+from onedraw.server.batch.endpoints import BatchEndpoints
+from onedraw.server.batch.lines import LINE, BatchLine, LineIdentity, LineResult, check_model, result_line
+from onedraw.server.batch.requests import BatchRequest
 from onedraw.server.body import read_body, read_json
 from onedraw.server.config import ServerOptions
 from onedraw.server.errors import TimedOut, error_response
-from onedraw.server.limits import BACKGROUND, PERMIT, Accounts, Permit, PermitMiddleware
+from onedraw.server.limits import PERMIT, Accounts, Permit, PermitMiddleware, RateLimited
 from onedraw.server.logs import RequestLog, note
 from onedraw.server.metrics import Meters, RequestTimer
 from onedraw.server.middleware import (
@@ -60,6 +64,8 @@ from onedraw.types import Finish, Piece, Usage
 IGNORED = "x-onedraw-ignored"  # the header that lists unknown fields and left-out tools
 LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on the few threads for long work, see `work.py`.
 
+QUEUE_SECONDS = 0.2  # after which a line of a batch is sent again if the queue was full
+
 Result = TypeVar("Result")
 
 
@@ -74,6 +80,7 @@ class Endpoints:
         self.meters.show_keys([key.name for key in options.keys], self._accounts)
         self.tracing = None if options.otlp_traces_endpoint is None else Tracing(options.otlp_traces_endpoint)
         self.draining = False
+        self.batches = BatchEndpoints(llm, options, answer=self.answer_line, check_open=self._refuse_when_closed)
         self._store = ResponseStore()
         self._workers = Workers()
 
@@ -121,6 +128,10 @@ class Endpoints:
     async def response_items(self, request: Request, response_id: str) -> Response:
         items = self._store.find(response_id, caller(request)).items
         return JSONResponse(listing(items, page_of(request)))
+
+    async def create_batch(self, request: Request) -> Response:
+        parsed = await self._read(request, BatchRequest)
+        return await self.batches.create(request, parsed.request, headers=_headers(parsed.ignored))
 
     async def count_response(self, request: Request) -> Response:
         parsed = await self._read(request, ResponsesRequest)
@@ -207,8 +218,9 @@ class Endpoints:
     ) -> Response:
         """Run a request of any endpoint. `write` makes the writer for the shape of that endpoint's replies."""
         self._refuse_when_closed()
-        background = bool(request.scope.get(BACKGROUND))
-        who = turn_caller(request.scope) + " in the background" * background  # a caller of its own, with a share of its own
+        line: LineIdentity | None = request.scope.get(LINE)
+        background = " in the background" if line is not None else ""  # a caller of its own, with a share of its own
+        who = turn_caller(request.scope) + background
         permit = request.scope[PERMIT] = self._accounts.begin(who)
         gone = threading.Event()  # set if the client disconnects, so that the thread that prepares the request stops
         try:
@@ -220,7 +232,7 @@ class Endpoints:
                     prefix=prefix,
                     names=names or {},
                     caller=who,
-                    background=background,
+                    line=line,
                     cancelled=gone.is_set,
                 ),
             )
@@ -237,7 +249,7 @@ class Endpoints:
             )
         headers = _headers(ignored) | {"x-request-id": prepared.id}
         writer = write(prepared)
-        seconds = None if background else self.options.request_seconds
+        seconds = self.options.request_seconds if line is None else None
         run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, permit=permit, trace=trace, seconds=seconds)
         if not wanted.stream:
             return JSONResponse(await or_disconnect(request.receive, run.whole()), headers=headers)
@@ -245,6 +257,42 @@ class Endpoints:
         # Wait for the first chunk before the response starts: an error until then can still set the HTTP status.
         first = await or_disconnect(request.receive, anext(chunks))
         return ChunkStream(_after(first, chunks), headers, framing, writer.failed)
+
+    # ------------------------------------------------------------------ lines of batches
+
+    async def answer_line(self, line: BatchLine, identity: LineIdentity, owner: str | None) -> LineResult:
+        """Answer a line of a batch as its endpoint answers a live request, in the background. Where a live request gets a 429 it
+        waits and tries again. A line that did not run to its end because the server stops, or because the model has changed,
+        raises ShuttingDown or ModelChanged."""
+        handlers = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete, "/v1/score": self.score}
+        while True:
+            self._refuse_when_closed()
+            check_model(self.llm.card.fingerprint, identity)
+            scope: Scope = {
+                "type": "http",
+                "method": "POST",
+                "path": line.url,
+                "headers": [],
+                "query_string": b"",
+                LINE: identity,
+            }
+            if owner is not None:
+                scope[CALLER] = owner
+            try:
+                answer = await handlers[line.url](Request(scope, _received(line.body)))
+            except (RateLimited, QueueFull) as error:
+                await asyncio.sleep(error.retry_seconds if isinstance(error, RateLimited) else QUEUE_SECONDS)
+                continue
+            except ShuttingDown:
+                raise
+            except Exception as error:
+                answer = error_response(error, path=line.url)
+            finally:
+                permit: Permit | None = scope.get(PERMIT)
+                if permit is not None:
+                    permit.close()
+            check_model(self.llm.card.fingerprint, identity)
+            return result_line(line, identity, status=answer.status_code, body=bytes(answer.body))
 
     # ------------------------------------------------------------------ tokens
 
@@ -391,6 +439,16 @@ class Endpoints:
         }
 
 
+def _received(body: bytes) -> Receive:
+    """Return an ASGI `receive` that gives a whole body, and never a disconnect."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+    return receive
+
+
 def _equivalent(body: CountRequest, **changes: Any) -> tuple[Mapping[str, str], ChatRequest]:
     """Return a map from field names of the equivalent chat request to those of a Messages request, for errors, and that chat
     request."""
@@ -529,6 +587,8 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         "/api/chat": endpoints.ollama_chat,
         "/api/generate": endpoints.ollama_generate,
         "/api/show": endpoints.ollama_show,
+        "/v1/files": endpoints.batches.upload,
+        "/v1/batches": endpoints.create_batch,
         "/tokenize": endpoints.tokenize,
         "/detokenize": endpoints.detokenize,
         "/apply-template": endpoints.apply_template,
@@ -538,6 +598,13 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     stored = "/v1/responses/{response_id}"
     app.add_api_route(stored, endpoints.response, methods=["GET", "DELETE"], response_model=None)
     app.add_api_route(f"{stored}/input_items", endpoints.response_items, methods=["GET"], response_model=None)
+    stored_file, batches = "/v1/files/{file_id}", endpoints.batches
+    app.add_api_route(stored_file, batches.file, methods=["GET", "DELETE"], response_model=None)
+    app.add_api_route(f"{stored_file}/content", batches.content, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/batches/{batch_id}", batches.batch, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/files", batches.files, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/batches", batches.listed, methods=["GET"], response_model=None)
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from onedraw.errors import BadSetting
 from onedraw.server.auth import ApiKey
@@ -35,6 +36,8 @@ class ServerOptions:
     key_tokens_per_minute: int | None = None
     metrics_prefix: str = ""  # A prefix of the names in /metrics, such as vllm: for dashboards made for vLLM.
     otlp_traces_endpoint: str | None = None  # The URL to which OpenTelemetry spans are sent; None means no traces.
+    batch_dir: Path | None = None  # The folder of uploaded files and batches; None means that there are none.
+    batch_disk: int = 8 * 2**30  # The most bytes that these may have together.
     log_level: str = "info"
     log_format: str = "text"
     log_prompts: bool = False  # Write the text of every prompt into the log.
@@ -44,6 +47,8 @@ class ServerOptions:
             raise BadSetting(f"--port: must be in [0, 65535], not {self.port}")
         if self.max_body < 1:
             raise BadSetting(f"--max-body: must be at least 1 byte, not {self.max_body}")
+        if self.batch_disk < 1:
+            raise BadSetting(f"--batch-disk: must be at least 1 byte, not {self.batch_disk}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise BadSetting(f"--drain-seconds: must be 0 or more, not {self.drain_seconds}")
         if self.api_key is not None and (not self.api_key.strip() or self.api_key != self.api_key.strip()):

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from onedraw.errors import BadRequest, OnedrawError
 
 PERMIT = "onedraw.permit"  # the entry of the ASGI scope with the request's Permit
-BACKGROUND = "onedraw.background"  # the entry of the ASGI scope that is True if all other requests go before this one
 MANY_ACCOUNTS = 10_000  # When there are so many accounts, those that do not differ from a new one are dropped, to bound memory.
 
 

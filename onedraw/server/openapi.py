@@ -20,6 +20,7 @@ from onedraw.server import protocol
 from onedraw.server import protocol as tool_fields
 from onedraw.server.anthropic import messages
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest
+from onedraw.server.batch.requests import FIELDS, BatchRequest
 from onedraw.server.fields import LEFT_OUT_TOOL, Rule, Treatment
 from onedraw.server.ollama.requests import OllamaChat, OllamaGenerate, OllamaShow
 from onedraw.server.openai import responses_request as items
@@ -43,6 +44,7 @@ POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
     "/v1/score": (ScoreRequest, "The logprobs of a given reply", "Score"),
     "/v1/responses": (ResponsesRequest, "Answer items", "Response"),
     "/v1/responses/input_tokens": (ResponsesRequest, "Count the tokens of items", "InputTokens"),
+    "/v1/batches": (BatchRequest, "Run the requests of a file", "Batch"),
     "/v1/messages": (MessagesRequest, "Answer messages, in Anthropic's shape", "MessageReply"),
     "/v1/messages/count_tokens": (CountRequest, "Count the tokens of messages", "TokenCount"),
     "/api/chat": (OllamaChat, "Answer messages, in Ollama's shape", "OllamaReply"),
@@ -57,6 +59,10 @@ GETS: Mapping[str, tuple[str, str]] = {
     "/v1/models/{name}": ("The served model", "Model"),
     "/v1/responses/{response_id}": ("A stored response", "Response"),
     "/v1/responses/{response_id}/input_items": ("Its input items", "ItemList"),
+    "/v1/files": ("Files, the newest first", "ItemList"),
+    "/v1/files/{file_id}": ("A file", "File"),
+    "/v1/batches": ("Batches, the newest first", "ItemList"),
+    "/v1/batches/{batch_id}": ("A batch", "Batch"),
     "/api/tags": ("The served model, in Ollama's shape", "OllamaModels"),
     "/api/ps": ("The served model, in Ollama's shape", "OllamaModels"),
     "/api/version": ("The version of Ollama's API, and of the server", "Version"),
@@ -65,6 +71,7 @@ GETS: Mapping[str, tuple[str, str]] = {
     "/health": ("Whether the server accepts requests", "Health"),
 }
 PLAIN: Mapping[str, tuple[str, str]] = {
+    "/v1/files/{file_id}/content": ("The content of a file", "application/octet-stream"),
     "/metrics": ("Counters for Prometheus", "text/plain"),
     "/openapi.json": ("This document", "application/json"),
     "/": ("The web page", "text/html"),
@@ -74,6 +81,13 @@ PAGE: list[Json] = [
     {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
     {"name": "after", "in": "query", "schema": {"type": "string"}},
 ]
+FORM: Json = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in FIELDS}
+    | {"file": {"type": "string", "contentMediaType": "application/octet-stream"}, "purpose": {"const": "batch"}},
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+}
 ERROR_SHAPES = {"/v1/messages": "MessageError", "/api/": "OllamaError"}  # the beginning of a path → the shape of its errors
 ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
 
@@ -216,6 +230,21 @@ OBJECTS = {
         "properties": {"id": {"type": "string"}, "object": {"const": "response"}, "deleted": {"const": True}},
         "required": ["id", "object", "deleted"],
     },
+    "DeletedFile": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "object": {"const": "file"}, "deleted": {"const": True}},
+        "required": ["id", "object", "deleted"],
+    },
+    "File": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "object": {"const": "file"}, "bytes": {"type": "integer"}},
+        "required": ["id", "object", "bytes", "created_at", "expires_at", "filename", "purpose", "status"],
+    },
+    "Batch": {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "object": {"const": "batch"}, "status": {"type": "string"}},
+        "required": ["id", "object", "endpoint", "status", "input_file_id", "request_counts", "created_at", "expires_at", "seed"],
+    },
     "ItemList": {
         "type": "object",
         "properties": {
@@ -294,13 +323,25 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
     key: Json = {"security": [{"key": []}]} if locked else {}
     paths: Json = {path: {"post": {**_post(path, *found), **key}} for path, found in POSTS.items()}
     for path, (summary, shape) in GETS.items():
-        paths[path] = {"get": {**_get(path, summary, _json(shape)), **({} if path == "/health" else key)}}
+        paths.setdefault(path, {})["get"] = {**_get(path, summary, _json(shape)), **({} if path == "/health" else key)}
     for path, (summary, media) in PLAIN.items():
         content: Json = {media: {"schema": {"type": "object" if media.endswith("json") else "string"}}}
         paths[path] = {"get": {**_get(path, summary, content), **({} if path == "/" else key)}}
     stored = "/v1/responses/{response_id}"
     paths[stored]["delete"] = {**_get(stored, "Delete a stored response", _json("Deleted")), **key}
     paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"] = PAGE
+    form = {"required": True, "content": {"multipart/form-data": {"schema": FORM}}}
+    paths["/v1/files"]["post"] = {**_get("/v1/files", "Upload a file", _json("File")), "requestBody": form, **key}
+    paths["/v1/files/{file_id}"]["delete"] = {**_get("/v1/files", "Delete a file", _json("DeletedFile")), **key}
+    cancel = "/v1/batches/{batch_id}/cancel"
+    paths[cancel] = {"post": {**_get(cancel, "Cancel a batch", _json("Batch")), **key}}
+    paths["/v1/batches"]["get"]["parameters"] = PAGE
+    purpose: Json = {"name": "purpose", "in": "query", "schema": {"type": "string"}}
+    paths["/v1/files"]["get"]["parameters"] = [
+        {**PAGE[0], "schema": {**PAGE[0]["schema"], "maximum": 10_000}},
+        *PAGE[1:],
+        purpose,
+    ]
     paths["/v1/responses"]["post"]["responses"]["200"]["links"] = _links(paths, stored)
     for path, methods in paths.items():
         for name in re.findall(r"{(\w+)}", path):

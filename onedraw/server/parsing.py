@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from onedraw.errors import BadParameter, BadRequest
 from onedraw.server.anthropic import messages
+from onedraw.server.batch.requests import BatchRequest, ExpiresAfter
 from onedraw.server.fields import (
     CACHE_CONTROL,
     CHAT_RULES,
@@ -64,6 +65,8 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     JsonSchema: table(JsonSchema),
     StructuredOutputs: table(StructuredOutputs),
     ScoreRequest: table(ScoreRequest, SCORE_RULES),
+    BatchRequest: table(BatchRequest),
+    ExpiresAfter: table(ExpiresAfter),
     TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
     DetokenizeRequest: table(DetokenizeRequest),
     items.ResponsesRequest: table(items.ResponsesRequest, items.RULES),

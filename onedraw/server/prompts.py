@@ -18,6 +18,7 @@ from onedraw.llm.llm import LLM, PreparedChoice
 from onedraw.llm.reply_stream import Generation
 from onedraw.llm.request_options import make_chat_generation, make_generation, score_options, settle_seed, thinking_switches
 from onedraw.sampling.noise import prompt_seed
+from onedraw.server.batch.lines import LineIdentity, digits
 from onedraw.server.protocol import (
     COMPLETION_MAX_TOKENS,
     MAX_REPLIES,
@@ -28,7 +29,7 @@ from onedraw.server.protocol import (
     ScoreRequest,
     TokenizeRequest,
 )
-from onedraw.types import Piece, Usage
+from onedraw.types import Call, Piece, Usage
 
 TEMPLATE_NAMES = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "self", "use"}
@@ -52,6 +53,7 @@ class PreparedRequest:
     token_ids: bool  # whether the reply has the ids of prompt and reply
     checksums: bool  # whether the reply has a checksum of each token's scores
     details: bool = False  # whether the reply has the text of each token and whether it was drafted
+    line: LineIdentity | None = None  # what the reply has instead of random ids and the time, if the request is a line of a batch
     names: tuple[Mapping[str, str], ...] = ()  # maps from our field names to the caller's, applied in order to `param` of errors
 
     def generation_of(self, choice: int) -> Generation:
@@ -62,6 +64,10 @@ class PreparedRequest:
 
     def seed_of(self, choice: int) -> int:
         return self.generation_of(choice).seed_of(choice % self.n)
+
+    def call_id(self, choice: int, call: Call) -> str:
+        """Return the id of a tool call as the reply shows it."""
+        return call.id if self.line is None else f"call_{digits(self.line.id, choice, call.index)}"
 
     @property
     def shows_tokens(self) -> bool:
@@ -76,35 +82,50 @@ def prepare(
     prefix: str | None = None,
     names: Mapping[str, str] | None = None,
     caller: str = "",
-    background: bool = False,
+    line: LineIdentity | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> PreparedRequest:
     """Check everything that can be wrong with a request, and tokenize its prompt. This takes long for a long prompt, so call it
     on a thread.
 
     `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ. `caller` names
-    who sent the request; requests of different callers take turns, and those that are not in the `background` go first. The
-    work on a list of prompts stops once `cancelled` returns True.
+    who sent the request; requests of different callers take turns. A `line` of a batch runs in the background, after all other
+    requests, and its reply depends on nothing but the line. The work on a list of prompts stops once `cancelled` returns True.
     """
     spelled = {ours: theirs for theirs, (ours, _) in request.guided().items()}
     if request.repetition_penalty is None:
         spelled["repetition_penalty"] = "repeat_penalty"
     spellings = (spelled, names or {})
+    if line is not None:
+        request = _batched(request, line)
 
     def choices(*generations: Generation) -> list[PreparedChoice]:
-        return llm.prepare(*generations, caller=caller, background=background)
+        return llm.prepare(*generations, caller=caller, background=line is not None)
 
     try:
         match request:
             case ScoreRequest():
-                prepared = _score(request, llm, choices)
+                prepared = _score(request, llm, _identity("score-", line), choices, cached_calls=line is None)
             case ChatRequest():
-                prepared = _chat(request, llm, prefix or "chatcmpl-", choices)
+                prepared = _chat(request, llm, _identity(prefix or "chatcmpl-", line), choices, cached_calls=line is None)
             case CompletionRequest():
-                prepared = _completion(request, llm, choices, cancelled)
+                prepared = _completion(request, llm, _identity("cmpl-", line), choices, cancelled)
     except BadRequest as error:
         raise _renamed(error, spellings) from None
-    return replace(prepared, names=spellings)
+    return replace(prepared, names=spellings, line=line)
+
+
+def _identity(prefix: str, line: LineIdentity | None) -> str:
+    return prefix + (secrets.token_hex(12) if line is None else line.id)
+
+
+def _batched(request: CompletionRequest | ChatRequest, line: LineIdentity) -> CompletionRequest | ChatRequest:
+    """Return a request as a line of a batch, with a seed. What a line cannot have is refused."""
+    if request.stream:
+        raise BadParameter("stream", "a line of a batch is not streamed; remove it")
+    if request.return_token_details:
+        raise BadParameter("return_token_details", "depends on other requests, and a line of a batch must not; remove it")
+    return request.model_copy(update={"seed": line.seed}) if request.seed in (None, -1) else request
 
 
 def _renamed(error: BadRequest, spellings: Sequence[Mapping[str, str]]) -> BadRequest:
@@ -125,8 +146,9 @@ def count_prompt(request: ChatRequest, llm: LLM, *, names: Mapping[str, str]) ->
         return error.prompt
 
 
-def _completion(request: CompletionRequest, llm: LLM, choices: PrepareChoices, cancelled: Callable[[], bool]) -> PreparedRequest:
-    identity = f"cmpl-{secrets.token_hex(12)}"
+def _completion(
+    request: CompletionRequest, llm: LLM, identity: str, choices: PrepareChoices, cancelled: Callable[[], bool]
+) -> PreparedRequest:
     seed = settle_seed(request.seed)
     scored = request.logprobs if request.echo else None
     if len(request.prompt) * request.n > MAX_REPLIES:
@@ -160,11 +182,12 @@ def _echo(prompt: Prompt, llm: LLM) -> str:
     return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt, skip_special=False)
 
 
-def _chat(request: ChatRequest, llm: LLM, prefix: str, choices: PrepareChoices) -> PreparedRequest:
-    identity = f"{prefix}{secrets.token_hex(12)}"
+def _chat(request: ChatRequest, llm: LLM, identity: str, choices: PrepareChoices, *, cached_calls: bool) -> PreparedRequest:
     options = request.options(logprobs=(request.top_logprobs or 0) if request.logprobs else None)
     try:
-        generation = make_chat_generation(options, llm=llm, label=identity, use=request.tool_use(), **_template_inputs(request))
+        generation = make_chat_generation(
+            options, llm=llm, label=identity, use=request.tool_use(), cached_calls=cached_calls, **_template_inputs(request)
+        )
     except BadRequest as error:
         if error.param == "prompt":
             error.param = "messages"  # The caller sent messages; the prompt was made from them.
@@ -173,15 +196,16 @@ def _chat(request: ChatRequest, llm: LLM, prefix: str, choices: PrepareChoices) 
     return _prepared(request, [generation], prepared, id=identity, kind="chat", echoes=[None], logprobs=request.logprobs)
 
 
-def _score(request: ScoreRequest, llm: LLM, choices: PrepareChoices) -> PreparedRequest:
-    identity = f"score-{secrets.token_hex(12)}"
+def _score(request: ScoreRequest, llm: LLM, identity: str, choices: PrepareChoices, *, cached_calls: bool) -> PreparedRequest:
     reply = request.reply_ids
     if request.reply is not None:
         reply = list(llm.encode_within_context(request.reply, param="reply"))
     given = {"continue_ids": request.continue_ids, "min_tokens": request.min_tokens, "logprobs": request.top_logprobs}
     options = request.options(**score_options(tuple(reply), given))
     if request.prompt is None:
-        generation = make_chat_generation(options, llm=llm, label=identity, use=request.tool_use(), **_template_inputs(request))
+        generation = make_chat_generation(
+            options, llm=llm, label=identity, use=request.tool_use(), cached_calls=cached_calls, **_template_inputs(request)
+        )
     else:
         [prompt] = request.prompt
         if isinstance(prompt, str):

@@ -91,7 +91,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._desk.batches.start()
         self._introduce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._desk.batches.stop()
+        await super().shutdown(sockets)
 
     def _introduce(self) -> None:
         """Print the card and the example request. With logs in JSON, the card is one log record."""
@@ -141,6 +146,7 @@ class Server(uvicorn.Server):
 
     async def _finish(self) -> None:
         try:
+            await self._desk.batches.stop()  # Lines of batches are not waited for: they run again after the next start.
             await asyncio.to_thread(self._desk.llm.close, self._options.drain_seconds)
         finally:
             self.should_exit = True

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,12 @@ class Server:
 @contextmanager
 def running(*flags: str, model: Sequence[str] = ("fake", "--backend", "fake")) -> Iterator[Server]:
     command = [PYTHON, "-m", "onedraw", "serve", *model, "--port", "0", "--api-key", KEY]
-    with subprocess.Popen([*command, "--log-level", "error", *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [*command, "--log-level", "error", "--batch-dir", folder, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
             found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.clients.conftest import HELLO, WEATHER, Server
+from tests.clients.conftest import HELLO, PATIENCE, WEATHER, Server
 
 
 @pytest.fixture
@@ -115,3 +116,38 @@ def test_responses_with_tools_and_response_formats(server: Server, client: opena
         client.responses.retrieve(first.id)
     parsed = client.responses.parse(input="Hello.", text_format=Weather, max_output_tokens=2000, **body)
     assert isinstance(parsed.output_parsed, Weather)
+
+
+def test_a_batch(server: Server, client: openai.OpenAI) -> None:
+    rows = [
+        {
+            "custom_id": f"q{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": HELLO, "max_tokens": 6, "seed": number},
+        }
+        for number in range(12)
+    ]
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = client.files.create(file=("requests.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).content == content
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "a test"}
+    )
+    deadline = time.monotonic() + PATIENCE
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert batch.status in ("validating", "in_progress", "finalizing")
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert batch.request_counts is not None
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (12, 12, 0)
+    assert batch.output_file_id is not None
+    replies = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [reply["custom_id"] for reply in replies] == [row["custom_id"] for row in rows]
+    for number, reply in enumerate(replies):
+        text = reply["response"]["body"]["choices"][0]["message"]["content"]
+        assert text == server.reply(seed=number, max_tokens=6)
+    assert batch.id in [one.id for one in client.batches.list(limit=1)]
+    assert file.id in [one.id for one in client.files.list(purpose="batch")]
+    assert client.batches.cancel(batch.id).status == "completed"
+    assert client.files.delete(file.id).deleted

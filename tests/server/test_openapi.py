@@ -27,6 +27,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
     "/v1/score": {"messages": HELLO, "reply": "b"},
+    "/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/score", "completion_window": "24h"},
     "/v1/responses": {"input": "a", "max_output_tokens": 2},
     "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 2},

@@ -42,7 +42,7 @@ class OpenAIWriter:
         self._named: set[tuple[int, int]] = set()  # (choice, call) of the tool calls whose id and name were already sent
         self._head = {
             "id": prepared.id,
-            "created": int(time.time()),
+            "created": int(time.time()) if prepared.line is None else prepared.line.created,
             "model": card.name,
             "system_fingerprint": card.fingerprint,
         }
@@ -98,8 +98,8 @@ class OpenAIWriter:
         assert call is not None
         if (piece.index, call.index) not in self._named:
             self._named.add((piece.index, call.index))
-            function = {"name": call.name, "arguments": piece.text}
-            return {"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": function}]}
+            function, shown = {"name": call.name, "arguments": piece.text}, self._prepared.call_id(piece.index, call)
+            return {"tool_calls": [{"index": call.index, "id": shown, "type": "function", "function": function}]}
         return {"tool_calls": [{"index": call.index, "function": {"arguments": piece.text}}]} if piece.text else {}
 
     def ending(self, usage: Usage) -> list[Json]:
@@ -134,7 +134,9 @@ class OpenAIWriter:
         for index, reply in enumerate(replies):
             choice = self._choice(
                 index,
-                {"message": _message(reply)} if chat else {"text": (self._prepared.echo_of(index) or "") + reply.text},
+                {"message": self._message(index, reply)}
+                if chat
+                else {"text": (self._prepared.echo_of(index) or "") + reply.text},
                 tokens=reply.tokens,
                 echoed=self._echoed(index, reply.prompt_logprobs),
                 finish=reply.finish,
@@ -143,7 +145,32 @@ class OpenAIWriter:
             )
             choices.append(choice)
         whole = self._head | {"object": "chat.completion" if chat else "text_completion", "choices": choices}
-        return whole | {"usage": write_usage(usage)} | self._prompt_ids(self._prepared.generations[0].prompt)
+        return whole | {"usage": self._usage(usage)} | self._prompt_ids(self._prepared.generations[0].prompt)
+
+    def _usage(self, usage: Usage) -> Json:
+        """Return the usage of a whole reply. In a line of a batch it has no counts of cached tokens and drafts, which depend on
+        other requests."""
+        counted = write_usage(usage)
+        if self._prepared.line is None:
+            return counted
+        kept = {name: counted[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        return kept | {"completion_tokens_details": {"reasoning_tokens": usage.reasoning}}
+
+    def _message(self, index: int, reply: Reply) -> Json:
+        calls, text, reasoning = reply.calls, reply.text, reply.reasoning
+        message: Json = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": self._prepared.call_id(index, one.call),
+                    "type": "function",
+                    "function": {"name": one.call.name, "arguments": one.arguments},
+                }
+                for one in calls
+            ]
+        return message
 
     # ------------------------------------------------------------------ parts that streams and whole replies share
 
@@ -287,19 +314,6 @@ def write_usage(usage: Usage) -> Json:
             "rejected_prediction_tokens": usage.rejected,
         },
     }
-
-
-def _message(reply: Reply) -> Json:
-    calls, text, reasoning = reply.calls, reply.text, reply.reasoning
-    message: Json = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [
-            {"id": one.call.id, "type": "function", "function": {"name": one.call.name, "arguments": one.arguments}}
-            for one in calls
-        ]
-    return message
 
 
 def arguments_object(arguments: str) -> Json:

@@ -144,11 +144,14 @@ def check_query(request: Request, known: Mapping[str, Sequence[str]]) -> None:
             raise BadParameter(name, f"must be {' or '.join(known[name])}")
 
 
-def page_of(request: Request) -> ItemPage:
-    check_query(request, {"limit": (), "order": ("desc", "asc"), "after": (), "include": (), "include[]": ()})
-    limit = request.query_params.get("limit", "20")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= MAX_PAGE):
-        raise BadParameter("limit", f"must be a whole number in [1, {MAX_PAGE}]")
+def page_of(
+    request: Request, *, also: Sequence[str] = ("include", "include[]"), most: int = MAX_PAGE, usual: int = 20
+) -> ItemPage:
+    """Read the query of a listing. `also` names its further parameters; a page has `most` items, `usual` without a limit."""
+    check_query(request, {"limit": (), "order": ("desc", "asc"), "after": (), **dict.fromkeys(also, ())})
+    limit = request.query_params.get("limit", str(usual))
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= most):
+        raise BadParameter("limit", f"must be a whole number in [1, {most}]")
     newest_first = request.query_params.get("order", "desc") == "desc"
     return ItemPage(int(limit), newest_first, request.query_params.get("after"))
 
