@@ -127,7 +127,8 @@ export class Race {
       const said = passed < 0 ? 0 : saidAt(fast, passed);
       drafted.show(said, passed >= whole ? `${seconds(whole)} · ${rate(fast.totals().speed)}` : `${said} tokens`);
       plain.show(Infinity, slow.done ? `${seconds(duration(slow))} · ${rate(slow.totals().speed)}` : `${slow.tokens.length} tokens`);
-      drafted.element.classList.toggle("won", passed >= whole);
+      if (passed >= whole && !slow.done) drafted.element.classList.add("won");
+      else if (passed < whole && slow.done) plain.element.classList.add("won");
       if (request.signal.aborted || (slow.done && passed >= whole)) over();
       else frame = requestAnimationFrame(paint);
     };

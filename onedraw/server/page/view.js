@@ -251,8 +251,9 @@ export class ReplyView {
     else if (reply.error && reply.tokens.length) facts.push("interrupted");
     else if (reply.finish && reply.finish !== "stop") facts.push(`ended by ${reply.finish}`);
     if (reply.seed !== null) facts.push(make("span", { class: "seed" }, `seed ${reply.seed}`));
-    if (reply.fingerprint) facts.push(make("span", { class: "fingerprint", title: "The fingerprint of model and server: with the seed it replays this reply" }, reply.fingerprint));
-    return facts.flatMap((fact, i) => (i ? [" · ", fact] : [fact]).flat());
+    const line = facts.flatMap((fact, i) => (i ? [" · ", fact] : [fact]).flat());
+    if (reply.fingerprint) line.push(" ", make("span", { class: "fingerprint", title: "The fingerprint of model and server: with the seed it replays this reply" }, reply.fingerprint));
+    return line;
   }
 
   showError() {
