@@ -16,7 +16,7 @@ from tests.server.running import Served, fake_llm, serving
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = [
     pytest.param(example, id=f"{page}-{number}")
-    for page in ("structured", "tools")
+    for page in ("structured", "tools", "clients")
     for number, example in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.S))
 ]
 
@@ -33,6 +33,8 @@ def served() -> Iterator[Served]:
 def test_an_example_runs(
     served: Served, example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if "import ollama" in example:
+        pytest.importorskip("ollama")  # tests/clients has it
     seeds = itertools.count(7)  # some examples set no seed; with this one they get the same reply every time
     monkeypatch.setattr("onedraw.llm.request_options.secrets.randbelow", lambda limit: next(seeds))
     load = onedraw.load
