@@ -212,6 +212,11 @@ def api_key(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get("ONEDRAW_API_KEY") or None
 
 
+def ray_address(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the address of the Ray cluster that RAY_ADDRESS names, if it names one."""
+    return environment.get("RAY_ADDRESS") or None
+
+
 def otlp_traces_endpoint(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the URL to which OpenTelemetry's variables say that traces are sent; None if they name none or turn traces off."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":

@@ -1,5 +1,8 @@
 """The process of an engine: its start from the client's side, and its main function.
 
+In: settings. Out: a RemoteEngine. What is the same for every engine in another process, wherever it runs, is here as well: a
+process serves it with `serve_engine`, and `engine_client` waits for it.
+
 `python -m onedraw.build.engine_process FD` builds an engine and serves it over the socket FD, whose first frame has the settings
 as JSON. Its log and progress go to the client, so they appear where the client's do. It ends when the client closes the engine
 and also when the client's process ends, however that happens; signals that a terminal or a service manager sends to all
@@ -17,14 +20,16 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol
 
 from onedraw.build.checkpoint import Progress
-from onedraw.engine.client import BuildConstraint
-from onedraw.engine.remote import EngineServer, EventSender, Frames, RemoteEngine
+from onedraw.engine.client import BuildConstraint, EngineClient
+from onedraw.engine.remote import Channel, EngineServer, EventSender, Frames, MessageSender, RemoteEngine
 from onedraw.engine.wire import Failed, Report, RequestCodec, Started, decode_from_engine, encode
 from onedraw.errors import EngineLost, OnedrawError
 from onedraw.settings import Settings
@@ -53,7 +58,7 @@ class EngineProcess:
         self.frames = Frames(ours)
         self.pid = self._process.pid
         with suppress(OSError):  # The process may have ended already; then `client` raises the error.
-            self.frames.send(_written(settings))
+            self.frames.send(encode_settings(settings))
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -65,29 +70,7 @@ class EngineProcess:
 
     def client(self, build_constraint: BuildConstraint, notify: Progress) -> RemoteEngine:
         """Wait until the engine is built, and return its client. An error in the engine's process is raised here."""
-
-        def report(line: Report) -> None:
-            if line.level:
-                logging.getLogger(line.logger).log(line.level, "%s", line.text)
-            else:
-                notify(line.text)
-
-        while (data := self.frames.receive()) is not None:
-            match decode_from_engine(data):
-                case Started() as started:
-                    return RemoteEngine(
-                        self.frames,
-                        started,
-                        codec=CODEC,
-                        build_constraint=build_constraint,
-                        on_report=report,
-                        end_process=self.end,
-                    )
-                case Report() as line:
-                    report(line)
-                case Failed(error):
-                    raise error
-        raise EngineLost(f"the engine's process ended while it loaded the model ({self.end(ORPHAN_SECONDS)}); see its output")
+        return engine_client(self.frames, build_constraint, notify, end_process=self.end)
 
     def end(self, seconds: float) -> str:
         """Wait up to `seconds` for the end of the process, then kill it. Return how it ended."""
@@ -105,7 +88,51 @@ class EngineProcess:
             return f"killed by signal {-status}"
 
 
-def _written(settings: Settings) -> bytes:
+class EngineSource(Protocol):
+    """Where an engine runs that is not in this process. In a `with` it is ended if anything fails before `client` has returned;
+    after that the client ends it."""
+
+    def __enter__(self) -> EngineSource: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+    def client(self, build_constraint: BuildConstraint, notify: Progress) -> EngineClient: ...
+
+
+StartEngine = Callable[[Settings], EngineSource]
+
+
+def engine_client(
+    channel: Channel, build_constraint: BuildConstraint, notify: Progress, *, end_process: Callable[[float], str]
+) -> RemoteEngine:
+    """Wait until the engine at the other end of a channel is built, and return its client. Its error is raised here. For
+    `end_process` see RemoteEngine."""
+
+    def report(line: Report) -> None:
+        if line.level:
+            logging.getLogger(line.logger).log(line.level, "%s", line.text)
+        else:
+            notify(line.text)
+
+    while (data := channel.receive()) is not None:
+        match decode_from_engine(data):
+            case Started() as started:
+                return RemoteEngine(
+                    channel,
+                    started,
+                    codec=CODEC,
+                    build_constraint=build_constraint,
+                    on_report=report,
+                    end_process=end_process,
+                )
+            case Report() as line:
+                report(line)
+            case Failed(error):
+                raise error
+    raise EngineLost(f"the engine's process ended while it loaded the model ({end_process(ORPHAN_SECONDS)}); see its output")
+
+
+def encode_settings(settings: Settings) -> bytes:
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     return json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in values.items()}).encode()
 
@@ -116,14 +143,14 @@ def _written(settings: Settings) -> bytes:
 class ReportHandler(logging.Handler):
     """Sends log records to the client."""
 
-    def __init__(self, frames: Frames) -> None:
+    def __init__(self, channel: MessageSender) -> None:
         super().__init__()
-        self._frames = frames
+        self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record).encode("utf-8", "backslashreplace").decode()
         with suppress(OSError):  # The client may have ended.
-            self._frames.send(encode(Report(record.levelno, record.name, text)))
+            self._channel.send(encode(Report(record.levelno, record.name, text)))
 
 
 def main(descriptor: int) -> int:
@@ -138,24 +165,31 @@ def main(descriptor: int) -> int:
     incoming: SimpleQueue[bytes | None] = SimpleQueue()
     built = threading.Event()
     threading.Thread(target=_receive, args=(frames, incoming, built), name="onedraw-from-client", daemon=True).start()
-    try:
-        _serve(Settings.of(**json.loads(settings)), frames, incoming, built)
-    except OnedrawError as error:
-        frames.send(encode(Failed(error)))
-        return 1
-    return 0
+    return 0 if serve_engine(settings, frames, incoming, built.set) else 1
 
 
-def _serve(settings: Settings, frames: Frames, incoming: SimpleQueue[bytes | None], built: threading.Event) -> None:
+def serve_engine(
+    settings: bytes, channel: MessageSender, incoming: SimpleQueue[bytes | None], on_built: Callable[[], None]
+) -> bool:
+    """Build the engine of these settings and serve its client until a message is None. Return whether it could be built; if not,
+    the client gets the error."""
     from onedraw.build.llm import build_llm
 
-    sender = EventSender(frames)
-    with build_llm(settings, lambda line: frames.send(encode(Report(0, "", line))), sender=sender) as llm:
+    sender = EventSender(channel)
+    try:
+        llm = build_llm(
+            Settings.of(**json.loads(settings)), lambda line: channel.send(encode(Report(0, "", line))), sender=sender
+        )
+    except OnedrawError as error:
+        channel.send(encode(Failed(error)))
+        return False
+    with llm:
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(SWITCH_SECONDS)
-        built.set()
-        EngineServer(llm.service, frames, sender, CODEC).run(incoming)
+        on_built()
+        EngineServer(llm.service, channel, sender, CODEC, fingerprint=llm.card.fingerprint).run(incoming)
+    return True
 
 
 def _receive(frames: Frames, incoming: SimpleQueue[bytes | None], built: threading.Event) -> None:

@@ -23,7 +23,7 @@ from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_pack
 from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
 from onedraw.build.drafters import DeviceDrafter, DrafterBuilder, drafter_names, make_speculator, select_drafter
-from onedraw.build.engine_process import EngineProcess
+from onedraw.build.engine_process import EngineProcess, StartEngine
 from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
 from onedraw.build.xla import Export, find_export, iree_backend, require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import CheckpointOffload
@@ -61,20 +61,24 @@ def build_llm(
     speculator: Speculator | None = None,
     warm_up: bool = True,
     own_process: bool = False,
+    start_engine: StartEngine | None = None,
     sender: EventSender | None = None,
 ) -> LLM:
     """Load a model and start its engine. `progress` receives one line for each stage of loading. With `warm_up`, CUDA graphs are
     captured before the first request, on devices that use them. With `own_process` the engine and the weights are in a process of
-    their own, which gets the settings only. `sender` is given in that process, for the events."""
+    their own, which gets the settings only; `start_engine` gives an engine elsewhere. `sender` is given in the process of such an
+    engine, for the events."""
+    if own_process:
+        start_engine = EngineProcess
     notify = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:
         case "fake":
-            return _build_fake(settings, notify, speculator, own_process=own_process, sender=sender)
+            return _build_fake(settings, notify, speculator, start_engine=start_engine, sender=sender)
         case "torch" | "xla":
             if (export := find_export(settings)) is not None:
-                return _build_export(export, settings, notify, speculator, own_process=own_process, sender=sender)
-            return _build_model(settings, notify, speculator, warm_up=warm_up, own_process=own_process, sender=sender)
+                return _build_export(export, settings, notify, speculator, start_engine=start_engine, sender=sender)
+            return _build_model(settings, notify, speculator, warm_up=warm_up, start_engine=start_engine, sender=sender)
 
 
 def make_service(
@@ -161,7 +165,12 @@ def _unusable(root: Path, error: OSError) -> BadSetting:
 
 
 def _build_fake(
-    settings: Settings, notify: Progress, speculator: Speculator | None, *, own_process: bool, sender: EventSender | None
+    settings: Settings,
+    notify: Progress,
+    speculator: Speculator | None,
+    *,
+    start_engine: StartEngine | None,
+    sender: EventSender | None,
 ) -> LLM:
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     if settings.kv_dtype != "auto":
@@ -192,8 +201,8 @@ def _build_fake(
     eos = (tokenizer.eos_id or 0,)
     constraints, observer = ConstraintFactory(tokenizer, eos, isolated=sender is None), _observer(settings, tokenizer)
     service: EngineClient
-    if own_process:
-        with EngineProcess(settings) as process:
+    if start_engine is not None:
+        with start_engine(settings) as process:
             service = process.client(constraints.build, notify)
     else:
         service = make_service(
@@ -209,15 +218,15 @@ def _build_export(
     notify: Progress,
     speculator: Speculator | None,
     *,
-    own_process: bool,
+    start_engine: StartEngine | None,
     sender: EventSender | None,
 ) -> LLM:
     """Build the LLM of an export of `onedraw export`, which IREE runs."""
     tokenizer, template = Tokenizer.from_folder(export.folder), ChatTemplate.from_folder(export.folder)
     constraints = ConstraintFactory(tokenizer, export.eos_ids, isolated=sender is None)
     service: EngineClient
-    if own_process:
-        with EngineProcess(settings) as process:
+    if start_engine is not None:
+        with start_engine(settings) as process:
             service = process.client(constraints.build, notify)
     else:
         service = make_service(
@@ -246,7 +255,7 @@ def _build_model(
     speculator: Speculator | None,
     *,
     warm_up: bool,
-    own_process: bool,
+    start_engine: StartEngine | None,
     sender: EventSender | None,
 ) -> LLM:
     """Build the LLM of a checkpoint, in contrast to the fake backend, which has no weights."""
@@ -254,7 +263,9 @@ def _build_model(
         require_jax()
     with ExitStack() as stack:
         checkpoint = stack.enter_context(closing(find_checkpoint(settings, notify)))
-        process = stack.enter_context(EngineProcess(settings)) if own_process else None  # loads while the text is read here
+        process = (
+            None if start_engine is None else stack.enter_context(start_engine(settings))
+        )  # loads while the text is read here
         info = describe(settings, checkpoint)
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()

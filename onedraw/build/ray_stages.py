@@ -4,7 +4,7 @@ In: devices with a node, and how layers are divided. Out: a connected StageGroup
 its layers from the node's own copy of the model (or a shared folder) and then serves its link until that closes. Ray starts
 actors, tells that one died, and carries the messages of `LoadStage`, as bytes; the rows and streams of steps go over the link
 (`backends/torch/remote`). NODE is a node's name, its address, or its number, counted from the head node. The cluster is the one
-that RAY_ADDRESS names or that runs on this machine. Ray is imported here alone, and only for such devices.
+that RAY_ADDRESS names or that runs on this machine. Ray is imported for such devices only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onedraw import __version__
-from onedraw.backends.devices import RAY, Device
+from onedraw.backends.devices import Device
 from onedraw.backends.memory_plan import MemoryPlan
 from onedraw.backends.placement import SplitPlan
 from onedraw.backends.torch.device import DTYPES, available_memory, find_devices, on_cores, pick_ops, set_threads
@@ -27,6 +27,7 @@ from onedraw.backends.torch.remote.link import ENGINE, Link, Rendezvous
 from onedraw.backends.torch.remote.stage import StageFacts, StreamShape
 from onedraw.backends.torch.remote.worker import StageSizes, StageWorker
 from onedraw.build.checkpoint import describe, find_checkpoint
+from onedraw.build.ray_connection import connected
 from onedraw.errors import BadSetting, ModelError, OnedrawError, StateLost
 from onedraw.models.spec import ModelSpec
 from onedraw.settings import Settings, default_cache_dir
@@ -179,7 +180,7 @@ class RayCluster:
     """The nodes of the cluster, and a host for each device that is named on them. Owner: the build of one backend."""
 
     def __init__(self) -> None:
-        self._ray = _connected()
+        self._ray = connected("--devices")
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         self._nodes = sorted(nodes, key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeID"]))
         own = self._ray.util.get_node_ip_address()
@@ -260,19 +261,3 @@ def require_last_here(devices: Sequence[Device]) -> None:
             f"--devices: the last device must be one of this machine, where tokens are sampled, and not {devices[-1].name}; "
             "add cpu or cuda:0 at the end"
         )
-
-
-def _connected() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise BadSetting(f"--devices: {RAY} devices need Ray; install it with: pip install 'onedraw[serve,ray]'") from None
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING, configure_logging=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise BadSetting(
-                f"--devices: no Ray cluster answers ({reason}); start one with `ray start --head`, or set RAY_ADDRESS"
-            ) from None
-    return ray

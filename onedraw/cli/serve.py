@@ -6,19 +6,23 @@ The server runs until it gets a signal. At start it prints a curl command to try
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
 from contextlib import closing
 from pathlib import Path
 
+from onedraw.build.engine_process import EngineProcess, StartEngine
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.cli.ps import registered
 from onedraw.errors import BadSetting
-from onedraw.settings import api_key, default_cache_dir, otlp_traces_endpoint, size_in_bytes
+from onedraw.settings import Settings, api_key, default_cache_dir, otlp_traces_endpoint, ray_address, size_in_bytes
 
 HELP = "serve a model over HTTP, with OpenAI's interface"
 EXAMPLES = """examples:
   onedraw serve smollm2
   onedraw serve ./my-model --host 0.0.0.0 --port 8080 --api-key SECRET --max-batch 32
+  onedraw serve smollm2 --replicas 2 --threads 1
 """
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
@@ -127,6 +131,25 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="most disk space for them (default: 8GiB)",
     )
+    web.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="run N engines with the model as actors in a Ray cluster; when one dies, its replies go on elsewhere with the same "
+        "tokens, and another one is started (SIGHUP replaces all, one by one)",
+    )
+    web.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="HOST:PORT of the head of a Ray cluster for --replicas, or auto for the one on this machine "
+        "(default: RAY_ADDRESS, else a cluster of this machine alone is started, on 127.0.0.1)",
+    )
+    web.add_argument(
+        "--replica-gpus",
+        type=float,
+        metavar="X",
+        help="GPUs of each replica, like 0.5 (default: the CUDA devices that --devices names, or 1 if the cluster has any)",
+    )
     web.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much to log (default: info)")
     web.add_argument(
         "--log-format", choices=LOG_FORMATS, default="text", help="text, or one JSON object per line (default: text)"
@@ -134,6 +157,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     web.add_argument("--log-prompts", action="store_true", help="also log the text of prompts; otherwise they are never logged")
     add_record(parser)
     add_settings(parser)
+
+
+def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> StartEngine | None:
+    """Return what starts the engine if it is not to run in this process. SIGHUP replaces replicas one by one."""
+    if arguments.replicas is None:
+        for name in ("ray_address", "replica_gpus"):
+            if getattr(arguments, name) is not None:
+                raise BadSetting(f"--{name.replace('_', '-')}: needs --replicas, the number of engines")
+        return EngineProcess if arguments.engine_process == "on" else None
+    from onedraw.cluster.ray_replicas import RayReplicas, ReplicaOptions
+
+    options = ReplicaOptions(arguments.replicas, arguments.ray_address or ray_address(), arguments.replica_gpus)
+    replicas = RayReplicas(settings, options)
+    signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=replicas.restart, daemon=True).start())
+    return lambda _: replicas
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -175,7 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with closing(bind(options.host, options.port)) as listener:  # bound before the slow load, so that a port in use fails at once
         with terminal.progress() as notify:
-            llm = build_llm(settings, notify, own_process=arguments.engine_process == "on")
+            llm = build_llm(settings, notify, start_engine=engine_elsewhere(arguments, settings))
         with llm, recorded(llm, arguments) as llm:
             cache, (host, port) = settings.cache_dir or default_cache_dir(), listener.getsockname()[:2]
             with registered(cache, model=llm.card.name, device=llm.card.device, url=f"http://{host}:{port}"):

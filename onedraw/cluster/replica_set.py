@@ -149,6 +149,8 @@ class ReplicaSet:
                 "give other replies; start it with the same model, version, kind of device and dtype, or serve it separately"
             )
         with self._changed:
+            if self._closing:
+                raise ShuttingDown("the replicas are being closed, so none can join")
             if name in self._replicas:
                 raise ValueError(f"there is a replica {name!r} already; choose another name")
             replica = Replica(name, next(self._numbers), client)
@@ -160,6 +162,12 @@ class ReplicaSet:
     def remove(self, name: str) -> EngineClient | None:
         """Continue the requests of a replica on others. Return its client, for the caller to close; None if it left already."""
         return self._leave(name, lost=False)
+
+    def lost(self, name: str) -> None:
+        """Note that a replica has died. Nothing happens if that was seen before, at one of its requests, or if it has left."""
+        with self._changed:
+            if not self._closing:
+                self._leave(name, lost=True)
 
     def statuses(self) -> list[ReplicaStatus]:
         with self._changed:

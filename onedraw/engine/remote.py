@@ -1,9 +1,9 @@
-"""An engine in another process of this machine: its client, and the part of the engine's process that serves the client.
+"""An engine in another process: its client, and the part of the engine's process that serves the client.
 
-The two processes are joined by a pair of sockets and send each other frames: the length in four bytes, then a message of
-`wire.py`. Each side has a thread that reads and never waits for the other side. The client's process writes on a thread of its
-own, so a caller never waits for the engine's process. The engine's thread writes the events of a step itself, in one frame; if
-the client does not read, the engine waits, so events never pile up.
+A channel carries messages of `wire.py` between the two, in order. For a process of this machine it is a pair of sockets, which
+send frames: the length in four bytes, then a message. Each side has a thread that reads and never waits for the other side. The
+client's process writes on a thread of its own, so a caller never waits for the engine's process. The engine's thread writes the
+events of a step itself, in one message; if the client does not read, the engine waits, so events never pile up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from onedraw.backends.base import Capacity
 from onedraw.engine.client import BuildConstraint, CheckedRequest, EngineClient, Event, Sink, check_count, check_request
@@ -49,6 +49,24 @@ STOP_SECONDS = 30.0  # how long the engine's process may take to end after the l
 DEATH_SECONDS = 5.0  # how long a process that closed its connection unasked may take to end
 MOST_SENT = 4  # A client refuses requests when it has sent this many times what can run and wait.
 BUILDERS = 2  # threads of the engine's process that build constraints
+
+
+class MessageSender(Protocol):
+    def send(self, message: bytes) -> None:
+        """Send a message, on any thread. OSError: the other side has ended."""
+        ...
+
+
+class Channel(MessageSender, Protocol):
+    """One end of the connection of the two processes. One thread receives."""
+
+    def receive(self) -> bytes | None:
+        """Wait for a message. None: the other side has ended."""
+        ...
+
+    def close(self) -> None:
+        """End the connection. It wakes the thread that receives, here and on the other side."""
+        ...
 
 
 class Frames:
@@ -91,7 +109,7 @@ class RemoteEngine:
 
     def __init__(
         self,
-        frames: Frames,
+        channel: Channel,
         started: Started,
         *,
         codec: RequestCodec,
@@ -100,12 +118,14 @@ class RemoteEngine:
         end_process: Callable[[float], str],
     ) -> None:
         """`end_process` waits so many seconds for the end of the process, then kills it, and returns how it ended, as text."""
-        self._frames, self._codec, self._build_constraint = frames, codec, build_constraint
+        self._channel, self._codec, self._build_constraint = channel, codec, build_constraint
         self._capacity, self._max_requests, self._stats = started.capacity, started.max_requests, started.stats
+        self.fingerprint = started.fingerprint
         self._on_report, self._end_process = on_report, end_process
         self._lock = threading.Lock()
         self._sinks: dict[str, Sink] = {}  # by request id, until the last event
         self._closing = self._ended = False
+        self._heard = time.monotonic()  # when the engine has sent the last message, or when it got a request after idling
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="onedraw-to-engine", daemon=True)
         self._reader = threading.Thread(target=self._read, name="onedraw-from-engine", daemon=True)
@@ -149,6 +169,8 @@ class RemoteEngine:
                 raise EngineLost("the engine's process has ended and takes no new requests; see the server's log")
             if len(self._sinks) + len(requests) > MOST_SENT * self._max_requests:
                 raise QueueFull(f"{len(self._sinks)} requests are running and waiting already; try again in a moment")
+            if not self._sinks:
+                self._heard = time.monotonic()
             self._sinks.update({checked.request.id: sink for checked, sink in requests})
             self._outgoing.put(message)
 
@@ -167,19 +189,30 @@ class RemoteEngine:
         self._outgoing.put(None)
         self._writer.join()
 
+    def join(self, seconds: float) -> bool:
+        """Wait so long for the end of the engine's process. Return whether it has ended."""
+        self._reader.join(seconds)
+        return not self._reader.is_alive()
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the engine has sent nothing although it has requests."""
+        return time.monotonic() - self._heard if self._sinks else 0.0
+
     # ------------------------------------------------------------------ threads
 
     def _write(self) -> None:
         while (message := self._outgoing.get()) is not None:
             try:
-                self._frames.send(message)
+                self._channel.send(message)
             except OSError:  # The process has ended, which the other thread sees too.
                 return
 
     def _read(self) -> None:
         failure: OnedrawError | None = None
         try:
-            while (data := self._frames.receive()) is not None:
+            while (data := self._channel.receive()) is not None:
+                self._heard = time.monotonic()
                 match decode_from_engine(data):
                     case Events(events, stats):
                         self._stats = stats or self._stats
@@ -209,7 +242,7 @@ class RemoteEngine:
 
     def _end(self, failure: OnedrawError | None) -> None:
         """Give every request its last event, since the engine's process sends nothing more."""
-        self._frames.close()
+        self._channel.close()
         how = self._end_process(STOP_SECONDS if self._closing else DEATH_SECONDS)
         with self._lock:
             self._ended = True
@@ -220,7 +253,7 @@ class RemoteEngine:
         elif error is None:
             error = EngineLost(f"the engine's process ended ({how}) before this request finished; see the server's log")
         if not self._closing:
-            log.critical("the engine's process ended (%s); %d requests failed", how, len(left))
+            log.critical("the engine's process ended (%s) with %d requests", how, len(left))
         for request_id, sink in left.items():
             try:
                 sink(Event(request_id, error=error))
@@ -234,8 +267,8 @@ class RemoteEngine:
 class EventSender:
     """Sends events to the client: those of a step in one frame, with the counters. `sink` is the sink of all requests."""
 
-    def __init__(self, frames: Frames) -> None:
-        self._frames = frames
+    def __init__(self, channel: MessageSender) -> None:
+        self._channel = channel
         self._lock = threading.Lock()
         self._events: deque[Event] = deque()
         self._stats: Stats | None = None  # counters that were not sent yet
@@ -270,21 +303,25 @@ class EventSender:
                 message = encode(Events(tuple(Event(event.request_id, error=error) for event in events), stats))
             self._sent = time.monotonic()
             with suppress(OSError):  # If the client has ended, the thread that receives ends this process.
-                self._frames.send(message)
+                self._channel.send(message)
 
 
 class EngineServer:
     """Serves one client in the engine's process, until the client closes the engine or ends."""
 
-    def __init__(self, engine: EngineClient, frames: Frames, sender: EventSender, codec: RequestCodec) -> None:
-        self._engine, self._frames, self._sender, self._codec = engine, frames, sender, codec
+    def __init__(
+        self, engine: EngineClient, channel: MessageSender, sender: EventSender, codec: RequestCodec, *, fingerprint: str
+    ) -> None:
+        self._engine, self._channel, self._sender, self._codec = engine, channel, sender, codec
+        self._fingerprint = fingerprint
         self._lock = threading.Lock()
         self._building: dict[str, bool] = {}  # ids of requests whose constraint is built, and whether they were cancelled
         self._builders = ThreadPoolExecutor(BUILDERS, thread_name_prefix="onedraw-constraints")
 
     def run(self, incoming: SimpleQueue[bytes | None]) -> None:
         """Handle messages until one is None, since the client has ended or the engine is closed."""
-        self._frames.send(encode(Started(self._engine.capacity, self._engine.max_requests, self._engine.stats())))
+        engine = self._engine
+        self._channel.send(encode(Started(engine.capacity, engine.max_requests, engine.stats(), self._fingerprint)))
         while (data := incoming.get()) is not None:
             message: ToEngine = decode_to_engine(data)
             match message:

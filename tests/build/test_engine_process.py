@@ -236,7 +236,7 @@ class SlowBuilder:
 def test_a_cancellation_while_a_constraint_is_built_comes_after_the_submission() -> None:
     engine: Any = SlowBuilder()
     nothing: Any = None
-    server = EngineServer(engine, nothing, EventSender(nothing), nothing)
+    server = EngineServer(engine, nothing, EventSender(nothing), nothing, fingerprint="")
     constrained: Any = Request(id="a", prompt=(1,), params=SamplingParams(), constraint=SimpleQueue())  # type: ignore[arg-type]
     server._submit([constrained])
     server._submit([Request(id="b", prompt=(1,), params=SamplingParams())])

@@ -243,7 +243,7 @@ def test_every_field_of_an_event_arrives(sent: tuple[Event, ...], counters: Stat
 @examples(30, many=500)
 @given(capacities, counts, stats, failures)
 def test_the_first_and_the_last_message_arrive(capacity: Capacity, most: int, counters: Stats, failure: OnedrawError) -> None:
-    first = decode_from_engine(encode(Started(capacity, most, counters)))
+    first = decode_from_engine(encode(Started(capacity, most, counters, "one")))
     assert isinstance(first, Started)
     assert bits((first.capacity, first.max_requests, first.stats)) == bits((capacity, most, counters))
     last = decode_from_engine(encode(Failed(failure)))
@@ -377,7 +377,7 @@ def test_every_error_of_the_tree_can_cross() -> None:
 
 def test_a_backend_as_it_is_can_be_described() -> None:
     capacity = FakeBackend().capacity
-    message = decode_from_engine(encode(Started(capacity, 5, Stats(step_seconds=math.nan))))
+    message = decode_from_engine(encode(Started(capacity, 5, Stats(step_seconds=math.nan), "one")))
     assert isinstance(message, Started)
     assert bits(message.capacity) == bits(capacity)
     assert math.isnan(message.stats.step_seconds)

@@ -1,0 +1,70 @@
+"""The connection to a Ray cluster: one that runs, or one of this machine alone that ends with this process.
+
+In: an address, or none. Out: the module `ray`, connected. Ray is imported here alone, on first use. A cluster that is started
+here listens on 127.0.0.1 only. One that listens on other addresses must ask for a token, as Ray does by default.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from onedraw.errors import BadSetting
+
+# Variables of a cluster that is started here. Ray replaces 127.0.0.1 by the machine's address on a network, unless it is told
+# that there are no clusters of several machines, by a variable that is named after the systems that have none.
+OWN_CLUSTER: Mapping[str, str] = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+OBJECT_BYTES = 100 * 2**20  # shared memory of a cluster that is started here; only messages over 100 kB go through it
+QUIET: Mapping[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "configure_logging": False}
+
+
+def import_ray(flag: str) -> Any:
+    """Return the module, for the option `flag`."""
+    try:
+        import ray
+    except ImportError:
+        raise BadSetting(f"{flag} needs Ray; install it with: pip install 'onedraw[serve,ray]'") from None
+    return ray
+
+
+def connected(flag: str, address: str = "auto") -> Any:
+    """Return `ray`, connected to the cluster at this address, for the option `flag`. With `auto` it is the one that RAY_ADDRESS
+    names or that runs on this machine."""
+    if address.startswith("ray://"):
+        raise BadSetting(f"{flag}: {address} is a Ray client's address; give the head node's HOST:PORT, usually port 6379")
+    ray = import_ray(flag)
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, **QUIET)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            reason = str(error).partition("\n")[0]
+            raise BadSetting(
+                f"{flag}: no Ray cluster answers ({reason}); start one with `ray start --head`, or set RAY_ADDRESS"
+            ) from None
+    return ray
+
+
+def started_here(flag: str, *, cpus: int) -> Any:
+    """Return `ray`, connected to a new cluster of this machine, which has so many CPUs to give away."""
+    os.environ.update(OWN_CLUSTER)  # before the import, which reads them
+    ray = import_ray(flag)
+    try:
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=OBJECT_BYTES, **QUIET)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise BadSetting(f"{flag}: Ray does not start on this machine: {str(error).partition(chr(10))[0]}") from None
+    return ray
+
+
+def require_token(ray: Any, flag: str) -> None:
+    """Raise if the cluster that `ray` is connected to listens beyond this machine and asks for no token."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if not is_token_auth_enabled() and not all(ipaddress.ip_address(one).is_loopback for one in addresses):
+        raise BadSetting(
+            f"{flag}: this Ray cluster listens on {', '.join(sorted(addresses))} and asks for no token, so everyone who reaches "
+            "its ports can run programs on it; set RAY_AUTH_MODE=token on all of its machines, see docs/cluster.md"
+        )

@@ -1,0 +1,320 @@
+"""Replicas in a Ray cluster: `onedraw serve MODEL --replicas N`.
+
+In: settings, and how many replicas. Out: the ReplicaSet of engines that run as Ray actors, each with its backend and weights. An
+actor that ends is replaced, on whichever node Ray finds room. This process has the HTTP app, the tokenizer and the texts, and no
+weights.
+
+The replicas are plain actors and no Ray Serve deployment. A handle of Serve chooses the replica of each call itself, while a
+request here goes to the replica that has its prompt's beginning, and its cancellation must reach the same one after it. A stream
+through a handle costs one message per token of each request, while an actor sends all events of an engine step in one message.
+
+One call of an actor, `serve`, yields the messages of its engine as long as it runs; `deliver` gives it those of its client, in
+the order in which they were sent. They are the bytes of `engine/wire.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import Queue, SimpleQueue
+from typing import Any
+
+from onedraw.build.checkpoint import Progress
+from onedraw.build.engine_process import ReportHandler, encode_settings, engine_client, serve_engine
+from onedraw.build.ray_connection import connected, require_token, started_here
+from onedraw.cluster.replica_set import ReplicaSet
+from onedraw.engine.client import BuildConstraint
+from onedraw.engine.remote import RemoteEngine
+from onedraw.errors import BadSetting, EngineLost, OnedrawError
+from onedraw.settings import Settings, default_cache_dir
+
+log = logging.getLogger("onedraw.cluster")
+
+MESSAGES_AHEAD = 64  # messages of an engine that its client has not read; with more the engine waits
+IN_ORDER = "messages"  # the concurrency group of `deliver`, with one thread
+PLACE_SECONDS = 30.0  # A replica that has found no node after this time is reported, and again after each such time.
+SILENT_SECONDS = 300.0  # A replica that has requests and sends nothing for this long is replaced.
+CHECK_SECONDS = 5.0
+LONGEST_PAUSE = 60.0  # between attempts to start a replica; the first pause is a second
+FLAG = "--replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    count: int
+    address: str | None = None  # of a Ray cluster that runs; None starts one of this machine alone
+    gpus: float | None = (
+        None  # GPUs of each replica; None: one for each CUDA device in the settings, or one if the cluster has any
+    )
+
+
+# ---------------------------------------------------------------------- in the actor
+
+
+class Outbox:
+    """Passes the engine's messages to the call that yields them. It waits while the client does not read."""
+
+    def __init__(self) -> None:
+        self._messages: Queue[bytes | None] = Queue(MESSAGES_AHEAD)
+
+    def send(self, message: bytes) -> None:
+        self._messages.put(message)
+
+    def close(self) -> None:
+        self._messages.put(None)
+
+    def __iter__(self) -> Iterator[bytes]:
+        while (message := self._messages.get()) is not None:
+            yield message
+
+
+class ReplicaActor:
+    """The process of one replica."""
+
+    def __init__(self) -> None:
+        self._incoming: SimpleQueue[bytes | None] = SimpleQueue()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def deliver(self, message: bytes) -> None:
+        self._incoming.put(message)
+
+    def serve(self, settings: bytes) -> Iterator[bytes]:
+        """Build an engine, and yield its messages until its client closes it."""
+        outbox = Outbox()
+        threading.Thread(target=self._run, args=(settings, outbox), name="onedraw-replica", daemon=True).start()
+        yield from outbox
+
+    def _run(self, settings: bytes, outbox: Outbox) -> None:
+        logger = logging.getLogger("onedraw")
+        logger.addHandler(ReportHandler(outbox))
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            serve_engine(settings, outbox, self._incoming, lambda: None)
+        except Exception:
+            log.exception("this replica failed")
+        finally:
+            outbox.close()
+
+
+# ---------------------------------------------------------------------- in the process of the HTTP app
+
+
+class ActorChannel:
+    """The messages between this process and one actor. Closing it ends the actor."""
+
+    def __init__(self, ray: Any, actor: Any, settings: bytes) -> None:
+        self._ray, self._actor = ray, actor
+        self._deliver = actor.deliver.options(concurrency_group=IN_ORDER)
+        self._how = "it was closed"
+        streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": MESSAGES_AHEAD}
+        self._messages = actor.serve.options(**streaming).remote(settings)
+
+    def send(self, message: bytes) -> None:
+        try:
+            self._deliver.remote(message)
+        except self._ray.exceptions.RayError as error:
+            raise ConnectionError(str(error)) from None
+
+    def receive(self) -> bytes | None:
+        try:
+            message: bytes = self._ray.get(next(self._messages))
+            return message
+        except StopIteration:
+            return None
+        except Exception as error:  # the actor's death, its node's, or that of the cluster
+            self._how = str(error).partition("\n")[0].strip().rstrip(".")
+            return None
+
+    def close(self) -> None:
+        with suppress(Exception):  # The cluster may have ended.
+            self._ray.kill(self._actor, no_restart=True)
+
+    def end(self, seconds: float) -> str:
+        """End the actor, whose engine has ended or does not answer. Return how it ended."""
+        self.close()
+        return self._how
+
+
+class RayReplicas:
+    """Starts replicas and keeps their number. The EngineSource of one LLM, whose client owns it once there is one."""
+
+    def __init__(self, settings: Settings, options: ReplicaOptions) -> None:
+        if options.count < 1:
+            raise BadSetting(f"{FLAG}: must be at least 1, not {options.count}")
+        if options.gpus is not None and options.gpus < 0:
+            raise BadSetting(f"--replica-gpus: must be 0 or more, not {options.gpus:g}")
+        self._options = options
+        self._cpus = settings.threads or 1
+        self._owns_ray = False
+        if options.address is not None:
+            self._ray = connected(FLAG, options.address)
+            require_token(self._ray, FLAG)
+        else:
+            if settings.threads is None:  # All replicas share this machine, and each would take all of its cores.
+                self._cpus = max(len(os.sched_getaffinity(0)) // options.count, 1)
+                settings = replace(settings, threads=None if settings.backend == "xla" else self._cpus)
+            self._ray = started_here(FLAG, cpus=self._cpus * options.count)
+            self._owns_ray = True
+        self._settings = settings
+        self._gpus = _gpus(settings, self._ray.cluster_resources()) if options.gpus is None else options.gpus
+        self._actor_class = self._ray.remote(concurrency_groups={IN_ORDER: 1})(ReplicaActor)
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._channels: dict[int, ActorChannel] = {}  # of each replica, the latest
+        self._names: dict[int, str] = {}  # of each replica that serves
+        self.pids: dict[int, int] = {}  # of each replica, the process of its latest actor
+        self._first: Future[ReplicaSet] = Future()  # the replica set, once one replica serves
+        self._keepers: list[threading.Thread] = []
+
+    def __enter__(self) -> RayReplicas:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.close()
+
+    def client(self, build_constraint: BuildConstraint, notify: Progress) -> ReplicaSet:
+        """Start all replicas, wait until one serves, and return the client of all. If one fails before that, its error is
+        raised."""
+
+        def report(line: str) -> None:
+            (log.info if self._first.done() else notify)(line)
+
+        for slot in range(self._options.count):
+            keeper = threading.Thread(target=self._keep, args=(slot, build_constraint, report), daemon=True)
+            keeper.start()
+            self._keepers.append(keeper)
+        return self._first.result()
+
+    def restart(self) -> None:
+        """Replace the replicas one after the other. Their requests continue on others meanwhile."""
+        replicas = self._first.result()
+        for slot in range(self._options.count):
+            old = self._names.pop(slot, None)
+            if old is None:  # It is being started.
+                continue
+            log.info("replacing replica %s", old)
+            engine = replicas.remove(old)
+            if engine is not None:
+                engine.close()
+            while slot not in self._names and not self._closing.wait(0.1):
+                pass
+
+    def close(self) -> None:
+        """End all replicas, and the cluster if it was started here."""
+        self._closing.set()
+        with self._lock:
+            for channel in self._channels.values():
+                channel.close()
+        for keeper in self._keepers:
+            keeper.join()
+        if self._owns_ray:
+            self._ray.shutdown()
+
+    # ------------------------------------------------------------------ one thread for each replica
+
+    def _keep(self, slot: int, build_constraint: BuildConstraint, report: Progress) -> None:
+        """Start a replica, and another one whenever it has ended."""
+        pause, incarnation = 1.0, 0
+        while not self._closing.is_set():
+            name = f"{slot}.{incarnation}" if incarnation else str(slot)
+            incarnation += 1
+            try:
+                channel = self._start(slot, name)
+                engine = engine_client(channel, build_constraint, partial(_named, report, name), end_process=channel.end)
+                self._serve(slot, name, engine, channel)
+                pause = 1.0
+            except Exception as error:
+                self._channels[slot].close()
+                if self._closing.is_set():
+                    break
+                if not self._first.done():
+                    self._fail(error)
+                    break
+                known = isinstance(error, (OnedrawError, self._ray.exceptions.RayError))
+                log.error("replica %s does not start: %s; next attempt in %g s", name, error, pause, exc_info=not known)
+                self._closing.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        self._fail(EngineLost("the replicas were closed before one of them served"))
+
+    def _start(self, slot: int, name: str) -> ActorChannel:
+        """Return the channel of a new actor, once a node has room for it."""
+        actor = self._actor_class.options(
+            num_cpus=self._cpus, num_gpus=self._gpus, scheduling_strategy="SPREAD", max_restarts=0
+        ).remote()
+        channel = ActorChannel(self._ray, actor, encode_settings(_own_snapshots(self._settings, slot)))
+        with self._lock:
+            self._channels[slot] = channel
+            if self._closing.is_set():
+                channel.close()
+        pid = actor.pid.options(concurrency_group=IN_ORDER).remote()
+        while not self._ray.wait([pid], timeout=PLACE_SECONDS)[0]:
+            log.warning("replica %s has not started yet; it needs a node with %g free CPUs and %g GPUs", name, self._cpus, self._gpus)
+        self.pids[slot] = self._ray.get(pid)
+        return channel
+
+    def _serve(self, slot: int, name: str, engine: RemoteEngine, channel: ActorChannel) -> None:
+        """Let a replica take requests until it has ended."""
+        with self._lock:
+            if not self._first.done():
+                self._first.set_result(RayReplicaSet(engine.fingerprint, self))
+        replicas = self._first.result()
+        try:
+            replicas.add(name, engine, fingerprint=engine.fingerprint)
+        except OnedrawError:
+            engine.close()
+            raise
+        self._names[slot] = name
+        log.info("replica %s serves in process %d", name, self.pids[slot])
+        while not engine.join(CHECK_SECONDS):
+            if engine.silent_seconds > SILENT_SECONDS:
+                log.error("replica %s has sent nothing for %g s and is replaced", name, SILENT_SECONDS)
+                channel.close()
+        self._names.pop(slot, None)
+        replicas.lost(name)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if not self._first.done():
+                self._first.set_exception(error)
+
+
+class RayReplicaSet(ReplicaSet):
+    """A ReplicaSet whose replicas and cluster end with it."""
+
+    def __init__(self, fingerprint: str, source: RayReplicas) -> None:
+        super().__init__(fingerprint)
+        self._source = source
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        super().close(drain_seconds)
+        self._source.close()
+
+
+def _named(report: Progress, name: str, line: str) -> None:
+    report(f"replica {name}: {line}")
+
+
+def _gpus(settings: Settings, resources: dict[str, float]) -> float:
+    """Return the GPUs that one replica needs."""
+    named = [name for name in settings.device_names if name.startswith("cuda")]
+    if named:
+        return len(set(named))
+    return float(settings.backend != "fake" and settings.device_names == ["auto"] and resources.get("GPU", 0) > 0)
+
+
+def _own_snapshots(settings: Settings, slot: int) -> Settings:
+    """Give each replica a snapshot folder of its own, because an engine keeps an index of its folder."""
+    if settings.cache_budget is None:
+        return settings
+    folder = settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots"
+    return replace(settings, snapshot_dir=folder / f"replica-{slot}")
