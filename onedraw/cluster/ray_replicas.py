@@ -208,6 +208,7 @@ class RayReplicas:
                 engine.close()
             while slot not in self._names and not self._closing.wait(0.1):
                 pass
+        log.info("all replicas are replaced")
 
     def close(self) -> None:
         """End all replicas, and the cluster if it was started here."""
@@ -258,7 +259,9 @@ class RayReplicas:
                 channel.close()
         pid = actor.pid.options(concurrency_group=IN_ORDER).remote()
         while not self._ray.wait([pid], timeout=PLACE_SECONDS)[0]:
-            log.warning("replica %s has not started yet; it needs a node with %g free CPUs and %g GPUs", name, self._cpus, self._gpus)
+            log.warning(
+                "replica %s has not started yet; it needs a node with %g free CPUs and %g GPUs", name, self._cpus, self._gpus
+            )
         self.pids[slot] = self._ray.get(pid)
         return channel
 
