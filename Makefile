@@ -14,10 +14,11 @@ JOBS ?= 2
 # One compute thread per test worker: more threads than cores make every worker slower.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 .DEFAULT_GOAL := help
-.PHONY: help serve quick soak test test-long test-device test-clients check format bench docs clean
+.PHONY: help serve cluster quick soak test test-long test-device test-clients check format bench docs clean
 
 help:
 	@echo "make serve        set up and serve $(MODEL) on 127.0.0.1:8000 (MODEL=…, ARGS='--port 9000')"
+	@echo "make cluster      the same with two replicas of $(MODEL) in a Ray cluster of this machine (docs/cluster.md)"
 	@echo "make test         set up and run the tests"
 	@echo "make quick        under a minute: make check, and the contract on the fake backend"
 	@echo "make check        format, lint, types, import contracts, duplicate names and import cycles"
@@ -32,6 +33,9 @@ help:
 
 serve: $(VENV)/.stamp-serve
 	exec $(BIN)/onedraw serve $(MODEL) $(ARGS)
+
+cluster: $(VENV)/.stamp-cluster
+	exec $(BIN)/onedraw serve $(MODEL) --replicas 2 --threads 1 $(ARGS)
 
 quick: check
 	$(PYTEST) -q --dist load tests/laws/test_fake.py $(ARGS)
@@ -79,6 +83,7 @@ clean:
 # ---------------------------------------------------------------------------------------------- set-up
 
 $(VENV)/.stamp-serve: EXTRAS := serve,structured,terminal,models
+$(VENV)/.stamp-cluster: EXTRAS := serve,structured,terminal,models,ray
 $(VENV)/.stamp-test: EXTRAS := serve,structured,terminal,models,xla,ray,otel,test,browser
 $(VENV)/.stamp-check: EXTRAS := serve,structured,terminal,models,xla,ray,otel,test,browser,check
 

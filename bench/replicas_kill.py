@@ -257,7 +257,7 @@ class Result:
 def pauses(answers: Sequence[Answer], killed: Sequence[float], noticed: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return the gaps between chunks that lie around a kill, and all others. A stream of another replica has a gap there as well,
     which is short."""
-    around, others = [], []
+    around, others = list[float](), list[float]()
     for answer in answers:
         for before, after in zip(answer.times, answer.times[1:], strict=False):
             (

@@ -6,17 +6,21 @@ The server runs until it gets a signal. At start it prints a curl command to try
 from __future__ import annotations
 
 import argparse
+import logging.config
 import signal
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from onedraw.build.engine_process import EngineProcess, StartEngine
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.cli.ps import registered
 from onedraw.errors import BadSetting
 from onedraw.settings import Settings, api_key, default_cache_dir, otlp_traces_endpoint, ray_address, size_in_bytes
+
+if TYPE_CHECKING:
+    from onedraw.build.engine_process import StartEngine
 
 HELP = "serve a model over HTTP, with OpenAI's interface"
 EXAMPLES = """examples:
@@ -161,13 +165,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> StartEngine | None:
     """Return what starts the engine if it is not to run in this process. SIGHUP replaces replicas one by one."""
+    from onedraw.build.engine_process import EngineProcess
+
     if arguments.replicas is None:
         for name in ("ray_address", "replica_gpus"):
             if getattr(arguments, name) is not None:
                 raise BadSetting(f"--{name.replace('_', '-')}: needs --replicas, the number of engines")
         return EngineProcess if arguments.engine_process == "on" else None
     from onedraw.cluster.ray_replicas import RayReplicas, ReplicaOptions
+    from onedraw.server.logs import log_config
 
+    logging.config.dictConfig(log_config(arguments.log_level, arguments.log_format))  # for what replicas log before all serve
     options = ReplicaOptions(arguments.replicas, arguments.ray_address or ray_address(), arguments.replica_gpus)
     replicas = RayReplicas(settings, options)
     signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=replicas.restart, daemon=True).start())
