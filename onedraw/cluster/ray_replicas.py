@@ -135,8 +135,9 @@ class ActorChannel:
             return None
 
     def close(self) -> None:
-        with suppress(Exception):  # The cluster may have ended.
-            self._ray.kill(self._actor, no_restart=True)
+        with suppress(Exception):  # The cluster may be ending.
+            if self._ray.is_initialized():  # else the call would start a new one
+                self._ray.kill(self._actor, no_restart=True)
 
     def end(self, seconds: float) -> str:
         """End the actor, whose engine has ended or does not answer. Return how it ended."""
@@ -211,9 +212,11 @@ class RayReplicas:
         log.info("all replicas are replaced")
 
     def close(self) -> None:
-        """End all replicas, and the cluster if it was started here."""
-        self._closing.set()
+        """End all replicas, and the cluster if it was started here. A second call does nothing."""
         with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
             for channel in self._channels.values():
                 channel.close()
         for keeper in self._keepers:

@@ -186,7 +186,6 @@ class RemoteEngine:
         if self._reader.is_alive():
             self._end_process(0)
             self._reader.join()
-        self._outgoing.put(None)
         self._writer.join()
 
     def join(self, seconds: float) -> bool:
@@ -247,6 +246,7 @@ class RemoteEngine:
         with self._lock:
             self._ended = True
             left, self._sinks = self._sinks, {}
+        self._outgoing.put(None)  # ends the thread that writes
         error = failure
         if self._closing:
             error = ShuttingDown("the server was shut down before this request finished")
