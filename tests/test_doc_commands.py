@@ -37,7 +37,10 @@ def parser(command: str) -> Parser:
 
 @cache
 def options() -> frozenset[str]:
-    return frozenset(option for command in COMMANDS for option in parser(command)._option_string_actions)
+    """The options of all commands, and of the programs in bench/ and tools/."""
+    programs = "".join(file.read_text(encoding="utf-8") for name in ("bench", "tools") for file in (ROOT / name).rglob("*.py"))
+    ours = (option for command in COMMANDS for option in parser(command)._option_string_actions)
+    return frozenset([*ours, *re.findall(r'"(--[a-z-]+)"', programs)])
 
 
 def shell_lines(page: Path) -> Iterator[str]:
@@ -90,7 +93,7 @@ def test_a_wrong_command_is_found(wrong: list[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_in_the_text_exist(page: Path) -> None:
-    """In `onedraw COMMAND … --option` the option is one of that command, elsewhere one of any command."""
+    """In `onedraw COMMAND … --option` the option is one of that command, elsewhere one of any of our programs."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     missing = []
     for span in re.findall(r"`([^`]+)`", text):
