@@ -255,13 +255,33 @@ class DrafterThatForgetsWaitingContext(DflashDrafter):
         return ready
 
 
-def test_context_that_waited_gives_the_drafts_of_context_written_at_once() -> None:
-    """While no drafts are wanted, features wait and are written together: up to 90 steps here, more than may wait."""
+@pytest.mark.parametrize("most", [1, 2**20], ids=["no room to wait", "room for a reply"])
+def test_context_that_waited_gives_the_drafts_of_context_written_at_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no drafts are wanted, features wait and are written together: 90 steps here, or fewer where they find no room."""
+    monkeypatch.setattr("onedraw.backends.torch.drafters.dflash.MOST_WAITING_BYTES", most)
     always, now_and_then = listen(1), listen(90)
     assert len(always) > 150
     assert len(now_and_then) >= 2
     assert all(always[at] == drafts for at, drafts in now_and_then.items())
-    assert any(always[at] != drafts for at, drafts in listen(90, DrafterThatForgetsWaitingContext).items())
+    if most > 1:
+        assert any(always[at] != drafts for at, drafts in listen(90, DrafterThatForgetsWaitingContext).items())
+
+
+class CountingDrafter(DflashDrafter):
+    """Counts the positions whose context is written."""
+
+    written = 0
+
+    def _write_context(self, contexts: Sequence[Context]) -> None:
+        CountingDrafter.written += sum(context.count for context in contexts)
+        super()._write_context(contexts)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1000, 20), (90, 20 + 199)], ids=["never drafts", "drafts"])
+def test_a_reply_without_drafts_writes_the_context_of_its_prompt_alone(every: int, expected: int) -> None:
+    CountingDrafter.written = 0
+    listen(every, CountingDrafter)
+    assert CountingDrafter.written == expected
 
 
 # ---------------------------------------------------------------------- planted faults

@@ -39,7 +39,9 @@ from onedraw.types import Draft, Row, RowOutcome
 # On a CPU the drafter proposes the first third of the vocabulary, at least this many tokens: BPE vocabularies begin with the most
 # frequent tokens, and a draft is hardly ever kept beyond them, but every token costs a row of the head and noise.
 SMALL_VOCAB = 16_384
-LONGEST_WAIT = 64  # positions of a row whose context is written together, at most, while no drafts are wanted
+# The features of a row wait while no drafts are wanted for it, up to this size: writing many positions at once is cheaper, and
+# those of a reply that ends without drafts are never written.
+MOST_WAITING_BYTES = 4 * 2**20
 # A function that makes a tree of drafts from the candidates of each depth, best first: (token, score).
 Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
 
@@ -138,6 +140,7 @@ class DflashDrafter:
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes, *drafting_sampler(target, lanes, None if vocab == spec.draft_vocab else vocab))
         self._waiting: dict[int, Context] = {}  # by lane, features whose context is not written yet
+        self._drafted_for: dict[int, str] = {}  # by lane, the last request that the drafter drafted for
 
     @property
     def name(self) -> str:
@@ -171,11 +174,14 @@ class DflashDrafter:
     def _committed(self, step: CompletedStep, drafting: set[int]) -> list[Context]:
         """Return the features to write context from: of the known tokens and kept drafts of each row, and of those that waited.
 
-        The features of generated tokens wait, up to LONGEST_WAIT of them, while no drafts are wanted for their row.
+        The features of generated tokens wait while no drafts are wanted for their row. If a reply ends before the drafter has
+        drafted for it, they are dropped: a later prompt that reuses its pages gets worse drafts from there, but most replies
+        without drafts have no such prompt, or one for which drafts do not pay off either.
         """
         ready: list[Context] = []
         by_layer = dict(zip(self.feature_layers, step.features, strict=True))
         joined = torch.cat([by_layer[layer] for layer in self._spec.target_layers], dim=1)  # [T, n * Et]
+        most = max(MOST_WAITING_BYTES // (joined.shape[1] * joined.element_size()), 1)
         for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
             known = len(row.tokens)
             own = joined[span.first : span.first + known]
@@ -186,11 +192,15 @@ class DflashDrafter:
             waited = self._waiting.pop(row.lane, None)
             if waited is not None and waited.row.request_id == row.request_id and waited.start + waited.count == row.start:
                 context = Context(row, waited.start, waited.count + context.count, [*waited.features, *features])
+            if index in drafting:
+                self._drafted_for[row.lane] = row.request_id
             generated = known == 1 and row.samples and row.start >= row.prompt_stop
-            waits = generated and index not in drafting and not _ends(row, outcome)
-            if waits and context.count < LONGEST_WAIT:
+            ends, wanted = _ends(row, outcome), self._drafted_for.get(row.lane) == row.request_id
+            if generated and index not in drafting and not ends and context.count < most:
                 self._waiting[row.lane] = context
-            elif context.count:  # a row without tokens was restored whole from a checkpoint
+            elif context.count and (
+                wanted or not (generated and ends)
+            ):  # a row without tokens was restored whole from a checkpoint
                 ready.append(context)
         return ready
 
