@@ -116,6 +116,7 @@ calls = of(
     dialect=st.sampled_from(["hermes", "qwen_xml", "laguna", "gemma", "llama", "pythonic"]),
     tools=st.lists(tool, max_size=2).map(tuple),
     parallel=st.booleans(),
+    required=st.booleans(),
 )
 syntax = of(
     ReplySyntax,
