@@ -129,7 +129,9 @@ class Endpoints:
         items = self._store.find(response_id, caller(request)).items
         return JSONResponse(listing(items, page_of(request)))
 
-    async def create_batch(self, request: Request) -> Response:
+    async def all_batches(self, request: Request) -> Response:
+        if request.method == "GET":
+            return await self.batches.listed(request)
         parsed = await self._read(request, BatchRequest)
         return await self.batches.create(request, parsed.request, headers=_headers(parsed.ignored))
 
@@ -587,8 +589,6 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         "/api/chat": endpoints.ollama_chat,
         "/api/generate": endpoints.ollama_generate,
         "/api/show": endpoints.ollama_show,
-        "/v1/files": endpoints.batches.upload,
-        "/v1/batches": endpoints.create_batch,
         "/tokenize": endpoints.tokenize,
         "/detokenize": endpoints.detokenize,
         "/apply-template": endpoints.apply_template,
@@ -603,8 +603,8 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.add_api_route(f"{stored_file}/content", batches.content, methods=["GET"], response_model=None)
     app.add_api_route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"], response_model=None)
     app.add_api_route("/v1/batches/{batch_id}", batches.batch, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/files", batches.files, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/batches", batches.listed, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/files", batches.files, methods=["GET", "POST"], response_model=None)
+    app.add_api_route("/v1/batches", endpoints.all_batches, methods=["GET", "POST"], response_model=None)
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)

@@ -93,7 +93,10 @@ class BatchEndpoints:
 
     # ------------------------------------------------------------------ files
 
-    async def upload(self, request: Request) -> Response:
+    async def files(self, request: Request) -> Response:
+        return await (self._upload(request) if request.method == "POST" else self._listed_files(request))
+
+    async def _upload(self, request: Request) -> Response:
         store, owner = self._opened().store, caller(request)
         store.check_room(owner)
         if self._uploads >= MAX_UPLOADS:
@@ -110,7 +113,7 @@ class BatchEndpoints:
             self._uploads -= 1
         return JSONResponse(file_json(stored))
 
-    async def files(self, request: Request) -> Response:
+    async def _listed_files(self, request: Request) -> Response:
         page = page_of(request, also=("purpose",), most=MAX_FILES_PAGE, usual=MAX_FILES_PAGE)
         purpose = request.query_params.get("purpose")
         found = [one for one in self._opened().store.files(caller(request)) if purpose in (None, one.purpose)]
