@@ -138,3 +138,26 @@ def test_continue_reads_a_file_and_answers(tmp_path: Path, note: Path) -> None:
     assert said.strip() == ANSWER
     sessions = [path.read_text() for path in (tmp_path / "home" / ".continue").rglob("*.json")]
     assert any(SECRET in session for session in sessions)
+
+
+def test_opencode_reads_a_file_and_answers(tmp_path: Path, note: Path) -> None:
+    with scripted(tmp_path / "model", "read", {"filePath": str(note)}) as server:
+        model = {"name": "any", "tool_call": True, "limit": {"context": 65536, "output": 4096}}
+        provider = {"npm": "@ai-sdk/openai-compatible", "name": "onedraw", "models": {"any-model": model}}
+        provider["options"] = {"baseURL": server.base, "apiKey": KEY}
+        config = {"model": "onedraw/any-model", "provider": {"onedraw": provider}, "autoupdate": False, "share": "disabled"}
+        (note.parent / "opencode.json").write_text(json.dumps(config))
+        said = run(
+            MODULES / f"opencode-{PLATFORM}" / "bin" / "opencode",
+            ["run", "Read the note.", "--format", "json"],
+            work=note.parent,
+            OPENCODE_DISABLE_AUTOUPDATE="1",
+            OPENCODE_DISABLE_MODELS_FETCH="1",
+            OPENCODE_DISABLE_DEFAULT_PLUGINS="1",
+            OPENCODE_DISABLE_LSP_DOWNLOAD="1",
+        )
+    parts = [event["part"] for event in map(json.loads, said.splitlines()) if event["type"] in ("tool_use", "text")]
+    read, answer = parts
+    assert (read["tool"], read["state"]["status"]) == ("read", "completed")
+    assert SECRET in read["state"]["output"]
+    assert answer["text"] == ANSWER
