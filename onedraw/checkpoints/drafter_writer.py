@@ -85,9 +85,9 @@ def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
     for name, stored in data.items():
         start, stop = stop, stop + len(stored)
         header[name] = {"dtype": "BF16", "shape": list(tensors[name].shape), "data_offsets": [start, stop]}
-    told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)
-    return struct.pack("<Q", len(told)) + told + b"".join(data.values())
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return struct.pack("<Q", len(encoded)) + encoded + b"".join(data.values())
 
 
 def _bfloat16(array: np.ndarray) -> bytes:

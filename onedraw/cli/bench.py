@@ -211,26 +211,28 @@ def _over_prompts(arguments: argparse.Namespace) -> int:
         raise BadSetting(f"--prompts: there is no file {arguments.prompts}")
     prompts, at_once = read_prompts(arguments.prompts), min(arguments.batch)
     settings = read_settings(arguments, max_batch=at_once if arguments.max_batch is None else arguments.max_batch)
-    heats = (0.0, 0.7, 1.0) if arguments.temperature is None else (arguments.temperature,)
+    temperatures = (0.0, 0.7, 1.0) if arguments.temperature is None else (arguments.temperature,)
     rows: list[dict[str, Any]] = []
     with terminal.progress() as notify, build_llm(settings, notify) as llm:
-        for heat in heats:
-            asked = [
-                prompt_generations(llm, prompts, temperature=heat, new_tokens=arguments.new_tokens, speculate=drafts)
+        for temperature in temperatures:
+            by_kind = [
+                prompt_generations(llm, prompts, temperature=temperature, new_tokens=arguments.new_tokens, speculate=drafts)
                 for drafts in (True, False)
             ]
-            for kind, drafted in asked[0].items():
-                notify(f"{kind}, temperature {heat:g}")
+            for kind, drafted in by_kind[0].items():
+                notify(f"{kind}, temperature {temperature:g}")
                 begin = time.perf_counter()
                 counts = run_counted(llm, drafted, at_once=at_once)
                 middle = time.perf_counter()
-                plain = run_counted(llm, asked[1][kind], at_once=at_once)
+                plain = run_counted(llm, by_kind[1][kind], at_once=at_once)
                 ratio = (time.perf_counter() - middle) / (middle - begin)
                 if [count.ids for count in counts] != [count.ids for count in plain]:
                     raise OnedrawError(CHANGED)
                 found = acceptance(counts)
                 rate = sum(len(count.ids) for count in counts) / (middle - begin)
-                rows.append({"kind": kind, "temperature": heat, **asdict(found), "tokens_per_second": rate, "x_plain": ratio})
+                rows.append(
+                    {"kind": kind, "temperature": temperature, **asdict(found), "tokens_per_second": rate, "x_plain": ratio}
+                )
         card = llm.card
     if arguments.json:
         terminal.print_json({"model": card.name, "fingerprint": card.fingerprint, "rows": rows})

@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             plan, split = plan_devices(settings, info, devices, drafter=size)
         except OutOfMemory as error:
-            told = [f"  {reach_words(fit)}" for fit in fits]
-            raise OutOfMemory("\n".join([str(error), *told])) from None
+            contexts = [f"  {reach_words(fit)}" for fit in fits]
+            raise OutOfMemory("\n".join([str(error), *contexts])) from None
         drafts = [*proposer_names(settings), *([] if drafter is None else [str(drafter)])]
         report = {
             **identity(settings, checkpoint, info),
@@ -185,9 +185,9 @@ def feed_forward_in_words(feed_forward: MlpSpec | MoeSpec) -> str:
             return f"feed-forward ({feed_forward.width} wide, {feed_forward.activation})"
         case MoeSpec():
             used = f"{feed_forward.used} of {feed_forward.experts} experts"
-            said = f"{used} ({feed_forward.width} wide, {feed_forward.activation}, {feed_forward.scores} routing)"
+            text = f"{used} ({feed_forward.width} wide, {feed_forward.activation}, {feed_forward.scores} routing)"
             gated = ", gated" if feed_forward.shared_gate else ""
-            return said + (f" and a shared expert ({feed_forward.shared} wide{gated})" if feed_forward.shared else "")
+            return text + (f" and a shared expert ({feed_forward.shared} wide{gated})" if feed_forward.shared else "")
         case _:
             assert_never(feed_forward)
 
@@ -239,13 +239,13 @@ def stage_rows(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     if len(stages) == 1 and stages[0]["device"]["memory"] is None:
         return []
     kinds = ("weight", "page", "state", "staging")
-    told = []
+    described = []
     for stage in stages:
         parts = ", ".join(f"{kind}s {human_bytes(stage[f'{kind}_bytes'])}" for kind in kinds if stage[f"{kind}_bytes"])
         room = "" if stage["device"]["memory"] is None else f" of {human_bytes(stage['device']['memory'])}"
         layers = f"layers {stage['start']}–{stage['stop'] - 1}"
-        told.append([stage["device"]["name"], f"{layers}: {human_bytes(stage['total_bytes'])}{room} ({parts})"])
-    return told
+        described.append([stage["device"]["name"], f"{layers}: {human_bytes(stage['total_bytes'])}{room} ({parts})"])
+    return described
 
 
 def kv_words(memory: Mapping[str, Any]) -> str:

@@ -84,8 +84,8 @@ class Parser(argparse.ArgumentParser):
         try:
             text = self.format_help()
         finally:
-            for action, told in hidden.items():
-                action.help = told
+            for action, full_help in hidden.items():
+                action.help = full_help
         return f"{text}\n{len(hidden)} more options: `{self.prog} --help-all`\n"
 
 

@@ -121,9 +121,8 @@ class PredictionProposer:
         if not request.predicted or room <= 0:
             return ()
         alignment = self._alignments.get(request.id)
-        if alignment is None or alignment.seen > len(
-            history.output
-        ):  # An output never shrinks, so this is another request with the same id.
+        shrunk = alignment is not None and alignment.seen > len(history.output)
+        if alignment is None or shrunk:  # An output never shrinks, so after that this is another request with the same id.
             alignment = self._alignments[request.id] = Alignment(request.predicted)
         alignment.follow(history.output)
         if alignment.lost:

@@ -127,7 +127,7 @@ def train(settings: Settings, options: RunOptions, notify: Notify) -> RunReport:
 
 def _begin(settings: Settings, options: RunOptions, folder: Path) -> None:
     """Write down what is trained, or check that the folder holds a run of the same."""
-    told = {
+    wanted = {
         "model": settings.model,
         "data": options.data if not Path(options.data).exists() else str(Path(options.data).resolve()),
         "initial": None if options.initial is None else str(options.initial.resolve()),
@@ -144,18 +144,18 @@ def _begin(settings: Settings, options: RunOptions, folder: Path) -> None:
             if (options.out / "model.safetensors").exists():
                 raise BadSetting(f"--out: {options.out} already holds a model; name another folder")
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, (json.dumps(told, indent=1) + "\n").encode())
+            replace_file(path, (json.dumps(wanted, indent=1) + "\n").encode())
             return
-        known = json.loads(path.read_text())
+        recorded = json.loads(path.read_text())
     except OSError as error:
         raise BadSetting(f"--out: {options.out} cannot be used ({error.strerror or error}); name a writable folder") from None
     except ValueError:
         raise CorruptFile(f"{path} is damaged; remove {folder} to begin again") from None
-    different = sorted(name for name in told if told[name] != known.get(name))
+    different = sorted(name for name in wanted if wanted[name] != recorded.get(name))
     if different:
         name = different[0]
         raise BadSetting(
-            f"--out: {options.out} holds a run with another {name} ({known.get(name)!r}, not {told[name]!r}); "
+            f"--out: {options.out} holds a run with another {name} ({recorded.get(name)!r}, not {wanted[name]!r}); "
             "repeat that command to go on, or name another folder"
         )
 
@@ -242,15 +242,15 @@ async def _sample(
 def _requests(llm: LLM, prompts: Sequence[NamedPrompt], options: RunOptions, known: set[str]) -> Iterator[Generation]:
     """The requests of a run in order: all prompts, each in every round at the next temperature, without those already
     answered."""
-    heats = options.temperatures
+    temperatures = options.temperatures
     for number in range(len(prompts) * MOST_ROUNDS):
         round_, index = divmod(number, len(prompts))
-        heat = heats[(round_ + index) % len(heats)]
-        if (heat == 0 and round_ >= len(heats)) or f"{LABEL}-{number}-0" in known:
+        temperature = temperatures[(round_ + index) % len(temperatures)]
+        if (temperature == 0 and round_ >= len(temperatures)) or f"{LABEL}-{number}-0" in known:
             continue  # A greedy reply to the same prompt would be the same.
         wanted = {
             **NEUTRAL_SAMPLING,
-            "temperature": heat,
+            "temperature": temperature,
             "max_tokens": options.new_tokens,
             "seed": options.seed * 2**24 + number,
         }
@@ -341,7 +341,7 @@ class TrainingRun:
     def train(self) -> None:
         trainer, begun = self._training.trainer, time.monotonic()
         gap = min(self._budget / SAVES, MOST_SECONDS_UNSAVED)
-        saved, told, kept = self.seconds, -1.0, self._kept()
+        saved, notified, kept = self.seconds, -1.0, self._kept()
         try:
             self._read_next()
             while (progress := self._progress) < 1:
@@ -353,8 +353,8 @@ class TrainingRun:
                     kept = self._kept()
                     self._save()
                     self.seconds = saved = self._before + time.monotonic() - begun
-                if self.seconds - told >= 0.5:
-                    told, left = self.seconds, self.seconds * (1 - progress) / max(progress, 1e-3)
+                if self.seconds - notified >= 0.5:
+                    notified, left = self.seconds, self.seconds * (1 - progress) / max(progress, 1e-3)
                     line = f"step {trainer.steps:,}, loss {measured.loss:.2f}, about {1 + kept:.2f} tokens per step (held-out)"
                     self._notify(Progress("training", progress, left, line))
         finally:
@@ -398,13 +398,13 @@ class TrainingRun:
     def _save(self) -> None:
         arrays = {f"trainer/{name}": array for name, array in self._training.trainer.state().items()}
         arrays |= {f"best/{name}": array for name, array in self._best.items()}
-        told = {
+        header = {
             "seconds": self.seconds,
             "best_kept": self.best_kept,
             "next": self._next,
             "mask_token": self._training.spec.mask_token,
         }
-        data = safetensors.numpy.save(arrays, {"run": json.dumps(told)})
+        data = safetensors.numpy.save(arrays, {"run": json.dumps(header)})
         replace_file(self._state, data)
 
     def _restore(self) -> None:
@@ -412,16 +412,16 @@ class TrainingRun:
             return
         try:
             with safetensors.safe_open(self._state, "numpy") as file:
-                told = json.loads((file.metadata() or {})["run"])
+                header = json.loads((file.metadata() or {})["run"])
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-            if told["mask_token"] != self._training.spec.mask_token:
+            if header["mask_token"] != self._training.spec.mask_token:
                 raise BadSetting(
                     f"--out: the data and with them the mask token changed since {self._options.out} was begun; name another"
                 )
             trainer = {name.removeprefix("trainer/"): array for name, array in arrays.items() if name.startswith("trainer/")}
             self._training.trainer.restore(trainer)
             self._best = {name.removeprefix("best/"): array for name, array in arrays.items() if name.startswith("best/")}
-            self._before, self.best_kept, self._next = float(told["seconds"]), float(told["best_kept"]), int(told["next"])
+            self._before, self.best_kept, self._next = float(header["seconds"]), float(header["best_kept"]), int(header["next"])
         except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
             raise CorruptFile(f"{self._state} is damaged ({error}); remove it to train from the beginning") from None
 
@@ -452,13 +452,13 @@ def _in_engine(
     )
     done = 0
 
-    def told(line: str) -> None:
+    def report(line: str) -> None:
         nonlocal done
         done += 1
         notify(Progress(phase, done / len(requests), None, line))
 
     with build_llm(drafting) as llm:
-        counts: list[ReplyCount] = run_counted(llm, requests, at_once=llm.service.capacity.lanes, notify=told)
+        counts: list[ReplyCount] = run_counted(llm, requests, at_once=llm.service.capacity.lanes, notify=report)
     return acceptance(counts)
 
 

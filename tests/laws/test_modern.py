@@ -151,9 +151,11 @@ def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut_off_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are counted from the row's start, and rows stop anywhere."""
     monkeypatch.setattr("onedraw.engine.scheduler.Scheduler._chunk_length", lambda self, sequence, budget: min(budget, 36))
-    real = recurrent_spans._run
+    real = recurrent_spans._recurrent_span
     monkeypatch.setattr(
-        recurrent_spans, "_run", lambda span: real(dataclasses.replace(span, start=span.start and 64, prompt_stop=9999))
+        recurrent_spans,
+        "_recurrent_span",
+        lambda span: real(dataclasses.replace(span, start=span.start and 64, prompt_stop=9999)),
     )
 
 

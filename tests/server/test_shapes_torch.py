@@ -49,7 +49,7 @@ def test_the_openai_client_gets_a_format_a_tool_call_and_a_response(torch_served
         assert response.usage.output_tokens <= 8
 
 
-def test_a_message(torch_served: Served) -> None:
+def test_the_anthropic_client_gets_a_message(torch_served: Served) -> None:
     tool: Any = {"name": "pet", "input_schema": SCHEMA, "strict": True}
     with anthropic.Anthropic(base_url=torch_served.url, api_key="none", max_retries=0) as client:
         asked: dict[str, Any] = {

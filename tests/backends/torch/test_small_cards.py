@@ -16,7 +16,7 @@ HOPPER_SHARED = 227 * 1024
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 4096, 14336), (22, 28672, 4096), (128, 6144, 4096), (512, 4096, 4096)])
-def test_products_fit(rows: int, n: int, k: int) -> None:
+def test_products_fit_on_small_cards(rows: int, n: int, k: int) -> None:
     tile = choose_tile(rows, n, k, torch.bfloat16, SMALL_SHARED)
     pointers = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "*bf16")
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "GROUP": tile.group, "K": k}
@@ -36,7 +36,7 @@ def test_products_fit(rows: int, n: int, k: int) -> None:
 )
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("capability", [SM86, 90])
-def test_attention_fits(heads: int, kv_heads: int, dim: int, kept: str, capability: int, tree: bool) -> None:
+def test_attention_fits_on_small_cards(heads: int, kv_heads: int, dim: int, kept: str, capability: int, tree: bool) -> None:
     """Float and quantized KV caches; the tallest tile, and the lowest one for tree nodes."""
     small, shared = capability == SM86, SMALL_SHARED if capability == SM86 else HOPPER_SHARED
     height = AttentionShape(heads, kv_heads, dim, None, 200, small_shared_memory=small).tile_heights[0 if tree else -1]
@@ -69,7 +69,7 @@ def test_attention_fits(heads: int, kv_heads: int, dim: int, kept: str, capabili
     assert kernel.metadata.shared <= shared
 
 
-def test_chunked_delta_and_experts_fit() -> None:
+def test_chunked_delta_and_experts_fit_on_small_cards() -> None:
     kinds = dict.fromkeys(("q", "k", "v", "gates", "inverse", "scores", "states", "saved_states", "out"), "*fp32")
     kinds |= dict.fromkeys(("chunks", "spans", "save_slots"), "*i32")
     sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 48, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_K": 128, "CHUNK_LENGTH": 64}

@@ -32,7 +32,7 @@ def passed_under_the_interpreter(folder: Path, file: str, tests: Sequence[str] =
     return {str(case.get("name")).partition("[")[0] for case in cases if case.find("skipped") is None}
 
 
-def test_delta_and_experts_under_the_interpreter(tmp_path: Path) -> None:
+def test_delta_and_experts_pass_under_the_interpreter(tmp_path: Path) -> None:
     tests = [
         "test_a_committed_draft_leaves_the_state_of_a_known_token",
         "test_a_tree_node_has_the_bits_of_a_chain_that_equals_its_path",
@@ -47,12 +47,12 @@ def test_delta_and_experts_under_the_interpreter(tmp_path: Path) -> None:
     assert passed_under_the_interpreter(tmp_path, "test_delta_and_experts.py", tests) == set(tests)
 
 
-def test_top_k_and_top_p_limits_under_the_interpreter(tmp_path: Path) -> None:
+def test_top_k_and_top_p_limits_pass_under_the_interpreter(tmp_path: Path) -> None:
     tests = ["test_limits_are_found_with_any_number_of_tokens_near_them"]
     assert passed_under_the_interpreter(tmp_path, "test_sampler.py", tests, only="0.01-64 or 8.0-4096") == set(tests)
 
 
-def test_sampling_with_logprobs_and_masks_under_the_interpreter(tmp_path: Path) -> None:
+def test_sampling_with_logprobs_and_masks_passes_under_the_interpreter(tmp_path: Path) -> None:
     tests = [
         "test_every_row_is_sampled_by_the_rule",
         "test_the_most_likely_tokens_of_equal_logits_are_the_lowest_ids",
@@ -61,7 +61,7 @@ def test_sampling_with_logprobs_and_masks_under_the_interpreter(tmp_path: Path) 
     assert passed_under_the_interpreter(tmp_path, "test_sampler.py", tests) == set(tests)
 
 
-def test_requests_of_every_kind_in_captured_steps_under_the_interpreter(tmp_path: Path) -> None:
+def test_requests_of_every_kind_in_captured_steps_pass_under_the_interpreter(tmp_path: Path) -> None:
     tests = [
         "test_rows_with_logprobs_and_constraints_have_the_bits_of_eager_steps_in_captured_ones",
         "test_a_planted_fault_in_what_rows_request_is_caught",
@@ -69,7 +69,7 @@ def test_requests_of_every_kind_in_captured_steps_under_the_interpreter(tmp_path
     assert passed_under_the_interpreter(tmp_path, "test_cuda_graphs.py", tests) == set(tests)
 
 
-def test_captured_steps_under_the_interpreter(tmp_path: Path) -> None:
+def test_captured_steps_pass_under_the_interpreter(tmp_path: Path) -> None:
     tests = [
         "test_captured_steps_have_the_bits_of_eager_steps",
         "test_steps_launched_ahead_have_the_bits_of_eager_steps",
@@ -82,7 +82,7 @@ def test_captured_steps_under_the_interpreter(tmp_path: Path) -> None:
     assert passed_under_the_interpreter(tmp_path, "test_cuda_graphs.py", tests) == set(tests)
 
 
-def test_captured_stages_under_the_interpreter(tmp_path: Path) -> None:
+def test_captured_stages_pass_under_the_interpreter(tmp_path: Path) -> None:
     tests = [
         "test_captured_stages_have_the_bits_of_one_stage",
         "test_a_stage_that_reads_the_staging_buffer_of_another_step_is_caught",
@@ -92,7 +92,7 @@ def test_captured_stages_under_the_interpreter(tmp_path: Path) -> None:
     assert passed_under_the_interpreter(tmp_path, "test_pipeline_graphs.py", tests) == set(tests)
 
 
-def test_a_quantized_cache_under_the_interpreter(tmp_path: Path) -> None:
+def test_a_quantized_cache_passes_under_the_interpreter(tmp_path: Path) -> None:
     tests = [
         "test_every_code_is_unpacked_to_its_value",
         "test_codes_and_scales_are_written_as_in_plain_torch",
@@ -103,22 +103,22 @@ def test_a_quantized_cache_under_the_interpreter(tmp_path: Path) -> None:
     assert passed_under_the_interpreter(tmp_path, "test_kv_quant.py", tests) == set(tests)
 
 
-def test_tree_attention_under_the_interpreter(tmp_path: Path) -> None:
+def test_tree_attention_passes_under_the_interpreter(tmp_path: Path) -> None:
     tests = ["test_a_tree_node_has_the_bits_of_the_chain_that_equals_its_path"]
     assert passed_under_the_interpreter(tmp_path, "test_tree_attention.py", tests) == set(tests)
 
 
-def test_products_of_few_rows_under_the_interpreter(tmp_path: Path) -> None:
+def test_products_of_few_rows_pass_under_the_interpreter(tmp_path: Path) -> None:
     tests = ["test_a_row_has_the_same_bits_alone_and_in_a_batch_for_every_shape"]
     assert passed_under_the_interpreter(tmp_path, "test_few_row_products.py", tests) == set(tests)
 
 
-def test_products_of_many_rows_under_the_interpreter(tmp_path: Path) -> None:
+def test_products_of_many_rows_pass_under_the_interpreter(tmp_path: Path) -> None:
     tests = ["test_a_row_has_the_same_bits_alone_and_in_a_large_batch", "test_products_by_cublas_have_the_bits_of_the_kernel"]
     assert passed_under_the_interpreter(tmp_path, "test_many_row_products.py", tests) == set(tests)
 
 
-def test_large_offsets_under_the_interpreter(tmp_path: Path) -> None:
+def test_large_offsets_pass_under_the_interpreter(tmp_path: Path) -> None:
     """Some of them are skipped where the system does not overcommit memory."""
     assert passed_under_the_interpreter(tmp_path, "test_large.py")
 

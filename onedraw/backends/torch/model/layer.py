@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """One layer with its weights on a device."""
+
     spec: LayerSpec
     attn_norm: Tensor
     mixer: Mixer
@@ -135,6 +137,9 @@ def rope_tables(
     return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
 
 
+# ---------------------------------------------------------------------- what only some families have
+
+
 @dataclass(frozen=True, slots=True)
 class LayerInput:
     """The addition of a layer's own input: x += norm(out(act(gate(x)) * input))."""
@@ -161,8 +166,13 @@ class ParallelExperts:
     post_norm: Tensor  # [E], weight of the norm after the experts
 
 
+# ---------------------------------------------------------------------- mixers
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMixer:
+    """Attention with its projections. A layer that reuses the keys and values of another layer projects queries only."""
+
     spec: AttentionSpec
     qkv: Linear  # q, k, v and the gate as one product; layers differ in which of them they have
     q_norm: Tensor | None
@@ -208,6 +218,8 @@ class AttentionMixer:
 
 @dataclass(frozen=True, slots=True)
 class DeltaMixer:
+    """Gated DeltaNet with its projections."""
+
     spec: DeltaSpec
     projections: Linear  # the projections qkv, z, a and b in one product
     weights: DeltaWeights
@@ -250,6 +262,9 @@ def load_mixer(index: int, spec: AttentionSpec | DeltaSpec, loader: WeightLoader
     return AttentionMixer.load(index, spec, loader, eps)
 
 
+# ---------------------------------------------------------------------- feed-forwards
+
+
 @dataclass(frozen=True, slots=True)
 class Mlp:
     """A dense gated feed-forward: down(act(gate(h)) * up(h)). Padding adds zero rows and columns, whose products are exact
@@ -290,6 +305,8 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
+    """Routed experts, and perhaps a shared expert that every token passes."""
+
     spec: MoeSpec
     router: Linear  # gives the logits of the experts
     select_bias: Tensor | None  # [experts], added to the scores by which experts are selected, but not to their weights
@@ -344,6 +361,9 @@ def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: WeightLoader,
     if isinstance(spec, MoeSpec):
         return MixtureOfExperts.load(index, spec, loader, eps)
     return Mlp.load(index, spec, loader)
+
+
+# ---------------------------------------------------------------------- fused layers
 
 
 def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:

@@ -401,12 +401,12 @@ class Sampler:
     # ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────
 
     def _limit(self, deficit: Tensor, positions: Sequence[SamplingPosition]) -> Tensor | None:
-        asked = [filters(p.params, self._vocab) for p in positions]
-        counted = [(row, f.top_k) for row, f in enumerate(asked) if f.top_k]
-        shared = [(row, f.top_p) for row, f in enumerate(asked) if f.top_p < 1]
-        if not (counted or shared or any(f.limit < torch.inf for f in asked)):
+        row_filters = [filters(p.params, self._vocab) for p in positions]
+        counted = [(row, f.top_k) for row, f in enumerate(row_filters) if f.top_k]
+        shared = [(row, f.top_p) for row, f in enumerate(row_filters) if f.top_p < 1]
+        if not (counted or shared or any(f.limit < torch.inf for f in row_filters)):
             return None
-        limit = self._column([f.limit for f in asked])
+        limit = self._column([f.limit for f in row_filters])
         if counted:
             self._lower(limit, deficit, counted, by_mass=False)
         if shared:

@@ -120,7 +120,7 @@ class RecurrentSpans:
     A tap is a row number of a table of convolution inputs: the T tokens of the step, then the K - 1 rows of each lane's window.
     """
 
-    runs: tuple[RecurrentSpan, ...]
+    spans: tuple[RecurrentSpan, ...]
     host_taps: Ints  # [T, K]: the taps that the convolution reads at each token, oldest first
     host_closings: Ints  # [R, K - 1]: the window after the known tokens of each span
     host_kept: Ints  # [saves, K - 1]: the window of each checkpoint to save, in order of spans
@@ -140,17 +140,17 @@ class RecurrentSpans:
 
     @cached_property
     def lanes(self) -> Tensor:
-        return torch.tensor([run.lane for run in self.runs], dtype=torch.long, device=self.device)
+        return torch.tensor([span.lane for span in self.spans], dtype=torch.long, device=self.device)
 
     @cached_property
     def slots(self) -> Tensor:
-        return torch.tensor([slot for run in self.runs for _, slot in run.saves], dtype=torch.long, device=self.device)
+        return torch.tensor([slot for span in self.spans for _, slot in span.saves], dtype=torch.long, device=self.device)
 
     @cached_property
     def drafted(self) -> tuple[Tensor, Tensor]:
         """The indices of drafts among the tokens of the step, and their slots in the rollback buffer."""
-        tokens = [run.first + run.known + i for run in self.runs for i in range(len(run.drafts))]
-        places = [run.held + i for run in self.runs for i in range(len(run.drafts))]
+        tokens = [span.first + span.known + i for span in self.spans for i in range(len(span.drafts))]
+        places = [span.held + i for span in self.spans for i in range(len(span.drafts))]
         pair = torch.tensor([tokens, places], dtype=torch.long, device=self.device)
         return pair[0], pair[1]
 
@@ -160,24 +160,24 @@ def recurrent_spans(inputs: Inputs, *, conv: int) -> RecurrentSpans:
     total, before = len(inputs.host_tokens), conv - 1
     taps = np.full((total, conv), ZERO, dtype=np.int64)
     closings, kept = [], []
-    runs = []
+    found: list[RecurrentSpan] = []
     for span in spans:
-        run = _run(span)
-        runs.append(run)
-        opening = [ZERO] * before if run.fresh else [total + run.lane * before + i for i in range(before)]
-        chain = chain_length(run.drafts)
-        row = np.asarray([*opening, *range(run.first, run.first + run.known + chain)], dtype=np.int64)
-        line = row[: before + run.known]
-        taps[run.first : run.first + run.known + chain] = row[np.arange(run.known + chain)[:, None] + np.arange(conv)]
-        if chain < len(run.drafts):
-            node = run.first + run.known
-            for index, path in enumerate(draft_paths(run.drafts)[1 + chain :], start=chain):
-                taps[node + index] = [*line[-before:], *(node + i for i in path)][-conv:]
-        closings.append(line[len(line) - before :])
-        kept += [line[count : count + before] for count, _ in run.saves]
+        one = _recurrent_span(span)
+        found.append(one)
+        opening = [ZERO] * before if one.fresh else [total + one.lane * before + i for i in range(before)]
+        chain = chain_length(one.drafts)
+        row = np.asarray([*opening, *range(one.first, one.first + one.known + chain)], dtype=np.int64)
+        known = row[: before + one.known]
+        taps[one.first : one.first + one.known + chain] = row[np.arange(one.known + chain)[:, None] + np.arange(conv)]
+        if chain < len(one.drafts):
+            node = one.first + one.known
+            for index, path in enumerate(draft_paths(one.drafts)[1 + chain :], start=chain):
+                taps[node + index] = [*known[-before:], *(node + i for i in path)][-conv:]
+        closings.append(known[len(known) - before :])
+        kept += [known[count : count + before] for count, _ in one.saves]
     empty = np.zeros((0, before), dtype=np.int64)
     return RecurrentSpans(
-        runs=tuple(runs),
+        spans=tuple(found),
         host_taps=taps,
         host_closings=np.stack(closings) if closings else empty,
         host_kept=np.stack(kept) if kept else empty,
@@ -185,7 +185,7 @@ def recurrent_spans(inputs: Inputs, *, conv: int) -> RecurrentSpans:
     )
 
 
-def _run(span: Span) -> RecurrentSpan:
+def _recurrent_span(span: Span) -> RecurrentSpan:
     assert span.lane is not None
     known = span.count - len(span.drafts)
     prompt = min(max(span.prompt_stop - span.start, 0), known)

@@ -39,10 +39,10 @@ def keep_log_probability(logits: Tensor, labels: SlotLabels) -> Tensor:
     The sums run over the target's likeliest tokens, and all other tokens count as one. A token of a greedy request is certain.
     """
     greedy = labels.temperature == 0
-    heat = torch.where(greedy, 1.0, labels.temperature)[:, None]
-    log_q = torch.log_softmax(logits.float() / heat, dim=1)
-    ids, log_p = labels.likeliest.long(), labels.logprobs / heat
-    rest = (1 - labels.logprobs.exp().sum(1, keepdim=True)).clamp(min=1e-9).log() / heat
+    temperature = torch.where(greedy, 1.0, labels.temperature)[:, None]
+    log_q = torch.log_softmax(logits.float() / temperature, dim=1)
+    ids, log_p = labels.likeliest.long(), labels.logprobs / temperature
+    rest = (1 - labels.logprobs.exp().sum(1, keepdim=True)).clamp(min=1e-9).log() / temperature
     log_p = torch.log_softmax(torch.cat([log_p, rest], dim=1), dim=1)  # [M, K + 1], the last for all other tokens
     q = log_q.gather(1, ids)
     log_q_rest = torch.log1p(-q.exp().sum(1, keepdim=True).clamp(max=1 - 1e-6))

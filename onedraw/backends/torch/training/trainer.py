@@ -219,9 +219,14 @@ class Trainer:
         ids = pad([sequence.read.likeliest for sequence in batch], batch_first=True)
         logprobs = pad([sequence.read.logprobs for sequence in batch], batch_first=True, padding_value=-30.0)
         before = before.clamp(max=ids.shape[1] - 1)
-        heat = torch.tensor([sequence.temperature for sequence in batch], device=places.device)
+        temperature = torch.tensor([sequence.temperature for sequence in batch], device=places.device)
         shape = (*places.shape, ids.shape[2])
-        return tokens, ids[rows, before].view(shape), logprobs[rows, before].view(shape), heat[:, None, None].expand(places.shape)
+        return (
+            tokens,
+            ids[rows, before].view(shape),
+            logprobs[rows, before].view(shape),
+            temperature[:, None, None].expand(places.shape),
+        )
 
     # ------------------------------------------------------------------ state between runs
 

@@ -70,19 +70,29 @@ class _Delta(ctypes.Structure):
 class CpuDeltaInputs:
     """The spans of a step as an array of `_Run`, and the tensors that the kernel's arguments point to, which this keeps alive."""
 
-    def __init__(self, kernels: Kernels, runs: RecurrentSpans) -> None:
-        self._kernels, self._runs = kernels, runs
-        parents = torch.full((len(runs.host_taps),), -1, dtype=torch.int64)
-        saves = [save for run in runs.runs for save in run.saves]
+    def __init__(self, kernels: Kernels, spans: RecurrentSpans) -> None:
+        self._kernels, self._spans = kernels, spans
+        parents = torch.full((len(spans.host_taps),), -1, dtype=torch.int64)
+        saves = [save for span in spans.spans for save in span.saves]
         self._saves = torch.tensor(saves or [(0, 0)], dtype=torch.int64).t().contiguous()
-        self._array = (_Run * max(len(runs.runs), 1))()
+        self._array = (_Run * max(len(spans.spans), 1))()
         before = 0
-        for place, run in enumerate(runs.runs):
-            node = run.first + run.known
-            parents[node : node + len(run.drafts)] = torch.tensor([d.parent for d in run.drafts], dtype=torch.int64)
-            numbers = (run.first, run.lane, run.fresh, run.prompt, run.known, len(run.drafts), run.held, before, len(run.saves))
+        for place, span in enumerate(spans.spans):
+            node = span.first + span.known
+            parents[node : node + len(span.drafts)] = torch.tensor([d.parent for d in span.drafts], dtype=torch.int64)
+            numbers = (
+                span.first,
+                span.lane,
+                span.fresh,
+                span.prompt,
+                span.known,
+                len(span.drafts),
+                span.held,
+                before,
+                len(span.saves),
+            )
             self._array[place] = _Run(*numbers)
-            before += len(run.saves)
+            before += len(span.saves)
         self._parents = parents
 
     def run(self, projected: Tensor, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
@@ -107,11 +117,11 @@ class CpuDeltaInputs:
         return out
 
     def _fill(self, arguments: _Delta, weights: DeltaWeights) -> None:
-        runs = self._runs
-        arguments.eps, arguments.runs, arguments.run = weights.eps, len(runs.runs), ctypes.addressof(self._array)
+        spans = self._spans
+        arguments.eps, arguments.runs, arguments.run = weights.eps, len(spans.spans), ctypes.addressof(self._array)
         arguments.conv_weight, arguments.decay_weight = weights.conv.data_ptr(), weights.decay.data_ptr()
         arguments.bias, arguments.norm = weights.bias.data_ptr(), weights.norm.data_ptr()
-        arguments.taps, arguments.closings, arguments.kept = (t.data_ptr() for t in (runs.taps, runs.closings, runs.kept))
+        arguments.taps, arguments.closings, arguments.kept = (t.data_ptr() for t in (spans.taps, spans.closings, spans.kept))
         arguments.parents = self._parents.data_ptr()
         arguments.save_counts, arguments.save_slots = self._saves[0].data_ptr(), self._saves[1].data_ptr()
 
@@ -320,6 +330,6 @@ class CpuSampler(Sampler):
 
     def _parameters_of(self, params: SamplingParams, index: int) -> tuple[float, ...]:
         """A row's entry of the table `ROW_PARAMETERS`, in the order of its fields."""
-        asked = filters(params, self._vocab)
+        row_filters = filters(params, self._vocab)
         first, second = (0, 0) if params.greedy else key(params.seed, index)
-        return (asked.top_p, asked.top_k, asked.divisor, asked.limit, first, second, params.greedy, 0)
+        return (row_filters.top_p, row_filters.top_k, row_filters.divisor, row_filters.limit, first, second, params.greedy, 0)

@@ -90,9 +90,9 @@ class DeltaTables:
         chunks: list[list[int]] = []
         slots: list[int] = []
         chunk_spans: list[list[int]] = []
-        trees = any(map(_is_tree, spans.runs)) if bucket is None else bucket.depth is not None
+        trees = any(map(_is_tree, spans.spans)) if bucket is None else bucket.depth is not None
         paths = PathBuilder(TREE_BRANCHES if trees else 1)
-        for span in spans.runs:
+        for span in spans.spans:
             begin, saves = len(chunks), dict(span.saves)
             for start in range(0, span.prompt, CHUNK):
                 stop = min(start + CHUNK, span.prompt)
@@ -111,9 +111,11 @@ class DeltaTables:
             self.paths = paths.build(staging, bucket.rows, entries)
         self.taps = put(spans.host_taps.astype(np.int32))
         min_rows = 0 if bucket is None else bucket.rows
-        self.window_sources = put(_window_sources([span.lane for span in spans.runs], spans.host_closings, min_rows))
-        self.saved_window_sources = put(_window_sources([slot for span in spans.runs for _, slot in span.saves], spans.host_kept))
-        drafting = any(span.drafts for span in spans.runs) if bucket is None else bucket.longest > 1
+        self.window_sources = put(_window_sources([span.lane for span in spans.spans], spans.host_closings, min_rows))
+        self.saved_window_sources = put(
+            _window_sources([slot for span in spans.spans for _, slot in span.saves], spans.host_kept)
+        )
+        drafting = any(span.drafts for span in spans.spans) if bucket is None else bucket.longest > 1
         self.draft_slots = put(_draft_slots(spans)) if drafting else None
 
 
@@ -128,7 +130,7 @@ def _window_sources(targets: list[int], rows: Ints, min_rows: int = 0) -> Words:
 def _draft_slots(spans: RecurrentSpans) -> Words:
     """The slot of each draft in the rollback buffer, -1 for known tokens: [T]."""
     slots = np.full(len(spans.host_taps), -1, dtype=np.int32)
-    for span in spans.runs:
+    for span in spans.spans:
         first = span.first + span.known
         slots[first : first + len(span.drafts)] = np.arange(span.held, span.held + len(span.drafts))
     return slots

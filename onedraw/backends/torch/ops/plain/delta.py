@@ -55,7 +55,7 @@ class DeltaGates:
     beta: Tensor  # [T, Hv]: how much of a value replaces the one that the state holds for its key
 
 
-def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
+def delta(projected: Tensor, spans: RecurrentSpans, *, weights: DeltaWeights, store: LaneStore) -> Tensor:
     """Run the layer: projected [T, C + Hv * Dv + 2 Hv], columns of qkv, z, a and b → [T, Hv * Dv]. The states of lanes advance by
     known tokens; drafts only write their increments to the rollback buffer."""
     spec, total = store.spec, len(projected)
@@ -64,14 +64,14 @@ def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, sto
     fed, z, a, b = torch.split(wide, [spec.channels, inner, heads, heads], dim=1)
     # Taps are indices of these rows: the step's tokens, then the windows of all lanes, then a row of zeros (ZERO, which is -1).
     source = torch.cat([fed, store.windows.view(-1, spec.channels), fed.new_zeros(1, spec.channels)])
-    gated = _gate(source, a, b, runs, weights, spec)
+    gated = _gate(source, a, b, spans, weights, spec)
     out = fed.new_zeros(total, heads, spec.value_dim)
-    for run in runs.runs:
-        _recur(run, gated, out, store)
-    if runs.runs:
-        store.windows[runs.lanes] = source[runs.closings]
-        store.saved_windows[runs.slots] = source[runs.kept]
-        tokens, places = runs.drafted
+    for span in spans.spans:
+        _recur(span, gated, out, store)
+    if spans.spans:
+        store.windows[spans.lanes] = source[spans.closings]
+        store.saved_windows[spans.slots] = source[spans.kept]
+        tokens, places = spans.drafted
         store.fed[places] = fed[tokens]
     return _close(out, z, weights, spec)
 
@@ -79,11 +79,11 @@ def delta(projected: Tensor, runs: RecurrentSpans, *, weights: DeltaWeights, sto
 # ------------------------------------------------------------------ before and after the state
 
 
-def _gate(source: Tensor, a: Tensor, b: Tensor, runs: RecurrentSpans, weights: DeltaWeights, spec: DeltaSpec) -> DeltaGates:
+def _gate(source: Tensor, a: Tensor, b: Tensor, spans: RecurrentSpans, weights: DeltaWeights, spec: DeltaSpec) -> DeltaGates:
     total = len(a)
-    mixed = source[runs.taps[:, 0]] * weights.conv[0]  # [T, C]
+    mixed = source[spans.taps[:, 0]] * weights.conv[0]  # [T, C]
     for tap in range(1, spec.conv):
-        mixed += source[runs.taps[:, tap]] * weights.conv[tap]
+        mixed += source[spans.taps[:, tap]] * weights.conv[tap]
     mixed = activated(mixed, "silu")
     keys = spec.key_heads * spec.key_dim
     q, k, v = torch.split(mixed, [keys, keys, spec.value_heads * spec.value_dim], dim=1)
@@ -112,33 +112,33 @@ def _close(out: Tensor, z: Tensor, weights: DeltaWeights, spec: DeltaSpec) -> Te
 # ------------------------------------------------------------------ the state
 
 
-def _recur(run: RecurrentSpan, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
-    state = store.states[run.lane]  # [Hv, Dk, Dv], a view that is updated in place
-    if run.fresh:
+def _recur(span: RecurrentSpan, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
+    state = store.states[span.lane]  # [Hv, Dk, Dv], a view that is updated in place
+    if span.fresh:
         state.zero_()
-    saves = dict(run.saves)
-    for start in range(0, run.prompt, CHUNK):
-        stop = min(start + CHUNK, run.prompt)
-        _chunk(state, gated, slice(run.first + start, run.first + stop), out)
+    saves = dict(span.saves)
+    for start in range(0, span.prompt, CHUNK):
+        stop = min(start + CHUNK, span.prompt)
+        _chunk(state, gated, slice(span.first + start, span.first + stop), out)
         if stop in saves:
             store.saved_states[saves[stop]] = state
-    for token in range(run.first + run.prompt, run.first + run.known):
+    for token in range(span.first + span.prompt, span.first + span.known):
         _step(state, gated, token, out)
-    if run.drafts:
-        _draft(run, state, gated, out, store)
+    if span.drafts:
+        _draft(span, state, gated, out, store)
 
 
-def _draft(run: RecurrentSpan, state: Tensor, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
+def _draft(span: RecurrentSpan, state: Tensor, gated: DeltaGates, out: Tensor, store: LaneStore) -> None:
     """Compute every draft from its parent's state. If the parent is not the preceding draft, the parent's state is rebuilt from
     increments."""
-    paths = draft_paths(run.drafts)
+    paths = draft_paths(span.drafts)
     work, last = state.clone(), -1
-    for index, draft in enumerate(run.drafts):
+    for index, draft in enumerate(span.drafts):
         if draft.parent != last:
             work = state.clone()
             for index_before in paths[1 + draft.parent]:
-                replay_draft(work, store, run.held + index_before)
-        token, place = run.first + run.known + index, run.held + index
+                replay_draft(work, store, span.held + index_before)
+        token, place = span.first + span.known + index, span.held + index
         store.decays[place], store.keys[place] = gated.decay[token], gated.k[token]
         store.changes[place] = _step(work, gated, token, out)
         last = index
