@@ -43,7 +43,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 def trained(
     settings: Settings, examples: list[Example], recipe: Mapping[str, Any], *, seconds: float, seed: int, out: Path
 ) -> int:
-    """Train a drafter for so much processor time, and write it. Returns the number of steps."""
+    """Train a drafter for `seconds` of processor time, and write it. Returns the number of steps."""
     training = DraftTraining(
         settings,
         examples=examples,

@@ -65,7 +65,7 @@ def memory_plan_for(
     )
 
 
-KV_SEARCH_STEP = 64 << 20  # The search for the largest KV memory that fits ends when it is exact to so many bytes.
+KV_SEARCH_STEP = 64 << 20  # The search for the largest KV memory that fits ends when it is exact to this many bytes.
 
 
 @dataclass(frozen=True, slots=True)

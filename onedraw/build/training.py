@@ -1,4 +1,4 @@
-"""Put together what trains a drafter: the target that is read, and the trainer. Only `build` names concrete backends.
+"""Build the two parts of a drafter's training: the reader of the target's features, and the trainer.
 
 In: Settings, and perhaps a drafter to begin with. Out: a DraftTraining, on the thread that made it. The target is the model that
 is drafted for; a feature is its residual stream after a layer that the drafter names.

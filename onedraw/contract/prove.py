@@ -32,7 +32,7 @@ Progress: TypeAlias = Callable[[str], None]
 
 NEW_TOKENS = 48  # tokens of each reply
 QUICK_NEW_TOKENS = 12  # tokens of each reply with --quick
-OTHER_CALLERS = 3  # In the variation "callers in turn", so many callers besides the first one send one request each.
+OTHER_CALLERS = 3  # In the variation "callers in turn", this many callers besides the first one send one request each.
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from onedraw.types import Finish, Piece, SamplingParams
 log = logging.getLogger("onedraw.contract.record")
 
 VERSION = 1
-DEFAULT_SIZE = 64 * 2**20  # When a file has so many bytes, the next record begins a new file.
+DEFAULT_SIZE = 64 * 2**20  # When a file has this many bytes, the next record begins a new file.
 NAME = "requests-{number:06d}.jsonl"  # names of files; a higher number is newer
 
 

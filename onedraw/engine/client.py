@@ -69,7 +69,7 @@ class EngineClient(Protocol):
         ...
 
     def check_count(self, replies: int, *, param: str | None = None) -> None:
-        """Raise if so many replies could never be submitted together, because the queue is too short."""
+        """Raise if this number of replies could never be submitted together, because the queue is too short."""
         ...
 
     def submit(self, requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
@@ -125,7 +125,7 @@ def check_request(request: Request, capacity: Capacity, build_constraint: BuildC
 
 
 def check_count(replies: int, most: int, *, param: str | None = None) -> None:
-    """Raise if so many replies are more than the `most` requests that may run and wait together."""
+    """Raise if there are more replies than the `most` requests that may run and wait together."""
     if replies > most:
         raise BadRequest(
             f"{replies} replies at once are more than the {most} that may run and wait; "

@@ -117,7 +117,7 @@ class RemoteEngine:
         on_report: Callable[[Report], None],
         end_process: Callable[[float], str],
     ) -> None:
-        """`end_process` waits so many seconds for the end of the process, then kills it, and returns how it ended, as text."""
+        """`end_process` waits the given seconds for the end of the process, then kills it, and returns how it ended, as text."""
         self._channel, self._codec, self._build_constraint = channel, codec, build_constraint
         self._capacity, self._max_requests, self._stats = started.capacity, started.max_requests, started.stats
         self.fingerprint = started.fingerprint

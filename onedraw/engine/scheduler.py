@@ -47,7 +47,7 @@ from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import History, Row
 
 MIN_STEP_TOKENS = 16  # After the device ran out of memory, the token budget of a step is halved, but not below this.
-GROW_STEPS = 64  # After so many computed steps, a budget that was halved is doubled again.
+GROW_STEPS = 64  # After this many computed steps, a budget that was halved is doubled again.
 FORCED = "forced"  # the source of drafts that are the forced tokens of a request; they are not counted as speculation
 SHARED_TURN = TurnKey("", "")  # the key of sequences under strict order of arrival, so that none takes another's turn
 

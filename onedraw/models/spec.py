@@ -46,7 +46,7 @@ class RopeSpec:
     attention_factor: float | None = None  # for yarn: it multiplies cos and sin; None stands for 0.1 ln(factor) + 1
     truncate: bool = True  # for yarn: round the bounds of the scaled range to whole pairs
     divisors: tuple[float, ...] = ()  # for the kind divisors: the rope_freqs tensor of a GGUF file
-    rotated_pairs: int = 0  # for the kind proportional: only the first so many pairs are rotated
+    rotated_pairs: int = 0  # for the kind proportional: only the first pairs, this many, are rotated
 
     def inverse_frequencies(self) -> list[float]:
         """One frequency per pair of dimensions, in double precision."""

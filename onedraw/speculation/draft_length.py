@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PRIOR_ACCEPTANCE = 0.5  # the probability that a draft is kept, assumed for a source that has not been tried
-PRIOR_WEIGHT = 3.0  # PRIOR_ACCEPTANCE counts as much as so many observed drafts
+PRIOR_WEIGHT = 3.0  # PRIOR_ACCEPTANCE counts as much as this many observed drafts
 PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, assumed until it is measured
 CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
 PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
-REFINEMENTS = 3  # The best drafts depend on the step's speed, and the speed on the drafts: both are computed in turn so often.
+REFINEMENTS = 3  # rounds: the best drafts depend on the speed of the step, and the speed of the step on the drafts
 PROBE_TOKENS = 2  # number of drafts of a proposer's probe
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
 PROBE_SHARE = 0.01  # all probes together take at most this share of the time

@@ -21,7 +21,7 @@ from onedraw.models.registry import ModelInfo
 from onedraw.training.builtin_prompts import builtin_prompts
 
 BUILTIN = "builtin"
-HELD_OUT = 16  # one prompt of so many is held out of training
+HELD_OUT = 16  # one prompt in this many is held out of training
 MOST_PROMPTS = 1_000_000
 
 

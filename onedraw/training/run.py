@@ -41,7 +41,7 @@ MOST_ROUNDS = 64  # replies to one prompt at most
 MOST_SAMPLED = 2**30  # bytes of sampled records at most
 SAVES = 20  # times that the state is saved in a run, evenly in time
 MOST_SECONDS_UNSAVED = 60.0
-READ_AHEAD = 64  # so many sequences are read before the first step, and so many more after every 64 steps until all are read
+READ_AHEAD = 64  # this many sequences are read before the first step, and as many after every 64 steps until all are read
 HELD_OUT_SEQUENCES = 32  # on which the expected number of kept drafts is computed while training
 MEASURED_REPLIES = 16  # held-out replies that are generated again to measure a drafter in the engine
 LABEL = "sample"
@@ -247,7 +247,7 @@ def _requests(llm: LLM, prompts: Sequence[NamedPrompt], options: RunOptions, kno
         round_, index = divmod(number, len(prompts))
         temperature = temperatures[(round_ + index) % len(temperatures)]
         if (temperature == 0 and round_ >= len(temperatures)) or f"{LABEL}-{number}-0" in known:
-            continue  # A greedy reply to the same prompt would be the same.
+            continue  # Another greedy reply to this prompt would be equal.
         wanted = {
             **NEUTRAL_SAMPLING,
             "temperature": temperature,

@@ -127,7 +127,7 @@ def request(name: str, length: int = 5, **params: Any) -> Request:
 
 
 class Limited(FakeBackend):
-    """Has memory for steps of so many rows and tokens; records the sizes of those that ran."""
+    """Has memory for steps of at most `rows` rows and `tokens` tokens; records the sizes of those that ran."""
 
     def __init__(self, *, rows: int = 99, tokens: int = 10**6, **sizes: Any) -> None:
         super().__init__(vocab=61, **sizes)

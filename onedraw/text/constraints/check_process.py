@@ -23,7 +23,7 @@ from typing import Any
 from onedraw.text.constraints.schema_parts import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
 SEARCH_SECONDS = 1.0  # the most processor time for finding which keyword of a schema cannot be compiled
-GROWTH = 64 << 20  # When checks have left behind so many bytes of address space, this process asks to be replaced.
+GROWTH = 64 << 20  # When checks have left behind this many bytes of address space, this process asks to be replaced.
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _answer(check: GrammarCheck, line: bytes, answers: Any, seconds: float, size
 
 
 def _limit_time(seconds: float) -> None:
-    """End this process after so much processor time, by the signal of a timer, which is not handled. 0 removes the limit."""
+    """End this process after `seconds` of processor time, by the signal of a timer, which is not handled. 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -398,7 +398,7 @@ class GraphRunner:
 
     def warm_up(self, lanes: int, drafts: int, start: Callable[[Plan], None], notify: Callable[[str], None]) -> None:
         """Capture decode steps before the first request: greedy, sampled, with logprobs and with token masks; without drafts and
-        with up to so many. Their rows write to scratch pages. Shapes whose time is over are captured at their first use."""
+        with up to `drafts`. Their rows write to scratch pages. Shapes whose time is over are captured at their first use."""
         begin, late = time.monotonic(), False
         groups = warm_up_shapes(lanes, self._model.max_context, drafts)
         shapes = [(seconds, shape) for seconds, group in groups for shape in group][:MOST_WARM_UP]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 Made = TypeVar("Made")
-ALIGNED = 64  # every array begins at a multiple of so many bytes
+ALIGNED = 64  # every array begins at a multiple of this many bytes
 MOST_VIEWS = 4096
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
 

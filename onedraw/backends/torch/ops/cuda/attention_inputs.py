@@ -34,7 +34,7 @@ Words = npt.NDArray[np.int32]
 Tile = tuple[int, int, int, int]  # first token, token count, kind, position of the first draft (NO_TREE without a tree)
 TileLists = dict[tuple[int, int], list[Tile]]  # tiles by kind and height
 SPLIT_BUFFER_BYTES = 256 * 2**20  # the most memory that stored splits may take; beyond it, tiles are sequential
-LONG_PROMPT = 128  # rows of at least so many queries use tall tiles if heads are small
+LONG_PROMPT = 128  # rows of at least this many queries use tall tiles if heads are small
 NO_TREE = np.iinfo(np.int32).max  # the start of the drafts of a row without a tree: a position after all others
 
 

@@ -16,12 +16,12 @@ from onedraw.backends.torch.ops.cuda.linear import linear
 from onedraw.backends.torch.runner.inputs import PADDED
 
 LIBRARY_ROWS = (*(count for count in PADDED if count > 64), 512, 1024, 2048)  # the row counts to compare, in ascending order
-WHOLE_ROWS = LIBRARY_ROWS[-1]  # products of more rows are cut into parts of so many rows
+WHOLE_ROWS = LIBRARY_ROWS[-1]  # products of more rows are cut into parts of this many rows
 CHECK_BYTES = 256 * 2**20  # most bytes of the result of a compared product
 CHECK_SEEDS = (3, 4, 5)
-# In bf16 about one number in 5,000 shows that a sum of 4,096 was split. With so many columns, nine products of 96 rows have 170.
+# In bf16 about one number in 5,000 shows that a sum of 4,096 was split. With this many columns nine products of 96 rows have 170.
 LEAST_COLUMNS = 1024
-# From so many rows on cuBLAS is used for every weight at whose row count it agrees; for large weights also below, although it
+# From this many rows on, cuBLAS is used for every weight at whose row count it agrees; for large weights also below, although it
 # leaves a bias, a residual or an activation to a kernel of its own.
 ALL_WEIGHTS_FROM = 512
 LARGE_WEIGHT = 2**24  # elements from which a weight counts as large

@@ -7,7 +7,7 @@ programmatic dependent launch: a kernel may start while the one before it ends, 
 In: queries, a layer's KV pages, and the states of splits that TREE_PREFIX tiles of `attention.py` stored. Out: attention of each
 node. A program computes one node, one KV head and some value columns; columns are independent, so their number per program
 changes no bit. The preceding kernel is `_attend`, whose programs have all waited for queries and keys before they let this kernel
-start; therefore queries and keys may be read before the PDL wait, and the scores of the first block are.
+start. So queries and keys may be read before the PDL wait, and this kernel computes the scores of the first block before it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"

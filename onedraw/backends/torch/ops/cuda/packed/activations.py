@@ -39,7 +39,7 @@ from onedraw.backends.packing import SEGMENT, SPAN
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 
-BLOCK = 32  # a block sum is the sum of so many inputs
+BLOCK = 32  # a block sum is the sum of this many inputs
 # Range of e: a float16 times 2^-96 does not underflow float32, and 2^118 scales any finite row into float16.
 MIN_EXPONENT, MAX_EXPONENT = -96, 118
 ONE_SEGMENT_SPANS = 4096  # rows × spans up to which a program packs one segment; for larger inputs a program packs two

@@ -55,11 +55,11 @@ from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
 from onedraw.checkpoints.dequantize import copy_rows
 from onedraw.models.source import ColumnSelection, LazyTensor
 
-# From so many rows on, weights are dequantized; products of fewer rows are faster in parts of 64 rows. Captured steps have fewer
+# From this many rows on weights are dequantized; products of fewer rows are faster in parts of 64 rows. Captured steps have fewer
 # rows, so no CUDA graph uses the buffer for dequantized weights.
 MANY_ROWS_FROM = 257
 HOPPER = (9, 0)  # the compute capability of Hopper GPUs, which have a kernel of their own for many rows
-_ALIGNED = 256  # views of the buffer start at multiples of so many bytes
+_ALIGNED = 256  # views of the buffer start at multiples of this many bytes
 
 
 class Workspace:

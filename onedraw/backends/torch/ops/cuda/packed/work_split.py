@@ -27,8 +27,8 @@ SPLIT_K_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # maximum warps per bl
 # unit. The thresholds are measured on an H200 with cold weights (bench/gpu_few_rows.py time --all-splits).
 BALANCED = 0.9  # minimum ratio of mean to maximum units per block for whole units
 MAX_ITEMS = 1 << 21  # whole K: the kernel divides item numbers by float multiplication, which is exact below this number
-ALWAYS_WHOLE_K_ROWS = 4  # products of at most so many rows use whole K whenever it is possible
-WHOLE_K_UNITS = {1: 16, 2: 64}  # products of more rows use whole K from so many units per block on, by row tiles
+ALWAYS_WHOLE_K_ROWS = 4  # products of at most this many rows use whole K whenever it is possible
+WHOLE_K_UNITS = {1: 16, 2: 64}  # products of more rows use whole K from this many units per block on, by row tiles
 ALIGNED = 0.97  # blocks are fewer, so that each reads rows of one segment, if this fraction of the multiprocessors has a block
 
 
