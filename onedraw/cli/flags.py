@@ -110,7 +110,7 @@ NO_DRAFT_WINDOW = (
     "decoding and could change the answer; --draft-tokens and --tree-budget control the amount of drafting"
 )
 
-Parsed = TypeVar("Parsed")
+ParsedT = TypeVar("ParsedT")
 
 SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # settings whose values are sizes such as 2GiB
 NOT_FLAGS = ("model",)  # fields of Settings that are positional arguments of a command and not options
@@ -278,10 +278,10 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
-def argument_type(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+def argument_type(parse: Callable[[str], ParsedT]) -> Callable[[str], ParsedT]:
     """Turn a parse function into a type for argparse, so that the message of its BadSetting is shown to the user."""
 
-    def parsed(text: str) -> Parsed:
+    def parsed(text: str) -> ParsedT:
         try:
             return parse(text)
         except BadSetting as error:

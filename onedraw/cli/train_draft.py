@@ -20,7 +20,7 @@ from onedraw.settings import size_in_bytes
 
 if TYPE_CHECKING:
     from onedraw.training.acceptance import TokensPerStep
-    from onedraw.training.run import Progress
+    from onedraw.training.run import RunProgress
 
 HELP = "train a drafter for a model, from its own replies"
 EXAMPLES = """examples:
@@ -152,7 +152,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None]]:
+def progress_bar() -> Iterator[Callable[[RunProgress], None]]:
     """Return a function that shows a run's progress: a bar on a terminal if rich is installed, else a line every few seconds."""
     rich = _rich_progress() if terminal.decorated(sys.stderr) else None
     if rich is None:
@@ -162,7 +162,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
     with rich as bar:
         task = bar.add_task("", total=1.0, left="")
 
-        def show(progress: Progress) -> None:
+        def show(progress: RunProgress) -> None:
             left = f"{_clock(progress.seconds)} left" if progress.seconds is not None else ""
             text = progress.text.replace("[", r"\[")
             bar.update(task, description=progress.phase, completed=progress.share, left=f"{left} {text}")
@@ -180,7 +180,7 @@ def _rich_progress() -> Any | None:
     return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
-def _line(progress: Progress) -> str:
+def _line(progress: RunProgress) -> str:
     left = f", {_clock(progress.seconds)} left" if progress.seconds is not None else ""
     return f"{progress.phase} {progress.share:.0%}{left}: {progress.text}"
 

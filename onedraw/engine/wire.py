@@ -92,7 +92,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 ToEngine = Submit | Cancel | Close
 FromEngine = Started | Events | Failed | Report
-Message = TypeVar("Message", ToEngine, FromEngine)
+MessageT = TypeVar("MessageT", ToEngine, FromEngine)
 
 
 def _written(value: Any) -> Any:
@@ -149,7 +149,7 @@ def decode_from_engine(data: bytes | memoryview) -> FromEngine:
     return _decode(_FROM_ENGINE, data)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes | memoryview) -> Message:
+def _decode(decoder: msgspec.msgpack.Decoder[MessageT], data: bytes | memoryview) -> MessageT:
     if not data or data[0] != VERSION:
         found = f"version {data[0]}" if data else "nothing"
         raise WireError(f"the other process sent {found}, and this one reads version {VERSION}: run the same version of Onedraw")

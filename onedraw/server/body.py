@@ -49,7 +49,7 @@ async def read_body(request: Request, *, limit: int, seconds: float = BODY_SECON
 
 
 @dataclass(slots=True)
-class Shape:
+class BodyShape:
     """How much a body contains, counted outside of its texts."""
 
     values: int = 0  # number of commas, which is about the number of values
@@ -66,10 +66,10 @@ class Shape:
                 raise BodyTooComplex(f"the body has over {most:,} {what}; {advice}")
 
 
-def shape_of(body: bytes, *, block: int = BLOCK) -> Shape:
+def shape_of(body: bytes, *, block: int = BLOCK) -> BodyShape:
     """Return the shape of a body, or raise BodyTooComplex as soon as it is over a limit. After a mistake in the JSON the counts
     may be wrong, which does no harm, because the parser stops at the mistake."""
-    shape = Shape()
+    shape = BodyShape()
     inside = escaped = False  # whether the next byte is inside a text; whether it is escaped
     depth = 0
     for start in range(0, len(body), block):

@@ -18,7 +18,7 @@ from onedraw.engine.stats import DraftingEstimates, Stats
 from onedraw.server.limits import Accounts
 from onedraw.types import Piece, Usage
 
-Family = GaugeMetricFamily | CounterMetricFamily
+MetricFamily = GaugeMetricFamily | CounterMetricFamily
 
 # Upper ends of histogram buckets: seconds between tokens, numbers of tokens, and seconds of whole requests.
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5)
@@ -73,7 +73,7 @@ class EngineCollector(Collector):
         self._stats = stats
         self._model = model
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[MetricFamily]:
         stats = self._stats()
         for name, help_text, read in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=["model_name"])
@@ -86,7 +86,7 @@ class EngineCollector(Collector):
         yield self._per_position(stats)
         yield from self._estimates(stats.drafting)
 
-    def _estimates(self, drafting: DraftingEstimates) -> Iterator[Family]:
+    def _estimates(self, drafting: DraftingEstimates) -> Iterator[MetricFamily]:
         """Yield the estimates of step cost and acceptance by which the number of drafts is chosen."""
         labels = ["model_name", "of", "per"]
         costs = GaugeMetricFamily("spec_decode_cost_seconds", "Estimated cost of a step and of the drafter.", labels=labels)
@@ -99,7 +99,7 @@ class EngineCollector(Collector):
             rates.add_metric([self._model, source, f"{temperature:g}"], rate)
         yield from (costs, rates)
 
-    def _per_position(self, stats: Stats) -> Family:
+    def _per_position(self, stats: Stats) -> MetricFamily:
         """Count kept drafts by position; 0 is the first draft of a row. Divided by the rows with drafts it is a rate."""
         help_text = "Drafted tokens that were kept, by their position in the draft."
         family = CounterMetricFamily("spec_decode_num_accepted_tokens_per_pos", help_text, labels=["model_name", "position"])
@@ -114,7 +114,7 @@ class KeyCollector(Collector):
     def __init__(self, keys: frozenset[str], accounts: Accounts, model: str) -> None:
         self._keys, self._accounts, self._model = keys, accounts, model
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[MetricFamily]:
         labels = ["model_name", "key"]
         requests = GaugeMetricFamily("key_requests_in_flight", "Requests of an API key, running and waiting.", labels=labels)
         tokens = GaugeMetricFamily("key_tokens_in_flight", "Their prompt tokens and max_tokens.", labels=labels)

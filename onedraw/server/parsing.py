@@ -84,11 +84,11 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     ollama.OllamaShow: table(ollama.OllamaShow, ollama.SHOW_RULES),
 }
 # The fields of nested objects that have no pydantic model, by (model, field) that contains them. None means a plain value.
-Shape = Mapping[str, "Shape | None"]
-_NAMED: Shape = {"type": None, "name": None}
-_INSIDE: Shape = {"type": None, "function": {"name": None}}
-_TEXT: Shape = dict.fromkeys(PART_FIELDS)
-SHAPES: Mapping[tuple[type[BaseModel], str], Shape] = {
+FieldShape = Mapping[str, "FieldShape | None"]
+_NAMED: FieldShape = {"type": None, "name": None}
+_INSIDE: FieldShape = {"type": None, "function": {"name": None}}
+_TEXT: FieldShape = dict.fromkeys(PART_FIELDS)
+SHAPES: Mapping[tuple[type[BaseModel], str], FieldShape] = {
     (ChatRequest, "tool_choice"): {**_INSIDE, "allowed_tools": {"mode": None, "tools": _INSIDE}},
     (ScoreRequest, "tool_choice"): {**_INSIDE, "allowed_tools": {"mode": None, "tools": _INSIDE}},
     (items.ResponsesRequest, "tool_choice"): {**_NAMED, "mode": None, "tools": _NAMED},
@@ -140,14 +140,14 @@ def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list
     return kept
 
 
-def _trim(kept: dict[str, Any], shapes: Shape, path: str, ignored: list[str]) -> None:
+def _trim(kept: dict[str, Any], shapes: FieldShape, path: str, ignored: list[str]) -> None:
     """Remove unknown fields from the nested objects that `shapes` describes, and append their names to `ignored`."""
     for name, shape in shapes.items():
         if shape is not None:
             _each(kept, name, partial(_trimmed, shape, ignored=ignored), path)
 
 
-def _trimmed(shape: Shape, raw: dict[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
+def _trimmed(shape: FieldShape, raw: dict[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
     """Return an object without its unknown fields. Without `--lenient` the object's validator refuses them instead."""
     ignored += [path + name for name, value in raw.items() if value is not None and name not in shape]
     kept = {name: value for name, value in raw.items() if name in shape}

@@ -68,7 +68,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """Where a run is. `share` of the phase is done, and `seconds` of it are left, if that is known."""
 
     phase: str
@@ -92,7 +92,7 @@ class RunReport:
     gguf: Path | None
 
 
-Notify = Callable[[Progress], None]
+Notify = Callable[[RunProgress], None]
 
 
 def train(settings: Settings, options: RunOptions, notify: Notify) -> RunReport:
@@ -175,7 +175,7 @@ def _sampled(
     clock = _Clock(folder.parent / "sampling.json")
     known = _known(folder)
     if clock.seconds < seconds and _size(folder) < MOST_SAMPLED and len(known) < (options.replies or len(known) + 1):
-        notify(Progress("sampling", 0.0, seconds - clock.seconds, "loading the model"))
+        notify(RunProgress("sampling", 0.0, seconds - clock.seconds, "loading the model"))
         drafting = settings if options.initial is None else replace(settings, draft=(str(options.initial),))
         with build_llm(drafting) as plain:
             recording = RecordingLLM(plain, RecordWriter(folder), source=settings.model)
@@ -227,7 +227,7 @@ async def _sample(
             left = seconds - clock.seconds
             rate = tokens / max(clock.seconds - begun, 1e-9)
             notify(
-                Progress(
+                RunProgress(
                     "sampling", clock.seconds / seconds, max(left, 0.0), f"{replies:,} replies, {rate:.0f} tokens per second"
                 )
             )
@@ -304,7 +304,7 @@ class TrainingRun:
         self._before, self._next = 0.0, 0  # seconds of earlier runs; number of the sequence that is read next
         self.best_kept = -1.0
         self._best: dict[str, np.ndarray] = {}
-        notify(Progress("training", 0.0, None, "loading the model"))
+        notify(RunProgress("training", 0.0, None, "loading the model"))
         self._training = DraftTraining(
             replace(settings, draft=("none",), prefix_cache=False, cache_budget=None, snapshot_dir=None),
             examples=examples,
@@ -314,7 +314,7 @@ class TrainingRun:
             recipe=options.recipe,
             seed=options.seed,
             buffer_bytes=options.memory,
-            notify=lambda line: notify(Progress("training", 0.0, None, line)),
+            notify=lambda line: notify(RunProgress("training", 0.0, None, line)),
         )
         try:
             self._held_out = self._training.reader.read(held_out)
@@ -356,7 +356,7 @@ class TrainingRun:
                 if self.seconds - notified >= 0.5:
                     notified, left = self.seconds, self.seconds * (1 - progress) / max(progress, 1e-3)
                     line = f"step {trainer.steps:,}, loss {measured.loss:.2f}, about {1 + kept:.2f} tokens per step (held-out)"
-                    self._notify(Progress("training", progress, left, line))
+                    self._notify(RunProgress("training", progress, left, line))
         finally:
             if trainer.steps:
                 self._kept()
@@ -446,7 +446,7 @@ def _in_engine(
     settings: Settings, drafter: Path, block: int, requests: Sequence[Generation], phase: str, notify: Notify
 ) -> TokensPerStep:
     """Tokens per step of held-out requests with a drafter that always drafts its full length."""
-    notify(Progress(phase, 0.0, None, "loading the model"))
+    notify(RunProgress(phase, 0.0, None, "loading the model"))
     drafting = replace(
         settings, draft=(str(drafter),), draft_tokens=block - 1, prefix_cache=False, cache_budget=None, snapshot_dir=None
     )
@@ -455,7 +455,7 @@ def _in_engine(
     def report(line: str) -> None:
         nonlocal done
         done += 1
-        notify(Progress(phase, done / len(requests), None, line))
+        notify(RunProgress(phase, done / len(requests), None, line))
 
     with build_llm(drafting) as llm:
         counts: list[ReplyCount] = run_counted(llm, requests, at_once=llm.service.capacity.lanes, notify=report)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from onedraw.errors import BadRequest
 from onedraw.limits import MAX_BODY_DEPTH, MAX_BODY_PARTS, MAX_BODY_VALUES, MAX_ERROR_CHARACTERS
-from onedraw.server.body import Shape, read_json, shape_of
+from onedraw.server.body import BodyShape, read_json, shape_of
 from onedraw.server.parsing import TABLES
 from tests.server.running import Served
 
@@ -24,7 +24,7 @@ VALUES = st.recursive(
 )
 
 
-def counted(value: Any) -> Shape:
+def counted(value: Any) -> BodyShape:
     """Count values and depth by walking through a parsed value."""
     match value:
         case dict():
@@ -32,8 +32,8 @@ def counted(value: Any) -> Shape:
         case list():
             inside, fields = [counted(item) for item in value], 0
         case _:
-            return Shape()
-    return Shape(
+            return BodyShape()
+    return BodyShape(
         values=max(len(inside) - 1, 0) + sum(one.values for one in inside),
         parts=1 + fields + sum(one.parts for one in inside),
         depth=1 + max((one.depth for one in inside), default=0),

@@ -21,17 +21,17 @@ from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec
 
 COLUMNS = 8  # columns of the matrix of ones in `row_sum`
-Piece = tuple[Array, ...]
+RowArrays = tuple[Array, ...]
 
 
-def in_pieces(function: Callable[..., Piece], bucket: ShapeBucket, pieces: Array, *arrays: Array) -> Piece:
+def in_pieces(function: Callable[..., RowArrays], bucket: ShapeBucket, pieces: Array, *arrays: Array) -> RowArrays:
     """Apply `function` to the rows of `arrays` in pieces of `bucket.rows` rows, so that its matrix products have a fixed shape.
     `pieces`: the number of pieces with tokens; the others are skipped and their results stay zero."""
     if bucket.tokens == bucket.rows:
         return function(*arrays)
     rows = bucket.rows
 
-    def one(index: Array, found: Piece) -> Piece:
+    def one(index: Array, found: RowArrays) -> RowArrays:
         start = index * rows
         part = function(*(lax.dynamic_slice_in_dim(array, start, rows) for array in arrays))
         return tuple(lax.dynamic_update_slice_in_dim(whole, new, start, 0) for whole, new in zip(found, part, strict=True))
@@ -115,7 +115,7 @@ def feed_forward(h: Array, weights: Weights, spec: MlpSpec) -> Array:
 # ------------------------------------------------------------------ attention
 
 
-def project(h: Array, angles: Array, weights: Weights, spec: AttentionSpec, eps: float) -> Piece:
+def project(h: Array, angles: Array, weights: Weights, spec: AttentionSpec, eps: float) -> RowArrays:
     """Queries [T, H, D], keys and values [T, K, D], and the projection [T, W] of the output gate, of normalized rows h."""
     rows, dim = len(h), spec.head_dim
     widths = [spec.heads * dim, spec.kv_heads * dim, spec.kv_heads * dim]
@@ -158,7 +158,7 @@ def attend(
         rows = (part(inputs["tile_rows"]), part(inputs["tile_tails"]), part(inputs["tile_paths"]))
         queries, last = part(tiles), part(ends)
 
-        def block(index: Array, carry: Piece) -> Piece:
+        def block(index: Array, carry: RowArrays) -> RowArrays:
             positions = index * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
             places = _places(positions, rows, inputs["tables"][group], shape)
             seen = positions <= last[:, :, None]
@@ -182,7 +182,7 @@ def attend(
     return out[inputs["token_slots"]].astype(q.dtype)
 
 
-def _places(positions: Array, rows: Piece, table: Array, shape: CompiledShapes) -> Array:
+def _places(positions: Array, rows: RowArrays, table: Array, shape: CompiledShapes) -> Array:
     """Slots of each tile's keys, counted over all pages, [tiles, KEYS]: known positions first, then the drafts on the path of a
     node of a draft tree."""
     row, tail, path = rows
@@ -192,7 +192,7 @@ def _places(positions: Array, rows: Piece, table: Array, shape: CompiledShapes) 
     return table[row[:, None], page] * shape.page_size + slots % shape.page_size
 
 
-def _block(queries: Array, keys: Array, values: Array, seen: Array, carry: Piece) -> Piece:
+def _block(queries: Array, keys: Array, values: Array, seen: Array, carry: RowArrays) -> RowArrays:
     """Add a block of keys to the online softmax, whose state `carry` is the maximum, the sum and the weighted values so far. A
     fully masked block changes no bit."""
     peak, total, mixed = carry

@@ -34,7 +34,7 @@ from onedraw.models.source import WeightSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.types import Row
 
-Result = tuple[State, list[Weights], Array, Array]
+StageResult = tuple[State, list[Weights], Array, Array]
 
 
 def run_layers(
@@ -47,7 +47,7 @@ def run_layers(
     *,
     stage: XlaStage,
     bucket: ShapeBucket,
-) -> Result:
+) -> StageResult:
     """Run the stage's layers on x: tokens in the first stage, residuals [T, E] in the others. Returns the new state, the state
     increments of drafts, the residuals [T, E], and the residuals [C, E] of the tokens that `picks` selects for sampling."""
     if stage.first:

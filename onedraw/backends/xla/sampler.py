@@ -1,6 +1,6 @@
 """Sampling on the device for a slab of positions, by the rule of `sampling/law.py`.
 
-In: residuals of picked tokens (or logits saved with checkpoints) and SamplingInputs. Out: one row of integers per position
+In: residuals of picked tokens (or logits saved with checkpoints) and XlaSamplingInputs. Out: one row of integers per position
 (columns in `backends/sampled_rows.py`), the saved logits, and the sampled tokens, which the commit reads on the device. Axes: C
 positions of a slab, E hidden width, V tokens of the vocabulary, V' V with padding. A lane is the slot in which a sequence's
 tokens are counted.
@@ -41,7 +41,7 @@ INFINITY_BITS = 0x7F800000  # the bits of float32 infinity, which is the largest
 COUNT_BATCH = 512  # (lane, token) pairs per call of the program that updates token counts
 
 Entries = list[tuple[int, int, float]]
-SamplingInputs = dict[str, Any]
+XlaSamplingInputs = dict[str, Any]
 
 
 def logits_of(weights: dict[str, Any], x: Array, *, eps: float, vocab: int) -> Array:
@@ -59,7 +59,7 @@ def sample(
     counts: tuple[Array, Array],
     picked: Array,
     slab: dict[str, Any],
-    inputs: SamplingInputs,
+    inputs: XlaSamplingInputs,
     *,
     rows: int,
     eps: float,
@@ -75,7 +75,7 @@ def sample(
     return saved, lax.dynamic_update_slice_in_dim(sampled, results[:, 0].astype(jnp.int32), slab["offset"], 0), results
 
 
-def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs: SamplingInputs, *, vocab: int) -> Array:
+def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs: XlaSamplingInputs, *, vocab: int) -> Array:
     """Return a result row per position, [C, 7 + n] int64: token, checksum, then the columns of `sampling/logprobs.py` (total
     mass, deficit of the token, three for the mode "both", and the n most likely tokens, as many as can be asked for)."""
     scores = adjusted(logits, counts, inputs)
@@ -107,7 +107,7 @@ def score(weights: dict[str, Any], x: Array, index: Array, tokens: Array, top: A
 # ────────────────────────────────────────────────────────────
 
 
-def adjusted(logits: Array, counts: tuple[Array, Array], inputs: SamplingInputs) -> Array:
+def adjusted(logits: Array, counts: tuple[Array, Array], inputs: XlaSamplingInputs) -> Array:
     def sparse(name: str, scores: Array, change: Any) -> Array:
         flat = scores.reshape(-1)
         changed = lambda: change(flat.at[inputs[f"{name}_at"]], inputs[f"{name}_by"]).reshape(scores.shape)  # noqa: E731
@@ -120,7 +120,7 @@ def adjusted(logits: Array, counts: tuple[Array, Array], inputs: SamplingInputs)
     return lax.cond(inputs["constrained"].any(), lambda: _constrain(scores, inputs), lambda: scores)
 
 
-def _penalized(scores: Array, counts: tuple[Array, Array], inputs: SamplingInputs) -> Array:
+def _penalized(scores: Array, counts: tuple[Array, Array], inputs: XlaSamplingInputs) -> Array:
     """Apply repetition, frequency and presence penalty, in this order, to rows that use one of them."""
     lanes = inputs["lane"]
     output = counts[0][lanes].astype(jnp.float32)
@@ -133,7 +133,7 @@ def _penalized(scores: Array, counts: tuple[Array, Array], inputs: SamplingInput
     return jnp.where(inputs["counting"][:, None], part, scores)
 
 
-def _constrain(scores: Array, inputs: SamplingInputs) -> Array:
+def _constrain(scores: Array, inputs: XlaSamplingInputs) -> Array:
     """Ban all tokens but the allowed ones in constrained rows. The masks are packed, one bit per token."""
     bits = inputs["allowed"][:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed = (bits > 0).reshape(len(scores), -1) | ~inputs["constrained"][:, None]
@@ -143,7 +143,7 @@ def _constrain(scores: Array, inputs: SamplingInputs) -> Array:
 # ── steps 5 to 7: min-p, top-k and top-p as one limit per row ────────────────────────────────────────────────────────────
 
 
-def _limit(deficit: Array, inputs: SamplingInputs) -> Array:
+def _limit(deficit: Array, inputs: XlaSamplingInputs) -> Array:
     limit = inputs["limit"]
     has_top_k, has_top_p = inputs["top_k"] > 0, inputs["top_p"] < 1
 
@@ -224,7 +224,7 @@ def _logprob_columns(deficit: Array, token: Array, wanted: Array, kept: Array, t
     ]
 
 
-def _checksums(logits: Array, filtered: Array, sums: Array, inputs: SamplingInputs) -> Array:
+def _checksums(logits: Array, filtered: Array, sums: Array, inputs: XlaSamplingInputs) -> Array:
     """The 63-bit checksums of the exact bits of logits and filtered scores, [C]; zeros if no row requests them."""
 
     def summed() -> Array:

@@ -39,7 +39,7 @@ class CallEnd:
 
 
 CallEvent: TypeAlias = CallStart | CallArguments | CallEnd
-Parser: TypeAlias = Generator[None, str, None]
+CallParser: TypeAlias = Generator[None, str, None]
 ParameterTypes: TypeAlias = dict[str, frozenset[str]]  # parameter → the JSON types it may have; none means any
 
 
@@ -51,7 +51,7 @@ class NextCallStarted(Exception):
     """A complete call lacks its closing marker, and the opening marker of the next call has been read."""
 
 
-def call_parser(calls: CallableTools) -> Callable[[list[CallEvent]], Parser]:
+def call_parser(calls: CallableTools) -> Callable[[list[CallEvent]], CallParser]:
     """Return a function that starts a parser of one call in the dialect."""
     types = {tool.name: parameter_types(tool.schema) for tool in calls.tools}
     match calls.dialect:
@@ -84,7 +84,7 @@ def skip_space(character: str) -> Generator[None, str, str]:
     return character
 
 
-def expect(text: str, first: str) -> Parser:
+def expect(text: str, first: str) -> CallParser:
     """Read this text, whose first character has been read already, or raise NotACall."""
     require(text[0] == first)
     for wanted in text[1:]:
@@ -101,7 +101,7 @@ def read_until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
             return text[: -len(found)], found
 
 
-def close_marker(dialect: Dialect) -> Parser:
+def close_marker(dialect: Dialect) -> CallParser:
     """Read up to the marker that closes a call and ignore text before it. The opening marker of another call ends it as well."""
     opens, closes = MARKERS[dialect]
     _, found = yield from read_until((closes, opens))
@@ -112,18 +112,18 @@ def close_marker(dialect: Dialect) -> Parser:
 # ---------------------------------------------------------------------- JSON: Hermes, Qwen3, Llama
 
 
-def _hermes(out: list[CallEvent]) -> Parser:
+def _hermes(out: list[CallEvent]) -> CallParser:
     """Parse a call of Hermes or Qwen3: {"name": …, "arguments": {…}} and the closing marker."""
     yield from _json_call(out, (yield from skip_space((yield))))
     yield from close_marker("hermes")
 
 
-def _llama(out: list[CallEvent]) -> Parser:
+def _llama(out: list[CallEvent]) -> CallParser:
     """Parse a call of Llama: {"name": …, "parameters": {…}}, which has no markers around it."""
     yield from _json_call(out, (yield from skip_space((yield))))
 
 
-def _json_call(out: list[CallEvent], first: str) -> Parser:
+def _json_call(out: list[CallEvent], first: str) -> CallParser:
     """Parse an object with a name and arguments, in either order. The text of the arguments is emitted unchanged."""
     require(first == "{")
     name: str | None = None
@@ -202,7 +202,7 @@ def _json_string(first: str) -> Generator[None, str, str]:
 # ---------------------------------------------------------------------- tags: Qwen3-Coder and 3.5, Laguna
 
 
-def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
+def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> CallParser:
     """Parse a call of Qwen3-Coder or Qwen3.5: <function=name> <parameter=key> value </parameter> … </function> and the closing
     marker."""
     yield from expect("<function=", (yield from skip_space((yield))))
@@ -221,7 +221,7 @@ def _qwen_xml(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Pars
         raise NextCallStarted
 
 
-def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> Parser:
+def _laguna(out: list[CallEvent], *, types: dict[str, ParameterTypes]) -> CallParser:
     """Parse a call of Laguna: name <arg_key>key</arg_key> <arg_value>value</arg_value> … and the closing marker."""
     opens, close = MARKERS["laguna"]
     name, which = yield from read_until(("<arg_key>", close, opens))
@@ -348,7 +348,7 @@ def _as_json(text: str, types: Set[str]) -> str:
 # ---------------------------------------------------------------------- literals: Gemma, pythonic
 
 
-def _gemma(out: list[CallEvent]) -> Parser:
+def _gemma(out: list[CallEvent]) -> CallParser:
     """Parse a call of Gemma: call:name{key:value,…}, whose strings have Gemma's own quotes, and the closing marker."""
     yield from expect("call:", (yield from skip_space((yield))))
     name, _ = yield from read_until(("{",))
@@ -359,7 +359,7 @@ def _gemma(out: list[CallEvent]) -> Parser:
     yield from close_marker("gemma")
 
 
-def _gemma_members(out: list[CallEvent], close: str) -> Parser:
+def _gemma_members(out: list[CallEvent], close: str) -> CallParser:
     """Parse the members of an object or array up to `close`. Its opening bracket has been read already."""
     character = yield from skip_space((yield))
     while character != close:
@@ -407,7 +407,7 @@ def _gemma_value(out: list[CallEvent], first: str) -> Generator[None, str, str]:
     return character
 
 
-def _pythonic(out: list[CallEvent], *, names: Set[str]) -> Parser:
+def _pythonic(out: list[CallEvent], *, names: Set[str]) -> CallParser:
     """Parse [name(key=value, …), …], as Python would write it. `names` are the tools; their names need not be identifiers."""
     require((yield from skip_space((yield))) == "[")
     while True:

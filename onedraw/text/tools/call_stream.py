@@ -16,10 +16,10 @@ from onedraw.text.tools.call_parsers import (
     CallArguments,
     CallEnd,
     CallEvent,
+    CallParser,
     CallStart,
     NextCallStarted,
     NotACall,
-    Parser,
     call_parser,
 )
 from onedraw.text.tools.dialects import MARKERS, CallableTools
@@ -147,7 +147,7 @@ class ToolCallParser:
 class _OpenCall:
     """A call that is being parsed. In the pythonic dialect it may contain several calls."""
 
-    def __init__(self, new_parser: Callable[[list[CallEvent]], Parser], text: str) -> None:
+    def __init__(self, new_parser: Callable[[list[CallEvent]], CallParser], text: str) -> None:
         self._events: list[CallEvent] = []
         self._parser = new_parser(self._events)
         next(self._parser)

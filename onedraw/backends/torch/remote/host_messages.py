@@ -9,11 +9,11 @@ import msgspec
 from onedraw.backends.torch.remote.worker import StageSizes
 from onedraw.backends.torch.state.model_state import StateSizes
 
-Message = TypeVar("Message", bound=msgspec.Struct)
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 encode = msgspec.msgpack.encode
 
 
-def decode(kind: type[Message], data: bytes) -> Message:
+def decode(kind: type[MessageT], data: bytes) -> MessageT:
     return msgspec.msgpack.decode(data, type=kind)
 
 

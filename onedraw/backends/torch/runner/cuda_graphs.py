@@ -21,18 +21,18 @@ if TYPE_CHECKING:  # stages in other processes need packages that only they use
     from onedraw.backends.torch.remote.stage import RemoteStage
 
 log = logging.getLogger("onedraw")
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 MOST = 128  # graphs kept per stage; beyond that the least recently used one is dropped
 
 
 class GraphCache(Protocol):
-    def run(self, signature: Hashable, work: Callable[[], Result]) -> Result:
+    def run(self, signature: Hashable, work: Callable[[], ResultT]) -> ResultT:
         """Do the work, or replay the graph of earlier work with this signature."""
         ...
 
 
 class NoCapture:
-    def run(self, signature: Hashable, work: Callable[[], Result]) -> Result:
+    def run(self, signature: Hashable, work: Callable[[], ResultT]) -> ResultT:
         return work()
 
 
@@ -59,7 +59,7 @@ class CudaGraphs:
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
-    def run(self, signature: Hashable, work: Callable[[], Result]) -> Result:
+    def run(self, signature: Hashable, work: Callable[[], ResultT]) -> ResultT:
         if signature not in self._graphs:
             result = work()
             self._graphs[signature] = self._capture(work)
@@ -72,7 +72,7 @@ class CudaGraphs:
             return work()
         known.graph.replay()
         self.replayed += 1
-        replayed: Result = known.result
+        replayed: ResultT = known.result
         return replayed
 
     def _capture(self, work: Callable[[], Any]) -> CapturedGraph | None:

@@ -32,7 +32,7 @@ from onedraw.backends.torch.ops.base import DeviceCommit
 from onedraw.backends.torch.runner.cuda_graphs import GraphCache
 from onedraw.backends.torch.runner.inputs import LEAST_REACH, PADDED, Bucket, InputLayout, Inputs, bucket_of, staged_inputs
 from onedraw.backends.torch.runner.pipeline import LayerProbe, ResidualStream, Stage, StageStream, current_device
-from onedraw.backends.torch.runner.staging_buffers import Array, DirectStaging, Staging, StagingBuffer, StagingBufferFull
+from onedraw.backends.torch.runner.staging_buffers import DirectStaging, HostArray, Staging, StagingBuffer, StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, first_fault, row_outcomes
 from onedraw.backends.torch.sampling.sampler import Sampler, SamplingInputs
 from onedraw.backends.torch.state.model_state import ModelState
@@ -52,7 +52,7 @@ WARM_UP_PARAMS = (
 WARM_UP_LOGPROBS = SamplingParams(temperature=1.0, logprobs=5)
 NOTHING = np.zeros(0, dtype=np.int32)
 UNLOCKED: AbstractContextManager[Any] = nullcontext()
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 
 
 # ------------------------------------------------------------------ one stage
@@ -102,7 +102,7 @@ class GraphStage:
         # Eager steps, which may run on threads of their own, use the boundary of the stage itself.
         self._boundary = None if number == 0 else model.boundary(number, rows=tokens)
 
-    def lay_out(self, inputs: Inputs, bucket: Bucket, rows: Array, parents: Array) -> GraphStageInputs:
+    def lay_out(self, inputs: Inputs, bucket: Bucket, rows: HostArray, parents: HostArray) -> GraphStageInputs:
         staging = self.staging
         staging.begin()
         own = inputs if inputs.staging is staging else replace(inputs, staging=staging)
@@ -116,7 +116,7 @@ class GraphStage:
         with current_device(self.device):
             return self.staging.send()
 
-    def replay(self, signature: Hashable | None, work: Callable[[], Result]) -> Result:
+    def replay(self, signature: Hashable | None, work: Callable[[], ResultT]) -> ResultT:
         """Do the work, or replay its graph. Without a signature the work is not captured."""
         with self._lock, current_device(self.device):
             return work() if signature is None else self.graphs.run(signature, work)
@@ -508,14 +508,14 @@ def _awaits(row: Row) -> bool:
     return row.awaits_token and len(row.history) <= row.start
 
 
-def _lane_words(plan: Plan, bucket: Bucket, lanes: int) -> Array:
+def _lane_words(plan: Plan, bucket: Bucket, lanes: int) -> HostArray:
     """The lane of each token, [T]. Padding has the lane after the last."""
     words = np.full(bucket.tokens, lanes, dtype=np.int32)
     words[: len(plan.rows)] = [row.lane for row in plan.rows]
     return words
 
 
-def _row_words(plan: Plan, bucket: Bucket, rollback_start: int) -> Array:
+def _row_words(plan: Plan, bucket: Bucket, rollback_start: int) -> HostArray:
     """The rows as the commit reads them, [R, 5]: index of the first token, number of tokens, lane, first slot of the rollback
     buffer, slot of the first draft in the row's pages."""
     words = np.zeros((bucket.rows, 5), dtype=np.int32)
@@ -526,7 +526,7 @@ def _row_words(plan: Plan, bucket: Bucket, rollback_start: int) -> Array:
     return words
 
 
-def _parents(plan: Plan, bucket: Bucket) -> Array:
+def _parents(plan: Plan, bucket: Bucket) -> HostArray:
     """The parent of each token, [T]: for a draft, the index of the draft that it follows, or -1 for the row's known token; -2 for
     all other tokens."""
     parents = np.full(bucket.tokens, -2, dtype=np.int32)

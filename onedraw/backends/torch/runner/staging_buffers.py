@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Array = npt.NDArray[Any]
+HostArray = npt.NDArray[Any]
 Made = TypeVar("Made")
 ALIGNED = 64  # every array begins at a multiple of this many bytes
 MOST_VIEWS = 4096
@@ -29,11 +29,11 @@ class Staging(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def put(self, array: Array) -> Tensor:
+    def put(self, array: HostArray) -> Tensor:
         """The array on the device."""
         ...
 
-    def put_rows(self, array: Array, room: int) -> Tensor:
+    def put_rows(self, array: HostArray, room: int) -> Tensor:
         """The array on the device, as the first rows of a tensor of at least as many. Steps with equal `room` share graphs,
         whatever the number of rows. It is the last array of a step."""
         ...
@@ -54,10 +54,10 @@ class DirectStaging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def put(self, array: Array) -> Tensor:
+    def put(self, array: HostArray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def put_rows(self, array: Array, room: int) -> Tensor:
+    def put_rows(self, array: HostArray, room: int) -> Tensor:
         return self.put(array)
 
     def note(self, fact: Hashable) -> None:
@@ -107,16 +107,16 @@ class StagingBuffer:
         self._bytes = self._hosts[self._side].numpy()
         self._facts, self._used, self._open, self._full = [], 0, True, False
 
-    def put(self, array: Array) -> Tensor:
+    def put(self, array: HostArray) -> Tensor:
         return self._put(array, array.shape)
 
-    def put_rows(self, array: Array, room: int) -> Tensor:
+    def put_rows(self, array: HostArray, room: int) -> Tensor:
         """Only the rows of the array are copied; the rest of the tensor has values of earlier steps."""
         view = self._put(array, (room, *array.shape[1:]))
         self._full = True
         return view
 
-    def _put(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+    def _put(self, array: HostArray, shape: tuple[int, ...]) -> Tensor:
         """Place the array in the buffer. `shape`: that of the returned tensor, whose first elements are the array."""
         if not self._open:
             raise RuntimeError("an array was put after the step was sent: a captured step would not read it")

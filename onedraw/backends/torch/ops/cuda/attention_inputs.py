@@ -31,8 +31,8 @@ from onedraw.backends.torch.ops.cuda.attention import (
 from onedraw.backends.torch.runner.inputs import Bucket, Inputs, Ints
 
 Words = npt.NDArray[np.int32]
-Tile = tuple[int, int, int, int]  # first token, token count, kind, position of the first draft (NO_TREE without a tree)
-TileLists = dict[tuple[int, int], list[Tile]]  # tiles by kind and height
+AttentionTile = tuple[int, int, int, int]  # first token, token count, kind, position of the first draft (NO_TREE without a tree)
+TileLists = dict[tuple[int, int], list[AttentionTile]]  # tiles by kind and height
 SPLIT_BUFFER_BYTES = 256 * 2**20  # the most memory that stored splits may take; beyond it, tiles are sequential
 LONG_PROMPT = 128  # rows of at least this many queries use tall tiles if heads are small
 NO_TREE = np.iinfo(np.int32).max  # the start of the drafts of a row without a tree: a position after all others
@@ -247,10 +247,10 @@ def _bucket_tile_set(bucket: Bucket, shape: AttentionShape, kind: int, count: in
 
 def _bucket_tiles(
     inputs: Inputs, bucket: Bucket, shape: AttentionShape, tile_sets: tuple[TileSetLayout, ...]
-) -> list[list[Tile]]:
+) -> list[list[AttentionTile]]:
     """The tiles that a step of a bucket uses, for each tile set."""
     rows = [span for span in inputs.spans if span.lane is not None]
-    tile_lists: list[list[Tile]] = [[] for _ in tile_sets]
+    tile_lists: list[list[AttentionTile]] = [[] for _ in tile_sets]
     for tile_set, tiles in zip(tile_sets, tile_lists, strict=True):
         for span in rows:
             tree_start = NO_TREE if tile_set.kind == FULL else span.stop
@@ -277,11 +277,11 @@ def _tile_height(shape: AttentionShape, count: int, kind: int, splits: int) -> i
     return next((h for h in heights if count * shape.group_size <= h), heights[-1])
 
 
-def _append_tiles(tiles: list[Tile], per: int, first: int, count: int, kind: int, tree_start: int) -> None:
+def _append_tiles(tiles: list[AttentionTile], per: int, first: int, count: int, kind: int, tree_start: int) -> None:
     tiles.extend((first + offset, min(per, count - offset), kind, tree_start) for offset in range(0, count, per))
 
 
-def _tile_table(inputs: Inputs, shape: AttentionShape, tiles: list[Tile]) -> Ints:
+def _tile_table(inputs: Inputs, shape: AttentionShape, tiles: list[AttentionTile]) -> Ints:
     """Tiles of one kind as the table [N, TILE_WORDS] of a TileSet."""
     if not tiles:
         return np.zeros((0, TILE_WORDS), dtype=np.int64)
@@ -308,7 +308,7 @@ def _tile_table(inputs: Inputs, shape: AttentionShape, tiles: list[Tile]) -> Int
 
 
 def _tile_set(
-    inputs: Inputs, shape: AttentionShape, height: int, tiles: list[Tile], splits: int
+    inputs: Inputs, shape: AttentionShape, height: int, tiles: list[AttentionTile], splits: int
 ) -> tuple[TileSetLayout, Ints, Ints]:
     table = _tile_table(inputs, shape, tiles)
     grid_splits = max(int((split_indices(table[:, 5]) + 1 - table[:, 7]).max()), 1)
