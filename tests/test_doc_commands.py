@@ -1,15 +1,18 @@
 """The commands shown to users exist: in the README, docs/ and deploy/, `onedraw …` goes through the real parsers, `make …` and
-`python -m …` name targets and modules, and options in the text belong to some command."""
+`python -m …` name targets and modules, and options in the text belong to some command. Files shown on a page parse."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from onedraw.cli.main import COMMANDS, Parser, UsageError, command_parser
 
@@ -133,3 +136,25 @@ def test_commands_in_deployment_files_are_accepted() -> None:
                 )
                 found += 1
     assert found >= 4
+
+
+BLOCKS = [
+    pytest.param(language, block, id=f"{page.name}-{number}-{language}")
+    for page in PAGES
+    for number, (language, block) in enumerate(
+        re.findall(r"```(json|yaml|toml)\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    )
+]
+
+
+@pytest.mark.parametrize(("language", "block"), BLOCKS)
+def test_a_file_shown_on_a_page_parses(language: str, block: str) -> None:
+    match language:
+        case "json":
+            parts = [json.loads(block)]
+        case "toml":
+            parts = [tomllib.loads(block)]
+        case _:
+            parts = list(yaml.safe_load_all(block))
+    assert parts
+    assert all(isinstance(part, dict) for part in parts)
