@@ -6,6 +6,7 @@ OnedrawError                 base class of all errors raised on purpose
 │   ├── ContextOverflow      prompt + max_tokens exceed the context
 │   ├── TextTooLong          a text that cannot fit into the context, found before it is tokenized
 │   ├── Unsupported          this backend or build does not support the feature that the message names
+│   ├── Conflict             another request of the same kind is running: 409
 │   └── NoTokenLeft          the sampling parameters leave no token to sample
 ├── QueueFull                too many requests are waiting: 429
 ├── ShuttingDown             the server is shutting down: 503
@@ -88,6 +89,10 @@ class TextTooLong(BadRequest):
 
 class Unsupported(BadRequest):
     code = "unsupported"
+
+
+class Conflict(BadRequest):
+    code, status = "conflict", 409
 
 
 class NoTokenLeft(BadRequest):

@@ -217,6 +217,11 @@ def ray_address(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get("RAY_ADDRESS") or None
 
 
+def update_token(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the update token in ONEDRAW_UPDATE_TOKEN, which is not in the system's list of processes either."""
+    return environment.get("ONEDRAW_UPDATE_TOKEN") or None
+
+
 def otlp_traces_endpoint(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the URL to which OpenTelemetry's variables say that traces are sent; None if they name none or turn traces off."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":

@@ -39,7 +39,8 @@ MAX_TOP_LOGPROBS = 128  # the limit on `logprobs`: how many of the most likely t
 PENDING_TOKEN = -1  # stands in Row.tokens for a token that the previous step is still sampling; see Row.awaits_token
 
 LogprobsMode = Literal["raw", "processed", "both"]
-Finish = Literal["stop", "length", "cancelled", "tool_calls"]  # The engine never sets "tool_calls": it does not see text.
+# The engine never sets "tool_calls": it does not see text. "moved": a pause ended the reply, which can be continued elsewhere.
+Finish = Literal["stop", "length", "cancelled", "tool_calls", "moved"]
 Channel = Literal["content", "reasoning", "tool"]
 TokenMask = npt.NDArray[np.uint32]  # token i is allowed if bit i % 32 of word i // 32 is set; ids beyond the end are not allowed
 EMPTY_MASK: TokenMask = np.zeros(0, dtype=np.uint32)  # the mask that allows no token

@@ -122,6 +122,16 @@ class SupportsRecovery(Protocol):
 
 
 @runtime_checkable
+class SupportsWeightUpdates(Protocol):
+    """A backend whose weights can be replaced while it runs."""
+
+    def replace_weights(self, source: Any) -> None:
+        """Replace the weights by those of `source`, a WeightSource with the same shapes and types. Called with no plan in flight.
+        The states of all lanes, pages and checkpoints are undefined afterwards. If it raises, the weights are as before."""
+        ...
+
+
+@runtime_checkable
 class SupportsSnapshots(Protocol):
     """A backend that can export checkpoints to the host and import them bit for bit. Array names and shapes do not depend on
     how the layers are split over devices."""

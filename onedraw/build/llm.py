@@ -25,6 +25,7 @@ from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_t
 from onedraw.build.drafters import DeviceDrafter, DrafterBuilder, drafter_names, make_speculator, select_drafter
 from onedraw.build.engine_process import EngineProcess, StartEngine
 from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
+from onedraw.build.weight_updates import EngineWeightUpdates, ServedWeights
 from onedraw.build.xla import Export, find_export, iree_backend, require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import CheckpointOffload
 from onedraw.engine.client import EngineClient, refuse_constraints
@@ -123,7 +124,13 @@ def _checkpoint_offload(settings: Settings, backend: Backend, allocator: Allocat
     contains everything that influences the bits of their state, so that no other model or setting reads them."""
     if settings.cache_budget is None:
         return None
+    return CheckpointOffload(_snapshot_folder(settings, backend, weights), allocator=allocator, backend=backend)
+
+
+def _snapshot_folder(settings: Settings, backend: Backend, weights: str) -> SnapshotFolder:
+    """Open the folder of the snapshots of these weights."""
     assert isinstance(backend, SupportsSnapshots)
+    assert settings.cache_budget is not None
     capacity = backend.capacity
     fingerprint = (
         f"onedraw {__version__}, weights {weights}, {backend.identity}, {_dtypes(capacity)}, chunk {capacity.chunk}, "
@@ -131,10 +138,9 @@ def _checkpoint_offload(settings: Settings, backend: Backend, allocator: Allocat
     )
     root = _snapshot_dir(settings)
     try:
-        folder = SnapshotFolder(root, fingerprint=fingerprint, page_size=capacity.page_size, budget=settings.cache_budget)
+        return SnapshotFolder(root, fingerprint=fingerprint, page_size=capacity.page_size, budget=settings.cache_budget)
     except OSError as error:
         raise _unusable(root, error) from None
-    return CheckpointOffload(folder, allocator=allocator, backend=backend)
 
 
 def _snapshot_dir(settings: Settings) -> Path:
@@ -270,6 +276,7 @@ def _build_model(
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
         constraints = ConstraintFactory(tokenizer, info.eos_ids, isolated=sender is None)
+        served, beside = ServedWeights.of(checkpoint, info), ""
         service: EngineClient
         if process is not None:
             service = process.client(constraints.build, notify)
@@ -285,11 +292,12 @@ def _build_model(
                     return backend
                 return torch_backend(settings, info, notify, drafter, weights=weights, warm_up=warm_up)
 
+            beside = "" if drafter is None else f" and {drafter.fingerprint}"
             service = make_service(
                 make_backend,
                 settings,
                 speculator,
-                weights=f"{weights} {checkpoint.stamp()}" + ("" if drafter is None else f" and {drafter.fingerprint}"),
+                weights=f"{weights} {checkpoint.stamp()}{beside}",
                 observer=_observer(settings, tokenizer),
                 constraints=constraints,
                 sender=sender,
@@ -302,7 +310,15 @@ def _build_model(
         eos=tuple(info.eos_ids),
         defaults=info.defaults,
     )
-    return LLM(service=service, tokenizer=tokenizer, template=template, card=card, constraints=constraints)
+    updates = EngineWeightUpdates(
+        served,
+        service,
+        fingerprint=lambda weights: _fingerprint(weights, service.capacity),
+        snapshots=lambda backend, weights: _snapshot_folder(settings, backend, weights + beside),
+    )
+    return LLM(
+        service=service, tokenizer=tokenizer, template=template, card=card, constraints=constraints, weight_updates=updates
+    )
 
 
 def torch_backend(
@@ -492,11 +508,15 @@ def model_card(
         max_context=capacity.max_context,
         eos_ids=eos,
         defaults=defaults,
-        fingerprint=f"onedraw-{__version__}-{weights[:12]}-{capacity.device}-{_dtypes(capacity)}-c{capacity.chunk}",
+        fingerprint=_fingerprint(weights, capacity),
         created=int(time.time()),
         dtype=capacity.dtype,
         device=capacity.device,
     )
+
+
+def _fingerprint(weights: str, capacity: Capacity) -> str:
+    return f"onedraw-{__version__}-{weights[:12]}-{capacity.device}-{_dtypes(capacity)}-c{capacity.chunk}"
 
 
 def _dtypes(capacity: Capacity) -> str:

@@ -17,7 +17,7 @@ from onedraw.cli import terminal
 from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.cli.ps import registered
 from onedraw.errors import BadSetting
-from onedraw.settings import Settings, api_key, default_cache_dir, otlp_traces_endpoint, ray_address, size_in_bytes
+from onedraw.settings import Settings, api_key, default_cache_dir, otlp_traces_endpoint, ray_address, size_in_bytes, update_token
 
 if TYPE_CHECKING:
     from onedraw.build.engine_process import StartEngine
@@ -107,6 +107,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         choices=("on", "off"),
         default="off",
         help="run the engine and the weights in a process of their own, so that HTTP does not delay them (default: off)",
+    )
+    web.add_argument(
+        "--update-token",
+        metavar="TOKEN",
+        help="bearer token that allows to pause the server and to update its weights, see docs/training.md "
+        "(default: ONEDRAW_UPDATE_TOKEN, or none: neither is allowed)",
+    )
+    web.add_argument(
+        "--weight-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder below which updates of the weights are read; needs --update-token",
     )
     for name, what in KEY_LIMITS.items():
         web.add_argument(f"--key-{name}", type=int, metavar="N", help=f"{what} (default: any)")
@@ -211,6 +223,8 @@ def run(arguments: argparse.Namespace) -> int:
         key_tokens=arguments.key_tokens,
         key_requests_per_minute=arguments.key_requests_per_minute,
         key_tokens_per_minute=arguments.key_tokens_per_minute,
+        update_token=arguments.update_token if arguments.update_token is not None else update_token(),
+        weight_dir=arguments.weight_dir,
         metrics_prefix=arguments.metrics_prefix,
         otlp_traces_endpoint=arguments.otlp_traces_endpoint or otlp_traces_endpoint(),
         batch_dir=arguments.batch_dir or (settings.cache_dir or default_cache_dir()) / "batches",

@@ -18,7 +18,7 @@ from functools import partial
 
 from onedraw.backends.base import Capacity
 from onedraw.cluster.routing import Loads, SentPages, choose_replica, page_hashes
-from onedraw.engine.client import CheckedRequest, EngineClient, Event, Sink, check_count
+from onedraw.engine.client import CheckedRequest, EngineClient, Event, FixedWeights, Sink, check_count
 from onedraw.engine.stats import Stats, counters_only, total
 from onedraw.errors import BadSetting, EngineLost, OnedrawError, QueueFull, ShuttingDown
 from onedraw.types import Request, Usage
@@ -105,13 +105,15 @@ class ReplicaStatus:
     sent: int  # number of requests sent to it since it joined
 
 
-class ReplicaSet:
+class ReplicaSet(FixedWeights):
     """The EngineClient of replicas with one fingerprint. Replicas may join and leave at any time.
 
     One lock guards all state. It is held while a sink is called, so the events of a reply arrive in order even if its next
     replica is faster than the thread of the last one. It is not held while a replica's client is called with requests, which may
     take time. A thread continues the streams that lost their replica.
     """
+
+    where = "a set of replicas"
 
     def __init__(
         self,

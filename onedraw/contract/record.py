@@ -131,7 +131,12 @@ class RecordingLLM(LLM):
 
     def __init__(self, llm: LLM, writer: RecordWriter, *, source: str, text: bool = False) -> None:
         super().__init__(
-            service=llm.service, tokenizer=llm.tokenizer, template=llm.template, card=llm.card, constraints=llm.constraints
+            service=llm.service,
+            tokenizer=llm.tokenizer,
+            template=llm.template,
+            card=llm.card,
+            constraints=llm.constraints,
+            weight_updates=llm.weight_updates,
         )
         self._numbers = llm._numbers  # shared, so that both LLM objects never use the same request id
         self._writer = writer
@@ -163,7 +168,10 @@ class RecordingLLM(LLM):
 
     def _record(self, choice: PreparedChoice, index: int, reply: Reply) -> None:
         """Write the record of a finished choice. If the disk fails, the record is lost but the reply is not."""
-        if reply.finish is None or reply.finish == "cancelled":
+        if reply.finish is None or reply.finish in ("cancelled", "moved"):
+            return
+        if choice.fingerprint != self.card.fingerprint:
+            log.warning("%s is not recorded: the weights were replaced meanwhile, so it has tokens of both", choice.request.id)
             return
         single = replace(choice.generation, n=1, params=choice.request.params)
         identity = f"{choice.generation.label or 'request'}-{index}"

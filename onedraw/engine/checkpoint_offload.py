@@ -44,10 +44,11 @@ class CheckpointOffload:
             raise AssertionError("this backend does not export checkpoints")
         self._folder, self._allocator, self._backend, self._min_tokens = folder, allocator, backend, min_tokens
         self.restored = 0
+        self._written_before = 0  # snapshots in folders that were used before
 
     @property
     def saved(self) -> int:
-        return self._folder.written
+        return self._written_before + self._folder.written
 
     def save(self, checkpoints: list[tuple[PrefixCheckpoint, tuple[int, ...]]]) -> None:
         """Export the checkpoints that a step has saved and queue them for writing. While the disk is busy they are skipped."""
@@ -113,6 +114,12 @@ class CheckpointOffload:
         visible = (first_visible(pages * size, window) // size for window in rules.windows)
         complete = all(first <= needed for first, needed in zip(snapshot.firsts, visible, strict=True))
         return SnapshotMatch(snapshot, pages * size, slot=False) if complete else None
+
+    def change_folder(self, folder: SnapshotFolder) -> None:
+        """Read and write snapshots of another folder from now on, and close the one before."""
+        self._written_before += self._folder.written
+        before, self._folder = self._folder, folder
+        before.close()
 
     def close(self) -> None:
         self._folder.close()

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from onedraw.backends.base import Capacity
+from onedraw.backends.base import Backend, Capacity
 from onedraw.engine.engine import Event, Sink
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, Unsupported
+from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.memory.pages import longest_context
 from onedraw.sampling.adjustments import is_allowed
 from onedraw.types import Constraint, ConstraintSpec, Request, SamplingParams
@@ -82,9 +83,53 @@ class EngineClient(Protocol):
         """End a request early. An unknown id belongs to a request that has ended, so it is ignored."""
         ...
 
+    @property
+    def paused(self) -> bool: ...
+
+    def pause(self, *, end: bool = False) -> None:
+        """Submit no more steps, until `resume`. Requests are still accepted, and wait. With `end` those that are running or
+        waiting now end with the finish reason "moved". Returns when no step is in flight."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    def replace_weights(self, replace: Callable[[Backend], None], snapshots: Callable[[Backend], SnapshotFolder]) -> None:
+        """Have `replace` replace the weights of the backend, on the engine's thread between two steps, and forget all state that
+        was computed with the old ones. `snapshots` opens the folder of the new weights' snapshots, if there are any. What
+        `replace` raises is raised here, and the old weights stay in use."""
+        ...
+
     def close(self, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish within `drain_seconds`, then cancel the rest and stop the engine."""
         ...
+
+
+class FixedWeights:
+    """The part of an EngineClient that serves the weights it was started with. `where` says in errors where the engine runs."""
+
+    where: str
+
+    @property
+    def paused(self) -> bool:
+        return False
+
+    def pause(self, *, end: bool = False) -> None:
+        raise self._refusal()
+
+    def resume(self) -> None:
+        raise self._refusal()
+
+    def replace_weights(self, replace: Callable[[Backend], None], snapshots: Callable[[Backend], SnapshotFolder]) -> None:
+        raise self._refusal()
+
+    def _refusal(self) -> Unsupported:
+        return Unsupported(
+            f"{self.where} cannot be paused and keeps the weights that it was started with; serve one engine in the server's own "
+            "process to replace weights",
+            code="weight_updates_unsupported",
+        )
 
 
 def check_request(request: Request, capacity: Capacity, build_constraint: BuildConstraint) -> CheckedRequest:

@@ -26,6 +26,7 @@ from onedraw.engine.scheduler import FORCED, ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.engine.stats import DraftingEstimates, DraftStats, Stats
 from onedraw.errors import NonFiniteLogits, NoTokenLeft, OnedrawError, OutOfMemory, StateLost, StepFailed
+from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.speculation.draft_tree import chain_length, tree_depth
 from onedraw.types import Constraint, Finish, Logprobs, Outcome, Plan, Request, Row, RowOutcome, SampledToken, Usage
 
@@ -104,11 +105,17 @@ class Engine:
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._seconds = 0.0
         self._losses = 0  # how often the state was lost since a step was last collected
+        self.paused = False  # while it is set, plans in flight are collected and no others are submitted
 
     @property
     def busy(self) -> bool:
         """Whether work is left. Another thread may read this, even while a sequence moves between queues."""
         return bool(self._live or self._in_flight or self._undelivered)
+
+    @property
+    def idle(self) -> bool:
+        """Whether `step` has nothing to do, also because the engine is paused."""
+        return not (self._in_flight or self._undelivered or (self._live and not self.paused))
 
     def add(self, request: Request, sink: Sink, constraint: Constraint | None = None) -> None:
         """Add a request. `constraint` was built from its constraint data, and no other request uses the same object."""
@@ -140,8 +147,9 @@ class Engine:
     def _step(self) -> None:
         if self.scheduler.waiting:
             self._deliver()  # Admission may read a snapshot from disk, and events must not wait for that.
-        self._submit_plans()
-        self._submit_ahead()
+        if not self.paused:
+            self._submit_plans()
+            self._submit_ahead()
         self._deliver()
         if not self._in_flight:
             return
@@ -218,6 +226,39 @@ class Engine:
             elif sequence not in self.scheduler.in_flight:
                 self.scheduler.finish(sequence)
         return set(dropped)
+
+    def settle(self) -> None:
+        """Collect and commit all plans in flight, without submitting others."""
+        paused, self.paused = self.paused, True
+        try:
+            while self._in_flight:
+                self.step()
+        finally:
+            self.paused = paused
+
+    def end_all(self, finish: Finish) -> None:
+        """End every request, with the tokens that it has."""
+        self.settle()
+        for request_id in list(self._live):
+            sequence, sink = self._remove(request_id)
+            self._undelivered.append((sink, Event(request_id, finish=finish, usage=sequence.usage)))
+        self._deliver()
+
+    def replace_weights(self, replace: Callable[[Backend], None], snapshots: Callable[[Backend], SnapshotFolder]) -> None:
+        """Have `replace` replace the backend's weights. All sequences are preempted before, and what is cached of the old weights
+        is forgotten; requests go on with the new weights, as if they were continued from their tokens. `snapshots` opens the
+        folder of the new weights' snapshots."""
+        self.settle()
+        self._forget_state()
+        folder = None if self._offload is None else snapshots(self.backend)
+        try:
+            replace(self.backend)
+        except BaseException:
+            if folder is not None:
+                folder.close()
+            raise
+        if self._offload is not None and folder is not None:
+            self._offload.change_folder(folder)
 
     def close(self) -> None:
         if self._offload is not None:
@@ -370,10 +411,7 @@ class Engine:
             except BaseException as failure:
                 log.debug("a step in flight failed too, after the state was lost", exc_info=failure)
             self._release_ended(members)
-        for sequence in self.scheduler.running[::-1]:  # Each goes to the front of the queue, so the oldest is admitted first.
-            sequence.lost = False
-            self.scheduler.preempt(sequence, last=False)
-        self.scheduler.allocator.forget_cached()
+        self._forget_state()
         try:
             if self._losses > MOST_LOSSES or not isinstance(self.backend, SupportsRecovery):
                 raise error
@@ -384,6 +422,13 @@ class Engine:
                 _, sink = self._remove(request_id)
                 self._undelivered.append((sink, Event(request_id, error=StateLost(_NOT_RESTORED))))
         self._deliver()
+
+    def _forget_state(self) -> None:
+        """Preempt all sequences and empty the prefix cache. No plan may be in flight."""
+        for sequence in self.scheduler.running[::-1]:  # Each goes to the front of the queue, so the oldest is admitted first.
+            sequence.lost = False
+            self.scheduler.preempt(sequence, last=False)
+        self.scheduler.allocator.forget_cached()
 
     def _fail(self, members: list[ScheduledRow], error: OnedrawError) -> None:
         """End the requests of these rows with an error."""

@@ -20,7 +20,16 @@ from queue import SimpleQueue
 from typing import Protocol, assert_never
 
 from onedraw.backends.base import Capacity
-from onedraw.engine.client import BuildConstraint, CheckedRequest, EngineClient, Event, Sink, check_count, check_request
+from onedraw.engine.client import (
+    BuildConstraint,
+    CheckedRequest,
+    EngineClient,
+    Event,
+    FixedWeights,
+    Sink,
+    check_count,
+    check_request,
+)
 from onedraw.engine.stats import Stats
 from onedraw.engine.wire import (
     Cancel,
@@ -104,8 +113,10 @@ class Frames:
 # ---------------------------------------------------------------------- the client
 
 
-class RemoteEngine:
+class RemoteEngine(FixedWeights):
     """The EngineClient of an engine in another process. The process has sent Started, and its further messages are read here."""
+
+    where = "an engine in a process of its own"
 
     def __init__(
         self,

@@ -14,11 +14,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from onedraw.backends.base import Capacity
+from onedraw.backends.base import Backend, Capacity
 from onedraw.engine.client import BuildConstraint, CheckedRequest, check_count, check_request, refuse_constraints
 from onedraw.engine.engine import Engine, Sink, nothing
 from onedraw.engine.stats import Stats
 from onedraw.errors import EngineLost, OnedrawError, QueueFull, ShuttingDown, StepFailed
+from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.types import Request
 
 log = logging.getLogger("onedraw.engine")
@@ -45,6 +46,7 @@ class Service:
         self._changed = threading.Condition()
         self._arrivals: deque[tuple[CheckedRequest, Sink]] = deque()
         self._cancelled: deque[str] = deque()
+        self._calls: deque[tuple[Callable[[Engine], None], Future[None]]] = deque()  # work for the engine's thread
         self._draining = False
         self._stop = False
         made: Future[Engine] = Future()
@@ -108,10 +110,43 @@ class Service:
             self._cancelled.append(request_id)
             self._changed.notify()
 
+    @property
+    def paused(self) -> bool:
+        return self._engine.paused
+
+    def pause(self, *, end: bool = False) -> None:
+        def pause(engine: Engine) -> None:
+            engine.paused = True
+            engine.end_all("moved") if end else engine.settle()
+
+        self._call(pause)
+
+    def resume(self) -> None:
+        def resume(engine: Engine) -> None:
+            engine.paused = False
+
+        self._call(resume)
+
+    def replace_weights(self, replace: Callable[[Backend], None], snapshots: Callable[[Backend], SnapshotFolder]) -> None:
+        self._call(lambda engine: engine.replace_weights(replace, snapshots))
+
+    def _call(self, work: Callable[[Engine], None]) -> None:
+        """Run work on the engine's thread between two steps, and wait for it."""
+        result: Future[None] = Future()
+        with self._changed:
+            if self._stop or not self._thread.is_alive():
+                raise EngineLost("the engine has stopped")
+            self._calls.append((work, result))
+            self._changed.notify()
+        result.result()
+
     def close(self, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish within `drain_seconds`, then cancel the rest and end the thread."""
         with self._changed:
             self._draining = True
+            if drain_seconds and self._engine.paused:  # else the running requests could not finish
+                self._calls.append((lambda engine: setattr(engine, "paused", False), Future()))
+                self._changed.notify()
         deadline = time.monotonic() + drain_seconds
         while time.monotonic() < deadline and self._thread.is_alive() and self._has_work():
             time.sleep(0.01)
@@ -145,6 +180,9 @@ class Service:
             with self._changed:  # After this `submit` refuses requests, so none can arrive that would never get an event.
                 self._stop = True
                 left, self._arrivals = self._arrivals, deque()
+                calls, self._calls = self._calls, deque()
+            for _, result in calls:
+                result.set_exception(end)
             for checked, sink in left:
                 engine.add(checked.request, sink, checked.constraint)
             try:
@@ -176,7 +214,7 @@ class Service:
     def _take_messages(self, engine: Engine) -> bool:
         """Pass arrivals and cancellations to the engine. Sleep while there is nothing to do. Return False to stop the thread."""
         with self._changed:
-            while not (self._stop or self._arrivals or self._cancelled or engine.busy):
+            while not (self._stop or self._arrivals or self._cancelled or self._calls or not engine.idle):
                 self._changed.wait()
             if self._stop:
                 return False
@@ -187,8 +225,16 @@ class Service:
             if arrived:
                 self._publish(engine)  # must be current, since `submit` compares its waiting requests with the queue limit
             cancelled, self._cancelled = self._cancelled, deque()
+            calls, self._calls = self._calls, deque()
         for request_id in cancelled:
             engine.cancel(request_id)
-        if cancelled:
+        for work, result in calls:
+            try:
+                work(engine)
+            except BaseException as error:  # belongs to the caller, and the engine goes on
+                result.set_exception(error)
+            else:
+                result.set_result(None)
+        if cancelled or calls:
             self._publish(engine)
         return True

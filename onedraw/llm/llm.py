@@ -11,15 +11,16 @@ import asyncio
 import itertools
 import queue
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from onedraw.engine.client import CheckedRequest, EngineClient, Event, Sink
 from onedraw.engine.stats import Stats
-from onedraw.errors import BadParameter, BadRequest, OnedrawError, TextTooLong
+from onedraw.errors import BadParameter, BadRequest, OnedrawError, TextTooLong, Unsupported
 from onedraw.limits import MAX_CHARACTERS_COUNTED
 from onedraw.llm.mailbox import LoopWakeup, Mailbox
 from onedraw.llm.reply import Reply, new_replies
@@ -47,6 +48,7 @@ class PreparedChoice:
     generation: Generation
     checked: CheckedRequest
     stream: ReplyStream  # It has read the tokens that the generation gives.
+    fingerprint: str  # of the model when it was prepared
 
     @property
     def request(self) -> Request:
@@ -60,6 +62,22 @@ class ActiveChoice:
     prepared: PreparedChoice
     stream: ReplyStream
     reply: Reply
+
+
+Accept = Callable[[str], None]
+
+
+class WeightUpdates(Protocol):
+    """Replaces the weights of the model. `accept` is called with the new fingerprint once they are in use."""
+
+    @property
+    def most_bytes(self) -> int: ...
+
+    def from_folder(self, folder: Path, accept: Accept) -> None: ...
+
+    def from_file(self, file: Path, accept: Accept) -> None: ...
+
+    def from_tensors(self, named: Iterable[tuple[str, Any]], accept: Accept) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +101,15 @@ class LLM:
         template: ChatTemplate | None,
         card: ModelCard,
         constraints: ConstraintFactory,
+        weight_updates: WeightUpdates | None = None,
     ) -> None:
+        """`weight_updates` is None for a model whose weights cannot be replaced."""
         self.service = service
         self.tokenizer = tokenizer
         self.template = template
         self.card = card  # name, family, vocabulary, context, sampling defaults, fingerprint
         self.constraints = constraints  # The service builds its constraints with the same factory, so they share caches.
+        self.weight_updates = weight_updates
         self._call_cache = ToolCallCache()
         self._numbers = itertools.count()  # numbers at the end of request ids, which make every id unique
         self._wakeups: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # one for each event loop that uses the LLM
@@ -132,6 +153,39 @@ class LLM:
     def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Piece]:
         """Do the same as `stream` with an asynchronous iterator."""
         return self.apieces(self.prepare(generation_from_keywords(self, prompt, options)))
+
+    # ------------------------------------------------------------------ weights
+
+    def update_weights(self, folder: Path | str) -> ModelCard:
+        """Replace the weights by those of a folder, which must be of the same model, shapes and stored types, and return the card
+        with the new fingerprint. Running requests go on with the new weights. If this raises, the old ones stay in use."""
+        self._updates.from_folder(Path(folder), self._accept)
+        return self.card
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> ModelCard:
+        """Do the same with all tensors of the checkpoint by name, as tensors of torch or arrays of numpy."""
+        self._updates.from_tensors(tensors, self._accept)
+        return self.card
+
+    def load_weight_file(self, file: Path) -> ModelCard:
+        """Do the same with a safetensors file."""
+        self._updates.from_file(file, self._accept)
+        return self.card
+
+    @property
+    def most_weight_bytes(self) -> int:
+        """The size that a file with the weights of this model may have."""
+        return self._updates.most_bytes
+
+    def _accept(self, fingerprint: str) -> None:
+        """Called on the engine's thread, before the first step with the new weights."""
+        self.card = replace(self.card, fingerprint=fingerprint)
+
+    @property
+    def _updates(self) -> WeightUpdates:
+        if self.weight_updates is None:
+            raise Unsupported("the weights of this model cannot be replaced", code="weight_updates_unsupported")
+        return self.weight_updates
 
     # ------------------------------------------------------------------ prompts
 
@@ -307,7 +361,8 @@ class LLM:
             for i in range(generation.n)
         ]
         checked = [self.service.check(request) for request in requests]  # first, so that a stream gets known ids only
-        return [PreparedChoice(generation, one, ReplyStream(0, generation, self.tokenizer)) for one in checked]
+        now = self.card.fingerprint
+        return [PreparedChoice(generation, one, ReplyStream(0, generation, self.tokenizer), now) for one in checked]
 
     def _begin(self, choices: Sequence[PreparedChoice], sink: Callable[[int], Sink]) -> list[ActiveChoice]:
         active = []

@@ -52,6 +52,11 @@ This page is generated: `python -m onedraw.server.api_docs > docs/api.md`. A tes
 | `POST /detokenize` | `{tokens}` → `{prompt}`, special tokens spelled out |
 | `POST /apply-template` | the body of a chat → `{prompt}`, the text that the model would read |
 | `GET /tokenizer_info` | special tokens, sizes, the chat template |
+| `POST /pause`, `POST /resume`, `GET /is_paused` | stops steps, see [training.md](training.md) |
+| `POST /update_weights` | `{weight_dir}` or a safetensors file as body: replaces the weights → `{status, fingerprint}` |
+| `GET /server_info`, `GET /get_world_size` | what trainers made for vLLM ask |
+| `POST /start_weight_update`, `POST /finish_weight_update` | nothing; trainers made for vLLM call them around an update |
+| `POST /init_weight_transfer_engine` | refused: weights are not received over NCCL |
 | `GET /version` | the version of the server |
 | `GET /health` | 200 when the server accepts requests, else 503; needs no key |
 | `GET /metrics` | Prometheus text |

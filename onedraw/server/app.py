@@ -58,6 +58,7 @@ from onedraw.server.prompts import PreparedRequest, bursts, chat_prompt, chat_te
 from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ScoreRequest, TokenizeRequest
 from onedraw.server.streaming import LINES, NAMED, OPENAI, ChunkStream, Framing
 from onedraw.server.tracing import RequestTrace, Tracing, TracingMiddleware, trace_of
+from onedraw.server.weights import UPDATE_PATHS, WeightEndpoints
 from onedraw.server.work import Workers
 from onedraw.types import Finish, Piece, Usage
 
@@ -605,12 +606,26 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.add_api_route("/v1/batches/{batch_id}", batches.batch, methods=["GET"], response_model=None)
     app.add_api_route("/v1/files", batches.files, methods=["GET", "POST"], response_model=None)
     app.add_api_route("/v1/batches", endpoints.all_batches, methods=["GET", "POST"], response_model=None)
+    weights = WeightEndpoints(llm, options)
+    updates = {
+        "/pause": weights.pause,
+        "/resume": weights.resume,
+        "/update_weights": weights.update_weights,
+        "/start_weight_update": weights.no_op,
+        "/finish_weight_update": weights.no_op,
+        "/init_weight_transfer_engine": weights.refuse_nccl,
+    }
+    for path, post in updates.items():
+        app.add_api_route(path, post, methods=["POST"], response_model=None)
+    for path, get in (("/is_paused", weights.is_paused), ("/get_world_size", weights.world_size)):
+        app.add_api_route(path, get, methods=["GET"], response_model=None)
+    app.add_api_route("/server_info", weights.server_info, methods=["GET"], response_model=None)
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     # Starlette runs the middleware that was added last first. CORS is the last, so even error responses get CORS headers.
     if options.keys:
-        app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(options.keys), open_paths=OPEN_PATHS | page.keys())
+        app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(options.keys), open_paths=OPEN_PATHS | UPDATE_PATHS | page.keys())
     else:
         app.add_middleware(LocalAccessMiddleware, hosts=(options.host, *options.allow_hosts), origins=options.cors_origins)
     app.add_middleware(PermitMiddleware)

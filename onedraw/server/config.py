@@ -34,6 +34,8 @@ class ServerOptions:
     key_tokens: int | None = None
     key_requests_per_minute: int | None = None
     key_tokens_per_minute: int | None = None
+    update_token: str | None = field(default=None, repr=False)  # A secret, which allows to pause and to update the weights.
+    weight_dir: Path | None = None  # The folder below which the weights of updates are read.
     metrics_prefix: str = ""  # A prefix of the names in /metrics, such as vllm: for dashboards made for vLLM.
     otlp_traces_endpoint: str | None = None  # The URL to which OpenTelemetry spans are sent; None means no traces.
     batch_dir: Path | None = None  # The folder of uploaded files and batches; None means that there are none.
@@ -53,6 +55,12 @@ class ServerOptions:
             raise BadSetting(f"--drain-seconds: must be 0 or more, not {self.drain_seconds}")
         if self.api_key is not None and (not self.api_key.strip() or self.api_key != self.api_key.strip()):
             raise BadSetting("--api-key: must not be empty, nor begin or end with a space")
+        if self.update_token is not None and (not self.update_token.strip() or self.update_token != self.update_token.strip()):
+            raise BadSetting("--update-token: must not be empty, nor begin or end with a space")
+        if self.weight_dir is not None and not self.weight_dir.is_dir():
+            raise BadSetting(f"--weight-dir: {self.weight_dir} is not a folder; create it first")
+        if self.weight_dir is not None and self.update_token is None:
+            raise BadSetting("--weight-dir: needs --update-token, which updates of the weights must send")
         if self.request_seconds is not None and not 0 < self.request_seconds < float("inf"):
             raise BadSetting(f"--request-seconds: must be over 0, not {self.request_seconds}")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):

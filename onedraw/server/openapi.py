@@ -32,6 +32,7 @@ from onedraw.server.protocol import (
     DetokenizeRequest,
     ScoreRequest,
     TokenizeRequest,
+    WeightUpdateRequest,
 )
 from onedraw.types import ModelCard
 
@@ -52,6 +53,7 @@ POSTS: Mapping[str, tuple[type[BaseModel], str, str]] = {
     "/api/show": (OllamaShow, "The served model, in Ollama's shape", "OllamaModel"),
     "/tokenize": (TokenizeRequest, "A text or a chat as token ids", "Tokens"),
     "/detokenize": (DetokenizeRequest, "Token ids as text", "Text"),
+    "/update_weights": (WeightUpdateRequest, "Replace the weights; the body may be a safetensors file instead", "Update"),
     "/apply-template": (ChatRequest, "The prompt of a chat, as text", "Text"),
 }
 GETS: Mapping[str, tuple[str, str]] = {
@@ -66,6 +68,9 @@ GETS: Mapping[str, tuple[str, str]] = {
     "/api/tags": ("The served model, in Ollama's shape", "OllamaModels"),
     "/api/ps": ("The served model, in Ollama's shape", "OllamaModels"),
     "/api/version": ("The version of Ollama's API, and of the server", "Version"),
+    "/is_paused": ("Whether the engine is paused", "Paused"),
+    "/get_world_size": ("The number of processes that receive weights", "WorldSize"),
+    "/server_info": ("What trainers ask about the server, in vLLM's shape", "ServerInfo"),
     "/tokenizer_info": ("Tokenizer and chat template", "TokenizerInfo"),
     "/version": ("The version of the server", "Version"),
     "/health": ("Whether the server accepts requests", "Health"),
@@ -76,6 +81,15 @@ PLAIN: Mapping[str, tuple[str, str]] = {
     "/openapi.json": ("This document", "application/json"),
     "/": ("The web page", "text/html"),
 }
+# Paths for trainers that take no body: they need the update token.
+ACTIONS: Mapping[str, str] = {
+    "/pause": "Submit no more steps; requests wait, or end",
+    "/resume": "Go on after a pause",
+    "/start_weight_update": "Nothing; clients of vLLM call it before an update",
+    "/finish_weight_update": "Nothing; clients of vLLM call it after an update",
+    "/init_weight_transfer_engine": "Refused: weights are not received over NCCL",
+}
+TOKEN: Json = {"security": [{"token": []}]}
 PAGE: list[Json] = [
     {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
     {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
@@ -89,7 +103,7 @@ FORM: Json = {
     "additionalProperties": False,
 }
 ERROR_SHAPES = {"/v1/messages": "MessageError", "/api/": "OllamaError"}  # the beginning of a path → the shape of its errors
-ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
+ERRORS = (400, 401, 404, 405, 408, 409, 413, 429, 500, 503, 504)
 
 _TEXTS: Json = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
 _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -204,6 +218,14 @@ OBJECTS = {
         },
         "required": ["id", "object", "model", "token_ids", "tokens", "logprobs", "processed_logprobs", "kept_masses", "usage"],
     },
+    "Update": {
+        "type": "object",
+        "properties": {"status": {"type": "string"}, "fingerprint": {"type": "string"}},
+        "required": ["status"],
+    },
+    "Paused": {"type": "object", "properties": {"is_paused": {"type": "boolean"}}, "required": ["is_paused"]},
+    "WorldSize": {"type": "object", "properties": {"world_size": {"type": "integer"}}, "required": ["world_size"]},
+    "ServerInfo": {"type": "object", "properties": {"vllm_config": {"type": "object"}}, "required": ["vllm_config", "version"]},
     "Version": {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]},
     "TokenizerInfo": {
         "type": "object",
@@ -327,6 +349,10 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
     for path, (summary, media) in PLAIN.items():
         content: Json = {media: {"schema": {"type": "object" if media.endswith("json") else "string"}}}
         paths[path] = {"get": {**_get(path, summary, content), **({} if path == "/" else key)}}
+    for path, summary in ACTIONS.items():
+        paths[path] = {"post": {**_get(path, summary, _json("Update")), **TOKEN}}
+    paths["/pause"]["post"]["parameters"] = [{"name": "mode", "in": "query", "schema": {"enum": ["keep", "abort"]}}]
+    paths["/update_weights"]["post"] |= TOKEN
     stored = "/v1/responses/{response_id}"
     paths[stored]["delete"] = {**_get(stored, "Delete a stored response", _json("Deleted")), **key}
     paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"] = PAGE
@@ -348,7 +374,10 @@ def document(card: ModelCard, *, lenient: bool = False, locked: bool = False) ->
             given = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for found in methods.values():
                 found["parameters"] = [given, *found.get("parameters", [])]
-    components: Json = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    components: Json = {
+        "schemas": schemas,
+        "securitySchemes": {name: {"type": "http", "scheme": "bearer"} for name in ("key", "token")},
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Onedraw", "version": __version__, "summary": "Speed never changes the answer."},

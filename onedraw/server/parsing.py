@@ -49,6 +49,7 @@ from onedraw.server.protocol import (
     StructuredOutputs,
     TokenizeRequest,
     ToolSpec,
+    WeightUpdateRequest,
 )
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -69,6 +70,7 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     ExpiresAfter: table(ExpiresAfter),
     TokenizeRequest: table(TokenizeRequest, TOKENIZE_RULES),
     DetokenizeRequest: table(DetokenizeRequest),
+    WeightUpdateRequest: table(WeightUpdateRequest),
     items.ResponsesRequest: table(items.ResponsesRequest, items.RULES),
     items.ResponseTool: table(items.ResponseTool, TOOL_RULES),
     messages.MessagesRequest: table(messages.MessagesRequest, messages.RULES),

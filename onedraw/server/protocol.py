@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from onedraw.errors import BadParameter
+from onedraw.errors import BadParameter, Unsupported
 from onedraw.llm.request_options import EFFORTS, GUIDED, NEEDS_SEED, Effort, RequestOptions
 from onedraw.server.fields import TOOL_NAME, ListOf, StrictModel, Whole, field_doc, is_left_out, left_out, seed_field
 from onedraw.text.constraints.format_limits import schema_text
@@ -22,6 +22,7 @@ from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
 from onedraw.types import MAX_TOP_LOGPROBS
 
+WEIGHTS_ADVICE = 'save the weights as safetensors below --weight-dir, and send {"weight_dir": FOLDER} to /update_weights'
 Mode = Literal["none", "auto", "required"]
 
 
@@ -606,3 +607,27 @@ class TokenizeRequest(StrictModel):
 class DetokenizeRequest(StrictModel):
     model: str | None = field_doc("string", ANY_MODEL)
     tokens: ListOf[int] = field_doc("list of integers", "required", ...)
+
+
+class WeightUpdateRequest(StrictModel):
+    weight_dir: str | None = field_doc("string", "a folder of safetensors with its config.json, below `--weight-dir`; required")
+    update_info: dict[str, Any] | None = field_doc(
+        "object", "where vLLM's clients send `weight_dir`; a transfer over NCCL is refused"
+    )
+
+    @model_validator(mode="after")
+    def _one_folder(self) -> WeightUpdateRequest:
+        if (self.weight_dir is None) == (self.update_info is None):
+            raise PydanticCustomError("missing", "this field is required", {"at": "weight_dir"})
+        return self
+
+    @property
+    def folder(self) -> str:
+        if self.weight_dir is not None:
+            return self.weight_dir
+        found = (self.update_info or {}).get("weight_dir")
+        if not isinstance(found, str):
+            raise Unsupported(
+                f"weights are not received over NCCL; {WEIGHTS_ADVICE}", param="update_info", code="nccl_unsupported"
+            )
+        return found

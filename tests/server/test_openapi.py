@@ -36,6 +36,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": HELLO, "options": {"num_predict": 2}},
     "/api/generate": {"prompt": "a", "options": {"num_predict": 2}},
     "/api/show": {},
+    "/update_weights": {"weight_dir": "a"},
 }
 SHORT = {"max_tokens": 2, "seed": 1}
 

@@ -41,11 +41,11 @@ from onedraw.backends.torch.runner.staging_buffers import StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, StepExecutor, StepResult
 from onedraw.backends.torch.sampling.positions import PositionSampler
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.selfcheck import RowCheck, self_check
+from onedraw.backends.torch.selfcheck import RowCheck, logits_are_finite, self_check
 from onedraw.backends.torch.state.kv_pages import KV_DTYPES
 from onedraw.backends.torch.state.model_state import CheckpointLogits, ModelState, Snapshots, StageState, StateSizes
 from onedraw.backends.torch.state.recurrent_state import CHUNK
-from onedraw.errors import OutOfMemory, StateLost
+from onedraw.errors import OutOfMemory, StateLost, Unsupported, UnsupportedModel
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import NO_TOKEN
@@ -401,6 +401,38 @@ class TorchBackend:
         if self._stage_group is None:
             raise StateLost("this backend has no stages in other processes")
         self._stage_group.restart()
+
+    def replace_weights(self, source: WeightSource) -> None:
+        """Replace the weights of the model in place, and check again that batching does not change results. A drafter keeps its
+        own weights, and follows in what it shares with the model."""
+        if self.model.remote_stages:
+            raise Unsupported("weights cannot be replaced while layers are in other processes; restart the server with them")
+        assert not self._in_flight.steps, "a step in flight reads the weights"
+        with self._memory_errors():
+            update = self.model.load_update(source)
+            update.swap()
+            try:
+                self._check_again()
+            except BaseException:
+                update.swap()
+                self.model.obey(self.layout.rule)
+                raise
+
+    def _check_again(self) -> None:
+        if not logits_are_finite(self.model, self.states, layout=self.layout):
+            raise UnsupportedModel("the logits of the new weights are not finite; the weights in use stay")
+        if self.report is None:
+            return
+        tiled = [(stage.ops, stage.ops.tile_heights) for stage in self.model.local_stages if isinstance(stage.ops, TorchOps)]
+        found = self_check(self.model, self.states, layout=self.layout)
+        if found.rule != self.layout.rule or (self.report.passed and not found.passed):
+            for ops, heights in tiled:
+                ops.tile_heights = heights
+            failed = ", ".join(result.check for result in found.results if not result.passed)
+            raise UnsupportedModel(
+                f"the new weights fail the self-check ({failed or 'products need another number of rows'}): batching would "
+                "change results; the weights in use stay"
+            )
 
     def close(self) -> None:
         """Release weights and pages now, also while other objects still refer to this one."""

@@ -173,6 +173,18 @@ def _batches_agree(model: Transformer, states: Sequence[StageState], layout: Inp
     return all(torch.equal(w, a) and torch.equal(w, c) for w, a, c in zip(whole, alone, chunked, strict=True))
 
 
+@torch.inference_mode()
+def logits_are_finite(model: Transformer, states: Sequence[StageState], *, layout: InputLayout) -> bool:
+    """Whether a short text has finite logits, computed by all layers."""
+    with current_device(model.device):
+        per = min(2, *layout.scratch)
+        text = list(range(min(per * layout.page_size, model.max_context, model.spec.vocab)))
+        row = _row(text, (0, len(text)), 0, (range(per),) * len(layout.scratch))
+        inputs = make_inputs(Plan((row,)), layout=layout, device=model.embed_device)
+        hidden = model.hidden(inputs, states)
+        return bool(torch.isfinite(model.logits(hidden)[: len(text)]).all())
+
+
 def _step_counts(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> list[int]:
     """Numbers of generated tokens in one step on both sides of a border, up to the number of lanes. Without recurrent state rows
     need no lanes: they may be of one sequence."""

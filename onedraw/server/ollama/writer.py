@@ -85,7 +85,7 @@ class OllamaWriter:
         first = timer.first_token or now
         return {
             "done": True,
-            "done_reason": "length" if reply.finish == "length" else "stop",
+            "done_reason": reply.finish if reply.finish in ("length", "moved") else "stop",
             "total_duration": _nanoseconds(now - timer.arrival),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt,

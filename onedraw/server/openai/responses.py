@@ -414,7 +414,7 @@ def _format_of(body: ResponsesRequest) -> Json:
 
 
 def _status(finish: Finish | None) -> str:
-    return "incomplete" if finish == "length" else "completed"
+    return "incomplete" if finish in ("length", "moved") else "completed"
 
 
 def write_usage(usage: Usage) -> Json:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from onedraw.backends.placement import MIN_STAGING_ROWS
-from onedraw.backends.torch.model.layer import Layer
-from onedraw.backends.torch.model.weight_loader import LANE, EmbeddingRows, WeightLoader, head_rows, packed_rows, table_rows
+from onedraw.backends.torch.model.layer import Layer, load_layer
+from onedraw.backends.torch.model.weight_loader import LANE, EmbeddingRows, ProductRows, StoredRows, TableRows, WeightLoader
+from onedraw.backends.torch.model.weight_update import WeightUpdate
 from onedraw.backends.torch.ops.base import Ops, PreparedInputs
 from onedraw.backends.torch.ops.plain.elementwise import softcapped
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
@@ -81,7 +83,7 @@ class EmbedAndHead:
 
 
 def load_embed_and_head(
-    spec: ModelSpec, source: WeightSource, first: StageDevice, last: StageDevice, *, dtype: torch.dtype
+    spec: ModelSpec, source: WeightSource, *, first: StageDevice, last: StageDevice, dtype: torch.dtype
 ) -> EmbedAndHead:
     loader = WeightLoader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
     reads_rows = first.ops.reads_weight_rows and last.ops.reads_weight_rows
@@ -96,12 +98,13 @@ def load_embed_and_head(
         head = stored
     else:
         head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
+    embedding: EmbeddingRows
     if table is not None:
-        embedding = table_rows(table)
+        embedding = TableRows(table)
     elif stored is not None:
-        embedding = packed_rows(stored)
+        embedding = ProductRows(stored)
     else:
-        embedding = head_rows(head, source, tied=spec.tied)
+        embedding = ProductRows(head) if spec.tied else StoredRows(source.tensor(None, "embed"))
     return EmbedAndHead(embedding, input_table, norm, head)
 
 
@@ -142,7 +145,8 @@ class Transformer:
         first = first if isinstance(first, StageDevice) else last  # the embedding is in this process, since drafters read it
         self.device, self.ops = last.device, last.ops
         self.embed_device, self._embed_ops = first.device, first.ops
-        ends = load_embed_and_head(spec, source, first, last, dtype=dtype)
+        self._load_ends = partial(load_embed_and_head, spec, first=first, last=last, dtype=dtype)
+        self._ends = ends = self._load_ends(source)
         self.norm, self.head = ends.norm, ends.head
         self._embedding, self._input_table = ends.embedding, ends.input_table
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
@@ -204,6 +208,17 @@ class Transformer:
 
     def _new_state(self, stage: Stage, sizes: StateSizes, pages: torch.dtype) -> ModelState:
         return ModelState(stage.specs, sizes, dtype=pages, device=stage.device, first=stage.start)
+
+    def load_update(self, source: WeightSource) -> WeightUpdate:
+        """Load other weights of the same shapes beside those in use. Nothing changes before the update is applied."""
+        update = WeightUpdate()
+        update.match(self._ends, self._load_ends(source))
+        for stage in self.local_stages:
+            loader = WeightLoader(source, ops=stage.ops, dtype=self.dtype, device=stage.device, norm=self.spec.norm)
+            with current_device(stage.device):
+                for index, layer in enumerate(stage.layers, start=stage.start):
+                    update.match(layer, load_layer(index, layer.spec, loader, stage.ops, self.spec.eps))
+        return update
 
     def linears(self) -> list[Linear]:
         """The matrix products in this process."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -138,23 +139,35 @@ class EmbeddingRows(Protocol):
     def __call__(self, tokens: Tensor, thread_pool: int | None = None) -> Tensor: ...
 
 
-def table_rows(table: Tensor) -> EmbeddingRows:
+@dataclass(frozen=True, slots=True)
+class TableRows:
     """Rows of an embedding table [V', E], on its device."""
-    return lambda tokens, thread_pool=None: table.index_select(0, tokens.to(table.device))
+
+    table: Tensor
+
+    def __call__(self, tokens: Tensor, thread_pool: int | None = None) -> Tensor:
+        return self.table.index_select(0, tokens.to(self.table.device))
 
 
-def packed_rows(table: Linear) -> EmbeddingRows:
-    """Rows of an embedding that is kept packed, on its device."""
-    return lambda tokens, thread_pool=None: table.rows(tokens.to(table.device), thread_pool)
+@dataclass(frozen=True, slots=True)
+class ProductRows:
+    """Rows of the weight of a product: of an embedding that is kept packed, or of a tied head, on its device."""
+
+    product: Linear
+
+    def __call__(self, tokens: Tensor, thread_pool: int | None = None) -> Tensor:
+        return self.product.rows(tokens.to(self.product.device), thread_pool)
 
 
-def head_rows(head: Linear, source: WeightSource, *, tied: bool) -> EmbeddingRows:
-    """Where rows of a product's weight can be read: a tied embedding is kept once, in the head; rows of another are read from
-    the mapped checkpoint file."""
-    if tied:
-        return lambda tokens, thread_pool=None: head.rows(tokens, thread_pool)
-    stored = source.tensor(None, "embed")
-    return lambda tokens, thread_pool=None: torch.from_numpy(stored.take_rows(tokens.numpy()).float32())
+@dataclass(slots=True)
+class StoredRows:
+    """Rows that stay in the checkpoint, mapped from its file or in host memory. Owner: the model; an update of the weights
+    replaces `stored`."""
+
+    stored: LazyTensor
+
+    def __call__(self, tokens: Tensor, thread_pool: int | None = None) -> Tensor:
+        return torch.from_numpy(self.stored.take_rows(tokens.numpy()).float32())
 
 
 # ------------------------------------------------------------------ random weights on the device

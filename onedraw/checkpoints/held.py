@@ -1,0 +1,71 @@
+"""A checkpoint whose tensors are in host memory, so that it does not depend on files any more.
+
+In: an open checkpoint, whose tensors are copied, or tensors by name with the configuration of a checkpoint. Out: a
+HeldCheckpoint. An update of weights reads from it: files may be overwritten or removed meanwhile.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onedraw.checkpoints.base import Checkpoint, StoredTensor, fingerprint
+from onedraw.errors import CorruptFile
+from onedraw.models.source import CheckpointFormat, LazyTensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCheckpoint:
+    path: Path
+    format: CheckpointFormat
+    tensors: Mapping[str, LazyTensor]
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    identity: str  # of the weights, by samples
+    files: str  # identity of the files that they were read from, or a random text
+
+    def fingerprint(self) -> str:
+        return self.identity
+
+    def stamp(self) -> str:
+        return self.files
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def hold(checkpoint: Checkpoint) -> HeldCheckpoint:
+    """Read all tensors of an open checkpoint."""
+    tensors = {name: _copied(checkpoint.path, tensor) for name, tensor in checkpoint.tensors.items()}
+    return HeldCheckpoint(
+        path=checkpoint.path,
+        format=checkpoint.format,
+        tensors=tensors,
+        config=checkpoint.config,
+        generation_config=checkpoint.generation_config,
+        identity=checkpoint.fingerprint(),
+        files=checkpoint.stamp(),
+    )
+
+
+def with_tensors(checkpoint: HeldCheckpoint, tensors: Mapping[str, StoredTensor]) -> HeldCheckpoint:
+    """A checkpoint with the same configuration and other tensors. No snapshot of its state is found by another start."""
+    return replace(checkpoint, tensors=tensors, identity=fingerprint(tensors, checkpoint.config), files=secrets.token_hex(8))
+
+
+def described(checkpoint: Checkpoint) -> HeldCheckpoint:
+    """The configuration of a checkpoint, without its tensors."""
+    return HeldCheckpoint(
+        checkpoint.path, checkpoint.format, {}, checkpoint.config, checkpoint.generation_config, checkpoint.fingerprint(), ""
+    )
+
+
+def _copied(path: Path, tensor: LazyTensor) -> StoredTensor:
+    if not isinstance(tensor, StoredTensor):
+        raise CorruptFile(f"{path}: tensor {tensor.name} is not stored in a file")
+    return replace(tensor, data=np.array(tensor.data))
