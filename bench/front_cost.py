@@ -20,7 +20,7 @@ from onedraw.backends.base import Capacity
 from onedraw.build.llm import build_llm
 from onedraw.cluster.replica_set import ReplicaSet
 from onedraw.cluster.routing import MAX_PAGES_SENT, Loads, SentPages, choose_replica, page_hashes
-from onedraw.engine.client import CheckedRequest, Event, Sink
+from onedraw.engine.client import CheckedRequest, Event, FixedWeights, Sink
 from onedraw.engine.stats import Stats
 from onedraw.engine.wire import Events, decode_from_engine, encode
 from onedraw.llm.llm import LLM
@@ -34,8 +34,10 @@ ROUNDS = 5
 LANES = 64
 
 
-class Idle:
+class Idle(FixedWeights):
     """An engine client that accepts requests and does nothing. Its sinks are called by the benchmark."""
+
+    where = "this replica"
 
     ready, failed, max_requests = True, False, 10**6
 
