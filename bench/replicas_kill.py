@@ -1,11 +1,12 @@
 """Replicas that are killed while they serve: errors, differences from one process, and how long the streams pause.
 
-    python -m bench.replicas_kill [MODEL] [--streams 200] [--replicas 2] [--tokens 64] [--max-batch 128] [--json]
+    python -m bench.replicas_kill [MODEL] [--streams 200] [--replicas 2] [--tokens 64] [--max-batch 48] [--json]
 
 First `onedraw serve MODEL` answers all requests in one process, then `onedraw serve MODEL --replicas N` answers them again, while
-replicas are killed with SIGKILL: a random one once every stream has begun, and another one 5 seconds after all serve again, for
-as long as streams run. The requests are streamed at the same time; they differ in path and parameters (temperature 1 with
-penalties, a JSON schema, a tool call, n = 2, stop strings, logprobs). Token ids, texts, logprobs and finish reasons are compared.
+replicas are killed with SIGKILL: a random one once an eighth of the streams has begun, and another one 5 seconds after all serve
+again, for as long as streams run. The requests are streamed at the same time. They differ in path and parameters (temperature 1
+with penalties, a JSON schema, a tool call, n = 2, stop strings, logprobs). Token ids, texts, logprobs and finish reasons are
+compared.
 
 The pause of a stream is the longest time between two of its chunks around a kill. Its parts: until the server has noticed the
 death and given the requests to others (from the server's log), and from there until the next token, in which the prompt and the
@@ -36,6 +37,7 @@ from typing import Any
 from bench.load import events, percentile
 
 START_SECONDS = 600.0  # to start a server
+BEGUN = 8  # The first replica is killed when one of so many streams has begun.
 BETWEEN_KILLS = 5.0  # from the moment at which all replicas serve to the next kill
 SCHEMA = {
     "type": "object",
@@ -209,7 +211,7 @@ async def kill_while(
 ) -> list[float]:
     """Kill random replicas until the streams have ended, at most so many. Return when each was killed."""
     chance, killed = random.Random(seed), list[float]()
-    while not running.done() and not all(answer.times or answer.error for answer in answers):
+    while not running.done() and BEGUN * sum(bool(answer.times) for answer in answers) < len(answers):
         await asyncio.sleep(0.05)
     known = served.pids()
     while not running.done() and len(killed) < most:
@@ -274,9 +276,10 @@ def metric(port: int, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def measure(model: str, *, streams: int, replicas: int, tokens: int, max_batch: int, context: int) -> Result:
+def measure(model: str, *, streams: int, replicas: int, tokens: int, max_batch: int, context: int, kv_memory: str) -> Result:
     cases = workload(streams, tokens=tokens)
     common = ["--threads", "1", "--max-batch", str(max_batch), "--max-context", str(context), "--queue-limit", str(4 * streams)]
+    common += ["--kv-memory", kv_memory]
     with server(model, *common) as one:
         expected = [Answer() for _ in cases]
         start = time.monotonic()
@@ -320,8 +323,9 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64, help="longest reply")
-    parser.add_argument("--max-batch", type=int, default=128)
+    parser.add_argument("--max-batch", type=int, default=48)
     parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--kv-memory", default="600MiB", help="of each engine")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     result = measure(
@@ -331,6 +335,7 @@ def main() -> int:
         tokens=options.tokens,
         max_batch=options.max_batch,
         context=options.context,
+        kv_memory=options.kv_memory,
     )
     if options.json:
         print(json.dumps(asdict(result)))

@@ -63,12 +63,17 @@ def started_here(flag: str, *, cpus: int) -> Any:
     return ray
 
 
-def require_token(ray: Any, flag: str) -> None:
-    """Raise if the cluster that `ray` is connected to listens beyond this machine and asks for no token."""
+def uses_token() -> bool:
+    """Whether calls of this process, and calls to it, need a token. A process that Ray starts has this setting from its node."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
+    return bool(is_token_auth_enabled())
+
+
+def require_loopback(ray: Any, flag: str) -> None:
+    """Raise if a cluster that asks for no token listens beyond this machine."""
     addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    if not is_token_auth_enabled() and not all(ipaddress.ip_address(one).is_loopback for one in addresses):
+    if not all(ipaddress.ip_address(one).is_loopback for one in addresses):
         raise BadSetting(
             f"{flag}: this Ray cluster listens on {', '.join(sorted(addresses))} and asks for no token, so everyone who reaches "
             "its ports can run programs on it; set RAY_AUTH_MODE=token on all of its machines, see docs/cluster.md"

@@ -27,7 +27,7 @@ from typing import Any
 
 from onedraw.build.checkpoint import Progress
 from onedraw.build.engine_process import ReportHandler, encode_settings, engine_client, serve_engine
-from onedraw.build.ray_connection import connected, require_token, started_here
+from onedraw.build.ray_connection import connected, require_loopback, started_here, uses_token
 from onedraw.cluster.replica_set import ReplicaSet
 from onedraw.engine.client import BuildConstraint
 from onedraw.engine.remote import RemoteEngine
@@ -80,8 +80,9 @@ class ReplicaActor:
     def __init__(self) -> None:
         self._incoming: SimpleQueue[bytes | None] = SimpleQueue()
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> tuple[int, bool]:
+        """The process, and whether its node asks those who call it for a token."""
+        return os.getpid(), uses_token()
 
     def deliver(self, message: bytes) -> None:
         self._incoming.put(message)
@@ -158,7 +159,8 @@ class RayReplicas:
         self._owns_ray = False
         if options.address is not None:
             self._ray = connected(FLAG, options.address)
-            require_token(self._ray, FLAG)
+            if not uses_token():
+                require_loopback(self._ray, FLAG)
         else:
             if settings.threads is None:  # All replicas share this machine, and each would take all of its cores.
                 self._cpus = max(len(os.sched_getaffinity(0)) // options.count, 1)
@@ -260,12 +262,17 @@ class RayReplicas:
             self._channels[slot] = channel
             if self._closing.is_set():
                 channel.close()
-        pid = actor.pid.options(concurrency_group=IN_ORDER).remote()
-        while not self._ray.wait([pid], timeout=PLACE_SECONDS)[0]:
+        place = actor.place.options(concurrency_group=IN_ORDER).remote()
+        while not self._ray.wait([place], timeout=PLACE_SECONDS)[0]:
             log.warning(
                 "replica %s has not started yet; it needs a node with %g free CPUs and %g GPUs", name, self._cpus, self._gpus
             )
-        self.pids[slot] = self._ray.get(pid)
+        try:
+            self.pids[slot], token = self._ray.get(place)
+        except self._ray.exceptions.RayError as error:
+            raise EngineLost(f"replica {name} does not start: {str(error).partition(chr(10))[0]}") from None
+        if not token:
+            require_loopback(self._ray, FLAG)
         return channel
 
     def _serve(self, slot: int, name: str, engine: RemoteEngine, channel: ActorChannel) -> None:
