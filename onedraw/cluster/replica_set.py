@@ -47,7 +47,7 @@ class Stream:
     losses: int = 0  # replicas that died while they had it
     cancelled: bool = False
     done: bool = False
-    waits_since: float | None = None  # when it was left without a replica, until the next event
+    waits_since: float | None = None  # when it was left without a replica, until the next event or loss
 
     @property
     def request(self) -> Request:
@@ -372,6 +372,7 @@ class ReplicaSet(FixedWeights):
             moving = [(stream, stream.attempt_id) for stream in replica.streams]
             for stream, _ in moving:
                 stream.losses += lost
+                stream.waits_since = None  # It had a replica until now, perhaps without an event since the last one was lost.
                 self._wait(stream)
             if lost:
                 log.warning("replica %s died; %d requests continue on other replicas", name, len(moving))
