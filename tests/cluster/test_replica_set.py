@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from onedraw.backends.fake import FakeBackend
 from onedraw.cluster.replica_set import ReplicaSet
-from onedraw.engine.client import EngineClient, Event
+from onedraw.engine.client import CheckedRequest, EngineClient, Event, Sink
 from onedraw.errors import BadRequest, BadSetting, EngineLost, QueueFull, ShuttingDown
 from onedraw.types import Plan, Request, SamplingParams
 from tests.cluster.mortal import Mortal
@@ -121,6 +121,27 @@ def test_a_request_that_waits_for_a_replica_goes_on_when_one_joins() -> None:
         assert last.finish == "length"
         assert last.usage.completion == 20
         assert replicas.stats().completion_tokens >= 20, "the counts of the replica that died are kept"
+
+
+class Silent(Mortal):
+    """A replica that accepts requests and sends no event, as one does whose lanes are all taken."""
+
+    def submit(self, requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
+        with self._lock:
+            self._running.update({self._id(checked.request.id): sink for checked, sink in requests})
+
+
+def test_the_time_in_the_queue_of_a_replica_is_no_wait_for_one() -> None:
+    first, second = Silent(start(FakeBackend())), Silent(start(FakeBackend()))
+    with replica_set(first, wait_seconds=0.3) as replicas:
+        [inbox] = submit(replicas, request("a"))
+        replicas.add("second", second, fingerprint="one")
+        first.die()
+        wait_until(lambda: replicas.stats().moved_requests == 1)
+        time.sleep(0.5)
+        replicas.add("third", start(FakeBackend()), fingerprint="one")
+        second.die()
+        assert read(inbox)[1].finish == "length"
 
 
 def test_a_request_that_kills_its_replicas_is_not_sent_to_all_of_them() -> None:
