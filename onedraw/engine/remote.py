@@ -46,12 +46,13 @@ from onedraw.engine.wire import (
     decode_to_engine,
     encode,
 )
-from onedraw.errors import EngineLost, OnedrawError, QueueFull, ShuttingDown, StepFailed
+from onedraw.errors import BadRequest, EngineLost, OnedrawError, QueueFull, ShuttingDown, StepFailed
 from onedraw.types import Request
 
 log = logging.getLogger("onedraw.engine")
 
 LENGTH_BYTES = 4
+MOST_FRAME_BYTES = 1 << 30  # of the requests that one call submits; the length of a frame has room for more
 SOCKET_BYTES = 1 << 20  # how much may be on its way before the side that writes waits
 STATS_SECONDS = 0.05  # while no event is sent, the counters are sent this often
 STOP_SECONDS = 30.0  # how long the engine's process may take to end after the last request has ended
@@ -173,6 +174,8 @@ class RemoteEngine(FixedWeights):
     def submit(self, requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         self.check_count(len(requests))
         message = self._codec.submit(tuple(checked.request for checked, _ in requests))
+        if len(message) > MOST_FRAME_BYTES:
+            raise BadRequest(f"the requests take {len(message):,} bytes together, over {MOST_FRAME_BYTES:,}; split them")
         with self._lock:
             if self._closing:
                 raise ShuttingDown("the server is shutting down and takes no new requests")

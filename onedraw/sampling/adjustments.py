@@ -33,8 +33,28 @@ class Adjustment:
 NO_ADJUSTMENT = Adjustment()
 
 
+class BannedWords:
+    """Words, found by the tokens before their last one, so that a position costs the same however many words there are."""
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self.words = words
+        self._last: dict[tuple[int, ...], set[int]] = {}  # the tokens of a word but the last → the last ones
+        for word in words:
+            self._last.setdefault(word[:-1], set()).add(word[-1])
+        self._lengths = sorted({len(before) for before in self._last})
+
+    def completions(self, output: Sequence[int], drafts: Sequence[int]) -> set[int]:
+        """Return the last token of every word whose other tokens end the output. A word of one token is always complete."""
+        tail = (*output[max(0, len(output) - self._lengths[-1]) :], *drafts)
+        found: set[int] = set()
+        for length in self._lengths:
+            if length <= len(tail):
+                found |= self._last.get(tail[len(tail) - length :], set())
+        return found
+
+
 class HistoryTokens:
-    """The tokens of one history as an array that grows with it. Each sampler keeps one per history.
+    """The tokens of one history as an array that grows with it, and its banned words. Each sampler keeps one per history.
 
     Without it, every sampled token would copy the whole history. Known tokens never change, so a longer history of the same
     request only appends to the array. A shorter history belongs to another request and is copied anew.
@@ -43,6 +63,12 @@ class HistoryTokens:
     def __init__(self) -> None:
         self._tokens: Tokens = np.empty(256, dtype=np.int64)
         self._known = 0
+        self._banned: BannedWords | None = None
+
+    def banned(self, words: Sequence[tuple[int, ...]]) -> BannedWords:
+        if self._banned is None or self._banned.words is not words:
+            self._banned = BannedWords(words)
+        return self._banned
 
     def read(self, history: History, drafts: Sequence[int]) -> Tokens:
         """Return the history and the drafts after it. The array is valid until the next call."""
@@ -69,7 +95,7 @@ def adjustment(
         penalized = dry_penalties((cached or HistoryTokens()).read(history, drafts), params.dry)
     banned: set[int] = set()
     if params.bad_words:
-        banned.update(word_completions(params.bad_words, history.output, drafts))
+        banned |= (cached or HistoryTokens()).banned(params.bad_words).completions(history.output, drafts)
     if sampled < params.min_tokens:
         banned |= params.stop_ids
     allowed = None if history.constraint is None else history.constraint.allowed(history.output, drafts)
@@ -92,13 +118,6 @@ def is_allowed(mask: TokenMask, token: int) -> bool:
 def valid_ids(ids: Collection[int], vocab: int) -> Iterable[int]:
     """Return those ids that are in the vocabulary."""
     return (token for token in ids if 0 <= token < vocab)
-
-
-def word_completions(words: Sequence[tuple[int, ...]], output: Sequence[int], drafts: Sequence[int]) -> set[int]:
-    """Return the last token of every word whose other tokens end the output. A word of one token is always complete."""
-    longest = max(map(len, words)) - 1
-    tail = (*output[max(0, len(output) - longest) :], *drafts)
-    return {word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]}
 
 
 def dry_penalties(tokens: Tokens, dry: DryParams) -> tuple[tuple[int, float], ...]:

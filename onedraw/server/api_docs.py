@@ -280,7 +280,12 @@ def _limits() -> list[str]:
         "characters of a text that is tokenized even if it cannot fit; a longer one is refused as soon as its bytes show that it "
         "cannot (prompts, messages, tools, `prediction`, also where tokens are only counted)": limits.MAX_CHARACTERS_COUNTED,
         "tokens of all prompts of one request": limits.MAX_PROMPT_TOKENS,
-        "requests with bodies of 256 KiB or more that are read and tokenized at once; the others wait": limits.MAX_LONG_WORK,
+        "characters of all stored items that the input of a response refers to": limits.MAX_REFERENCED_CHARACTERS,
+        "logprobs of prompts, with `echo`: tokens of all prompts × `n` × (1 + alternatives)": limits.MAX_PROMPT_LOGPROBS,
+        "logprobs of replies: replies × `max_tokens` × (1 + alternatives)": limits.MAX_REPLY_LOGPROBS,
+        "requests that are checked and tokenized at once; callers take turns": limits.MAX_SHORT_WORK,
+        "requests with bodies of 256 KiB or more that are read and tokenized at once; callers take turns": limits.MAX_LONG_WORK,
+        "requests with a response format that are read at once; callers take turns": limits.MAX_FORMAT_WORK,
         "bytes of an uploaded file": limits.MAX_BATCH_FILE,
         "lines of a batch": limits.MAX_BATCH_LINES,
         "files, and batches, of one caller": limits.MAX_BATCH_FILES,

@@ -8,6 +8,7 @@ shape of the endpoint.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -23,6 +24,7 @@ from starlette.types import Message, Receive, Scope
 
 from onedraw import __version__
 from onedraw.errors import ModelNotFound, OnedrawError, QueueFull, ShuttingDown
+from onedraw.limits import LOGPROBS_ON_LOOP
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.request_options import check_ids
@@ -66,6 +68,8 @@ IGNORED = "x-onedraw-ignored"  # the header that lists unknown fields and left-o
 LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on the few threads for long work, see `work.py`.
 
 QUEUE_SECONDS = 0.2  # after which a line of a batch is sent again if the queue was full
+# Writes JSON in the same way as JSONResponse, which does it at once and keeps other threads from running meanwhile.
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 Result = TypeVar("Result")
 
@@ -140,7 +144,7 @@ class Endpoints:
         parsed = await self._read(request, ResponsesRequest)
         owner = caller(request)
         *_, names, wanted = await self._convert(request, lambda: self._conversation(parsed.request, owner, max_tokens=1))
-        counted = await self._work(request, lambda: count_prompt(wanted, self.llm, names=names))
+        counted = await self._work(request, lambda: count_prompt(wanted, self.llm, names=names), compiles=wanted.compiles)
         reply = {"object": "response.input_tokens", "input_tokens": counted}
         return JSONResponse(reply, headers=_headers(parsed.ignored))
 
@@ -169,7 +173,7 @@ class Endpoints:
     async def count(self, request: Request) -> Response:
         parsed = await self._read(request, CountRequest)
         names, wanted = await self._convert(request, lambda: _equivalent(parsed.request, max_tokens=1))
-        counted = await self._work(request, lambda: count_prompt(wanted, self.llm, names=names))
+        counted = await self._work(request, lambda: count_prompt(wanted, self.llm, names=names), compiles=wanted.compiles)
         return JSONResponse({"input_tokens": counted}, headers=_headers(parsed.ignored))
 
     async def ollama_chat(self, request: Request) -> Response:
@@ -183,7 +187,7 @@ class Endpoints:
         body = parsed.request
         names, wanted = await self._convert(request, lambda: self._ollama_request(body.filled()))
         if body.is_empty:
-            await self._work(request, lambda: prepare(wanted, self.llm, names=names))
+            await self._work(request, lambda: prepare(wanted, self.llm, names=names), compiles=wanted.compiles)
             return JSONResponse(ollama.nothing_generated(self.llm.card, shape), headers=_headers(parsed.ignored))
 
         def write(prepared: PreparedRequest) -> OllamaWriter:
@@ -238,6 +242,7 @@ class Endpoints:
                     line=line,
                     cancelled=gone.is_set,
                 ),
+                compiles=wanted.compiles,
             )
         finally:
             gone.set()
@@ -255,7 +260,7 @@ class Endpoints:
         seconds = self.options.request_seconds if line is None else None
         run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, permit=permit, trace=trace, seconds=seconds)
         if not wanted.stream:
-            return JSONResponse(await or_disconnect(request.receive, run.whole()), headers=headers)
+            return await or_disconnect(request.receive, run.response(headers))
         chunks = run.chunks()
         # Wait for the first chunk before the response starts: an error until then can still set the HTTP status.
         first = await or_disconnect(request.receive, anext(chunks))
@@ -314,7 +319,7 @@ class Endpoints:
 
     async def apply_template(self, request: Request) -> Response:
         parsed = await self._read(request, ChatRequest)
-        text = await asyncio.to_thread(chat_text, parsed.request, self.llm)
+        text = await self._work(request, lambda: chat_text(parsed.request, self.llm))
         return JSONResponse({"prompt": text}, headers=_headers(parsed.ignored))
 
     async def tokenizer_info(self) -> Response:
@@ -400,9 +405,9 @@ class Endpoints:
         """Run work whose time depends only on the size of the body: for a short body directly, for a long one on a thread."""
         return await self._work(request, work) if request.state.long else work()
 
-    async def _work(self, request: Request, work: Callable[[], Result]) -> Result:
-        """Run work on a thread, so that streams keep running meanwhile."""
-        return await self._workers.run(request, work, long=request.state.long)
+    async def _work(self, request: Request, work: Callable[[], Result], *, compiles: bool = False) -> Result:
+        """Run work on a thread, so that streams keep running meanwhile. `compiles`: it compiles a response format."""
+        return await self._workers.run(request, work, long=request.state.long, compiles=compiles)
 
     def _check_model(self, name: str | None) -> None:
         """Refuse an unknown model name with `--strict-model-names`. Otherwise any name means the one model that is served."""
@@ -500,18 +505,30 @@ class ReplyRun:
         """Yield non-empty lists of chunks. The pieces that one engine step gives are sent in one write."""
         async with aclosing(self._bursts()) as bursts:
             async for burst in bursts:
-                if written := [chunk for piece in burst for chunk in self._writer.chunks(piece)]:
+                many = any(len(piece.prompt_logprobs or ()) > LOGPROBS_ON_LOOP >> 7 for piece in burst)
+                if written := await asyncio.to_thread(self._written, burst) if many else self._written(burst):
                     yield written
         if ending := self._writer.ending(self._usage()):
             yield ending
 
-    async def whole(self) -> Json:
+    def _written(self, burst: Sequence[Piece]) -> list[Json]:
+        return [chunk for piece in burst for chunk in self._writer.chunks(piece)]
+
+    async def response(self, headers: Mapping[str, str]) -> Response:
+        """Return the whole reply. One with many logprobs is written on a thread and in pieces, so that streams keep running."""
         replies = new_replies(self._prepared.generations)
         async with aclosing(self._bursts()) as bursts:
             async for burst in bursts:
                 for piece in burst:
                     replies[piece.index].add(piece)
-        return self._writer.whole(replies, self._usage())
+
+        def write() -> Json:
+            return self._writer.whole(replies, self._usage())
+
+        if sum(map(logprobs_in, replies)) <= LOGPROBS_ON_LOOP:
+            return JSONResponse(write(), headers=dict(headers))
+        written = await asyncio.to_thread(lambda: "".join(ENCODER.iterencode(write())).encode())
+        return Response(written, media_type="application/json", headers=dict(headers))
 
     async def _bursts(self) -> AsyncGenerator[list[Piece], None]:
         self._timer.submit()
@@ -554,6 +571,11 @@ async def _after(first: list[Json], chunks: AsyncGenerator[list[Json], None]) ->
         yield first
         async for more in chunks:
             yield more
+
+
+def logprobs_in(reply: Reply) -> int:
+    found = [*(reply.prompt_logprobs or ()), *(token.logprobs for token in reply.tokens if token.logprobs is not None)]
+    return sum(1 + len(one.top) for one in found)
 
 
 def _headers(ignored: tuple[str, ...]) -> dict[str, str]:

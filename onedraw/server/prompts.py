@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from onedraw.errors import BadParameter, BadRequest, ContextOverflow, ShuttingDown
-from onedraw.limits import MAX_PROMPT_TOKENS
+from onedraw.limits import MAX_PROMPT_LOGPROBS, MAX_PROMPT_TOKENS, MAX_REPLY_LOGPROBS
 from onedraw.llm.llm import LLM, PreparedChoice
 from onedraw.llm.reply_stream import Generation
 from onedraw.llm.request_options import make_chat_generation, make_generation, score_options, settle_seed, thinking_switches
@@ -110,6 +110,7 @@ def prepare(
                 prepared = _chat(request, llm, _identity(prefix or "chatcmpl-", line), choices, cached_calls=line is None)
             case CompletionRequest():
                 prepared = _completion(request, llm, _identity("cmpl-", line), choices, cancelled)
+        _check_logprobs(request, prepared)
     except BadRequest as error:
         raise _renamed(error, spellings) from None
     return replace(prepared, names=spellings, line=line)
@@ -126,6 +127,27 @@ def _batched(request: CompletionRequest | ChatRequest, line: LineIdentity) -> Co
     if request.return_token_details:
         raise BadParameter("return_token_details", "depends on other requests, and a line of a batch must not; remove it")
     return request.model_copy(update={"seed": line.seed}) if request.seed in (None, -1) else request
+
+
+def _check_logprobs(request: CompletionRequest | ChatRequest, prepared: PreparedRequest) -> None:
+    """Refuse a request whose reply would have too many logprobs, which take far more memory than its tokens."""
+    name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+    asked = [choice.request for choice in prepared.choices]
+    scored = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    of_prompts = 0 if scored is None else (1 + scored) * sum(len(one.prompt) for one in asked)
+    if of_prompts > MAX_PROMPT_LOGPROBS:
+        raise BadParameter(
+            name,
+            f"the prompts would have {of_prompts:,} logprobs in all, and at most {MAX_PROMPT_LOGPROBS:,} are returned; "
+            "ask for fewer alternatives, or split the request",
+        )
+    of_replies = sum((1 + one.params.logprobs) * one.params.max_tokens for one in asked if one.params.logprobs is not None)
+    if of_replies > MAX_REPLY_LOGPROBS:
+        raise BadParameter(
+            name,
+            f"the replies may have {of_replies:,} logprobs in all, and at most {MAX_REPLY_LOGPROBS:,} are returned; "
+            "ask for fewer alternatives, or lower max_tokens or n",
+        )
 
 
 def _renamed(error: BadRequest, spellings: Sequence[Mapping[str, str]]) -> BadRequest:

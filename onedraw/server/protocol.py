@@ -382,6 +382,13 @@ class SamplingFields(TokenFields):
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a response format must be compiled for the reply, which may take seconds."""
+        shape = self.response_format
+        given = (*(getattr(self, name) for name in GUIDED), self.grammar, self.structured_outputs)
+        return any(one is not None for one in given) or (shape is not None and shape.type != "text")
+
     def guided(self) -> dict[str, tuple[str, Any]]:
         """Return the response formats that are given, as a map from the caller's field name to the option's name and value."""
         found: dict[str, tuple[str, Any]] = {}
@@ -540,6 +547,12 @@ class ChatRequest(SamplingFields):
     @property
     def left_out(self) -> tuple[str, ...]:
         return left_out([tool.type for tool in self.tools], own=("function",))
+
+    @property
+    def compiles(self) -> bool:
+        choice = self.tool_choice
+        forced = choice is not None and (choice.mode == "required" or choice.names is not None)
+        return super().compiles or any(forced or function.strict for _, function in self.functions)
 
     def tool_use(self) -> ToolUse | None:
         """Return the tools of the request, or None if the prompt shall list no tools."""

@@ -102,7 +102,13 @@ class ChatTemplate:
         if not any(message.get("role") == "system" for message in messages) or self.system_messages == "anywhere":
             return list(messages)
         placed: list[Mapping[str, Any]] = []
+        parts: list[str] = []  # the contents that make up the last message
         joins = False  # whether the next user message is appended to the last one
+
+        def end() -> None:
+            if len(parts) > 1:
+                placed[-1] = {**placed[-1], "content": "\n\n".join(parts)}
+
         for message in messages:
             before = placed[-1] if placed else {}
             opens = self.system_messages == "first" and len(placed) == (before.get("role") == "system")
@@ -111,9 +117,12 @@ class ChatTemplate:
             same = before.get("role") == message.get("role")
             joins = joins and message.get("role") == "user"
             if same and (joins or message.get("role") == "system") and _are_texts(before, message):
-                placed[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+                parts.append(message["content"])
             else:
+                end()
                 placed.append(message)
+                parts = [message["content"]] if _are_texts(message) else []
+        end()
         return placed
 
     @cached_property

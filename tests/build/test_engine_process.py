@@ -19,7 +19,7 @@ import pytest
 from onedraw.build.llm import build_llm
 from onedraw.engine.client import CheckedRequest, Event
 from onedraw.engine.remote import EngineServer, EventSender, RemoteEngine
-from onedraw.errors import BadParameter, EngineLost, OutOfMemory, QueueFull, ShuttingDown
+from onedraw.errors import BadParameter, BadRequest, EngineLost, OutOfMemory, QueueFull, ShuttingDown
 from onedraw.llm.llm import LLM
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
@@ -110,6 +110,16 @@ def test_an_unbuildable_format_has_the_same_error() -> None:
             llm.generate("The sea", **options)
         assert llm.generate("The sea", max_tokens=1)
     assert str(there.value) == str(here.value)
+
+
+def test_requests_too_large_for_a_frame_are_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the length of a frame has four bytes, and a longer one ended the thread that sends requests."""
+    with fake() as llm:
+        with monkeypatch.context() as small:
+            small.setattr("onedraw.engine.remote.MOST_FRAME_BYTES", 1_000)
+            with pytest.raises(BadRequest, match="over 1,000"):
+                llm.generate([5] * 400, max_tokens=1, n=4)
+        assert llm.generate([5] * 400, max_tokens=3, n=4)
 
 
 def test_a_full_queue_is_the_error_of_each_request() -> None:

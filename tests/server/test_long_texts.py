@@ -9,13 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 
 from onedraw.limits import MAX_CHARACTERS_COUNTED, MAX_LONG_WORK, MAX_PROMPT_TOKENS
 from onedraw.server.app import LONG_BODY
 from onedraw.server.errors import ClientGone
+from onedraw.server.ollama.requests import OpenCalls
+from onedraw.server.openai.responses_request import numbered
 from onedraw.server.prompts import PreparedRequest, prepare
-from onedraw.server.work import Workers
+from onedraw.server.work import Turns, Workers
+from onedraw.text.chat_template import ChatTemplate
+from onedraw.text.constraints.checker import GrammarChecker
 from onedraw.text.tokenizer import Tokenizer
 from tests.server.running import PATIENCE, Served, fake_llm, serving, wait_until
 
@@ -126,9 +132,10 @@ def test_a_disconnected_client_ends_the_tokenization_of_its_prompts(fake: Served
 class Client:
     """A request whose client disconnects when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "10.0.0.1") -> None:
         self.gone = asyncio.Event()
-        self.request = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive=self._receive)
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "client": (address, 1)}
+        self.request = Request(scope, receive=self._receive)
 
     async def _receive(self) -> dict[str, str]:
         await self.gone.wait()
@@ -192,3 +199,165 @@ def test_a_running_task_of_a_disconnected_client_counts_until_it_ends_and_a_wait
 
     asyncio.run(check())
     assert ran == [*range(MAX_LONG_WORK), MAX_LONG_WORK + 1]
+
+
+# ---------------------------------------------------------------------------------------------- callers take turns
+
+
+def test_callers_take_turns_for_threads() -> None:
+    """Regression: threads were given out in the order of arrival, so a caller with many requests delayed all others."""
+    go, order = threading.Event(), list[str]()
+
+    def work(name: str) -> None:
+        go.wait()
+        order.append(name)
+
+    async def check() -> None:
+        workers = Workers()
+        callers = {name: Client(f"10.0.0.{number}") for number, name in enumerate("abc")}
+
+        def run(name: str) -> asyncio.Future[None]:
+            return asyncio.ensure_future(workers.run(callers[name].request, lambda: work(name), long=True))
+
+        tasks = [run(name) for name in "a" * (MAX_LONG_WORK + 20) + "bbc"]
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(check())
+    assert {"b", "c"} <= set(order[: 2 * MAX_LONG_WORK + 4]), order
+    assert order.count("a") == MAX_LONG_WORK + 20
+
+
+def test_a_caller_that_disconnects_while_it_waits_leaves_its_turn_to_the_next() -> None:
+    async def check() -> list[str]:
+        turns, got = Turns(1), list[str]()
+
+        async def take(caller: str) -> None:
+            await turns.acquire(caller)
+            got.append(caller)
+
+        await turns.acquire("a")
+        waiting = {name: asyncio.ensure_future(take(name)) for name in ("b", "c", "d")}
+        await asyncio.sleep(0)
+        waiting["b"].cancel()
+        turns.release()  # c has the slot now, and disconnects before it runs
+        waiting["c"].cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        turns.release()
+        await turns.acquire("e")  # the one slot is free again
+        return got
+
+    assert asyncio.run(check()) == ["d"]
+
+
+def test_requests_are_answered_while_many_formats_wait_to_be_compiled(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each of them waited on one of the threads that tokenize prompts."""
+    go, check = threading.Event(), GrammarChecker.check
+
+    def slow(self: GrammarChecker, request: Any) -> Any:
+        go.wait(PATIENCE)
+        return check(self, request)
+
+    monkeypatch.setattr(GrammarChecker, "check", slow)
+    answers: list[int] = []
+
+    def ask(number: int) -> None:
+        answers.append(fake.post("/v1/completions", prompt="a", max_tokens=1, guided_regex=f"x{{{number}}}").status_code)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(1, 41)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert fake.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+        assert fake.post("/apply-template", messages=HELLO).status_code == 200
+        assert not answers
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert answers == [200] * 40
+
+
+# ---------------------------------------------------------------------------------------------- work that grows with the body
+
+
+def test_long_conversations_are_read_in_time_that_grows_with_their_length() -> None:
+    """Regression: a body of 20 MB took minutes, also after its client had left, because each message copied all before it, or
+    each result of a tool looked at every open call. Here that would take minutes too."""
+    many, text = 40_000, "x" * 1_000
+    [(_, joined)] = numbered([{"type": "message", "role": "assistant", "content": text}] * many)
+    assert joined["content"] == text * many
+    template = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", bos_token="", eos_token="")
+    said = template.render([{"role": "user", "content": "a"}, *[{"role": "system", "content": text}] * many])
+    assert said == "\n\n".join(["a", *[f"<system>\n{text}\n</system>"] * many])
+    calls = OpenCalls()
+    for number in range(200_000):
+        calls.add(f"call_{number}", "f")
+    assert [calls.take(None, "g") for _ in range(100_000)] == [f"call_{number}" for number in range(100_000)]
+    assert [calls.take(None, "f") for _ in range(50_000)] == [f"call_{number}" for number in range(100_000, 150_000)]
+    assert calls.take("call_199999", "f") == "call_199999"
+    assert calls.take("unknown", None) == "call_150000"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("fg"), st.booleans())))
+def test_open_calls_are_taken_by_id_then_by_name_then_in_order(steps: list[tuple[str, str, bool]]) -> None:
+    calls, plain = OpenCalls(), list[tuple[str, str]]()
+    for id, name, takes in steps:
+        if not takes:
+            calls.add(id, name)
+            plain.append((id, name))
+            continue
+        expected = next((c for c in (*(c for c in plain if c[0] == id), *(c for c in plain if c[1] == name), *plain)), None)
+        if expected is not None:
+            plain.remove(expected)
+        assert calls.take(id, name) == (None if expected is None else expected[0])
+
+
+def test_a_short_input_cannot_refer_to_more_text_than_the_limit(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a body of 1 MB with many references to one long item took gigabytes."""
+    monkeypatch.setattr("onedraw.server.openai.responses.MAX_REFERENCED_CHARACTERS", 1_000)
+    first = fake.post("/v1/responses", input="z" * 120, max_output_tokens=1).json()
+    [item] = fake.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    reference = {"type": "item_reference", "id": item["id"]}
+    assert fake.post("/v1/responses", input=[reference], max_output_tokens=1).status_code == 200
+    refused = fake.post("/v1/responses", input=[reference] * 20, max_output_tokens=1)
+    assert refused.status_code == 400
+    assert "over 1,000 characters" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"].startswith("input[")
+
+
+# ---------------------------------------------------------------------------------------------- logprobs
+
+
+def test_the_number_of_logprobs_of_a_reply_is_limited(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the logprobs of 16 prompts took a gigabyte, and writing them silenced all streams for half a minute."""
+    monkeypatch.setattr("onedraw.server.prompts.MAX_PROMPT_LOGPROBS", 50)
+    monkeypatch.setattr("onedraw.server.prompts.MAX_REPLY_LOGPROBS", 50)
+    echoed = {"prompt": [[5] * 10] * 2, "echo": True, "max_tokens": 0}
+    assert fake.post("/v1/completions", **echoed, logprobs=1).status_code == 200
+    for path, body, param in (
+        ("/v1/completions", {**echoed, "logprobs": 2}, "logprobs"),
+        ("/v1/completions", {"prompt": [5], "max_tokens": 10, "logprobs": 4, "n": 2}, "logprobs"),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 10, "logprobs": True, "top_logprobs": 5}, "top_logprobs"),
+        ("/api/chat", {"messages": HELLO, "options": {"num_predict": 51}, "logprobs": True}, "top_logprobs"),
+    ):
+        answer = fake.post(path, **body)
+        assert answer.status_code == 400, answer.text
+        assert "at most 50 are returned" in answer.text
+        assert param in answer.text
+
+
+def test_a_reply_with_many_logprobs_is_the_same_written_on_a_thread(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "a bc", "echo": True, "logprobs": 3, "max_tokens": 9, "n": 2, "seed": 5}
+    plain, chunks = fake.post("/v1/completions", **body), fake.chunks("/v1/completions", **body)
+    monkeypatch.setattr("onedraw.server.app.LOGPROBS_ON_LOOP", 0)
+    threaded, again = fake.post("/v1/completions", **body), fake.chunks("/v1/completions", **body)
+    assert threaded.headers["content-type"] == plain.headers["content-type"]
+    named = {"id", "created"}
+    assert {k: v for k, v in threaded.json().items() if k not in named} == {
+        k: v for k, v in plain.json().items() if k not in named
+    }
+    assert [one["choices"] for one in again] == [one["choices"] for one in chunks]
+    assert len(threaded.content) == len(plain.content)

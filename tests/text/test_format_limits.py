@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,27 @@ def test_a_refusal_is_kept_so_that_repeating_it_costs_nothing(compiler: GrammarC
     with pytest.raises(BadParameter, match="MiB") as other:
         compiler.constraint(RegexFormat("a?" * 20_000, "structured_outputs.regex"), PLAIN_TEXT)
     assert other.value.param == "structured_outputs.regex"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_helper_process_that_is_killed_at_work_is_replaced_and_the_format_is_compiled(
+    compiler: GrammarCompiler, number: signal.Signals
+) -> None:
+    """Regression: only of SIGKILL was it known that no format causes it."""
+    compiler.constraint(ORDINARY, PLAIN_TEXT)
+    pid = helper_pid(compiler)
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, number)
+
+    def go_on() -> None:
+        with suppress(ProcessLookupError):  # SIGKILL ended it at once
+            os.kill(pid, signal.SIGCONT)
+
+    timer = threading.Timer(0.2, go_on)  # A stopped process gets SIGTERM when it continues.
+    timer.start()
+    compiler.constraint(RegexFormat(f"killed by {number}", "x"), PLAIN_TEXT)
+    timer.join()
+    assert helper_pid(compiler) != pid
 
 
 def test_a_helper_process_that_was_killed_is_replaced(compiler: GrammarCompiler) -> None:

@@ -277,13 +277,13 @@ def _mix32(words: Array) -> Array:
 
 
 class DryHistories:
-    """The token history of each lane's request, indexed for the DRY penalty. Owner: the backend."""
+    """The token history of each lane's request, indexed for the DRY penalty and banned words. Owner: the backend."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[str, HistoryTokens]] = {}
 
     def of(self, position: SamplingPosition) -> HistoryTokens | None:
-        if position.params.dry is None:
+        if position.params.dry is None and not position.params.bad_words:
             return None
         known = self._known.get(position.lane)
         if known is None or known[0] != position.request_id:

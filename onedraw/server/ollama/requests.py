@@ -7,7 +7,7 @@ a reply has the tokens that the same request has on /v1/chat/completions or /v1/
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -267,10 +267,36 @@ class OllamaShow(StrictModel):
     name: str | None = field_doc("string", "the same as `model`")
 
 
+class OpenCalls:
+    """The calls of a conversation that have no result yet, found by id, by name or by their order in a few steps each."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, str] = {}  # the ids of the calls, by their number
+        self._ids: defaultdict[str, deque[int]] = defaultdict(deque)  # numbers of the calls with this id; some have a result
+        self._names: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._all: deque[int] = deque()
+        self._number = 0
+
+    def add(self, id: str, name: str) -> None:
+        self._calls[self._number] = id
+        for waiting in (self._ids[id], self._names[name], self._all):
+            waiting.append(self._number)
+        self._number += 1
+
+    def take(self, id: str | None, name: str | None) -> str | None:
+        """Take out the first call with this id, else the first of this tool, else the first of all, and return its id."""
+        for waiting in (self._ids.get(id or ""), self._names.get(name or ""), self._all):
+            while waiting:
+                number = waiting.popleft()
+                if number in self._calls:
+                    return self._calls.pop(number)
+        return None
+
+
 def _to_chat(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Turn messages into chat messages. Results of tools get the ids of their calls, which many clients do not send: that of the
     first open call of the same tool, else of the first open call."""
-    open_calls: deque[tuple[str, str]] = deque()  # id and tool of the calls that have no result yet
+    open_calls = OpenCalls()
     found: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
         made: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -278,24 +304,16 @@ def _to_chat(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             made["reasoning_content"] = message.thinking
         if message.tool_calls:
             named = [(call.id or f"call_{number}_{index}", call.function) for index, call in enumerate(message.tool_calls)]
-            open_calls.extend((id, function.name) for id, function in named)
+            for id, function in named:
+                open_calls.add(id, function.name)
             made["tool_calls"] = [
                 {"id": id, "type": "function", "function": {"name": one.name, "arguments": json.dumps(one.arguments)}}
                 for id, one in named
             ]
         if message.role == "tool":
-            made["tool_call_id"] = _answered(message, open_calls) or f"call_{number}"
+            answered = open_calls.take(message.tool_call_id, message.tool_name)
+            made["tool_call_id"] = message.tool_call_id or answered or f"call_{number}"
             if message.tool_name:
                 made["name"] = message.tool_name
         found.append(made)
     return found
-
-
-def _answered(message: OllamaMessage, open_calls: deque[tuple[str, str]]) -> str | None:
-    """Return the id of the call whose result this message is, and take the call out of the open ones."""
-    by_id = [call for call in open_calls if call[0] == message.tool_call_id]
-    by_name = [call for call in open_calls if call[1] == message.tool_name]
-    call = next(iter((*by_id, *by_name, *open_calls)), None)
-    if call is not None:
-        open_calls.remove(call)
-    return message.tool_call_id or (call[0] if call is not None else None)

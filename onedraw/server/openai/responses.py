@@ -17,6 +17,7 @@ from typing import Any
 from starlette.requests import Request
 
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
+from onedraw.limits import MAX_REFERENCED_CHARACTERS
 from onedraw.llm.reply import BlockChange, BlockClosed, BlockGrew, BlockOpened, ContentBlock, Reply
 from onedraw.server.openai.chat import Json, OpenAIWriter
 from onedraw.server.openai.responses_request import ResponsesRequest, messages_of
@@ -99,8 +100,11 @@ class ResponseStore:
             ) from None
 
     def resolved(self, items: Sequence[Json], owner: str | None = None) -> list[Json]:
-        """Return the items, with each `item_reference` replaced by the stored item it names."""
+        """Return the items, with each `item_reference` replaced by the stored item it names. A short input could refer to a long
+        item very often, so the characters of all that it refers to are counted."""
         found: list[Json] = []
+        sizes: dict[str, int] = {}  # by id of the item
+        left = MAX_REFERENCED_CHARACTERS
         for number, item in enumerate(items):
             if item.get("type") == "item_reference":
                 with self._lock:
@@ -108,6 +112,14 @@ class ResponseStore:
                     known: Mapping[str, Any] | None = held[-1] if held else None
                 if known is None:
                     raise BadParameter(f"input[{number}].id", "this item is not stored; send the item itself")
+                if item["id"] not in sizes:
+                    sizes[item["id"]] = len(str(known))
+                left -= sizes[item["id"]]
+                if left < 0:
+                    raise BadParameter(
+                        f"input[{number}].id",
+                        f"the items that the input refers to have over {MAX_REFERENCED_CHARACTERS:,} characters; refer to fewer",
+                    )
                 item = dict(known)
             found.append(item)
         return found

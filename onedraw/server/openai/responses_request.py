@@ -309,26 +309,37 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def numbered(items: Sequence[dict[str, Any]]) -> list[NumberedMessage]:
     """Turn items into chat messages like `messages_of`, each paired with the index of its first item."""
     messages: list[NumberedMessage] = []
+    said: list[str] = []  # what the last message says, if it is the assistant's, which is joined once all of it is known
 
     def assistant() -> dict[str, Any]:
         if not messages or messages[-1][1]["role"] != "assistant":
-            messages.append((number, {"role": "assistant", "content": ""}))
+            begin({"role": "assistant", "content": ""})
         return messages[-1][1]
+
+    def begin(message: dict[str, Any]) -> None:
+        end()
+        messages.append((number, message))
+
+    def end() -> None:
+        if said:
+            messages[-1][1]["content"] = "".join(said)
+            said.clear()
 
     for number, item in enumerate(items):
         at = f"input[{number}]"
         match item.get("type", "message"):
             case "message" if item["role"] == "assistant":
-                assistant()["content"] += _text(item["content"], f"{at}.content")
+                assistant()
+                said.append(_text(item["content"], f"{at}.content"))
             case "message":
-                messages.append((number, {"role": item["role"], "content": _text(item["content"], f"{at}.content")}))
+                begin({"role": item["role"], "content": _text(item["content"], f"{at}.content")})
             case "function_call":
                 call = {"id": item["call_id"], "type": "function"}
                 call["function"] = {"name": item["name"], "arguments": item["arguments"]}
                 assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 content = _text(item["output"], f"{at}.output")
-                messages.append((number, {"role": "tool", "tool_call_id": item["call_id"], "content": content}))
+                begin({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             case "reasoning":
                 parts = _reasoning_texts(item.get("content"), f"{at}.content") or _reasoning_texts(
                     item.get("summary"), f"{at}.summary"
@@ -336,6 +347,7 @@ def numbered(items: Sequence[dict[str, Any]]) -> list[NumberedMessage]:
                 thought = "".join(parts)
                 if thought:
                     assistant()["reasoning_content"] = thought
+    end()
     return messages
 
 

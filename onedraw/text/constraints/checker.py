@@ -25,7 +25,8 @@ from onedraw.errors import QueueFull, StepFailed
 
 log = logging.getLogger("onedraw.constraints")
 
-_SIGKILL, _SIGPROF = -9, -27  # exit statuses of a process that these signals ended
+_SIGPROF = -27  # exit status of a process that this signal ended
+_KILLED = (-1, -2, -9, -15)  # those of signals that a format cannot cause: SIGHUP, SIGINT, SIGKILL, SIGTERM
 START_SECONDS = 120.0  # how long a new process may take to read the vocabulary, on a busy machine
 
 
@@ -94,7 +95,7 @@ class GrammarChecker:
             return answer
         code = process.wait()
         self._end()
-        if code == _SIGKILL and not process.timed_out:
+        if code in _KILLED and not process.timed_out:
             return None
         log.warning("a response format ended the process that compiles formats first (exit status %s); it was refused", code)
         return {"error": {"path": "", "reason": _too_costly(code, process.timed_out)}}

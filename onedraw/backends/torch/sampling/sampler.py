@@ -391,7 +391,7 @@ class Sampler:
             scores[rows] = part
 
     def _recall(self, position: SamplingPosition) -> HistoryTokens | None:
-        if position.params.dry is None:
+        if position.params.dry is None and not position.params.bad_words:
             return None
         known = self._recalls.get(position.lane)
         if known is None or known[0] != position.request_id:
