@@ -24,7 +24,6 @@ MAX_PROMPT_TOKENS = 1 << 22  # tokens of all prompts of one request together
 MAX_REFERENCED_CHARACTERS = 1 << 25  # characters of all stored items that the input of /v1/responses refers to
 MAX_PROMPT_LOGPROBS = 1 << 20  # numbers that `echo` with `logprobs` returns: tokens of all prompts × (1 + alternatives) × n
 MAX_REPLY_LOGPROBS = 1 << 23  # logprobs of the replies of a request: replies × max_tokens × (1 + alternatives)
-LOGPROBS_ON_LOOP = 1 << 13  # Replies with more logprobs are written on a thread, so that streams keep running meanwhile.
 
 # Batches: uploaded files, and batches of requests.
 MAX_BATCH_FILE = 200 << 20  # bytes of one uploaded file

@@ -24,7 +24,6 @@ from starlette.types import Message, Receive, Scope
 
 from onedraw import __version__
 from onedraw.errors import ModelNotFound, OnedrawError, QueueFull, ShuttingDown
-from onedraw.limits import LOGPROBS_ON_LOOP
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.request_options import check_ids
@@ -68,6 +67,7 @@ IGNORED = "x-onedraw-ignored"  # the header that lists unknown fields and left-o
 LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on the few threads for long work, see `work.py`.
 
 QUEUE_SECONDS = 0.2  # after which a line of a batch is sent again if the queue was full
+LOGPROBS_ON_LOOP = 1 << 13  # Replies with more logprobs are written on a thread, so that streams keep running meanwhile.
 # Writes JSON in the same way as JSONResponse, which does it at once and keeps other threads from running meanwhile.
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
