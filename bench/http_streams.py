@@ -1,4 +1,4 @@
-"""The cost of HTTP per token: many streams at once through the real server, and the CPU time of each process that takes part.
+"""Measure the cost of HTTP per token: many streams at once through the real server, and the CPU time of each process.
 
     python -m bench.http_streams [--streams 64] [--new-tokens 256] [--seconds 10] [--model scripted] [--flags='--…'] [--json]
 

@@ -1,4 +1,4 @@
-"""Replicas that are killed while they serve: errors, differences from one process, and how long the streams pause.
+"""Kill replicas while they serve, and report errors, differences from one process, and how long the streams pause.
 
     python -m bench.replicas_kill [MODEL] [--streams 200] [--replicas 2] [--tokens 64] [--max-batch 48] [--json]
 

@@ -1,4 +1,4 @@
-"""Servers under a hostile mix of clients and faults for an hour: nothing lost, nothing mixed, nothing wrong, memory flat.
+"""Run servers for an hour under hostile clients and faults; check that no answer is lost, mixed or wrong and memory stays flat.
 
     python -m bench.soak [--minutes 60] [--seed 0] [--out FOLDER] [--json]
 

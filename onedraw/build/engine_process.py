@@ -29,7 +29,7 @@ from typing import Protocol
 
 from onedraw.build.checkpoint import Progress
 from onedraw.engine.client import BuildConstraint, EngineClient
-from onedraw.engine.remote import Channel, EngineServer, EventSender, Frames, MessageSender, RemoteEngine
+from onedraw.engine.remote import EngineChannel, EngineServer, EventSender, Frames, MessageSender, RemoteEngine
 from onedraw.engine.wire import Failed, Report, RequestCodec, Started, decode_from_engine, encode
 from onedraw.errors import EngineLost, OnedrawError
 from onedraw.settings import Settings
@@ -103,7 +103,7 @@ StartEngine = Callable[[Settings], EngineSource]
 
 
 def engine_client(
-    channel: Channel, build_constraint: BuildConstraint, notify: Progress, *, end_process: Callable[[float], str]
+    channel: EngineChannel, build_constraint: BuildConstraint, notify: Progress, *, end_process: Callable[[float], str]
 ) -> RemoteEngine:
     """Wait until the engine at the other end of a channel is built, and return its client. Its error is raised here. For
     `end_process` see RemoteEngine."""

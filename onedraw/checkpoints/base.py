@@ -89,7 +89,7 @@ class StoredTensor:
         return self.data.reshape(math.prod(self.shape[:-1]), -1)
 
     def factors(self) -> None:
-        """NVFP4 stores its factors in a separate tensor; `gguf.py` combines the two."""
+        """None: a stored tensor alone has no factors. Those of NVFP4 are a tensor of their own, which `gguf.py` adds."""
         return
 
     def take_rows(self, order: NDArray[np.intp]) -> StoredTensor:

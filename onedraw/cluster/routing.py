@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-REQUEST_TOKENS = 256  # A request more than the mean counts as much as so many prompt tokens to compute.
+REQUEST_TOKENS = 256  # Each request over the mean counts as much as this many prompt tokens to compute.
 MAX_PAGES_HASHED = 2048  # most pages of a prompt that are hashed; a longer prompt is compared by these first ones
 MAX_PAGES_SENT = 262_144  # entries of the table of all replicas together, which takes about 80 MB when it is full
 MAX_PAGE_HOLDERS = 8  # most replicas that the table stores for one page, the latest ones

@@ -67,7 +67,7 @@ class MessageSender(Protocol):
         ...
 
 
-class Channel(MessageSender, Protocol):
+class EngineChannel(MessageSender, Protocol):
     """One end of the connection of the two processes. One thread receives."""
 
     def receive(self) -> bytes | None:
@@ -121,7 +121,7 @@ class RemoteEngine(FixedWeights):
 
     def __init__(
         self,
-        channel: Channel,
+        channel: EngineChannel,
         started: Started,
         *,
         codec: RequestCodec,

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.fixtures.hostile_formats import CORPUS
+from tests.support.helper_process import helper_pid, is_checking
 
 HELLO = [{"role": "user", "content": "Hello."}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -207,13 +208,14 @@ def test_a_schema_that_is_too_deep_is_refused_by_name_on_every_endpoint(fake: An
 def test_a_neighbour_is_answered_while_a_costly_format_is_compiled(fake: Any) -> None:
     """The helper process that compiles it is stopped meanwhile, so the answer cannot have waited for it."""
     said(fake, guided_choice=["yes"])
-    pid = fake.llm.constraints.grammars._checker._process._process.pid
+    compiler = fake.llm.constraints.grammars
+    pid = helper_pid(compiler)
     os.kill(pid, signal.SIGSTOP)
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(fake.post(CHAT, messages=HELLO, max_tokens=9, guided_regex="[xyz]")))
     thread.start()
     try:
-        while not fake.llm.constraints.grammars._checker._lock.locked():
+        while not is_checking(compiler):
             threading.Event().wait(0.001)
         chunks = list(fake.chunks(CHAT, messages=HELLO, max_tokens=30, seed=1))
         assert chunks

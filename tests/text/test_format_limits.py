@@ -30,6 +30,7 @@ from onedraw.text.reply_parser import PLAIN_TEXT
 from onedraw.text.tools.dialects import Dialect, Tool
 from onedraw.text.tools.grammar import ToolCallGrammar
 from tests.fixtures.hostile_formats import CORPUS, STRING, items_chain
+from tests.support.helper_process import helper_pid
 
 TOKENIZER = fake_tokenizer()
 EOS = 256
@@ -43,12 +44,6 @@ def compiler() -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(TOKENIZER, (EOS,))
     yield made
     made.close()
-
-
-def helper_pid(compiler: GrammarCompiler) -> int:
-    process = compiler._checker._process
-    assert process is not None
-    return process._process.pid
 
 
 def format_from(options: dict[str, Any]) -> ReplyFormat:

@@ -317,8 +317,9 @@ class StageBoundary:
         return self._sent.nbytes + self._received.nbytes + self._inputs.nbytes
 
     def cross(self, x: Tensor, own: Tensor | None, rows: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """Copy x [T, E] and own [T, later layers, width] to the second device. `rows`: the number of rows to which the second
-        stage pads the step, if it pads differently; rows beyond len(x) are padding, with values of an earlier step."""
+        """Copy x [T, E], and the own inputs [T, later layers, width] of the later layers, to the second device. `rows`: the
+        number of rows to which the second stage pads the step, if it pads differently; rows beyond len(x) are padding, with
+        values of an earlier step."""
         rows = len(x) if rows is None else rows
         count = min(len(x), rows)
         if max(count, rows) > len(self._sent):

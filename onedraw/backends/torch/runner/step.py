@@ -56,7 +56,7 @@ class StepResult(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether the device may still compute it: drafting then waits for `collect`."""
+        """Whether the device may still be computing the step. Then drafting waits for `collect`."""
         ...
 
     def wait(self) -> None:
