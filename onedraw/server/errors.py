@@ -97,12 +97,13 @@ class ClientGone(Exception):
     """The client disconnected before the response was complete."""
 
 
-def known(error: Exception) -> OnedrawError:
-    """Return the error as an OnedrawError. An unexpected one is logged with an id, and the client is told only that id."""
+def known(error: Exception, *, path: str = "") -> OnedrawError:
+    """Return the error as an OnedrawError. An unexpected one is logged with an id, and the client is told only that id. `path` is
+    the path of the request, for advice."""
     if isinstance(error, OnedrawError):
         return error
     if isinstance(error, HTTPException):
-        found = OnedrawError(_route_message(error), code=HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
+        found = OnedrawError(_route_message(error, path), code=HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
         found.status = error.status_code
         return found
     identity = f"err-{secrets.token_hex(6)}"
@@ -110,9 +111,12 @@ def known(error: Exception) -> OnedrawError:
     return OnedrawError(f"unexpected error {identity}; see the server's log for this id", code="internal_error")
 
 
-def _route_message(error: HTTPException) -> str:
+def _route_message(error: HTTPException, path: str) -> str:
     match error.status_code:
         case 404:
+            for meant in (f"/v1{path}", path.removeprefix("/v1")):  # a base URL without /v1, or with one too many
+                if meant in PATHS and meant != path:
+                    return f"no such path: did you mean {meant}? Base URLs of OpenAI's clients end with /v1, all others do not"
             return f"no such path; the paths are {', '.join(PATHS)}"
         case 405:
             return "this path does not accept this method"
@@ -161,7 +165,7 @@ def ollama_error(error: OnedrawError) -> dict[str, Any]:
 
 def error_response(error: Exception, *, path: str = "") -> JSONResponse:
     """Build the response of an error, in the shape of the API that the path belongs to."""
-    found = known(error)
+    found = known(error, path=path)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if found.status == 401:
         headers["www-authenticate"] = "Bearer"

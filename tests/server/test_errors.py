@@ -220,6 +220,9 @@ def test_a_model_that_is_not_served_is_not_found_if_names_are_strict(fake):
 
 def test_unknown_paths_and_methods_get_404_and_405(fake):
     assert "/v1/chat/completions" in refused(fake.get("/v2/models"), 404, code="not_found")
+    for path, meant in (("/chat/completions", CHAT), ("/v1/v1/messages", "/v1/messages"), ("/v1/api/chat", "/api/chat")):
+        answer = fake.post(path, messages=HELLO)
+        assert (answer.status_code, f"did you mean {meant}?" in answer.text) == (404, True)
     refused(fake.get(COMPLETIONS), 405, code="method_not_allowed")
     refused(fake.get("/docs"), 404)
     assert fake.get(COMPLETIONS).headers["allow"] == "POST"
