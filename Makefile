@@ -8,11 +8,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+AIDER := .venv-aider
 MODEL ?= smollm2
 ARGS ?=
 JOBS ?= 2
 # One compute thread per test worker: more threads than cores make every worker slower.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Unmodified third-party clients; their own warnings are not errors here.
+TEST_CLIENTS = ONEDRAW_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients -o filterwarnings=ignore
 .DEFAULT_GOAL := help
 .PHONY: help serve cluster quick soak test test-long test-device test-clients check format bench docs clean
 
@@ -43,8 +46,9 @@ quick: check
 test: $(VENV)/.stamp-test
 	$(PYTEST) -m "not long and not device" $(ARGS)
 
-test-long: $(VENV)/.stamp-test
+test-long: $(VENV)/.stamp-test $(CLIENTS)/.stamp $(AIDER)/.stamp
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=searching $(ARGS)
+	$(TEST_CLIENTS) -m long
 
 soak: $(VENV)/.stamp-test
 	$(BIN)/python -m bench.soak $(ARGS)
@@ -52,9 +56,8 @@ soak: $(VENV)/.stamp-test
 test-device: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m device tests/device $(ARGS)
 
-# Unmodified third-party clients; their own warnings are not errors here.
 test-clients: $(VENV)/.stamp-test $(CLIENTS)/.stamp
-	ONEDRAW_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients -o filterwarnings=ignore $(ARGS)
+	$(TEST_CLIENTS) -m "not long" $(ARGS)
 
 check: $(VENV)/.stamp-check
 	$(BIN)/ruff format --check .
@@ -77,7 +80,7 @@ docs: $(VENV)/.stamp-serve
 	mv docs/api.md.tmp docs/api.md
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) tests/clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(AIDER) tests/clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------- set-up
@@ -106,4 +109,10 @@ $(CLIENTS)/.stamp: tests/clients/requirements.txt tests/clients/node/package-loc
 	@[ -x $(CLIENTS)/bin/python ] || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r tests/clients/requirements.txt
 	@if command -v npm > /dev/null; then cd tests/clients/node && npm ci --no-audit --no-fund; fi
+	@touch $@
+
+# Aider requires exact versions of everything that it imports, so it has an environment of its own.
+$(AIDER)/.stamp: Makefile
+	@[ -x $(AIDER)/bin/python ] || $(PYTHON) -m venv $(AIDER)
+	$(AIDER)/bin/python -m pip install --disable-pip-version-check aider-chat==0.86.2
 	@touch $@

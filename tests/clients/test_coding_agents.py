@@ -1,4 +1,4 @@
-"""Coding agents from the npm registry, as they are: each reads a file through a tool call and gives one answer.
+"""Coding agents from npm and PyPI, as they are: each reads a file through a tool call and gives one answer, or edits a file.
 
 The model is a checkpoint whose weights are a script (`tests/support/scripted.py`), since a random one calls no tools; the server,
 the template, the tokenizer and the parser of calls are the real ones. The agents get an empty home, no telemetry, and a proxy
@@ -21,6 +21,7 @@ import pytest
 
 from tests.clients.conftest import KEY, PATIENCE, PYTHON, ROOT, Server, running
 
+AIDER = ROOT / ".venv-aider" / "bin" / "aider"
 MODULES = Path(__file__).parent / "node" / "node_modules"
 PLATFORM = f"{sys.platform}-{ {'x86_64': 'x64', 'aarch64': 'arm64'}.get(platform.machine(), platform.machine()) }"
 SECRET, ANSWER = "the secret word is heron", "The note was read."
@@ -35,9 +36,9 @@ def note(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def scripted(folder: Path, tool: str, arguments: Mapping[str, str]) -> Iterator[Server]:
-    """A server whose model calls this tool, and answers once it has the result."""
-    command = [PYTHON, "-m", "tests.support.scripted", str(folder), tool, json.dumps(arguments), ANSWER]
+def scripted(folder: Path, tool: str, arguments: Mapping[str, str], *, answer: str = ANSWER) -> Iterator[Server]:
+    """A server whose model calls this tool, and answers once it has the result; at once where no tools are offered."""
+    command = [PYTHON, "-m", "tests.support.scripted", str(folder), tool, json.dumps(arguments), answer]
     subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE)
     with running("--max-context", "65536", model=(str(folder),)) as server:
         yield server
@@ -46,7 +47,7 @@ def scripted(folder: Path, tool: str, arguments: Mapping[str, str]) -> Iterator[
 def run(program: Path, arguments: Sequence[str], *, work: Path, **environment: str) -> str:
     """What the program prints. It is started in `work`, with a home of its own."""
     if not program.exists():
-        pytest.skip("the npm packages are not installed: npm ci in tests/clients/node")
+        pytest.skip(f"{program.name} is not installed: make test-clients installs the npm packages, make test-long aider")
     starter = [shutil.which("node") or "node"] if program.suffix == ".js" else []
     home = work.parent / "home"
     home.mkdir(exist_ok=True)
@@ -161,3 +162,15 @@ def test_opencode_reads_a_file_and_answers(tmp_path: Path, note: Path) -> None:
     assert (read["tool"], read["state"]["status"]) == ("read", "completed")
     assert SECRET in read["state"]["output"]
     assert answer["text"] == ANSWER
+
+
+@pytest.mark.long  # installing it takes longer than all other clients
+def test_aider_edits_a_file(tmp_path: Path, note: Path) -> None:
+    """It offers no tools: it parses the new content of a file out of the answer."""
+    changed = SECRET.replace("heron", "crane")
+    quiet = ["--yes-always", "--no-git", "--no-check-update", "--analytics-disable", "--no-show-model-warnings"]
+    with scripted(tmp_path / "model", "none", {}, answer=f"{ANSWER}\n\nnote.txt\n```\n{changed}\n```\n") as server:
+        reach = ["--model", "openai/any-model", "--openai-api-base", server.base, "--openai-api-key", KEY]
+        said = run(AIDER, [*reach, *quiet, "--message", "Change it.", "note.txt"], work=note.parent)
+    assert ANSWER in said
+    assert note.read_text() == changed + "\n"
