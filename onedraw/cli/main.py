@@ -22,7 +22,7 @@ from onedraw.errors import BadRequest, BadSetting, OnedrawError
 
 COMMANDS = (
     *("serve", "run", "chat", "generate", "batch", "list", "pull", "rm", "ps"),
-    *("inspect", "bench", "prove", "replay", "train-draft", "export", "completion"),
+    *("inspect", "bench", "eval", "prove", "replay", "train-draft", "export", "completion"),
 )
 MANY_OPTIONS = 20  # If a command has more options than this, `--help` shows only those in COMMON.
 COMMON = frozenset(
