@@ -57,6 +57,7 @@ class EngineProcess:
             )
         self.frames = Frames(ours)
         self.pid = self._process.pid
+        self.fingerprint = ""
         with suppress(OSError):  # The process may have ended already; then `client` raises the error.
             self.frames.send(encode_settings(settings))
 
@@ -70,7 +71,9 @@ class EngineProcess:
 
     def client(self, build_constraint: BuildConstraint, notify: Progress) -> RemoteEngine:
         """Wait until the engine is built, and return its client. An error in the engine's process is raised here."""
-        return engine_client(self.frames, build_constraint, notify, end_process=self.end)
+        client = engine_client(self.frames, build_constraint, notify, end_process=self.end)
+        self.fingerprint = client.fingerprint
+        return client
 
     def end(self, seconds: float) -> str:
         """Wait up to `seconds` for the end of the process, then kill it. Return how it ended."""
@@ -90,7 +93,9 @@ class EngineProcess:
 
 class EngineSource(Protocol):
     """Where an engine runs that is not in this process. In a `with` it is ended if anything fails before `client` has returned;
-    after that the client ends it."""
+    after that the client ends it. `fingerprint` is that of the engine, once there is a client."""
+
+    fingerprint: str
 
     def __enter__(self) -> EngineSource: ...
 

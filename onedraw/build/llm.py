@@ -33,7 +33,7 @@ from onedraw.engine.engine import Engine, Observer, nothing
 from onedraw.engine.remote import EventSender
 from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.service import Service
-from onedraw.errors import BadSetting, OutOfMemory
+from onedraw.errors import BadSetting, ModelError, OutOfMemory
 from onedraw.llm.llm import LLM
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
@@ -269,9 +269,8 @@ def _build_model(
         require_jax()
     with ExitStack() as stack:
         checkpoint = stack.enter_context(closing(find_checkpoint(settings, notify)))
-        process = (
-            None if start_engine is None else stack.enter_context(start_engine(settings))
-        )  # loads while the text is read here
+        # An engine elsewhere loads while the text is read here.
+        process = None if start_engine is None else stack.enter_context(start_engine(settings))
         info = describe(settings, checkpoint)
         tokenizer, template = read_text(checkpoint)
         weights = checkpoint.fingerprint()
@@ -310,6 +309,13 @@ def _build_model(
         eos=tuple(info.eos_ids),
         defaults=info.defaults,
     )
+    if process is not None and process.fingerprint != card.fingerprint:
+        service.close()
+        constraints.close()
+        raise ModelError(
+            f"the engine has {process.fingerprint}, and the model here is {card.fingerprint}: have the same model and version on "
+            "all machines"
+        )
     updates = EngineWeightUpdates(
         served,
         service,

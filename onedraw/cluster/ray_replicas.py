@@ -155,6 +155,7 @@ class RayReplicas:
         if options.gpus is not None and options.gpus < 0:
             raise BadSetting(f"--replica-gpus: must be 0 or more, not {options.gpus:g}")
         self._options = options
+        self.fingerprint = ""
         self._cpus = settings.threads or 1
         self._owns_ray = False
         if options.address is not None:
@@ -196,7 +197,9 @@ class RayReplicas:
             keeper = threading.Thread(target=self._keep, args=(slot, build_constraint, report), daemon=True)
             keeper.start()
             self._keepers.append(keeper)
-        return self._first.result()
+        replicas = self._first.result()
+        self.fingerprint = replicas.fingerprint
+        return replicas
 
     def restart(self) -> None:
         """Replace the replicas one after the other. Their requests continue on others meanwhile."""

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from onedraw.build.engine_process import EngineProcess
 from onedraw.build.llm import build_llm
 from onedraw.engine.client import CheckedRequest, Event
 from onedraw.engine.remote import EngineServer, EventSender, RemoteEngine
-from onedraw.errors import BadParameter, BadRequest, EngineLost, OutOfMemory, QueueFull, ShuttingDown
+from onedraw.errors import BadParameter, BadRequest, EngineLost, ModelError, OutOfMemory, QueueFull, ShuttingDown
 from onedraw.llm.llm import LLM
 from onedraw.settings import Settings
 from onedraw.types import Request, SamplingParams
@@ -256,3 +257,31 @@ def test_a_cancellation_while_a_constraint_is_built_comes_after_the_submission()
     engine.go.set()
     wait_until(lambda: len(engine.calls) == 4)
     assert engine.calls[2:] == ["submit a", "cancel a"]
+
+
+def test_an_engine_of_another_model_is_refused(before: set[int], tmp_path: Path) -> None:
+    """A replica's machine may have other weights by the same name."""
+    models = []
+    for name, width in (("here", 64), ("there", 128)):
+        models.append(tmp_path / name / "config.json")
+        models[-1].parent.mkdir()
+        models[-1].write_text(json.dumps({**TINY, "intermediate_size": width}))
+    here, there = (Settings(model=f"random:{model}", threads=1, self_check=False) for model in models)
+    with pytest.raises(ModelError, match="have the same model and version"):
+        build_llm(here, start_engine=lambda _: EngineProcess(there))
+    assert children() == before
+
+
+def test_an_engine_that_stands_still_is_noticed(before: set[int]) -> None:
+    with fake() as llm:
+        engine = llm.service
+        assert isinstance(engine, RemoteEngine)
+        assert engine.silent_seconds == 0
+        stream = llm.stream("The sea", max_tokens=1000, ignore_eos=True)
+        next(stream)
+        pid = engine_pid(before)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: engine.silent_seconds > 0.5)
+        os.kill(pid, signal.SIGCONT)
+        list(stream)
+        assert engine.silent_seconds == 0
