@@ -74,6 +74,9 @@ def _installed() -> Iterator[Compiler]:
     names = [str(file) for folder in _folders() for file in sorted(folder.glob("libnvrtc.so*"), reverse=True)]
     for name in (*names, *SYSTEM_LIBRARIES):
         try:
+            # NVRTC 13.0 does not look for its builtins beside itself; once they are loaded, it finds them by name.
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so*") if os.path.isabs(name) else ():
+                ctypes.CDLL(str(builtins))
             library = ctypes.CDLL(name)
             major, minor = ctypes.c_int(), ctypes.c_int()
             library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
