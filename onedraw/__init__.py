@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onedraw.api import load
+    from onedraw.api import load, torch_forward
     from onedraw.llm.llm import LLM
 
     Model = LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Model", "__version__", "load"]
+__all__ = ["LLM", "Model", "__version__", "load", "torch_forward"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from onedraw.api import load
 
         return load
+    if name == "torch_forward":
+        from onedraw.api import torch_forward
+
+        return torch_forward
     if name in ("LLM", "Model"):
         from onedraw.llm.llm import LLM
 

@@ -1,8 +1,9 @@
-"""The Python API: `onedraw.load(model, …)` returns a running LLM."""
+"""The Python API: `onedraw.load(model, …)` returns a running LLM, `onedraw.torch_forward(model)` a module to train."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from onedraw.llm.llm import LLM
@@ -14,3 +15,11 @@ def load(model: str = "smollm2", *, progress: Callable[[str], None] | None = Non
     from onedraw.build.llm import build_llm
 
     return build_llm(Settings.of(model=model, **settings), progress)
+
+
+def torch_forward(model: Path | str, *, progress: Callable[[str], None] | None = None) -> Any:
+    """Return a torch module with the parameters of a dense model, in float32 on the CPU. It is differentiable, and its logprobs
+    have the bits of a server's with `--dtype f32` on a CPU: see `TorchForward` in `backends/torch/training/torch_forward.py`."""
+    from onedraw.build.torch_forward import build_torch_forward
+
+    return build_torch_forward(model, progress)
