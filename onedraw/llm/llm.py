@@ -198,8 +198,8 @@ class LLM:
         most = self.card.max_context
         if len(text) > max(most, MAX_CHARACTERS_COUNTED) and self.tokenizer.least_tokens(text, enough=most) > most:
             raise TextTooLong(
-                f"a text of {len(text):,} characters has more tokens than the context of {most:,} holds; shorten it or "
-                "raise --max-context",
+                f"prompt is too long: a text of {len(text):,} characters cannot fit. This model's maximum context length is "
+                f"{most} tokens; shorten the text, or raise --max-context if the model allows more",
                 param=param,
             )
         return self.encode(text, add_special=add_special)

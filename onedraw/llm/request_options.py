@@ -356,9 +356,10 @@ def _length(options: RequestOptions, default: int | None, *, prompt: int, contex
     given = default if options.max_tokens is None else options.max_tokens
     wanted = max(room, 1) if given is None or given == NO_LIMIT else given
     if room < min(wanted, 1):  # With max_tokens 0 nothing is sampled, so the prompt may fill the context.
+        # Coding agents compact a conversation when an error says this in the words of Anthropic's and OpenAI's APIs.
         raise ContextOverflow(
-            f"the prompt of {prompt} tokens and a reply are over the context of {context}; shorten the prompt or raise "
-            "--max-context",
+            f"prompt is too long: {prompt} tokens > {context - 1} maximum. This model's maximum context length is {context} "
+            "tokens, the reply included; shorten the prompt, or raise --max-context if the model allows more",
             param="prompt",
             prompt=prompt,
         )

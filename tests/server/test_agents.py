@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,24 @@ def test_a_reply_ends_at_the_context_with_the_reason_length(window: Served) -> N
     response = window.post("/v1/responses", input=said, max_output_tokens=10**9, seed=3).json()
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["usage"]["total_tokens"] == room
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/messages", "messages"), ("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/api/chat", "messages")],
+)
+def test_an_agent_recognizes_that_the_prompt_is_too_long(window: Served, path: str, field: str) -> None:
+    """Then it compacts the conversation. Claude Code and opencode search for the first phrase, litellm for the second."""
+    room = window.llm.card.max_context
+    length = {"max_tokens": 4} if path == "/v1/messages" else {}  # it is required there
+    answer = window.post(path, **{field: [{"role": "user", "content": "a" * (room + 100)}]}, **length)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    found = re.search(r"prompt is too long: (\d+) tokens > (\d+)", message)
+    assert found is not None, message
+    assert int(found[1]) > int(found[2]) == room - 1
+    assert f"This model's maximum context length is {room} tokens" in message
 
 
 def test_an_agent_on_responses(fake: Any) -> None:

@@ -71,7 +71,7 @@ def test_a_text_too_long_for_the_context_is_refused_before_it_is_tokenized(fake:
     answer = fake.post(path, **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), answer.text[:500]
-    assert f"the context of {fake.llm.card.max_context:,}" in error["message"]
+    assert f"maximum context length is {fake.llm.card.max_context} tokens" in error["message"]
     assert max(tokenized, default=0) < len(LONG)
 
 
