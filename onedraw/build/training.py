@@ -217,13 +217,14 @@ class DraftTraining:
         initial: Path | None,
         block: int,
         layers: int | None,
+        mask_token: int | None,
         recipe: Mapping[str, Any],
         seed: int,
         buffer_bytes: int,
         notify: Progress,
     ) -> None:
-        """Load the target, and make the trainer of a drafter that begins as `initial` or random. `examples` are all of the run; a
-        token that none of them has becomes the mask token of a new drafter."""
+        """Load the target, and make the trainer of a drafter that begins as `initial` or random. `examples` are all of the run.
+        The mask token of a new drafter is `mask_token`, or else a token that no example has."""
         from onedraw.backends.torch.training.trainer import Recipe, make_trainer
 
         checkpoint = find_checkpoint(settings, notify)
@@ -232,7 +233,9 @@ class DraftTraining:
             tokenizer, _ = read_text(checkpoint)
             weights = None
             if initial is None:
-                mask = unused_token(tokenizer, info, (example.tokens for example in examples))
+                mask = mask_token
+                if mask is None:
+                    mask = unused_token(tokenizer, info, (example.tokens for example in examples))
                 self.spec = new_drafter_spec(info.spec, mask_token=mask, block=block, layers=layers)
                 check_drafter_fits(self.spec, info.spec)
             else:

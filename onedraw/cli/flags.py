@@ -19,6 +19,7 @@ from onedraw.llm.request_options import RequestOptions
 from onedraw.settings import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, Settings, size_in_bytes
 
 if TYPE_CHECKING:
+    from onedraw.contract.record import RecordWriter
     from onedraw.llm.llm import LLM
 
 # The help text of each setting. A switch that is on by default becomes the option --no-…, so its text says what turning it off
@@ -113,6 +114,7 @@ NO_DRAFT_WINDOW = (
 ParsedT = TypeVar("ParsedT")
 
 SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # settings whose values are sizes such as 2GiB
+LEAST_LEARNING_SIZE = 2**16  # bytes of --learn-draft-size; a few records must fit into a file
 NOT_FLAGS = ("model",)  # fields of Settings that are positional arguments of a command and not options
 
 
@@ -175,21 +177,57 @@ def add_record(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--record-text", action="store_true", help="also write prompt and reply as text")
 
 
+def add_learning(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("learning (off unless --learn-draft names a folder)")
+    group.add_argument(
+        "--learn-draft",
+        type=Path,
+        metavar="FOLDER",
+        help="keep token ids of finished prompts and replies there, for `onedraw train-draft --data FOLDER`",
+    )
+    group.add_argument(
+        "--learn-draft-size",
+        type=argument_type(size_in_bytes),
+        metavar="SIZE",
+        help="most bytes of that folder; the oldest replies are removed (default: 256MiB)",
+    )
+
+
 def recorded(llm: LLM, arguments: argparse.Namespace) -> LLM:
-    """Return the LLM, wrapped to record finished requests if --record is given."""
+    """Return the LLM, wrapped to write finished requests if --record or --learn-draft is given."""
     from onedraw.contract.record import DEFAULT_SIZE, RecordingLLM, RecordWriter
 
     if arguments.record is None:
         for name in ("record_size", "record_text"):
             if getattr(arguments, name):
                 raise BadSetting(f"--{name.replace('_', '-')}: only with --record")
+    learning = _learning(arguments)
+    if arguments.record is None and learning is None:
         return llm
     size = DEFAULT_SIZE if arguments.record_size is None else arguments.record_size
     if size < 1:
         raise BadSetting(f"--record-size: must be at least 1 byte, not {size}")
     path = Path(arguments.model)
     source = str(path.resolve()) if path.exists() else arguments.model
-    return RecordingLLM(llm, RecordWriter(arguments.record, size=size), source=source, text=arguments.record_text)
+    writer = None if arguments.record is None else RecordWriter(arguments.record, size=size, text=arguments.record_text)
+    return RecordingLLM(llm, writer, source=source, learning=learning)
+
+
+def _learning(arguments: argparse.Namespace) -> RecordWriter | None:
+    """Return the writer of --learn-draft. Only commands that serve have the option."""
+    from onedraw.contract.record import LEARNING_FILES, LEARNING_SIZE, RecordWriter
+
+    folder, size = getattr(arguments, "learn_draft", None), getattr(arguments, "learn_draft_size", None)
+    if folder is None:
+        if size is not None:
+            raise BadSetting("--learn-draft-size: only with --learn-draft")
+        return None
+    if size is not None and size < LEAST_LEARNING_SIZE:
+        raise BadSetting(f"--learn-draft-size: must be at least {LEAST_LEARNING_SIZE} bytes, not {size}")
+    if folder == arguments.record:
+        raise BadSetting("--learn-draft: name another folder than that of --record, since its oldest files are removed")
+    most = LEARNING_SIZE if size is None else size
+    return RecordWriter(folder, size=most // LEARNING_FILES, most=most, option="--learn-draft")
 
 
 class Refused(argparse.Action):

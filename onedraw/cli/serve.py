@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onedraw.cli import terminal
-from onedraw.cli.flags import add_record, add_settings, argument_type, read_settings, recorded
+from onedraw.cli.flags import add_learning, add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.cli.ps import registered
 from onedraw.errors import BadSetting
 from onedraw.settings import Settings, api_key, default_cache_dir, otlp_traces_endpoint, ray_address, size_in_bytes, update_token
@@ -172,6 +172,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     web.add_argument("--log-prompts", action="store_true", help="also log the text of prompts; otherwise they are never logged")
     add_record(parser)
+    add_learning(parser)
     add_settings(parser)
 
 

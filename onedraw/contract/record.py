@@ -3,6 +3,9 @@
 A RecordingLLM writes every finished choice as a line of JSON to a file in a folder, before the caller gets the choice's last
 piece. `read_records` reads these lines. Each of several choices of a request has a record of its own, which stands for a
 request with that choice's seed and n = 1. Prompts are stored as token ids; their text is only written with `--record-text`.
+
+`--learn-draft` writes records too, from which `train-draft` learns: of each reply only what a drafter learns from, in a folder of
+bounded size whose oldest files are removed.
 """
 
 from __future__ import annotations
@@ -32,6 +35,10 @@ log = logging.getLogger("onedraw.contract.record")
 
 VERSION = 1
 DEFAULT_SIZE = 64 * 2**20  # When a file has this many bytes, the next record begins a new file.
+LEARNING_SIZE = 256 * 2**20  # bytes of all files that --learn-draft keeps
+LEARNING_FILES = 8  # files that these bytes are divided into, so that an eighth of what was learned from is forgotten at a time
+LEAST_LEARNED = 2  # tokens of a reply that a drafter can learn from
+LEARNED = "learned"  # the id of records of --learn-draft, which say nothing about the client's request
 NAME = "requests-{number:06d}.jsonl"  # names of files; a higher number is newer
 
 
@@ -60,9 +67,15 @@ class RecordWriter:
     Each process begins new files, so no two processes write to the same one. A file contains whole lines only: after a failed
     write, such as on a full disk, it is truncated to its last whole line; if that fails too, the next line begins a new file."""
 
-    def __init__(self, folder: Path, *, size: int = DEFAULT_SIZE) -> None:
+    def __init__(
+        self, folder: Path, *, size: int = DEFAULT_SIZE, most: int | None = None, text: bool = False, option: str = "--record"
+    ) -> None:
+        """`size`: bytes after which a file ends. `most`: bytes of all files together, beyond which the oldest are removed; a line
+        that does not fit into `size` is refused then. `text`: whether the text of requests is written. `option` is named in
+        errors."""
+        self.text = text
         self._folder = folder
-        self._size = size
+        self._size, self._most = size, most
         self._lock = threading.Lock()
         self._file: int | None = None
         self._written = 0
@@ -70,10 +83,12 @@ class RecordWriter:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._begin()
         except OSError as error:
-            raise BadSetting(f"--record: cannot write to {folder} ({error.strerror}); choose a folder that is writable") from None
+            raise BadSetting(f"{option}: cannot write to {folder} ({error.strerror}); choose a folder that is writable") from None
 
     def write(self, line: dict[str, Any]) -> None:
         data = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        if self._most is not None and len(data) > self._size:
+            raise ValueError(f"its {len(data):,} bytes are over the {self._size:,} of a file")
         with self._lock:
             if self._file is None or (self._written and self._written + len(data) > self._size):
                 self._begin()
@@ -118,18 +133,32 @@ class RecordWriter:
             except FileExistsError:
                 continue
         self._written = 0
+        self._remove_oldest(path)
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
+    def _remove_oldest(self, current: Path) -> None:
+        """Remove the oldest files until the others and the one that was begun, when it is full, are within `most`."""
+        if self._most is None:
+            return
+        others = sorted((path for path in self._folder.glob("requests-*.jsonl") if path != current), key=_number)
+        sizes = [path.stat().st_size for path in others]
+        for index, path in enumerate(others):
+            if sum(sizes[index:]) + self._size > self._most:
+                path.unlink(missing_ok=True)
+
 
 class RecordingLLM(LLM):
     """An LLM that records finished choices. It uses the service of the LLM it is made from and owns it from then on:
     closing it closes that service."""
 
-    def __init__(self, llm: LLM, writer: RecordWriter, *, source: str, text: bool = False) -> None:
+    def __init__(
+        self, llm: LLM, writer: RecordWriter | None = None, *, source: str, learning: RecordWriter | None = None
+    ) -> None:
+        """`writer` gets whole records, and `learning` what a drafter learns from."""
         super().__init__(
             service=llm.service,
             tokenizer=llm.tokenizer,
@@ -139,13 +168,14 @@ class RecordingLLM(LLM):
             weight_updates=llm.weight_updates,
         )
         self._numbers = llm._numbers  # shared, so that both LLM objects never use the same request id
-        self._writer = writer
+        self._writer, self._learning = writer, learning
         self._source = source
-        self._text = text
 
     def close(self, drain_seconds: float = 0.0) -> None:
         super().close(drain_seconds)
-        self._writer.close()
+        for writer in (self._writer, self._learning):
+            if writer is not None:
+                writer.close()
 
     def pieces(self, choices: Sequence[PreparedChoice]) -> Generator[Piece, None, None]:
         replies = [Reply() for _ in choices]
@@ -175,12 +205,18 @@ class RecordingLLM(LLM):
             return
         single = replace(choice.generation, n=1, params=choice.request.params)
         identity = f"{choice.generation.label or 'request'}-{index}"
-        try:
-            self._writer.write(self._line(identity, single, reply))
-        except (OSError, ValueError, TypeError) as error:  # The disk failed, or the record has a value that JSON cannot express.
-            log.error("%s is not recorded: %s", identity, getattr(error, "strerror", None) or error)
+        learnable = learned_from(single) if len(reply.token_ids) >= LEAST_LEARNED else None
+        for writer, generation in ((self._writer, single), (self._learning, learnable)):
+            if writer is None or generation is None:
+                continue
+            name = identity if writer is self._writer else LEARNED
+            try:
+                line = self._line(name, generation, reply, text=writer.text)
+                writer.write(line if writer is self._writer else {**line, "stop_reason": None})
+            except (OSError, ValueError, TypeError) as error:  # The disk failed, or JSON cannot express a value of the record.
+                log.error("%s is not recorded: %s", identity, getattr(error, "strerror", None) or error)
 
-    def _line(self, identity: str, generation: Generation, reply: Reply) -> dict[str, Any]:
+    def _line(self, identity: str, generation: Generation, reply: Reply, *, text: bool) -> dict[str, Any]:
         checksums = [token.checksum for token in reply.tokens if token.checksum is not None]
         line: dict[str, Any] = {
             "version": VERSION,
@@ -196,9 +232,26 @@ class RecordingLLM(LLM):
         }
         if checksums:
             line["checksums"] = [str(number) for number in checksums]  # as strings, since many JSON readers round 64-bit numbers
-        if self._text:
+        if text:
             line["text"] = [self.tokenizer.decode(generation.prompt, skip_special=False), reply.reasoning + reply.text]
         return line
+
+
+def learned_from(generation: Generation) -> Generation | None:
+    """What a drafter learns from of a request: the tokens, how they were sampled, and nothing else that the client sent. None for
+    a reply that the client gave and the model did not sample."""
+    if generation.forced:
+        return None
+    params = generation.params
+    sampled = SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+    )
+    return Generation(generation.prompt, sampled, given=generation.given)
 
 
 # ---------------------------------------------------------------------------------------------- reading

@@ -305,12 +305,14 @@ class TrainingRun:
         self.best_kept = -1.0
         self._best: dict[str, np.ndarray] = {}
         notify(RunProgress("training", 0.0, None, "loading the model"))
+        saved = self._saved()
         self._training = DraftTraining(
             replace(settings, draft=("none",), prefix_cache=False, cache_budget=None, snapshot_dir=None),
             examples=examples,
             initial=options.initial,
             block=options.block,
             layers=options.layers,
+            mask_token=None if saved is None else saved[0]["mask_token"],
             recipe=options.recipe,
             seed=options.seed,
             buffer_bytes=options.memory,
@@ -318,7 +320,8 @@ class TrainingRun:
         )
         try:
             self._held_out = self._training.reader.read(held_out)
-            self._restore()
+            if saved is not None:
+                self._restore(*saved)
             self.seconds = self._before
         except BaseException:
             self.close()
@@ -407,23 +410,34 @@ class TrainingRun:
         data = safetensors.numpy.save(arrays, {"run": json.dumps(header)})
         replace_file(self._state, data)
 
-    def _restore(self) -> None:
+    def _saved(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+        """The saved state: where the run is, and its arrays. The mask token is one that no data had when the run began; it stays,
+        though replies that were sampled later may have it."""
         if not self._state.exists():
-            return
+            return None
         try:
             with safetensors.safe_open(self._state, "numpy") as file:
                 header = json.loads((file.metadata() or {})["run"])
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-            if header["mask_token"] != self._training.spec.mask_token:
-                raise BadSetting(
-                    f"--out: the data and with them the mask token changed since {self._options.out} was begun; name another"
-                )
+            if not isinstance(header["mask_token"], int):
+                raise TypeError("mask_token is no number")
+            return header, arrays
+        except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise self._damaged(error) from None
+
+    def _restore(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        if header["mask_token"] != self._training.spec.mask_token:
+            raise BadSetting(f"--init: the drafter changed since {self._options.out} was begun; name another folder with --out")
+        try:
             trainer = {name.removeprefix("trainer/"): array for name, array in arrays.items() if name.startswith("trainer/")}
             self._training.trainer.restore(trainer)
             self._best = {name.removeprefix("best/"): array for name, array in arrays.items() if name.startswith("best/")}
             self._before, self.best_kept, self._next = float(header["seconds"]), float(header["best_kept"]), int(header["next"])
-        except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise CorruptFile(f"{self._state} is damaged ({error}); remove it to train from the beginning") from None
+        except (KeyError, ValueError, TypeError) as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: Exception) -> CorruptFile:
+        return CorruptFile(f"{self._state} is damaged ({error}); remove it to train from the beginning")
 
 
 def _is_records(data: str) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from onedraw.cli import flags
 from onedraw.cli.main import UsageError, command_parser
 from onedraw.errors import BadSetting
+from onedraw.llm.llm import LLM
 from onedraw.llm.request_options import RequestOptions
 from onedraw.settings import Settings, size_in_bytes
 
@@ -140,3 +142,15 @@ def test_auto_is_the_default_number_of_drafts() -> None:
 def test_every_command_refuses_a_verification_window(command: str) -> None:
     with pytest.raises(UsageError, match="full attention"):
         parsed("--draft-window", "64", command=command)
+
+
+def test_learning_is_bounded_and_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    llm, folder = cast(LLM, None), str(tmp_path / "one")
+    assert flags.recorded(llm, parsed(command="serve")) is llm, "nothing is kept unless it is asked for"
+    for given, complaint in (
+        (["--learn-draft-size", "1MiB"], "only with --learn-draft"),
+        (["--learn-draft", folder, "--learn-draft-size", "10"], "at least 65536 bytes"),
+        (["--learn-draft", folder, "--record", folder], "another folder than that of --record"),
+    ):
+        with pytest.raises(BadSetting, match=complaint):
+            flags.recorded(llm, parsed(*given, command="serve"))

@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from onedraw.llm.reply import Reply
 from onedraw.llm.reply_stream import Generation
 from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
+from onedraw.types import SamplingParams
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_text_is_written_only_on_request(tmp_path: Path) -> None:
     with build_llm(Settings(backend="fake", model="fake")) as inner:
         for text in (False, True):
             folder = tmp_path / str(text)
-            llm = RecordingLLM(inner, RecordWriter(folder), source="fake", text=text)
+            llm = RecordingLLM(inner, RecordWriter(folder, text=text), source="fake")
             (reply,) = llm.run(generation(llm, "a secret prompt", seed=1))
             (line,) = (folder / "requests-000001.jsonl").read_text().splitlines()
             assert ("a secret prompt" in line) == text
@@ -151,6 +153,42 @@ def test_files_are_rotated_by_size_and_read_in_order(tmp_path: Path) -> None:
     assert lines == list(range(31))
     assert len(files) > 10
     assert all(file.stat().st_size <= 200 for file in files[:-1])
+
+
+def test_a_bounded_folder_keeps_the_newest_records(tmp_path: Path) -> None:
+    recorder = RecordWriter(tmp_path, size=200, most=1000)
+    for number in range(100):
+        recorder.write({"number": number, "padding": "x" * 40})
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1000
+    with pytest.raises(ValueError, match=r"over the 200 of a file"):
+        recorder.write({"number": 100, "padding": "x" * 400})
+    recorder.close()
+    lines = [json.loads(line)["number"] for file in sorted(tmp_path.iterdir()) for line in file.read_text().splitlines()]
+    assert lines == list(range(lines[0], 100))
+    assert len(lines) > 8
+    again = RecordWriter(tmp_path, size=200, most=400)  # a smaller bound, at the next start
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 200
+    again.close()
+
+
+def test_a_learned_record_has_tokens_and_how_they_were_sampled_and_nothing_else(tmp_path: Path) -> None:
+    """Stop strings, schemas, biases and labels may tell about a client; a drafter needs none of them."""
+    wanted = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "stop": ("secret",), "logit_bias": {5: 1.0}, "bad_words": ("private",)}
+    with build_llm(Settings(backend="fake", model="fake")) as inner:
+        folders = tmp_path / "whole", tmp_path / "learned"
+        whole, learning = RecordWriter(folders[0]), RecordWriter(folders[1], size=10_000, most=100_000)
+        llm = RecordingLLM(inner, whole, source="fake", learning=learning)
+        asked = replace(generation(llm, **wanted, guided_regex="[ab]{3}"), label="client-7")
+        (reply,) = llm.run(asked)
+        given = generation(llm, seed=4, reply_ids=(1, 2, 3), max_tokens=3)  # scored, not sampled
+        llm.run(given)
+    assert [record.generation for record in read_records(folders[0])] == [asked, given]
+    (record,) = read_records(folders[1])
+    params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12)
+    assert record.generation == Generation(asked.prompt, params)
+    assert (record.id, record.reply, record.stop_reason) == ("learned", tuple(reply.token_ids), None)
+    text = (folders[1] / record.where.split(":")[0]).read_text()
+    assert not any(word in text for word in ("secret", "private", "client-7", "[ab]", 'logit_bias":[[5'))
 
 
 def test_a_new_process_writes_to_a_new_file(tmp_path: Path) -> None:
