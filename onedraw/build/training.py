@@ -217,7 +217,7 @@ class DraftTraining:
         initial: Path | None,
         block: int,
         layers: int | None,
-        mask_token: int | None,
+        mask_token: int | None = None,
         recipe: Mapping[str, Any],
         seed: int,
         buffer_bytes: int,
