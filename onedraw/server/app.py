@@ -31,7 +31,7 @@ from onedraw.server import page as assets
 from onedraw.server.anthropic.messages import CountRequest, MessagesRequest, MessagesWriter
 from onedraw.server.auth import CALLER, OPEN_PATHS, ApiKeyMiddleware, ApiKeys, caller, turn_caller
 from onedraw.server.batch.endpoints import BatchEndpoints
-from onedraw.server.batch.lines import LINE, BatchLine, LineIdentity, LineResult, check_model, result_line
+from onedraw.server.batch.lines import LINE, BatchLine, LineIdentity, LineMoved, LineResult, check_model, result_line
 from onedraw.server.batch.requests import BatchRequest
 from onedraw.server.body import read_body, read_json
 from onedraw.server.config import ServerOptions
@@ -260,7 +260,10 @@ class Endpoints:
         seconds = self.options.request_seconds if line is None else None
         run = ReplyRun(prepared, writer, llm=self.llm, timer=timer, permit=permit, trace=trace, seconds=seconds)
         if not wanted.stream:
-            return await or_disconnect(request.receive, run.response(headers))
+            response = await or_disconnect(request.receive, run.response(headers))
+            if line is not None and run.moved:
+                raise LineMoved
+            return response
         chunks = run.chunks()
         # Wait for the first chunk before the response starts: an error until then can still set the HTTP status.
         first = await or_disconnect(request.receive, anext(chunks))
@@ -290,6 +293,8 @@ class Endpoints:
                 answer = await handlers[line.url](Request(scope, _received(line.body)))
             except (RateLimited, QueueFull) as error:
                 await asyncio.sleep(error.retry_seconds if isinstance(error, RateLimited) else QUEUE_SECONDS)
+                continue
+            except LineMoved:
                 continue
             except ShuttingDown:
                 raise
@@ -500,6 +505,11 @@ class ReplyRun:
         self._trace = trace
         self._finishes: dict[int, Finish] = {}  # choice index → how the choice ended
         self._usages: dict[int, Usage] = {}  # choice index → its token counts, once the choice has ended
+
+    @property
+    def moved(self) -> bool:
+        """Whether a pause of the engine ended a choice before its end."""
+        return "moved" in self._finishes.values()
 
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
         """Yield non-empty lists of chunks. The pieces that one engine step gives are sent in one write."""

@@ -319,6 +319,21 @@ def test_a_batch_waits_for_a_server_with_its_model(tmp_path: Path, now: list[flo
             assert ended(client, made[1]).status == "expired"
 
 
+def test_lines_that_a_pause_ends_run_again(tmp_path: Path) -> None:
+    content = encoded(*(line(str(i), ignore_eos=True, max_tokens=30) for i in range(40)))
+    with slowed(fake_llm(), 0.005) as llm, serving(llm, ServerOptions(batch_dir=tmp_path)) as served:
+        client = served.client()
+        made = submitted(client, content, seed=1)
+        wait_until(lambda: client.batches.retrieve(made.id).request_counts.completed > 3)
+        llm.service.pause(end=True)
+        llm.service.resume()
+        output, errors = results(client, ended(client, made.id))
+        expected, _ = results(client, ended(client, submitted(client, content, seed=1).id))
+    assert (len(output), errors) == (40, [])
+    choices = [[one["response"]["body"]["choices"] for one in found] for found in (output, expected)]
+    assert choices[0] == choices[1]
+
+
 def test_one_server_uses_a_folder(tmp_path: Path) -> None:
     options = ServerOptions(batch_dir=tmp_path)
     with fake_llm() as llm, serving(llm, options) as first, serving(llm, options) as second:

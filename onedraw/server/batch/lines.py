@@ -74,6 +74,10 @@ class ModelChanged(Exception):
     """The model is not the one that the batch was made for, so its replies would be others."""
 
 
+class LineMoved(Exception):
+    """A pause of the engine ended the reply before its end, so the line runs again."""
+
+
 def check_model(fingerprint: str, identity: LineIdentity) -> None:
     if fingerprint != identity.fingerprint:
         raise ModelChanged
