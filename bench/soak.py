@@ -186,6 +186,15 @@ def completion(**fields: Any) -> tuple[str, bytes]:
     return "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 4, **fields}).encode()
 
 
+def _results_of_tools(many: int) -> list[dict[str, Any]]:
+    calls = [{"function": {"name": "f"}}] * many
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": calls},
+        *[{"role": "tool", "content": "a"}] * many,
+    ]
+
+
 @cache
 def bad_requests() -> dict[str, tuple[str, bytes]]:
     """Requests that must be refused, or served, without hurting any other request: path and body by name."""
@@ -209,6 +218,15 @@ def bad_requests() -> dict[str, tuple[str, bytes]]:
         "not UTF-8": ("/v1/completions", b'{"prompt": "\xff\xfe"}'),
         "5,000 stop strings": completion(stop=[f"s{i}" for i in range(5_000)]),
         "many choices": completion(n=24, max_tokens=8, seed=1),
+        "9,000 bad words": completion(bad_words=[f"w{i}" for i in range(9_000)], n=4),
+        "logprobs of long prompts": completion(prompt=[[5] * 900] * 40, echo=True, logprobs=100, max_tokens=0),
+        "20,000 results of tools": ("/api/chat", json.dumps({"messages": _results_of_tools(20_000), "stream": False}).encode()),
+        "20,000 system messages": (
+            "/v1/chat/completions",
+            json.dumps(
+                {"messages": [{"role": "user", "content": "a"}, *[{"role": "system", "content": "a" * 90}] * 20_000]}
+            ).encode(),
+        ),
     }
 
 
