@@ -55,9 +55,9 @@ def test_responses_and_messages_are_continued(fake: Served, monkeypatch: pytest.
     generations: list[Generation] = []
     prepare = fake.llm.prepare
 
-    def noting(*found: Generation, caller: str = "") -> list[PreparedChoice]:
+    def noting(*found: Generation, **how: Any) -> list[PreparedChoice]:
         generations.extend(found)
-        return prepare(*found, caller=caller)
+        return prepare(*found, **how)
 
     monkeypatch.setattr(fake.llm, "prepare", noting)
     for path, body in (
