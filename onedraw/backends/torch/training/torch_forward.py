@@ -239,8 +239,8 @@ class TorchForward(nn.Module):
         if any(not 0 <= token < self.spec.vocab for row in rows for token in row):
             raise BadParameter("sequences", f"has a token id outside the vocabulary of {self.spec.vocab}")
         inputs, state, spans = self._lay_out(rows)
-        spec, parameters = self.spec, dict(self.named_parameters())
-        loader = ParameterLoader(self._weights, {key: parameters[name] for key, name in self._names.items()}, self._ops, spec)
+        spec = self.spec
+        loader = ParameterLoader(self._weights, self.weights(), self._ops, spec)
         ropes = rope_tables(spec.layers, max(map(len, rows)) + LANE, dtype=torch.float32, device=CPU)
         prepared = PreparedAttention(self._exact_ops, inputs, ropes, spans)
         table = loader.kept(None, "embed", pad=LANE)
@@ -254,6 +254,11 @@ class TorchForward(nn.Module):
         head.rule = self._rule
         logits = head(hidden)[:, : spec.vocab]
         return [logits[first:stop] for first, stop in spans]
+
+    def weights(self) -> dict[WeightKey, nn.Parameter]:
+        """The parameters by layer and weight, as `models/spec.py` names them."""
+        parameters = dict(self.named_parameters())
+        return {key: parameters[name] for key, name in self._names.items()}
 
     def logprobs(self, prompt: Sequence[int], reply: Sequence[int]) -> Tensor:
         """The logprobs of a reply's tokens after a prompt, [tokens of the reply], differentiable. With the parameters of a server
