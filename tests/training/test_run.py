@@ -76,6 +76,7 @@ def test_a_drafter_is_trained_from_prompts_and_then_serves(terminal: Terminal, t
     assert result["steps"] == 60
     assert result["measured"]["mean"] > 1.1
     assert tokens_per_step(out) > 1.1
+    assert tokens_per_step(out / "drafter.gguf") > 1.1
     both = [read_drafter_info(open_checkpoint(path)).spec for path in (out, out / "drafter.gguf")]
     assert (both[0].block, both[0].mask_token, both[0].target_layers) == (
         both[1].block,
@@ -168,6 +169,18 @@ def test_a_drafter_that_learns_on_from_drifted_traffic_keeps_more_drafts(tmp_pat
     assert report.measured is not None
     assert report.measured.low > report.begun_with.high
     assert tokens_per_step(out) > 1.0
+
+
+def test_bench_shows_what_a_drafter_gains_on_prompts_of_a_file(terminal: Terminal, tmp_path: Path) -> None:
+    drafting = ("--draft", str(DRAFTER), "--draft-tokens", "7", "--temperature", "0", "--new-tokens", "24", "--batch", "4")
+    found = terminal.json("bench", MODEL, "--prompts", prompts(tmp_path), *drafting, "--device", "cpu")
+    [row] = found["rows"]
+    assert row["replies"] == len(OPENINGS)
+    assert 1.1 < row["low"] <= row["mean"] <= row["high"] <= 8
+    assert row["x_plain"] > 0
+    (tmp_path / "prompts.jsonl").write_text("{")
+    assert terminal.run("bench", MODEL, "--prompts", str(tmp_path / "prompts.jsonl")) == 2
+    assert "prompts.jsonl:1: not JSON" in terminal.err
 
 
 def test_a_hybrid_gets_a_drafter_of_its_own(terminal: Terminal, tmp_path: Path) -> None:
