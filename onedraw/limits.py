@@ -13,7 +13,7 @@ MAX_BODY_DEPTH = 256  # lists and objects inside each other
 
 # Texts.
 MAX_CHARACTERS = 1 << 16  # characters of all stop strings together; also of all bad_words, and of all dry_sequence_breakers
-MAX_CHARACTERS_COUNTED = 1 << 18  # A text up to this length is tokenized even if it cannot fit, so the error has its exact count.
+MAX_CHARACTERS_COUNTED = 1 << 18  # a text up to this length is tokenized even if it cannot fit, so the error has its token count
 MAX_ERROR_CHARACTERS = 1 << 12  # characters of an error's message, which may repeat what the client sent; the rest is cut off
 
 # Work.
@@ -32,7 +32,7 @@ MAX_BATCH_LINES = 50_000  # lines of one file
 MAX_BATCH_FILES = 1_000  # files that one caller may have stored
 MAX_BATCHES = 1_000  # batches that one caller may have stored; the oldest that ended is dropped for a new one
 MAX_BATCH_FAULTS = 100  # lines that are reported as wrong; the rest of the file is not checked then
-MAX_CUSTOM_ID = 512  # characters of the name of a line
+MAX_CUSTOM_ID = 512  # characters of `custom_id`, the client's name for a line
 MAX_BATCH_METADATA = 16  # entries of a batch's metadata; a key may have 64 characters, a value 512
 BATCH_KEEP_SECONDS = 30 * 24 * 3600  # how long batches that have ended, and their files, are kept
 
@@ -46,7 +46,7 @@ MAX_FORMAT_MEMBERS = 10_000  # members of one list in a schema (`enum`, `anyOf`,
 MAX_FORMAT_RULES = 5_000  # rules of a grammar
 MAX_TOOL_CHARACTERS = 1 << 20  # characters of the grammar that the server writes for the calls of a request's tools
 MAX_TOOL_WORK = 1 << 22  # characters that are written and checked for the grammar of tool calls, before it is done
-TOOL_CHECK_WORK = 1_000  # A check of a part of that grammar counts as at least so many characters.
+TOOL_CHECK_WORK = 1_000  # checking a part of that grammar counts as this many characters, besides those of the part
 MAX_LITERAL_DEPTH = 100  # values inside each other, with references followed, in a tool's schema if calls are not JSON
 
 # The helper process that compiles a response format before the server does.

@@ -114,7 +114,7 @@ NO_DRAFT_WINDOW = (
 ParsedT = TypeVar("ParsedT")
 
 SIZES = ("kv_memory", "draft_memory", "checkpoint_memory", "cache_budget")  # settings whose values are sizes such as 2GiB
-LEAST_LEARNING_SIZE = 2**16  # bytes of --learn-draft-size; a few records must fit into a file
+LEAST_LEARNING_SIZE = 2**16  # the least --learn-draft-size, in bytes, so that a few records fit into a file
 NOT_FLAGS = ("model",)  # fields of Settings that are positional arguments of a command and not options
 
 

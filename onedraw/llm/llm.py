@@ -372,7 +372,8 @@ class LLM:
             if choice.generation.origin:
                 for piece in choice.stream.begun:
                     active[-1].reply.add(piece)
-        over = [choice.stream.ended_by_text for choice in choices]  # the given tokens are the whole reply
+        # Per choice: whether the tokens that the request gave (continue_ids) already end the reply, so the engine is not asked.
+        over = [choice.stream.ended_by_text for choice in choices]
         self.service.submit([(choice.checked, sink(index)) for index, choice in enumerate(choices) if not over[index]])
         for index, choice in enumerate(choices):
             if over[index]:

@@ -17,7 +17,9 @@ from onedraw.models.spec import RopeSpec
 
 SUPPORTED = "default, linear, llama3, yarn, proportional"
 DEFAULT_THETA = 10000.0
-MROPE_KEYS = ("mrope_section", "mrope_interleaved")  # sections of positions in images; for text all are equal
+# Config keys of multimodal rope, safe to ignore: they assign rotary dimensions to time, height and width, and these three
+# positions are equal for text.
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 
 def rope_from_config(

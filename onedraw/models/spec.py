@@ -400,7 +400,8 @@ class DrafterSpec:
     mapped: bool = False  # draft token ids differ from the target's: see DrafterWeights.target_ids
     target_depth: int | None = None  # number of target layers, if the file names it
     feature_norms: bool = False  # whether every feature is normed, with a weight of its own, before the first projection
-    normed_context: bool = False  # whether a layer norms the context with its attn_norm before its keys and values
+    # Whether a layer applies its attn_norm to the target's features before it projects them to keys and values.
+    normed_context: bool = False
     convolution: ConvolutionSpec | None = None
     selector: SelectorSpec | None = None
     logit_scale: float = 1.0  # logits are multiplied by it

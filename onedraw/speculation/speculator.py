@@ -39,7 +39,9 @@ from onedraw.types import Draft, History, Request
 DEVICE = "device"  # the name of the backend's own drafter as a source of drafts
 POSITIONS = 16  # depths up to this one have a counter of their own in the statistics
 MAX_CHAIN = 32  # a chain has at most this many drafts, unless a length is forced
-PREFERENCE = 0.8  # a proposer is preferred to the backend's drafts if it is expected to keep at least this share of theirs
+# A proposer's drafts are used instead of the backend's if the number of them expected to be kept is at least this share of the
+# backend's.
+PREFERENCE = 0.8
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Upload:
     file: UploadFile
     filename: str
     purpose: str
-    lifetime: int | None  # seconds after which it expires
+    lifetime: int | None  # seconds until the file is deleted, as the client asked (`expires_after`); None: the client did not ask
 
 
 async def read_upload(request: Request, *, limit: int, seconds: float = UPLOAD_SECONDS) -> Upload:

@@ -38,9 +38,9 @@ RESTRICTIONS = frozenset(
 ).difference(COMBINATORS)
 # Keywords that say which members an object may have. What one of them allows depends on the others.
 MEMBER_KEYWORDS = frozenset(("properties", "patternProperties", "additionalProperties"))
-MAX_ALTERNATIVES = 100  # schemas that one value may follow, in a syntax that is not JSON
+MAX_ALTERNATIVES = 100  # the most schemas that one value may follow, in a syntax that is not JSON
 SCHEMA_WORK = 100  # the work of looking at one alternative counts as much as writing this many characters of a grammar
-MAX_DEPTH = 100  # most combinators inside each other, with references followed
+MAX_DEPTH = 100  # how deep combinators may be nested, with references followed
 # For each dialect, the text that ends a key. No key may contain it.
 _KEY_TERMINATOR = {"qwen_xml": ">", "laguna": "</arg_key>", "gemma": ":", "pythonic": "="}
 

@@ -2,7 +2,7 @@
 
 The engine sends a StageMessage; those that ask for something are answered by a StageReply. A residual stream is not a message:
 it is a `StreamBuffer`, one tensor of bytes with a short header. Page numbers and other long lists of integers are little-endian
-int32.
+int32. A lane is the slot of a sequence's recurrent state; a checkpoint is the saved state after a prompt prefix.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PrepareRows(msgspec.Struct, tag="prepare", array_like=True, frozen=True):
     """Copy pages and restore lanes before the next step."""
 
     copies: tuple[tuple[int, int, int], ...]  # (group, source page, target page)
-    restored: tuple[tuple[int, int], ...]  # (checkpoint slot, lane)
+    restored: tuple[tuple[int, int], ...]  # (checkpoint slot, lane): the recurrent state saved in the slot is copied to the lane
 
 
 class KeptPathData(msgspec.Struct, array_like=True, frozen=True):

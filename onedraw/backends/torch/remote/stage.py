@@ -58,9 +58,9 @@ class StageFacts:
     """What a process reports of its stage when the layers are loaded. All of it must be equal after a restart."""
 
     weights: str  # fingerprint of the checkpoint
-    name: str  # the operations
+    name: str  # name of the Ops
     hardware: str
-    choices: tuple[str, ...]  # choices of the operations that affect rounding
+    choices: tuple[str, ...]  # the kernel variants that this process's Ops have chosen and that decide how results are rounded
     rule: RowRule
     borders: tuple[int, ...]  # row counts from which attention, delta layers or norms use other kernels
 

@@ -145,8 +145,9 @@ INLINE void block_of(const float *q, float *out, const attention *a, const block
     *peak = best;
 }
 
-/* Converts the keys and values at places [low, high) to floats in `keys` and `values`, and sets `places` to their offsets
- * there. */
+/* Converts the keys and values of the positions [low, high) of a block to floats in `keys` and `values`, and sets `places` to
+ * their offsets there. Where pages are quantized, it also copies their scales to `scales`: those of the keys, then those of the
+ * values. */
 static block load_block(const attention *a, long *places, long low, long high, float *keys, float *values, float *scales) {
     for (long j = low; j < high; j++) {
         get_head(keys + j * a->dim, a->keys, a->kv_dtype, places[j], a->dim);

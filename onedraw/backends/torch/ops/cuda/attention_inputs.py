@@ -113,7 +113,8 @@ class DeviceAttentionInputs:
 
     words: Tensor
     positions: Tensor  # [T] int32: position of each token
-    # [T] int32: index of each token's key and value in its row's pages laid end to end; not the position for drafts of a tree
+    # [T] int32: slot of each token's key and value, counted over its row's pages laid end to end. It equals the position, except
+    # for drafts of a tree.
     slots: Tensor
     metadata: AttentionMetadata
     tile_sets: tuple[TileSet, ...]

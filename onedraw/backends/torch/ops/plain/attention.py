@@ -41,7 +41,7 @@ class TileGroup:
     pair_tile: Tensor  # [X]: the tile of each (tile, block) pair
     reads: Tensor  # [X * BLOCK / S]: the pages of each pair's block, or [X * BLOCK]: the slots of its keys
     by_slot: bool  # whether `reads` has slots instead of pages
-    pair_place: Tensor  # [X]: index of the pair in the padded [N, spans * leaves]
+    pair_place: Tensor  # [X]: flat index of the pair's sum in the array of block sums, padded to [N, spans * leaves]
     mask: Tensor  # [X, 1, 1, height, BLOCK]: true where the query does not attend to the key
     tiles: int  # N, the number of tiles
     spans: int  # the most spans of a tile

@@ -467,7 +467,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1) many_rows_prod
                 wgmma_wait<0>();
                 if (block == 6) {
                     __syncwarp();  // lane 0 releases the slot for the warp, so all lanes must have read it
-                if (lane == 0) arrive(slot_empty + 8 * slot);
+                    if (lane == 0) arrive(slot_empty + 8 * slot);
                     if (++slot == SLOTS) slot = 0, slot_phase ^= 1;
                 }
                 if (pair % 16 == 15 || pair + 1 == pairs) {

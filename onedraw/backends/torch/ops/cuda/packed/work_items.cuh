@@ -166,8 +166,9 @@ __device__ __forceinline__ void add_previous(float (&sums)[TILES][4], const floa
     for (int n = 0; n < TILES; n++) add_to(sums[n], stored ? stored[n * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
 }
 
-// After storing the sums of an item, a warp increments the unit's counter. A warp with many items does this for two items at
-// once, to wait for memory only once. Waiting for more than two would leave more units to be reduced at the end of the product.
+// After storing the sums of an item, a warp increments the counter of the item's unit. A warp with many items counts two items at
+// once, so that its stores need one memory fence instead of two. Counting more at once would postpone the reduction of more units
+// to the end of the product.
 #define MAX_UNCOUNTED 2
 #define MANY_ITEMS 4
 #define FEW_SEGMENTS 8
