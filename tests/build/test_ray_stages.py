@@ -13,6 +13,7 @@ import pytest
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.build.llm import torch_backend
+from onedraw.build.ray_connection import started_here
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.errors import BadSetting, ModelError
 from onedraw.models.registry import read_model_info
@@ -33,14 +34,7 @@ SIZES: dict[str, Any] = {"max_context": 160, "max_batch": 20, "self_check": Fals
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A cluster of one node, which ends with the tests of this module."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 * 2**20,
-        configure_logging=False,
-    )
+    started_here("--devices", cpus=2)
     try:
         yield
     finally:
