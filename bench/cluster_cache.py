@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from onedraw.build.engine_process import EngineProcess
 from onedraw.build.llm import build_llm
 from onedraw.cluster.replica_set import ReplicaSet
 from onedraw.llm.llm import LLM
@@ -175,7 +176,7 @@ async def play(llm: LLM, conversations: Sequence[Conversation], *, at_once: int,
 def measure(settings: Settings, conversations: Sequence[Conversation], *, engines: int, at_once: int, new_tokens: int) -> Hits:
     """Play conversations against engines in processes of their own, behind a replica set if there are several."""
     with ExitStack() as stack:
-        built = [stack.enter_context(build_llm(settings, own_process=True)) for _ in range(engines)]
+        built = [stack.enter_context(build_llm(settings, start_engine=EngineProcess)) for _ in range(engines)]
         llm, sent = built[0], []
         if engines > 1:
             replicas = ReplicaSet(llm.card.fingerprint)

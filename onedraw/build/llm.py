@@ -23,7 +23,7 @@ from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_pack
 from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
 from onedraw.build.drafters import DeviceDrafter, DrafterBuilder, drafter_names, make_speculator, select_drafter
-from onedraw.build.engine_process import EngineProcess, StartEngine
+from onedraw.build.engine_process import StartEngine
 from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
 from onedraw.build.weight_updates import EngineWeightUpdates, ServedWeights
 from onedraw.build.xla import Export, find_export, iree_backend, require_jax, xla_backend
@@ -61,16 +61,13 @@ def build_llm(
     *,
     speculator: Speculator | None = None,
     warm_up: bool = True,
-    own_process: bool = False,
     start_engine: StartEngine | None = None,
     sender: EventSender | None = None,
 ) -> LLM:
-    """Load a model and start its engine. `progress` receives one line for each stage of loading. With `warm_up`, CUDA graphs are
-    captured before the first request, on devices that use them. With `own_process` the engine and the weights are in a process of
-    their own, which gets the settings only; `start_engine` gives an engine elsewhere. `sender` is given in the process of such an
-    engine, for the events."""
-    if own_process:
-        start_engine = EngineProcess
+    """Load a model and start its engine. `progress` receives one line for each stage of loading. With `warm_up`, CUDA graphs
+    are captured before the first request, on devices that use them. `start_engine` starts an engine elsewhere, such as
+    `EngineProcess` in a process of its own; the weights are there, and it gets the settings only. `sender` is given in the
+    process of such an engine, for the events."""
     notify = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:

@@ -29,7 +29,7 @@ PATIENCE = 120.0
 
 
 def fake(**settings: Any) -> LLM:
-    return build_llm(Settings(model="fake", backend="fake", threads=1, **settings), own_process=True)
+    return build_llm(Settings(model="fake", backend="fake", threads=1, **settings), start_engine=EngineProcess)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -92,12 +92,12 @@ def test_an_error_while_it_loads_is_raised_as_it_was(before: set[int], tmp_path:
     with pytest.raises(Exception) as here:
         build_llm(settings)
     with pytest.raises(Exception) as there:
-        build_llm(settings, own_process=True)
+        build_llm(settings, start_engine=EngineProcess)
     assert (type(there.value), str(there.value)) == (type(here.value), str(here.value))
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     with pytest.raises(OutOfMemory):  # This one is found by the engine's process alone.
-        build_llm(Settings(model=f"random:{config}", threads=1, kv_memory=1), own_process=True)
+        build_llm(Settings(model=f"random:{config}", threads=1, kv_memory=1), start_engine=EngineProcess)
     assert children() == before
 
 
@@ -195,9 +195,10 @@ def test_close_without_time_ends_running_requests() -> None:
 
 FRONT = """
 import sys, time
+from onedraw.build.engine_process import EngineProcess
 from onedraw.build.llm import build_llm
 from onedraw.settings import Settings
-llm = build_llm(Settings(model="fake", backend="fake", threads=1), own_process=True)
+llm = build_llm(Settings(model="fake", backend="fake", threads=1), start_engine=EngineProcess)
 stream = llm.stream("The sea", max_tokens=2000, ignore_eos=True)
 next(stream)
 print("ready", flush=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from onedraw.build.engine_process import EngineProcess
 from onedraw.build.llm import build_llm
 from onedraw.engine.client import Event
 from onedraw.engine.remote import RemoteEngine
@@ -28,7 +29,7 @@ def here() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[LLM]:
-    with build_llm(SETTINGS, own_process=True) as llm:
+    with build_llm(SETTINGS, start_engine=EngineProcess) as llm:
         yield llm
 
 

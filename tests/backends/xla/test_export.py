@@ -18,6 +18,7 @@ pytest.importorskip("iree.runtime", reason='an export is run by IREE: pip instal
 
 from onedraw.backends.xla.iree import IreeBackend, IreeRuntime
 from onedraw.build.checkpoint import read_text
+from onedraw.build.engine_process import EngineProcess
 from onedraw.build.llm import build_llm
 from onedraw.build.xla import export_graphs
 from onedraw.checkpoints.open import open_checkpoint
@@ -131,11 +132,13 @@ def generation(llm: LLM, **options: Any) -> Reply:
     return reply
 
 
-@pytest.mark.parametrize("own_process", [False, True], ids=["one process", "engine process"])
-def test_an_export_is_served_with_the_replies_of_its_model(folders: tuple[Path, Path], *, own_process: bool) -> None:
+@pytest.mark.parametrize("start_engine", [None, EngineProcess], ids=["one process", "engine process"])
+def test_an_export_is_served_with_the_replies_of_its_model(
+    folders: tuple[Path, Path], start_engine: type[EngineProcess] | None
+) -> None:
     """Tokenizer, chat template, end tokens and sampling defaults come from the export alone."""
     model, out = folders
-    with build_llm(Settings(model=str(out)), own_process=own_process) as served:
+    with build_llm(Settings(model=str(out)), start_engine=start_engine) as served:
         with build_llm(Settings(model=str(model), backend="xla", max_batch=4, max_context=256, draft=("none",))) as plain:
             assert served.tokenizer.fingerprint == plain.tokenizer.fingerprint
             assert (served.card.family, served.card.eos_ids) == (plain.card.family, plain.card.eos_ids)
