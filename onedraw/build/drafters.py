@@ -37,7 +37,7 @@ from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Pro
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
 
-HOST_WEIGHTS = ("predecessor", "successor")  # of a candidate selector, whose rows are read from the file
+HOST_WEIGHTS = ("predecessor", "successor")  # weights of a candidate selector whose rows are read from the file when needed
 DRAFT_MODEL_TOKENS = 4  # how many tokens a draft model drafts if --draft-tokens is not given
 NAME_KEYS = ("general.name", "general.basename", "_name_or_path")  # metadata keys under which a checkpoint names its model
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
@@ -129,7 +129,8 @@ def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
             if is_drafter(own):
                 drafter = read_drafter_info(own, len(info.spec.layers))
                 spec = drafter.spec
-                # The projections to keys and values exist a second time, for the context.
+                # The weights that project to keys and values are stored twice: the second time for the context, the target's
+                # features.
                 contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
                 twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), gpu_packed_savings(contexts)
                 codebooks = [drafter.weights.tensor(None, name) for name in HOST_WEIGHTS if name in drafter.spec.outer_shapes()]

@@ -266,7 +266,7 @@ def _build_model(
         require_jax()
     with ExitStack() as stack:
         checkpoint = stack.enter_context(closing(find_checkpoint(settings, notify)))
-        # An engine elsewhere loads while the text is read here.
+        # An engine in another process loads its weights while this process reads the tokenizer and the chat template.
         process = None if start_engine is None else stack.enter_context(start_engine(settings))
         info = describe(settings, checkpoint)
         tokenizer, template = read_text(checkpoint)

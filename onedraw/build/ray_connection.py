@@ -14,9 +14,9 @@ from typing import Any
 
 from onedraw.errors import BadSetting
 
-# Variables of a cluster that is started here. Ray replaces 127.0.0.1 by the machine's address on a network, unless it is told
-# that there are no clusters of several machines, by a variable that is named after the systems that have none. It also gives its
-# actors a lower priority than other programs have, which a server would notice.
+# Environment variables of a cluster that is started here. Ray replaces 127.0.0.1 by the machine's address on a network, unless it
+# is told that there are no clusters of several machines, by a variable that is named after the systems that have none. It also
+# gives its actors a lower priority than other programs have, which a server would notice.
 OWN_CLUSTER: Mapping[str, str] = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

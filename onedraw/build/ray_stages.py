@@ -34,8 +34,8 @@ from onedraw.settings import Settings, default_cache_dir
 
 log = logging.getLogger("onedraw")
 STAGE_SECONDS = 300.0  # the deadline of each wait for a stage: a step on it, or its connection
-START_SECONDS = 120.0  # until an actor runs
-LOAD_SECONDS = 3600.0  # until its layers are loaded
+START_SECONDS = 120.0  # how long to wait until an actor runs
+LOAD_SECONDS = 3600.0  # how long to wait until an actor has loaded its layers
 LOOPBACK = "127.0.0.1"
 
 
@@ -120,7 +120,7 @@ class RayHost:
         self.name, self._device = name, device
         self.address = address
         self.plan: LoadStage | None = None  # set before the first `load`
-        self.pid = 0  # the process of the actor, once its layers are loaded
+        self.pid = 0  # the actor's process id; 0 until its layers are loaded
         self._ray, self._node_id = ray, node_id
         self._actor: Any = None
 

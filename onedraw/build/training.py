@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from onedraw.backends.torch.training.trainer import Trainer, TrainingSequence
 
 SCALE_EXAMPLES = 8  # sequences on which the scale of features is measured
-MOST_LAYERS, MOST_FEATURES = 4, 5  # of a new drafter; fewer for targets of few layers
+MOST_LAYERS, MOST_FEATURES = 4, 5  # layers of a new drafter, and target layers that it reads; fewer if the target has few
 DEFAULT_THETA = 1e6  # base of the rotary positions of a drafter whose target has none
 
 
@@ -45,7 +45,7 @@ class Example:
     """A sequence to learn from: a prompt and the target's reply to it."""
 
     tokens: tuple[int, ...]
-    generated: int  # number of tokens of the prompt
+    generated: int  # position of the first generated token, which is the number of prompt tokens
     temperature: float
 
 

@@ -36,7 +36,7 @@ class ServedWeights:
 
     spec: ModelSpec
     kinds: Mapping[WeightKey, str]  # the stored type of each weight
-    checkpoint: HeldCheckpoint  # its configuration, without tensors
+    checkpoint: HeldCheckpoint  # the configuration of the checkpoint in use, without tensors
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +96,7 @@ class EngineWeightUpdates:
         with self._alone():
             try:
                 with closing(open_checkpoint(folder)) as checkpoint:
-                    self._served.check(checkpoint)  # before all of it is read
+                    self._served.check(checkpoint)  # before its tensors are read
                     held = hold(checkpoint)
             except ModelError as error:
                 raise BadParameter("weight_dir", str(error)) from None

@@ -26,8 +26,8 @@ class HeldCheckpoint:
     tensors: Mapping[str, LazyTensor]
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
-    identity: str  # of the weights, by samples
-    files: str  # identity of the files that they were read from, or a random text
+    identity: str  # fingerprint of the weights, made from samples of every tensor
+    files: str  # identity of the files that the weights were read from; random if they came from memory
 
     def fingerprint(self) -> str:
         return self.identity

@@ -293,7 +293,7 @@ class RandomTensor:
     mean: float = 0.0
     negative: bool = False  # whether values are mean - |random number| instead of mean + random number
     order: NDArray[np.intp] | None = None  # the rows that this tensor selects; None: all rows
-    total_rows: int = 0  # rows of the tensor that `order` selects from
+    total_rows: int = 0  # number of rows of the tensor that `order` selects from
     on_device: bool = False  # whether the device may generate its own random numbers, which saves the copy
     kind: str = "F32"
 

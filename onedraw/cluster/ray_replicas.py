@@ -131,13 +131,13 @@ class ActorChannel:
             return message
         except StopIteration:
             return None
-        except Exception as error:  # the actor's death, its node's, or that of the cluster
+        except Exception as error:  # The actor, its node or the cluster has died.
             self._how = str(error).partition("\n")[0].strip().rstrip(".")
             return None
 
     def close(self) -> None:
         with suppress(Exception):  # The cluster may be ending.
-            if self._ray.is_initialized():  # else the call would start a new one
+            if self._ray.is_initialized():  # otherwise the call would start a new cluster
                 self._ray.kill(self._actor, no_restart=True)
 
     def end(self, seconds: float) -> str:
@@ -173,9 +173,9 @@ class RayReplicas:
         self._actor_class = self._ray.remote(concurrency_groups={IN_ORDER: 1})(ReplicaActor)
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._channels: dict[int, ActorChannel] = {}  # of each replica, the latest
-        self._names: dict[int, str] = {}  # of each replica that serves
-        self.pids: dict[int, int] = {}  # of each replica, the process of its latest actor
+        self._channels: dict[int, ActorChannel] = {}  # by slot (the number of a replica, kept when it is replaced)
+        self._names: dict[int, str] = {}  # by slot, the name of each replica that serves
+        self.pids: dict[int, int] = {}  # by slot, the process id of the latest actor
         self._first: Future[ReplicaSet] = Future()  # the replica set, once one replica serves
         self._keepers: list[threading.Thread] = []
 
@@ -206,7 +206,7 @@ class RayReplicas:
         replicas = self._first.result()
         for slot in range(self._options.count):
             old = self._names.pop(slot, None)
-            if old is None:  # It is being started.
+            if old is None:  # The replica is being started.
                 continue
             log.info("replacing replica %s", old)
             engine = replicas.remove(old)

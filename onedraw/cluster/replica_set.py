@@ -37,14 +37,14 @@ class Stream:
 
     checked: CheckedRequest
     sink: Sink
-    pages: tuple[bytes, ...]  # hashes of its prompt's pages
+    pages: tuple[bytes, ...]  # hashes of the pages of the request's prompt
     replica: str | None = None  # the replica that runs it; None while it waits for one
     attempt: int = 0  # goes up when a replica is left, so that late events of that replica are recognized
     settled: list[int] = field(default_factory=list)  # tokens that the caller has received
     before: Usage = field(default_factory=Usage)  # usage of the parts of the reply that earlier replicas generated
     usage: Usage = field(default_factory=Usage)  # usage up to the last event
     scored: bool = False  # whether the caller has received the logprobs of the prompt
-    losses: int = 0  # replicas that died while they had it
+    losses: int = 0  # number of replicas that died while they had this stream
     cancelled: bool = False
     done: bool = False
     waits_since: float | None = None  # when it was left without a replica, until the next event or loss
@@ -76,7 +76,7 @@ class Stream:
         self.waits_since = None
         scored = None if self.scored else event.scored
         self.scored = self.scored or scored is not None
-        if self.done or event.sampled or scored is not None:  # else it has only prompt logprobs that were computed again
+        if self.done or event.sampled or scored is not None:  # otherwise it has only prompt logprobs that were computed again
             self.sink(replace(event, request_id=self.request.id, usage=self.usage, scored=scored))
         return self.done
 
@@ -91,7 +91,7 @@ class Replica:
     """A replica and the streams that it runs. The replica set owns it."""
 
     name: str
-    number: int  # another one whenever a replica joins, so that what it was sent before it died is not looked for in its cache
+    number: int  # new whenever a replica joins: pages sent to it before it died are then not expected in its cache
     client: EngineClient
     streams: dict[Stream, None] = field(default_factory=dict)  # in the order in which they were sent to it
     sent: int = 0  # number of requests sent to it since it joined
@@ -128,13 +128,13 @@ class ReplicaSet(FixedWeights):
         self._wait_seconds, self._max_losses, self._on_lost = wait_seconds, max_losses, on_lost
         self._changed = threading.Condition(threading.RLock())
         self._replicas: dict[str, Replica] = {}
-        self._streams: dict[str, Stream] = {}  # by request id, until the last event
+        self._streams: dict[str, Stream] = {}  # by request id; removed at the stream's last event
         self._waiting: deque[Stream] = deque()  # streams without a replica, the oldest first
         self._numbers = itertools.count()
         self._by_number: dict[int, Replica] = {}  # the same replicas as in `_replicas`
         self._sent_pages: SentPages[int] = SentPages()
         self._loads: Loads[int] = Loads()  # the number of streams of each replica
-        self._capacity: Capacity | None = None  # that of the first replica; others of its fingerprint serve the same requests
+        self._capacity: Capacity | None = None  # the first replica's; all have its fingerprint, so they serve the same requests
         self._ended = Stats()  # counts of the replicas that have left
         self._lost = self._moved = 0
         self._closing = False
@@ -246,7 +246,7 @@ class ReplicaSet(FixedWeights):
             stream.cancelled = True
             replica = None if stream.replica is None else self._replicas[stream.replica]
             attempt_id = stream.attempt_id
-            self._changed.notify_all()  # If it waits for a replica, the thread that moves streams ends it.
+            self._changed.notify_all()  # If the stream waits for a replica, the thread that moves streams ends it.
         if replica is not None:
             replica.client.cancel(attempt_id)
 
@@ -280,7 +280,7 @@ class ReplicaSet(FixedWeights):
 
             choose = partial(choose_replica, matches, self._loads, page_size=self._capacity.page_size, lanes=self._capacity.lanes)
             number = choose(able=roomy)
-            if number is None and not with_room:  # The replica refuses it with what to do.
+            if number is None and not with_room:  # A full replica refuses the batch, with an error that says what to do.
                 number = choose(able=ready)
             if number is None:
                 return None
@@ -301,7 +301,7 @@ class ReplicaSet(FixedWeights):
         except REPLICA_ENDED:
             self._leave(replica.name, lost=True)
         for one, stream in zip(checked, batch, strict=True):
-            if stream.cancelled:  # perhaps before the replica knew the request
+            if stream.cancelled:  # The cancellation may have come before the replica knew the request.
                 replica.client.cancel(one.request.id)
 
     def _move_waiting(self) -> None:
@@ -354,7 +354,7 @@ class ReplicaSet(FixedWeights):
             assert stream.replica is not None
             if isinstance(event.error, REPLICA_ENDED) and not self._closing:
                 self._leave(stream.replica, lost=True)
-            elif isinstance(event.error, QueueFull) and attempt > 0:  # The caller's request was accepted once.
+            elif isinstance(event.error, QueueFull) and attempt > 0:  # It was accepted once, so it waits.
                 self._wait(stream)
             elif stream.deliver(event):
                 self._forget(stream)

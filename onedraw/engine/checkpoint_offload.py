@@ -44,7 +44,7 @@ class CheckpointOffload:
             raise AssertionError("this backend does not export checkpoints")
         self._folder, self._allocator, self._backend, self._min_tokens = folder, allocator, backend, min_tokens
         self.restored = 0
-        self._written_before = 0  # snapshots in folders that were used before
+        self._written_before = 0  # number of snapshots written to the folders that were in use before this one
 
     @property
     def saved(self) -> int:

@@ -22,8 +22,8 @@ from onedraw.types import Constraint, ConstraintSpec, Request, SamplingParams
 
 __all__ = ["BuildConstraint", "CheckedRequest", "EngineClient", "Event", "Sink", "check_count", "check_request"]
 
-CONTINUE_IDS = "continue_ids"  # the option that callers know `Request.given` by
-REPLY_IDS = "reply_ids"  # the option that callers know `Request.forced` by
+CONTINUE_IDS = "continue_ids"  # the name of the request option that becomes `Request.given`
+REPLY_IDS = "reply_ids"  # the name of the request option that becomes `Request.forced`
 BuildConstraint = Callable[[ConstraintSpec], Constraint | None]
 
 

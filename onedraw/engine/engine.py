@@ -80,7 +80,7 @@ COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler
 )
 
 
-MOST_LOSSES = 3  # how often in a row the state may be lost before requests fail
+MOST_LOSSES = 3  # how often the state may be lost without a step in between before requests fail
 
 
 class Engine:
@@ -407,7 +407,7 @@ class Engine:
         while self._in_flight:
             handle, members = self._in_flight.popleft()
             try:
-                self.backend.collect(handle)  # An outcome is dropped: its sequences are computed again.
+                self.backend.collect(handle)  # The outcome is dropped, because the step's sequences are computed again.
             except BaseException as failure:
                 log.debug("a step in flight failed too, after the state was lost", exc_info=failure)
             self._release_ended(members)

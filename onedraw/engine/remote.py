@@ -52,12 +52,12 @@ from onedraw.types import Request
 log = logging.getLogger("onedraw.engine")
 
 LENGTH_BYTES = 4
-MOST_FRAME_BYTES = 1 << 30  # of the requests that one call submits; the length of a frame has room for more
-SOCKET_BYTES = 1 << 20  # how much may be on its way before the side that writes waits
+MOST_FRAME_BYTES = 1 << 30  # the most bytes of the requests that one call submits; a frame's length field could hold more
+SOCKET_BYTES = 1 << 20  # bytes that may be sent and not yet read before the side that writes waits
 STATS_SECONDS = 0.05  # while no event is sent, the counters are sent this often
 STOP_SECONDS = 30.0  # how long the engine's process may take to end after the last request has ended
 DEATH_SECONDS = 5.0  # how long a process that closed its connection unasked may take to end
-MOST_SENT = 4  # A client refuses requests when it has sent this many times what can run and wait.
+MOST_SENT = 4  # A client refuses requests beyond this many times the number that the engine can run and queue.
 BUILDERS = 2  # threads of the engine's process that build constraints
 
 
@@ -135,9 +135,9 @@ class RemoteEngine(FixedWeights):
         self.fingerprint = started.fingerprint
         self._on_report, self._end_process = on_report, end_process
         self._lock = threading.Lock()
-        self._sinks: dict[str, Sink] = {}  # by request id, until the last event
+        self._sinks: dict[str, Sink] = {}  # by request id; an entry is removed at the request's last event
         self._closing = self._ended = False
-        self._heard = time.monotonic()  # when the engine has sent the last message, or when it got a request after idling
+        self._heard = time.monotonic()  # time of the engine's last message, or of a request sent to it when it was idle
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="onedraw-to-engine", daemon=True)
         self._reader = threading.Thread(target=self._read, name="onedraw-from-engine", daemon=True)
@@ -250,7 +250,7 @@ class RemoteEngine(FixedWeights):
             return
         try:
             sink(event)
-        except Exception:  # The replies of others go on.
+        except Exception:  # A sink that fails must not end the replies to other requests.
             log.exception("an event could not be delivered")
 
     def _end(self, failure: OnedrawError | None) -> None:
@@ -285,7 +285,7 @@ class EventSender:
         self._channel = channel
         self._lock = threading.Lock()
         self._events: deque[Event] = deque()
-        self._stats: Stats | None = None  # counters that were not sent yet
+        self._stats: Stats | None = None  # the latest counters; None if they have been sent
         self._sent = 0.0  # when the last frame was sent
 
     def sink(self, event: Event) -> None:

@@ -91,7 +91,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.in_flight: Counter[Sequence] = Counter()  # sequence → number of its rows that are submitted and not collected
         self.preemptions = 0
-        self.turn_preemptions = 0  # those of `preemptions` that gave the lane to another caller or request
+        self.turn_preemptions = 0  # how many of `preemptions` gave the lane to another caller or request
         self._fetch = fetch
         self.fair, self._turn_tokens = fair, turn_tokens
         self._prompt_turns = PromptTurns()

@@ -49,10 +49,10 @@ class Sequence:
     rejected: int = 0
     scored: list[Logprobs] = field(default_factory=list)
     next_drafts: tuple[Draft, ...] = ()  # drafts for the next row, made by a drafter on the device
-    looked_up: bool = False  # the disk was searched for a snapshot of the prompt, which happens once
-    ended: bool = False  # the sink gets no more events, although a row may still be in flight
-    lost: bool = False  # its state on the device is undefined, so it is preempted as soon as it has no row in flight
-    logprobs_sent: bool = False  # the prompt's logprobs were sent, so a preempted sequence need not compute them again
+    looked_up: bool = False  # whether the disk was searched for a snapshot of the prompt, which happens once
+    ended: bool = False  # whether the sink has got its last event; a row may still be in flight
+    lost: bool = False  # whether its state on the device is undefined: it is preempted when it has no row in flight
+    logprobs_sent: bool = False  # whether the prompt's logprobs were sent: after preemption they are not computed again
     key: TurnKey = field(init=False)  # the caller and request that it belongs to
     turn_stop: int = 0  # its turn (see `fairness.py`) ends when its output has this many tokens
     passed: int = 0  # how often other sequences were admitted before it because it needs more KV pages than are free

@@ -46,7 +46,7 @@ class Service:
         self._changed = threading.Condition()
         self._arrivals: deque[tuple[CheckedRequest, Sink]] = deque()
         self._cancelled: deque[str] = deque()
-        self._calls: deque[tuple[Callable[[Engine], None], Future[None]]] = deque()  # work for the engine's thread
+        self._calls: deque[tuple[Callable[[Engine], None], Future[None]]] = deque()  # functions for the engine's thread to call
         self._draining = False
         self._stop = False
         made: Future[Engine] = Future()

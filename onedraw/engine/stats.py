@@ -18,7 +18,7 @@ class DraftStats:
     """Counters of the drafts from one source: a proposer on the host, or the drafter on the device."""
 
     source: str
-    rows: int = 0  # rows that carried its drafts
+    rows: int = 0  # rows that carried drafts of this source
     drafted: int = 0  # drafts that were verified
     kept: int = 0  # drafts that were kept, because they equalled the sampled token
 
@@ -29,7 +29,7 @@ class DraftingEstimates:
     of the drafter), and in addition of each row and each token in it."""
 
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a step without drafting
-    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # that of a call of the backend's drafter; tokens: those it drafts
+    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a call of the backend's drafter, per drafted token
     acceptance: tuple[tuple[str, float, float], ...] = ()  # (source, temperature, probability that a draft is kept)
 
 
@@ -59,7 +59,7 @@ class Stats:
     given_tokens: int = 0  # tokens of replies that requests gave, so that they were not sampled
     forced_tokens: int = 0  # tokens of replies that requests forced, so that they were scored and not sampled
     preemptions: int = 0
-    turn_preemptions: int = 0  # those of `preemptions` that gave the lane to another caller or request
+    turn_preemptions: int = 0  # how many of `preemptions` gave the lane to another caller or request
     drafts: int = 0  # rows that carried drafts
     draft_trees: int = 0  # rows whose drafts branch
     draft_tokens: int = 0

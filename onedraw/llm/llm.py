@@ -47,8 +47,8 @@ class PreparedChoice:
 
     generation: Generation
     checked: CheckedRequest
-    stream: ReplyStream  # It has read the tokens that the generation gives.
-    fingerprint: str  # of the model when it was prepared
+    stream: ReplyStream  # turns events into pieces; it has already read the tokens that the request gave
+    fingerprint: str  # the model's fingerprint when this choice was prepared
 
     @property
     def request(self) -> Request:

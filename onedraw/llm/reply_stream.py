@@ -198,9 +198,10 @@ class Generation:
     thinking_budget: int | None = None  # most tokens of reasoning before the end marker is forced; None: no limit
     response_format: ReplyFormat | None = field(default=None, metadata={"key": "guide"})
     origin: str = ""  # hash of the prompt's text; empty if the reply is not cached for its tool calls
-    # The first tokens of the reply, already settled. Left out of a record while there are none.
+    # The first tokens of the reply, already settled. A recorded request has this field only if there are any.
     given: tuple[int, ...] = field(default=(), metadata={"optional": True})
-    # The first tokens of the reply, those of `given` included: they are taken as sampled, so that those after `given` are scored.
+    # The first tokens of the reply, beginning with those of `given`. They are taken instead of sampled ones, so that those after
+    # `given` get logprobs.
     forced: tuple[int, ...] = field(default=(), metadata={"optional": True})
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether drafts may be used

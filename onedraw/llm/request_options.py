@@ -83,7 +83,7 @@ class RequestOptions:
     min_tokens: int | None = None
     continue_ids: tuple[int, ...] = ()  # the first tokens of the reply, already settled; the reply holds only those after them
     reply_ids: tuple[int, ...] = ()  # a reply, after `continue_ids`, whose tokens are scored instead of sampling others
-    system_fingerprint: str | None = None  # the fingerprint that the model must have
+    system_fingerprint: str | None = None  # the fingerprint that the model must have; None: any
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -135,7 +135,7 @@ def score_options(reply: tuple[int, ...], options: Mapping[str, Any]) -> dict[st
         **options,
         REPLY_IDS: reply,
         "max_tokens": count,
-        "min_tokens": None if least is None else min(least, count),  # beyond the reply it has no effect
+        "min_tokens": None if least is None else min(least, count),  # a value above the number of tokens has no effect
         "logprobs": options.get("logprobs") or 0,
         "logprobs_mode": "both",
     }

@@ -383,7 +383,7 @@ class Lease:
 
     allocator: Allocator
     lane: int
-    pages: tuple[Pages, ...]  # pages of each layer group by page index; NO_PAGE where a sliding window has moved beyond
+    pages: tuple[Pages, ...]  # pages of each layer group, by page index; NO_PAGE if a sliding window has moved beyond it
     freed: list[int]  # for each group, how many entries at the beginning of `pages` are NO_PAGE
     node: Node  # the prefix cache's node of the last full page whose positions are committed
     shareable: int  # positions below this one may enter the prefix cache

@@ -28,9 +28,9 @@ class Node:
     depth: int  # number of full pages up to and including this one
     pages: list[int]  # the page of each layer group; NO_PAGE if it is gone
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    # tail (tokens after this page) → checkpoint
+    # Checkpoints of prefixes that end inside the next page, by the tokens that follow this page (the tail).
     checkpoints: dict[tuple[int, ...], PrefixCheckpoint] = field(default_factory=dict)
-    pins: int = 0  # number of leases whose last committed full page this is, which keep the node
+    pins: int = 0  # number of leases whose last committed full page this is; the tree keeps a pinned node
 
     @property
     def empty(self) -> bool:
@@ -87,7 +87,7 @@ class PrefixCache:
     def __init__(self, *, page_size: int, groups: int) -> None:
         self.root = Node(None, (), 0, [])
         self._page_size = page_size
-        self._users: list[dict[int, list[Node | PrefixCheckpoint]]] = [{} for _ in range(groups)]  # per group, page → its users
+        self._users: list[dict[int, list[Node | PrefixCheckpoint]]] = [{} for _ in range(groups)]  # per group, by page
         self._count = 0
 
     def __len__(self) -> int:

@@ -472,7 +472,7 @@ def _from_metadata(source: ModelSource, layout: DrafterLayout, depth: int | None
         layers=layers,
         causal_in_block=tuple(layer.attention.window is not None if causal is None else causal for layer in layers),
         hidden=hidden,
-        # Files of llama.cpp have no key for the target's hidden size: fc's input width divided by the number of features.
+        # Files of llama.cpp have no key for the target's hidden size. It is fc's input width divided by the number of features.
         target_hidden=keys.optional_integer("dflash.target_hidden") or (hidden if width is None else width // len(ids)),
         vocab=vocab,
         draft_vocab=head.shape[0] if head is not None and head.shape else vocab,

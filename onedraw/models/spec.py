@@ -45,7 +45,7 @@ class RopeSpec:
     beta_slow: float = 1.0  # for yarn: pairs with fewer rotations than this are scaled fully
     attention_factor: float | None = None  # for yarn: it multiplies cos and sin; None stands for 0.1 ln(factor) + 1
     truncate: bool = True  # for yarn: round the bounds of the scaled range to whole pairs
-    divisors: tuple[float, ...] = ()  # for the kind divisors: the rope_freqs tensor of a GGUF file
+    divisors: tuple[float, ...] = ()  # for the kind divisors: rope_freqs of a GGUF file, which divides the frequencies
     rotated_pairs: int = 0  # for the kind proportional: only the first pairs, this many, are rotated
 
     def inverse_frequencies(self) -> list[float]:
@@ -283,7 +283,7 @@ class ModelSpec:
     eps: float
     tied: bool  # whether the output head is the embedding matrix
     max_context: int
-    softcap: float | None = None  # logits become cap * tanh(logits / cap)
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap); None: they stay as they are
     norm: Norm = "narrow"
     embed_scale: float = 1.0  # embeddings are multiplied by it, after it is rounded to the model's dtype
     notes: tuple[str, ...] = ()  # parts of the checkpoint that are not used; `inspect` shows them
@@ -360,7 +360,7 @@ class ModelSpec:
 class ConvolutionSpec:
     """The grouped convolutions of a DFlash2 layer, before and after attention and feed-forward, over the slots of a block."""
 
-    taps: int  # the slot itself and the taps - 1 before it
+    taps: int  # number of slots that the convolution reads: the slot itself and the taps - 1 before it
     group: int  # neighbouring channels that share the part of their kernel that depends on the input
 
     def shapes(self, hidden: int) -> Shapes:
@@ -373,7 +373,7 @@ class SelectorSpec:
     """The candidate selector of a DFlash2 drafter, which scores a slot's likeliest tokens given the token drafted before it."""
 
     rank: int
-    top_k: int  # how many tokens of a slot it scores
+    top_k: int  # how many of a slot's tokens the selector scores
 
     def shapes(self, hidden: int, vocab: int) -> Shapes:
         return {"predecessor": (vocab, self.rank), "successor": (vocab, self.rank), "selector": (self.rank, hidden)}
@@ -398,14 +398,14 @@ class DrafterSpec:
     own_embedding: bool = False
     own_head: bool = False
     mapped: bool = False  # draft token ids differ from the target's: see DrafterWeights.target_ids
-    target_depth: int | None = None  # number of target layers, if the file names it
+    target_depth: int | None = None  # number of the target's layers; None if the file does not name it
     feature_norms: bool = False  # whether every feature is normed, with a weight of its own, before the first projection
     # Whether a layer applies its attn_norm to the target's features before it projects them to keys and values.
     normed_context: bool = False
     convolution: ConvolutionSpec | None = None
     selector: SelectorSpec | None = None
     logit_scale: float = 1.0  # logits are multiplied by it
-    softcap: float | None = None  # then logits become cap * tanh(logits / cap)
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap); None: they stay as they are
     notes: tuple[str, ...] = ()
 
     @property

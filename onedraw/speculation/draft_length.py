@@ -248,7 +248,7 @@ class CostMeter:
         by_tokens, by_rows, by_seconds = tokens - was[0], rows - was[1], seconds - was[2]
         share = 1.0 / self._weight
         self._means = (was[0] + share * by_tokens, was[1] + share * by_rows, was[2] + share * by_seconds)
-        rest = 1.0 - share  # A step's deviation from the new mean is its deviation from the old mean times this.
+        rest = 1.0 - share  # The new step deviates from the new mean by this share of its deviation from the old mean.
         self._tokens_tokens = fade * self._tokens_tokens + rest * by_tokens * by_tokens
         self._tokens_rows = fade * self._tokens_rows + rest * by_tokens * by_rows
         self._rows_rows = fade * self._rows_rows + rest * by_rows * by_rows

@@ -23,7 +23,7 @@ class Branch(NamedTuple):
 
     cost: float  # minus the sum of the scores on the path from the root
     age: int  # number of drafts in the tree when this branch was found
-    parent: int  # index of the draft it follows; -1 for the last known token
+    parent: int  # index of the draft that this node follows; -1: it follows the last known token
     depth: int
     rank: int  # index among the candidates of its depth
 

@@ -146,7 +146,7 @@ class Alignment:
                 self._ends.setdefault(predicted[end - n : end], []).append(end)
         self.pointer = 0  # index of the predicted token that is expected next
         self.seen = 0  # number of output tokens that were taken into account
-        self.replaced = False  # whether the output differed at the last token; then the pointer assumes that only it was replaced
+        self.replaced = False  # whether the last output token differed from the prediction, which is taken as one replaced token
         self.lost = False  # whether the last output tokens do not occur in the prediction, so that nothing is drafted
 
     def follow(self, output: list[int]) -> None:

@@ -69,7 +69,7 @@ class SpeculationStats:
     drafter_seconds: float = 0.0  # time that the backend's drafter took in generating steps
     probe_seconds: float = 0.0  # estimated time that probes took
     step_cost: RowCost = field(default_factory=RowCost)  # estimated cost of a step without drafting
-    drafter_cost: RowCost = field(default_factory=RowCost)  # that of a call of the backend's drafter; tokens: those it drafts
+    drafter_cost: RowCost = field(default_factory=RowCost)  # estimated cost of a call of the backend's drafter, per drafted token
     acceptance: tuple[tuple[str, float, float], ...] = ()  # (source, rounded temperature, probability that a draft is kept)
 
 
@@ -86,7 +86,7 @@ class SourceEstimates:
 class RequestEstimates:
     sources: dict[str, SourceEstimates] = field(default_factory=dict)
     host_drafts: int = 0  # number of drafts in this step's row, if they are from a proposer and pay off
-    host_expected: float = 0.0  # how many of them are kept on average
+    host_expected: float = 0.0  # how many of `host_drafts` are expected to be kept
 
 
 class Speculator:
@@ -155,7 +155,7 @@ class Speculator:
         self._kept_depths[min(kept, POSITIONS)] += 1
         reach = drafted if depth is None else depth
         request = self._requests.get(request_id)
-        if request is not None and source in request.sources:  # If it is not there, the request has ended.
+        if request is not None and source in request.sources:  # otherwise the request has ended
             known = request.sources[source]
             known.acceptance.update(depth=reach, kept=kept)
             known.overall.update(depth=reach, kept=kept)
@@ -273,7 +273,8 @@ class Speculator:
     def _pay_for_probe(self, drafting: RowCost, count: int) -> bool:
         """Return whether the saved time covers a probe of `count` drafts, and if so subtract the probe's cost from it."""
         price = drafting.base_seconds + drafting.row_seconds + count * (drafting.token_seconds + self._steps.cost.token_seconds)
-        # No more than this can be saved up. A higher price, perhaps from one slow call, is paid back later.
+        # No more than `most` can be saved up. A probe that costs more, perhaps because one call was slow, leaves the savings
+        # negative.
         most = PROBE_SAVINGS * self._steps.cost.base_seconds
         if min(price, most) > self._savings:
             return False

@@ -161,7 +161,7 @@ class RowLayout:
     row: Row
     number: int  # index of the row in the plan
     first: int  # index of its first token in the step
-    draft_paths: tuple[tuple[int, ...], ...]  # drafts from the root to a node: of no draft, then of each draft
+    draft_paths: tuple[tuple[int, ...], ...]  # drafts on the path to the last known token (none), then to each draft
 
     @property
     def known(self) -> int:

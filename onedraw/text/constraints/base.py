@@ -14,7 +14,7 @@ import numpy as np
 
 from onedraw.types import Constraint, TokenMask
 
-LONGEST_NUMBER = 48  # the most digits in a row; a model that writes more of them is likely to repeat digits without end
+LONGEST_NUMBER = 48  # the longest run of digits; a model that writes a longer one is likely to repeat digits without end
 _DIGITS = b"0123456789"
 
 StateT = TypeVar("StateT")

@@ -26,7 +26,7 @@ from onedraw.errors import QueueFull, StepFailed
 log = logging.getLogger("onedraw.constraints")
 
 _SIGPROF = -27  # exit status of a process that this signal ended
-_KILLED = (-1, -2, -9, -15)  # those of signals that a format cannot cause: SIGHUP, SIGINT, SIGKILL, SIGTERM
+_KILLED = (-1, -2, -9, -15)  # exit statuses after signals that a format cannot cause: SIGHUP, SIGINT, SIGKILL, SIGTERM
 START_SECONDS = 120.0  # how long a new process may take to read the vocabulary, on a busy machine
 
 

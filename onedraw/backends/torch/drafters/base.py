@@ -72,7 +72,7 @@ class Drafter(Protocol):
 CANDIDATES = 256
 SHARPNESS = (1.0, 1.25, 1.5)
 EXPLORE = 8  # every eighth call uses the next sharpness in turn instead of the best one, to measure it
-FORGET = 0.98  # older measurements of acceptance are multiplied by it at each new one
+FORGET = 0.98  # at each new measurement of acceptance, the weight of the older ones is multiplied by this
 
 
 def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max_context: int) -> int:
@@ -111,7 +111,7 @@ class Ranker:
     def __init__(self, lanes: int, sampler: Sampler, vocab: int) -> None:
         self._sampler, self._vocab = sampler, vocab
         self._tallies = [HistoryCounts() for _ in range(lanes)]
-        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}  # by lane: request's, arm, for drafts
+        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}  # by lane: request's, arm, those for drafts
         self._given: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
         self._kept = [0.0] * len(SHARPNESS)
         self._weight = [1e-9] * len(SHARPNESS)
@@ -131,7 +131,7 @@ class Ranker:
                 row.lane,
                 self._params_for_drafts(row, arm),
                 History(row.history.prompt, row.history.output),
-                (*sampled, *[sampled[-1]] * (depth - 1)),  # in place of unknown drafts: noise depends on their number
+                (*sampled, *[sampled[-1]] * (depth - 1)),  # stand-ins for unknown drafts: noise depends on the position
                 row.request_id,
             )
             for row, sampled, depth in positions

@@ -61,7 +61,7 @@ class DraftBlock:
 class Context:
     """Features of `count` committed positions of a sequence, from `start` on, whose keys and values are not written yet."""
 
-    row: Row  # the sequence's latest row, whose pages they are written to
+    row: Row  # the sequence's latest row; keys and values are written to its pages
     start: int
     count: int
     features: list[Tensor]  # the features of all `n` layers side by side, in pieces that together are [count, n * Et]
@@ -122,7 +122,7 @@ class DflashDrafter:
         if ids is None and width == 1:
             vocab = min(vocab, max(SMALL_VOCAB, vocab // 3) // LANE * LANE)
             self._head = self._head.first_outputs(vocab)
-            if self._head.out_features != vocab:  # these operations have whole products only, which cost little on a GPU
+            if self._head.out_features != vocab:  # on a GPU the product is not cut: it costs little there
                 vocab = spec.draft_vocab
         self._vocab = vocab
         self._target_ids = None if ids is None else torch.from_numpy(ids).to(self._device)
@@ -185,7 +185,8 @@ class DflashDrafter:
         for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
             known = len(row.tokens)
             own = joined[span.first : span.first + known]
-            features = [own.clone() if known == 1 else own]  # it may wait, and a view would keep the features of the whole step
+            # The features of a single token may wait for later steps, and a view would keep those of the whole step in memory.
+            features = [own.clone() if known == 1 else own]
             if outcome.kept:
                 features.append(joined[[span.first + known + draft for draft in outcome.kept]])
             context = Context(row, row.start, known + len(outcome.kept), features)
@@ -252,7 +253,7 @@ class DflashDrafter:
         }
         x = self._embed(next(iter(placed.values())).tokens)
         prepared = {causal: PreparedInputs(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
-        places = torch.zeros(len(x), dtype=torch.long)  # of each token in its block; rows of padding read no other row
+        places = torch.zeros(len(x), dtype=torch.long)  # of each token in its block; 0 for padding, so that it reads no other row
         places[: len(tokens)] = torch.cat([torch.arange(block.count) for block in blocks])
         places = places.to(self._device)
         for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self.state.stores, strict=True):

@@ -108,7 +108,7 @@ class DraftingRow:
     row: Row
     sampled: tuple[int, ...]  # the tokens that the row sampled
     start: int  # position of the last sampled token
-    room: int  # most drafts that it may have
+    room: int  # the most drafts that the row may carry
     drafts: list[Draft]
 
 
@@ -169,7 +169,7 @@ class DraftModel:
         """
         late = self._model.late
         tokens: list[int] = []
-        sources: list[int] = []  # for a late model, the step's tokens whose hidden states it reads
+        sources: list[int] = []  # for a late model (`DraftingModel.late`), the tokens of the step whose hidden states it reads
         spans: list[Span] = []
         runners: list[DraftingRow] = []
         ends: list[int] = []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onedraw.errors import BadParameter, UnsupportedModel
 
-# Attributes that follow from others, or belong to the place of an object: they stay as they are.
+# Attributes that follow from other attributes, or from where an object is in memory: they stay as they are.
 DERIVED = frozenset({"fused", "address", "rule"})
 OURS = "onedraw.backends.torch."
 STORED = ("onedraw.models.", "onedraw.checkpoints.")
@@ -31,7 +31,7 @@ class WeightUpdate:
 
     def __init__(self) -> None:
         self._ranges: list[MemoryRange] = []
-        self._opaque: dict[int, tuple[Tensor, Tensor]] = {}  # (in use, other) by id: tensors whose memory cannot be seen
+        self._opaque: dict[int, tuple[Tensor, Tensor]] = {}  # (in use, other) by id: tensors without an address
         self._tables: list[tuple[Any, str, Any]] = []  # (owner, attribute, other value): tensors that stay in a checkpoint
 
     def match(self, old: object, new: object, path: str = "") -> None:

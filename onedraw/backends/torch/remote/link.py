@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroupGloo
 from onedraw.errors import StateLost
 
 ENGINE = 0  # the rank of the engine's process
-CONTROL, REPLY, STREAM, PROBED = 1, 2, 3, 4  # tags: messages to a stage, its replies, residual streams, what a probe asked for
+CONTROL, REPLY, STREAM, PROBED = 1, 2, 3, 4  # tags: messages to a stage, its replies, residual streams, data for a probe
 FOREVER = timedelta(days=30)  # how long a stage waits for work; a connection that breaks ends the wait
 PACKET_BYTES = 8192  # the first part of a message has a fixed size, so that the receiver need not know the length
 LENGTH_BYTES = 8

@@ -70,8 +70,8 @@ class StreamShape:
     """What the residual stream of a model looks like."""
 
     hidden: int
-    layers: int  # layers of the model
-    inputs: int  # width of the input of its own that each layer has; 0 if layers have none
+    layers: int  # number of layers of the model
+    inputs: int  # width of the input that each layer has of its own (per-layer embeddings); 0 if layers have none
     rows: int  # most rows of a step
     dtype: torch.dtype
 
@@ -94,8 +94,8 @@ class ProbedStage:
     """What a stage sends to the engine in a step."""
 
     rank: int
-    features: int  # number of residual streams
-    finite: int  # number of layers whose finite tokens are sent
+    features: int  # number of residual streams that it sends, each after a layer that the probe names
+    finite: int  # number of layers for which it sends which tokens are finite after them
 
     def receive(self, link: Link, rows: int, shape: StreamShape) -> tuple[list[Tensor], list[Tensor]]:
         features = torch.empty(self.features, rows, shape.hidden, dtype=shape.dtype)
@@ -146,7 +146,7 @@ class RemoteStage:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _rule: RowRule | None = None  # the row rule in use, and whether attention uses only the largest tile
     _largest_tile: bool = False
-    _memory: Tensor | None = None  # where its stream arrives, if the next stage is in this process
+    _memory: Tensor | None = None  # where the stage's stream arrives, if the next stage is in this process
 
     @property
     def name(self) -> str:
@@ -198,7 +198,8 @@ class RemoteStage:
             return buffer
         rank, memory, text = failed
         for earlier in itertools.takewhile(lambda one: one.rank != rank, probed):
-            earlier.receive(link, rows, self.shape)  # sent before the failure, and read so that the next step finds its own
+            # Stages before the one that failed have sent this data. It is read, so that the next step finds its own.
+            earlier.receive(link, rows, self.shape)
         raise OutOfMemory(text) if memory else RuntimeError(f"stage {rank} failed: {text}")
 
     def commit(self, drafts: HostCommit) -> None:

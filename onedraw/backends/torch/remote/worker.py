@@ -173,7 +173,7 @@ class StageWorker:
     def _advance(self, step: RunLayers, before: ResidualStream, probe: LayerProbe) -> ResidualStream:
         spans = [row.span() for row in step.rows]
         pages = [tuple(unpacked_ints(group) for group in row.pages) for row in step.rows]
-        tokens = [0] * sum(span.count for span in spans)  # only the embedding reads them, which the engine's process has
+        tokens = [0] * sum(span.count for span in spans)  # only the embedding reads token ids, and it is in the engine's process
         inputs = lay_out(tokens, spans, pages, layout=self._layout, device=self._stage.device)
         return self._stage.advance(before, inputs, self._state, probe=probe)
 

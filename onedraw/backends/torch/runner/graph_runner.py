@@ -199,7 +199,7 @@ class GraphSampling:
 class GraphSamples:
     positions: list[SamplingPosition]
     hidden: Tensor
-    answers: Tensor  # [T, columns] on the device; the last column is the first fault, where layers are checked
+    answers: Tensor  # [T, columns] on the device; if layers are checked, the last column is the first faulty layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def _padded(count: int) -> int:
     return PADDED[bisect_left(PADDED, count)]
 
 
-@dataclass(slots=True)  # not frozen, which is four times as fast: a Span is made for every row of every step
+@dataclass(slots=True)  # not frozen, to be made four times as fast: every row of every step has a Span
 class Span:
     """Neighbouring tokens of one row: the tokens [first, first + count) of the step, at positions and in slots from `start` on.
 
@@ -132,7 +132,7 @@ class Inputs:
     spans: tuple[Span, ...]  # the spans of the plan's rows, then those of padding tokens, each of which is a row of its own
     host_tokens: Ints  # [T] token ids
     host_positions: Ints  # [T] position of each token in its sequence
-    host_slots: Ints  # [T] index of each token's key and value in its row's pages laid end to end; not the position in a tree
+    host_slots: Ints  # [T] slot of each token's key and value in its row's pages laid end to end; the position, except in a tree
     host_ends: Ints  # [T] the last position that each token sees
     host_rows: Ints  # [T] the row of each token
     host_tables: tuple[Ints, ...]  # for each page group [R, W]: the pages of each row, then the scratch page

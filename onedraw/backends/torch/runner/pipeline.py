@@ -128,7 +128,7 @@ class Stage:
             prepared = PreparedInputs(self.ops, inputs.on(self.device), self.ropes)
             stream = self.run(before, prepared, state, probe=probe)
             if self.entrance is not None and stream.own is not None:
-                return replace(stream, own=stream.own.clone())  # the next step may cross before this one reaches the next stage
+                return replace(stream, own=stream.own.clone())  # the next step may fill the boundary while this stream is read
             return stream
 
     def run(self, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, *, probe: LayerProbe) -> ResidualStream:

@@ -94,10 +94,10 @@ class StagingBuffer:
         self._sent = [torch.cuda.Event() if on_gpu else None for _ in range(sides)]  # type: ignore[no-untyped-call]
         self._side, self._bytes = 0, self._hosts[0].numpy()
         self._facts: list[Hashable] = []
-        self._used, self._open, self._full = 0, False, False  # full: `put_rows` was called, after which no array may follow
+        self._used, self._open, self._full = 0, False, False  # _full: `put_rows` was called, after which no array may follow
         self._made: dict[tuple[int, Hashable], Any] = {}
         self._signatures: dict[Hashable, Signature] = {}
-        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # by place: most steps use the same
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # by place in the buffer; most steps use the same views
 
     def begin(self) -> None:
         self._side = (self._side + 1) % len(self._hosts)

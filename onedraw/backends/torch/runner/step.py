@@ -32,7 +32,7 @@ Sampled = TypeVar("Sampled")
 class Step:
     plan: Plan
     probe: LayerProbe
-    rollback_start: int  # its first slot of the rollback buffer: steps in flight at once have slots of their own
+    rollback_start: int  # the step's first slot of the rollback buffer: steps in flight at once have slots of their own
 
 
 class StepResult(Protocol):

@@ -122,8 +122,8 @@ class RecurrentSpans:
 
     spans: tuple[RecurrentSpan, ...]
     host_taps: Ints  # [T, K]: the taps that the convolution reads at each token, oldest first
-    host_closings: Ints  # [R, K - 1]: the window after the known tokens of each span
-    host_kept: Ints  # [saves, K - 1]: the window of each checkpoint to save, in order of spans
+    host_closings: Ints  # [R, K - 1]: the taps of the window after the known tokens of each span
+    host_kept: Ints  # [saves, K - 1]: the taps of the window of each checkpoint to save, in order of spans
     device: torch.device
 
     @cached_property

@@ -29,8 +29,8 @@ class SlotLabels:
 
     token: Tensor  # [M] the token of the sequence
     likeliest: Tensor  # [M, K] token ids
-    logprobs: Tensor  # [M, K] of them, at temperature 1
-    temperature: Tensor  # [M] of the request; 0 is greedy
+    logprobs: Tensor  # [M, K] log-probabilities of `likeliest`, at temperature 1
+    temperature: Tensor  # [M] the request's temperature; 0 is greedy
 
 
 def keep_log_probability(logits: Tensor, labels: SlotLabels) -> Tensor:

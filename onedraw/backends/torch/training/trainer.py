@@ -49,7 +49,7 @@ class Recipe:
         "kept"  # cross-entropy with the sequence's or the target's tokens, or -log a (`loss.py`)
     )
     weights: Literal["length", "decay"] = "length"
-    optimizer: Literal["muon", "adamw"] = "muon"  # of matrices; norms have AdamW
+    optimizer: Literal["muon", "adamw"] = "muon"  # optimizer of the matrices; norms are always trained with AdamW
     rows: int = 8  # sequences per step
     anchors: int = 32  # blocks per sequence and step, a multiple of GROUP
     muon_rate: float = 0.02
@@ -64,7 +64,7 @@ class Recipe:
 class TrainingSequence:
     """A sequence with what was read of it."""
 
-    tokens: Tensor  # [S] on the device
+    tokens: Tensor  # [S] token ids, on the device
     generated: int  # position of the first token that the target sampled
     temperature: float
     read: ReadSequence

@@ -77,7 +77,7 @@ static void step(float *state, const delta *d, long t, long h, float *out, float
     }
 }
 
-/* Chunked form: tokens [first, first + count) of head h, count <= CHUNK. work [CHUNK][value_dim] receives their changes. */
+/* Chunked form: tokens [first, first + count) of head h, count <= CHUNK. work [CHUNK][value_dim] receives the tokens' changes. */
 static void chunk(float *state, const delta *d, long first, long count, long h, float *out, float *work) {
     long dk = d->key_dim, dv = d->value_dim, heads = d->value_heads, shared = h / (heads / d->key_heads);
     float total[CHUNK];
@@ -210,7 +210,7 @@ void EXPORT(onedraw_delta)(const float *projected, float *out, const delta *d, f
             long save = one->save_first + s;
             copy_window(projected, d, d->kept + save * before, d->saved_windows + d->save_slots[save] * before * d->channels);
         }
-        /* Uses scratch memory, because it may read the window that it replaces. */
+        /* The new window is built in scratch memory, because it may consist of parts of the old one, which it replaces. */
         copy_window(projected, d, d->closings + r * before, window);
         memcpy(d->windows + one->lane * before * d->channels, window, before * d->channels * sizeof(float));
         for (long i = 0; i < one->drafts; i++)

@@ -224,7 +224,7 @@ static void put(const rows *r, const float *found, long first, long count, long 
     }
 }
 
-/* Computes rows [first, last) of the WIDE outputs of a part that are numbered `unit`. */
+/* Computes rows [first, last) of unit number `unit` of a part. A unit is WIDE neighbouring outputs. */
 static void unit_of(const rows *r, const part *p, long unit, long first, long last) {
     long in = r->of->in, kind = p->kind, size = panel_bytes((int)kind, in);
     float found[(FLOAT_ROWS > 8 ? FLOAT_ROWS : 8) * WIDE];

@@ -19,10 +19,11 @@ LIBRARY_ROWS = (*(count for count in PADDED if count > 64), 512, 1024, 2048)  # 
 WHOLE_ROWS = LIBRARY_ROWS[-1]  # products of more rows are cut into parts of this many rows
 CHECK_BYTES = 256 * 2**20  # most bytes of the result of a compared product
 CHECK_SEEDS = (3, 4, 5)
-# In bf16 about one number in 5,000 shows that a sum of 4,096 was split. With this many columns nine products of 96 rows have 170.
+# Weights with fewer outputs are not compared. In bf16, only about one result in 5,000 differs when a sum of 4,096 products is
+# split: with this many outputs, nine compared products of 96 rows have about 170 such results.
 LEAST_COLUMNS = 1024
-# From this many rows on, cuBLAS is used for every weight at whose row count it agrees; for large weights also below, although it
-# leaves a bias, a residual or an activation to a kernel of its own.
+# Where the bits agree, cuBLAS is used from this many rows on, and for large weights with fewer rows too, although a bias, a
+# residual or an activation then takes a separate kernel.
 ALL_WEIGHTS_FROM = 512
 LARGE_WEIGHT = 2**24  # elements from which a weight counts as large
 

@@ -29,7 +29,8 @@ BALANCED = 0.9  # minimum ratio of mean to maximum units per block for whole uni
 MAX_ITEMS = 1 << 21  # whole K: the kernel divides item numbers by float multiplication, which is exact below this number
 ALWAYS_WHOLE_K_ROWS = 4  # products of at most this many rows use whole K whenever it is possible
 WHOLE_K_UNITS = {1: 16, 2: 64}  # products of more rows use whole K from this many units per block on, by row tiles
-ALIGNED = 0.97  # blocks are fewer, so that each reads rows of one segment, if this fraction of the multiprocessors has a block
+# Fewer blocks are launched, so that each reads rows of one segment, if they still use this fraction of the multiprocessors.
+ALIGNED = 0.97
 
 
 @dataclass(frozen=True, slots=True)
