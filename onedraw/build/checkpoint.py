@@ -18,7 +18,7 @@ from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.fake_tokenizer import fake_chat_template, synthetic_tokenizer
 from onedraw.text.tokenizer import Tokenizer
 
-Progress = Callable[[str], None]  # receives one line of text for each stage of loading
+Progress = Callable[[str], None]  # receives one line of text whenever a stage of loading begins
 
 
 def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Checkpoint:

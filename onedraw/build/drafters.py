@@ -37,7 +37,7 @@ from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Pro
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
 
-HOST_WEIGHTS = ("predecessor", "successor")  # weights of a candidate selector whose rows are read from the file when needed
+HOST_WEIGHTS = ("predecessor", "successor")  # a candidate selector's weights, read from the file row by row
 DRAFT_MODEL_TOKENS = 4  # how many tokens a draft model drafts if --draft-tokens is not given
 NAME_KEYS = ("general.name", "general.basename", "_name_or_path")  # metadata keys under which a checkpoint names its model
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
@@ -154,19 +154,19 @@ def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
 
 
 class DeviceDrafter(Protocol):
-    """What `torch_backend` needs of that which reads the target's features on the device: a drafter, or a reader for training."""
+    """A component on the device that reads the target's features: a drafter, or a reader for training."""
 
     @property
     def named(self) -> str:
-        """How messages call it."""
+        """The component's name in messages to the user."""
         ...
 
     def size(self, info: ModelInfo) -> DrafterBytes | None:
-        """Its bytes as a function of the memory plan."""
+        """Return the component's bytes as a function of the memory plan."""
         ...
 
     def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
-        """Return a function that makes it once the target is loaded."""
+        """Return a function that makes the component once the target is loaded."""
         ...
 
 

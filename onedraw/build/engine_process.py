@@ -38,8 +38,8 @@ from onedraw.text.constraints.wire import decode_constraint, encode_constraint
 log = logging.getLogger("onedraw.engine")
 
 CODEC = RequestCodec(encode_constraint, decode_constraint)
-SWITCH_SECONDS = 0.001  # so that requests and cancellations do not wait long for Python's lock, which the engine's thread holds
-ORPHAN_SECONDS = 10.0  # how long the engine's process may take to end after its client has
+SWITCH_SECONDS = 0.001  # Threads get the GIL after at most this time, so that requests do not wait long for it.
+ORPHAN_SECONDS = 10.0  # how long the engine's process may go on after its client has ended
 
 
 class EngineProcess:
@@ -92,7 +92,7 @@ class EngineProcess:
 
 
 class EngineSource(Protocol):
-    """Where an engine runs that is not in this process. In a `with` it is ended if anything fails before `client` has returned;
+    """Starts an engine outside of this process. In a `with` the engine is ended if anything fails before `client` has returned;
     after that the client ends it. `fingerprint` is that of the engine, once there is a client."""
 
     fingerprint: str

@@ -14,9 +14,9 @@ from typing import Any
 
 from onedraw.errors import BadSetting
 
-# Environment variables of a cluster that is started here. Ray replaces 127.0.0.1 by the machine's address on a network, unless it
-# is told that there are no clusters of several machines, by a variable that is named after the systems that have none. It also
-# gives its actors a lower priority than other programs have, which a server would notice.
+# Environment variables of a cluster that is started here. Ray replaces 127.0.0.1 by the machine's address on a network, unless
+# the first variable turns clusters of several machines off, as it does by default on Windows and macOS. By default Ray also runs
+# its actors with a lower priority than other programs, which would slow a server down.
 OWN_CLUSTER: Mapping[str, str] = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,7 +27,7 @@ QUIET: Mapping[str, Any] = {"log_to_driver": False, "logging_level": logging.WAR
 
 
 def import_ray(flag: str) -> Any:
-    """Return the module, for the option `flag`."""
+    """Import Ray and return the module, or raise BadSetting that names the option `flag`."""
     try:
         import ray
     except ImportError:
@@ -53,8 +53,8 @@ def connected(flag: str, address: str = "auto") -> Any:
 
 
 def started_here(flag: str, *, cpus: int) -> Any:
-    """Return `ray`, connected to a new cluster of this machine, which has so many CPUs to give away."""
-    os.environ.update(OWN_CLUSTER)  # before the import, which reads them
+    """Return `ray`, connected to a new cluster of this machine alone, which offers `cpus` CPUs to actors."""
+    os.environ.update(OWN_CLUSTER)  # must be set before Ray is imported, because the import reads them
     ray = import_ray(flag)
     try:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=OBJECT_BYTES, **QUIET)

@@ -33,7 +33,7 @@ from onedraw.models.spec import ModelSpec
 from onedraw.settings import Settings, default_cache_dir
 
 log = logging.getLogger("onedraw")
-STAGE_SECONDS = 300.0  # the deadline of each wait for a stage: a step on it, or its connection
+STAGE_SECONDS = 300.0  # how long to wait until a stage has connected, or has computed a step
 START_SECONDS = 120.0  # how long to wait until an actor runs
 LOAD_SECONDS = 3600.0  # how long to wait until an actor has loaded its layers
 LOOPBACK = "127.0.0.1"
@@ -49,7 +49,7 @@ class StageProcess:
         self._loaded: tuple[bytes, StageWorker] | None = None
 
     def find(self, device: str) -> bytes:
-        """The FoundDevice with this name on this node."""
+        """Return a FoundDevice that describes the device with this name on this node."""
         try:
             [found] = find_devices([device])
         except OnedrawError as error:
@@ -58,7 +58,7 @@ class StageProcess:
         return encode(FoundDevice(found.kind, found.arch, memory, found.cores))
 
     def load(self, message: bytes) -> bytes:
-        """Load the stage that a LoadStage describes, unless it is loaded: a LoadedStage."""
+        """Load the stage that a LoadStage describes, unless it is loaded already, and return a LoadedStage."""
         try:
             if self._loaded is None or self._loaded[0] != message:
                 self._loaded = None
@@ -185,12 +185,12 @@ class RayCluster:
         self._nodes = sorted(nodes, key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeID"]))
         own = self._ray.util.get_node_ip_address()
         alone = all(node["NodeManagerAddress"] == own for node in nodes)
-        self.address = LOOPBACK if alone else own  # where the engine's process listens
+        self.address = LOOPBACK if alone else own  # the address at which the engine's process listens
         self._alone = alone
         self.hosts: list[RayHost] = []
 
     def find(self, device: Device) -> Device:
-        """The device with its architecture and memory, after its node was asked."""
+        """Ask the device's node for the architecture and memory of the device, and return the device with both."""
         node = self._node(device)
         address = LOOPBACK if self._alone else node["NodeManagerAddress"]
         host = RayHost(self._ray, device.name, device.local_name, node_id=node["NodeID"], address=address)
@@ -255,7 +255,7 @@ class RayCluster:
 
 
 def require_last_here(devices: Sequence[Device]) -> None:
-    """The engine's process has the last stage, where tokens are sampled and drafted."""
+    """Raise if the last stage would be on another node: tokens are sampled and drafted there, in the engine's process."""
     if devices[-1].node:
         raise BadSetting(
             f"--devices: the last device must be one of this machine, where tokens are sampled, and not {devices[-1].name}; "

@@ -120,7 +120,7 @@ def read_initial(path: Path, target: ModelSpec) -> tuple[DrafterSpec, dict[Weigh
 
 
 def _why_untrainable(spec: DrafterSpec) -> str:
-    """What a drafter has that the trainable one does not compute; empty if nothing."""
+    """Name a property of this drafter that training does not support; empty if there is none."""
     parts = {
         "an embedding or a head of its own": spec.own_embedding or spec.own_head,
         "norms of features or of the context": spec.feature_norms or spec.normed_context,
@@ -133,7 +133,8 @@ def _why_untrainable(spec: DrafterSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReaderBuilder:
-    """Makes the FeatureReader of a target, in the place of a drafter, and keeps it in `made`. Implements DeviceDrafter."""
+    """Makes a FeatureReader for the target where serving would make a drafter, and appends it to `made`. Implements
+    DeviceDrafter."""
 
     layers: tuple[int, ...]
     made: list[FeatureReader] = field(default_factory=list)
@@ -166,7 +167,7 @@ class TargetReader:
         capacity = self._backend.capacity
         self.max_context: int = capacity.max_context
         scheduler = Scheduler(
-            allocator=Allocator(capacity, reuse=False),  # A prefix from a cache would be computed by no step, so not read.
+            allocator=Allocator(capacity, reuse=False),  # No step computes a cached prefix, so it has no features.
             capacity=capacity,
             speculator=Speculator([], draft_tokens=None, tree_nodes=0),
             step_tokens=settings.turn_tokens,
@@ -176,7 +177,7 @@ class TargetReader:
 
     @property
     def target(self) -> Any:
-        """The Transformer that is read."""
+        """The target model, a Transformer, whose features are read."""
         return self._backend.model
 
     def read(self, examples: Sequence[Example]) -> list[TrainingSequence]:
@@ -207,7 +208,7 @@ class TargetReader:
 
 
 class DraftTraining:
-    """A target that is read, and the trainer of its drafter. Its methods belong to the thread that made it."""
+    """A target whose features are read, and the trainer of its drafter. Its methods belong to the thread that made it."""
 
     def __init__(
         self,

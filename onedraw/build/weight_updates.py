@@ -32,7 +32,7 @@ HEADER_BYTES = 1 << 24  # the most bytes of the header of an uploaded file
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """What new weights must agree with."""
+    """The properties of the weights in use, which new weights must have too."""
 
     spec: ModelSpec
     kinds: Mapping[WeightKey, str]  # the stored type of each weight
@@ -83,7 +83,7 @@ class EngineWeightUpdates:
         fingerprint: Callable[[str], str],
         snapshots: Callable[[Backend, str], SnapshotFolder],
     ) -> None:
-        """`fingerprint`: from the identity of weights to the fingerprint of the model. `snapshots`: opens the folder for
+        """`fingerprint` turns the identity of weights into the fingerprint of the model. `snapshots` opens the folder for
         snapshots of these weights."""
         self._served, self._service, self._fingerprint, self._snapshots = served, service, fingerprint, snapshots
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class EngineWeightUpdates:
         with self._alone():
             try:
                 with closing(open_checkpoint(folder)) as checkpoint:
-                    self._served.check(checkpoint)  # before its tensors are read
+                    self._served.check(checkpoint)  # fails before any tensor is read
                     held = hold(checkpoint)
             except ModelError as error:
                 raise BadParameter("weight_dir", str(error)) from None
@@ -140,7 +140,7 @@ class EngineWeightUpdates:
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """Holds a lock that nothing waits for: one update at a time, and another is refused."""
+    """Holds the lock of updates during a `with`. A second update does not wait for the lock but is refused."""
 
     lock: threading.Lock
 

@@ -319,7 +319,7 @@ class RandomTensor:
         return None
 
     def into(self, out: Floats) -> None:
-        if not out.flags.c_contiguous:  # writing to a reshaped copy of `out` would be lost
+        if not out.flags.c_contiguous:  # reshaping such an `out` would copy it, and what is written to the copy would be lost
             out[...] = self.float32()
             return
         rows, width = self.total_rows or self.shape[0], math.prod(self.shape[1:])

@@ -328,7 +328,8 @@ def _replayed(llm: LLM, generations: Sequence[Generation], plain: BenchRun, reco
 
 
 def with_floor(measure: Measure, floor: Callable[[int, int], float], context: int) -> Measure:
-    """Add the share of the floor. A step gives each row `tokens_per_turn` tokens on average."""
+    """Return the measurement with its share of the floor (the least possible time of a step). A step gives each row
+    `tokens_per_turn` tokens on average."""
     step_seconds = measure.batch * measure.tokens_per_turn / max(measure.decode_tokens_per_second, 1e-9)
     return replace(measure, floor_share=floor(measure.batch, context) / step_seconds)
 

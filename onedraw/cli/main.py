@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _repair_streams()
     try:
         status = _run(given)
-        sys.stdout.flush()  # now, so that a write error is reported here and not when the interpreter exits
+        sys.stdout.flush()  # Flush now, so that a write error is reported here and not when the interpreter exits.
         return status
     except UsageError as error:
         return complain(str(error), status=2)
@@ -228,7 +228,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"no command {name!r}: {hint}")
     parser = command_parser(name)
     try:
-        return parser.parse_intermixed_args(rest)  # so that options may also come between and after the arguments
+        return parser.parse_intermixed_args(rest)  # options may come between and after the arguments
     except UsageError as error:
         raise UsageError(f"{error}; see `onedraw {name} --help`") from None
 

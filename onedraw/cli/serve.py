@@ -188,7 +188,7 @@ def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> Start
     from onedraw.cluster.ray_replicas import RayReplicas, ReplicaOptions
     from onedraw.server.logs import log_config
 
-    logging.config.dictConfig(log_config(arguments.log_level, arguments.log_format))  # for what replicas log before all serve
+    logging.config.dictConfig(log_config(arguments.log_level, arguments.log_format))  # replicas log before uvicorn sets this
     options = ReplicaOptions(arguments.replicas, arguments.ray_address or ray_address(), arguments.replica_gpus)
     replicas = RayReplicas(settings, options)
     signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=replicas.restart, daemon=True).start())
@@ -234,7 +234,7 @@ def run(arguments: argparse.Namespace) -> int:
         log_format=arguments.log_format,
         log_prompts=arguments.log_prompts,
     )
-    with closing(bind(options.host, options.port)) as listener:  # bound before the slow load, so that a port in use fails at once
+    with closing(bind(options.host, options.port)) as listener:  # before the slow load, so that a port in use fails at once
         with terminal.progress() as notify:
             llm = build_llm(settings, notify, start_engine=engine_elsewhere(arguments, settings))
         with llm, recorded(llm, arguments) as llm:

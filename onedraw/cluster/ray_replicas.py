@@ -36,19 +36,19 @@ from onedraw.settings import Settings, default_cache_dir
 
 log = logging.getLogger("onedraw.cluster")
 
-MESSAGES_AHEAD = 64  # messages of an engine that its client has not read; with more the engine waits
+MESSAGES_AHEAD = 64  # The engine waits while its client has not read this many of its messages.
 IN_ORDER = "messages"  # the concurrency group of `deliver`, with one thread
 PLACE_SECONDS = 30.0  # A replica that has found no node after this time is reported, and again after each such time.
 SILENT_SECONDS = 300.0  # A replica that has requests and sends nothing for this long is replaced.
 CHECK_SECONDS = 5.0
-LONGEST_PAUSE = 60.0  # between attempts to start a replica; the first pause is a second
+LONGEST_PAUSE = 60.0  # the longest pause between attempts to start a replica; the first is a second
 FLAG = "--replicas"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
     count: int
-    address: str | None = None  # of a Ray cluster that runs; None starts one of this machine alone
+    address: str | None = None  # address of a running Ray cluster; None starts a cluster of this machine alone
     gpus: float | None = (
         None  # GPUs of each replica; None: one for each CUDA device in the settings, or one if the cluster has any
     )
@@ -187,8 +187,8 @@ class RayReplicas:
             self.close()
 
     def client(self, build_constraint: BuildConstraint, notify: Progress) -> ReplicaSet:
-        """Start all replicas, wait until one serves, and return the client of all. If one fails before that, its error is
-        raised."""
+        """Start all replicas, wait until one serves, and return one client of all replicas. If a replica fails before that, its
+        error is raised."""
 
         def report(line: str) -> None:
             (log.info if self._first.done() else notify)(line)

@@ -47,7 +47,7 @@ class Stream:
     losses: int = 0  # number of replicas that died while they had this stream
     cancelled: bool = False
     done: bool = False
-    waits_since: float | None = None  # when it was left without a replica, until the next event or loss
+    waits_since: float | None = None  # the time at which it lost its replica; None once a new replica sends an event
 
     @property
     def request(self) -> Request:
@@ -91,7 +91,7 @@ class Replica:
     """A replica and the streams that it runs. The replica set owns it."""
 
     name: str
-    number: int  # new whenever a replica joins: pages sent to it before it died are then not expected in its cache
+    number: int  # Each replica that joins gets a new number, so that no pages are expected in the cache of one that restarted.
     client: EngineClient
     streams: dict[Stream, None] = field(default_factory=dict)  # in the order in which they were sent to it
     sent: int = 0  # number of requests sent to it since it joined
@@ -101,7 +101,7 @@ class Replica:
 class ReplicaStatus:
     name: str
     ready: bool
-    requests: int  # running and waiting
+    requests: int  # number of its requests, running and waiting
     sent: int  # number of requests sent to it since it joined
 
 
@@ -190,12 +190,12 @@ class ReplicaSet(FixedWeights):
 
     @property
     def failed(self) -> bool:
-        """Never, since a replica may join at any time."""
+        """Always False, since another replica may join at any time."""
         return False
 
     @property
     def max_requests(self) -> int:
-        """The most of one replica, since requests with the same prompt stay together."""
+        """The limit of the largest replica, since requests with the same prompt are sent to one replica."""
         with self._changed:
             return max((one.client.max_requests for one in self._replicas.values()), default=1)
 
@@ -218,7 +218,7 @@ class ReplicaSet(FixedWeights):
     def submit(self, requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         self.check_count(len(requests))
         page_size = self.capacity.page_size
-        together: dict[tuple[int, ...], list[Stream]] = {}  # by prompt
+        together: dict[tuple[int, ...], list[Stream]] = {}  # streams with the same prompt, by prompt
         for checked, sink in requests:
             batch = together.setdefault(checked.request.prompt, [])
             batch.append(Stream(checked, sink, batch[0].pages if batch else page_hashes(checked.request.prompt, page_size)))
@@ -354,7 +354,7 @@ class ReplicaSet(FixedWeights):
             assert stream.replica is not None
             if isinstance(event.error, REPLICA_ENDED) and not self._closing:
                 self._leave(stream.replica, lost=True)
-            elif isinstance(event.error, QueueFull) and attempt > 0:  # It was accepted once, so it waits.
+            elif isinstance(event.error, QueueFull) and attempt > 0:  # The request had been accepted before, so it waits.
                 self._wait(stream)
             elif stream.deliver(event):
                 self._forget(stream)
@@ -372,7 +372,7 @@ class ReplicaSet(FixedWeights):
             moving = [(stream, stream.attempt_id) for stream in replica.streams]
             for stream, _ in moving:
                 stream.losses += lost
-                stream.waits_since = None  # It had a replica until now, perhaps without an event since the last one was lost.
+                stream.waits_since = None  # Its wait begins again now, although the lost replica may have sent no event.
                 self._wait(stream)
             if lost:
                 log.warning("replica %s died; %d requests continue on other replicas", name, len(moving))

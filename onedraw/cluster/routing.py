@@ -38,15 +38,15 @@ def page_hashes(prompt: Sequence[int], page_size: int) -> tuple[bytes, ...]:
 
 
 def is_noted(count: int) -> bool:
-    """Whether the first `count` pages of every prompt are noted: 1, 2, 3, 4, 6, 8, 12, 16, … What two prompts share is known
-    up to a third."""
+    """Whether the table has an entry for the first `count` pages of a prompt: for 1, 2, 3, 4, 6, 8, 12, 16, … pages. So the
+    number of pages that two prompts share is known to within a third."""
     shift = max(count.bit_length() - 2, 0)
     return count >> shift << shift == count
 
 
 class SentPages(Generic[ReplicaT]):
-    """What each replica was sent, as far as the table's size allows: the least recently sent is forgotten first. A replica that
-    joins again, with an empty cache, must have another name here. The replica set owns it."""
+    """A table of the prompt pages that each replica was sent. When it is full, the least recently sent are forgotten first. A
+    replica that joins again, with an empty cache, must have another name here. The replica set owns it."""
 
     def __init__(self, most: int = MAX_PAGES_SENT) -> None:
         self._most = most
@@ -77,8 +77,9 @@ class SentPages(Generic[ReplicaT]):
 
 
 class Loads(Generic[ReplicaT]):
-    """How many requests each replica has. Of replicas with the same load the one comes first that has had it for longest, so that
-    idle replicas get new prompts in turn, first in the order in which they were added. The replica set owns it."""
+    """Counts the requests of each replica. Among replicas with equally many requests, the one whose number changed longest ago
+    comes first, so that idle replicas get new prompts in turn, first in the order in which they were added. The replica set owns
+    it."""
 
     def __init__(self) -> None:
         self.total = 0

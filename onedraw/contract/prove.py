@@ -160,7 +160,7 @@ def _forcing(generation: Generation, plain: Reply) -> Generation:
 
 
 def _beginning(llm: LLM, generation: Generation, plain: Reply) -> Reply:
-    """Return the part of a plain reply that a client has after the tokens that the generation gives."""
+    """Return the part of a plain reply that comes from the tokens with which the generation continues (`continue_ids`)."""
     (begun,) = new_replies([generation])
     for piece in ReplyStream(0, generation, llm.tokenizer).begun:
         begun.add(piece)
@@ -169,7 +169,7 @@ def _beginning(llm: LLM, generation: Generation, plain: Reply) -> Reply:
 
 
 def joined(begun: Reply, rest: Reply) -> Reply:
-    """Return the reply whose beginning and rest these are, with the text in one block."""
+    """Join the beginning and the rest of a reply into one reply, with the text in one block."""
     text = ContentBlock(0, "content", text=begun.text + rest.text)
     return replace(rest, tokens=[*begun.tokens, *rest.tokens], blocks=[text])
 

@@ -70,9 +70,9 @@ class RecordWriter:
     def __init__(
         self, folder: Path, *, size: int = DEFAULT_SIZE, most: int | None = None, text: bool = False, option: str = "--record"
     ) -> None:
-        """`size`: bytes after which a file ends. `most`: bytes of all files together, beyond which the oldest are removed; a line
-        that does not fit into `size` is refused then. `text`: whether the text of requests is written. `option` is named in
-        errors."""
+        """`size`: bytes after which a new file is begun. `most`: bytes of all files together, beyond which the oldest are
+        removed; a line that does not fit into `size` is refused then. `text`: whether the text of requests is written. `option`
+        is named in errors."""
         self.text = text
         self._folder = folder
         self._size, self._most = size, most
@@ -141,7 +141,7 @@ class RecordWriter:
             os.close(folder)
 
     def _remove_oldest(self, current: Path) -> None:
-        """Remove the oldest files until the others and the one that was begun, when it is full, are within `most`."""
+        """Remove the oldest files until the rest is within `most` bytes, with the current file counted as if it were full."""
         if self._most is None:
             return
         others = sorted((path for path in self._folder.glob("requests-*.jsonl") if path != current), key=_number)
@@ -158,7 +158,7 @@ class RecordingLLM(LLM):
     def __init__(
         self, llm: LLM, writer: RecordWriter | None = None, *, source: str, learning: RecordWriter | None = None
     ) -> None:
-        """`writer` gets whole records, and `learning` what a drafter learns from."""
+        """`writer` gets whole records; `learning` gets only the part from which a drafter learns."""
         super().__init__(
             service=llm.service,
             tokenizer=llm.tokenizer,
@@ -238,8 +238,8 @@ class RecordingLLM(LLM):
 
 
 def learned_from(generation: Generation) -> Generation | None:
-    """What a drafter learns from of a request: the tokens, how they were sampled, and nothing else that the client sent. None for
-    a reply that the client gave and the model did not sample."""
+    """Return the part of a request from which a drafter learns: the tokens and how they were sampled, without anything else that
+    the client sent. None for a reply that the client gave and the model did not sample."""
     if generation.forced:
         return None
     params = generation.params

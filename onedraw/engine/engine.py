@@ -52,7 +52,7 @@ Observer = Callable[[Row, RowOutcome], None]  # called with each row that carrie
 
 
 def nothing(*_: object) -> None:
-    """The default of callbacks."""
+    """Do nothing, whatever the arguments: the callback where none is given."""
 
 
 COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler, allocator and speculator count the others
@@ -80,7 +80,7 @@ COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler
 )
 
 
-MOST_LOSSES = 3  # how often the state may be lost without a step in between before requests fail
+MOST_LOSSES = 3  # Requests fail if the state is lost more often than this without a completed step in between.
 
 
 class Engine:
@@ -95,7 +95,7 @@ class Engine:
         offload: CheckpointOffload | None = None,
         delivered: Callable[[], None] = nothing,
     ) -> None:
-        """`delivered` is called when the sinks have got all events that there are, those of a step together."""
+        """`delivered` is called after the sinks have received all pending events; those of one step come together."""
         self.backend = backend
         self.scheduler = scheduler
         self._observer, self._offload, self._delivered = observer, offload, delivered
@@ -351,7 +351,7 @@ class Engine:
             stop_id = sampled[-1].token if finish == "stop" else None
             kept = sequence.kept - kept_before
             self._undelivered.append((sink, Event(row.request_id, sampled, finish, stop_id, sequence.usage, scored, kept=kept)))
-        if error is not None:  # An event of its own, because a stop string in the text before it may end the reply first.
+        if error is not None:  # The error is a separate event, because a stop string in the tokens above may end the reply first.
             self._undelivered.append((sink, Event(row.request_id, usage=sequence.usage, error=error)))
 
     def _prompt_logprobs(self, sequence: Sequence) -> tuple[Logprobs, ...] | None:
@@ -367,7 +367,7 @@ class Engine:
             self.scheduler.finish(sequence)
         self.scheduler.speculator.forget(request_id)
         sequence.ended = True
-        del self._live[request_id]  # This comes last, so that the request still gets its error event if something above raises.
+        del self._live[request_id]  # last: if something above raises, the request still gets an error event
         return sequence, sink
 
     def _step_raised(self, members: list[ScheduledRow], error: BaseException) -> None:

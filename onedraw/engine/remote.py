@@ -53,10 +53,10 @@ log = logging.getLogger("onedraw.engine")
 
 LENGTH_BYTES = 4
 MOST_FRAME_BYTES = 1 << 30  # the most bytes of the requests that one call submits; a frame's length field could hold more
-SOCKET_BYTES = 1 << 20  # bytes that may be sent and not yet read before the side that writes waits
+SOCKET_BYTES = 1 << 20  # a side that writes waits while this many bytes are sent but not read
 STATS_SECONDS = 0.05  # while no event is sent, the counters are sent this often
 STOP_SECONDS = 30.0  # how long the engine's process may take to end after the last request has ended
-DEATH_SECONDS = 5.0  # how long a process that closed its connection unasked may take to end
+DEATH_SECONDS = 5.0  # how long to wait for the end of a process that has closed its connection
 MOST_SENT = 4  # A client refuses requests beyond this many times the number that the engine can run and queue.
 BUILDERS = 2  # threads of the engine's process that build constraints
 
@@ -203,7 +203,7 @@ class RemoteEngine(FixedWeights):
         self._writer.join()
 
     def join(self, seconds: float) -> bool:
-        """Wait so long for the end of the engine's process. Return whether it has ended."""
+        """Wait up to this many seconds for the end of the engine's process. Return whether it has ended."""
         self._reader.join(seconds)
         return not self._reader.is_alive()
 
@@ -292,12 +292,12 @@ class EventSender:
         self._events.append(event)
 
     def flush(self) -> None:
-        """Send the events that there are. The engine calls this after each step."""
+        """Send all events that were not sent yet. The engine calls this after each step."""
         if self._events:
             self._send()
 
     def publish(self, stats: Stats) -> None:
-        """Note the counters after a step. They are sent with the next events, or now if there may be none for a while."""
+        """Store the counters after a step. They are sent with the next events, or now if there may be none for a while."""
         with self._lock:
             self._stats = stats
         if not (stats.running or stats.waiting) or time.monotonic() - self._sent > STATS_SECONDS:
@@ -311,7 +311,7 @@ class EventSender:
                 return
             try:
                 message = encode(Events(events, stats))
-            except Exception:  # A value that cannot be sent; the requests must still get a last event.
+            except Exception:  # A value cannot be encoded; the requests must still get a last event.
                 log.exception("the events of a step cannot be sent")
                 error = StepFailed("the events of a step cannot be sent; see the server's log")
                 message = encode(Events(tuple(Event(event.request_id, error=error) for event in events), stats))
@@ -374,7 +374,7 @@ class EngineServer:
         except BaseException:  # also a panic in native code
             log.exception("the constraint of a request cannot be built")
             error = StepFailed("the constraint on this reply cannot be built; see the server's log")
-        with self._lock:  # A cancellation comes before this, and is in `_building`, or after it.
+        with self._lock:  # An earlier cancellation is in `_building`; a later one finds the request.
             if error is None:
                 self._accept(checked)
             else:

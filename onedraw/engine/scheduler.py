@@ -49,7 +49,7 @@ from onedraw.types import History, Row
 MIN_STEP_TOKENS = 16  # After the device ran out of memory, the token budget of a step is halved, but not below this.
 GROW_STEPS = 64  # After this many computed steps, a budget that was halved is doubled again.
 FORCED = "forced"  # the source of drafts that are the forced tokens of a request; they are not counted as speculation
-SHARED_TURN = TurnKey("", "")  # the key of sequences under strict order of arrival, so that none takes another's turn
+SHARED_TURN = TurnKey("", "")  # the key of all sequences when order of arrival decides, so that none takes another's turn
 
 Fetch = Callable[[History], None]  # loads a snapshot of the prompt into the prefix cache, if there is one on disk
 
@@ -82,7 +82,7 @@ class Scheduler:
         self.capacity = capacity
         self.speculator = speculator
         most = step_tokens if capacity.step_tokens is None else min(step_tokens, capacity.step_tokens)
-        self.step_tokens = max(most, capacity.chunk)  # at least one chunk, since a prompt advances by whole chunks
+        self.step_tokens = max(most, capacity.chunk)  # not less than one chunk, since a prompt advances by whole chunks
         self.longest_row = min(
             self.step_tokens,
             longest_row(capacity.groups, page_size=capacity.page_size, max_context=capacity.max_context, chunk=capacity.chunk),
@@ -96,7 +96,7 @@ class Scheduler:
         self.fair, self._turn_tokens = fair, turn_tokens
         self._prompt_turns = PromptTurns()
         self._most_rows = capacity.lanes  # most running sequences; lowered after a step for which the device had no memory
-        self._most_tokens = self.step_tokens  # most tokens of one step; lowered in the same case
+        self._most_tokens = self.step_tokens  # most tokens of one step; lowered after a step for which the device had no memory
         self._steps_since_shrunk = 0
         # Set when all lanes are taken and no waiting sequence may displace a running one: the number of sequences past their turn
         # at that time. Until it changes, another try to admit a sequence would fail too.

@@ -77,7 +77,7 @@ class Sequence:
 
     @property
     def ending(self) -> Finish | None:
-        """How the tokens known so far end the reply; None if more follow."""
+        """The reason for which the reply ends with the tokens known so far; None if it goes on."""
         output = self.history.output
         if output and output[-1] in self.request.params.stop_ids:
             return "stop"

@@ -46,7 +46,7 @@ class Service:
         self._changed = threading.Condition()
         self._arrivals: deque[tuple[CheckedRequest, Sink]] = deque()
         self._cancelled: deque[str] = deque()
-        self._calls: deque[tuple[Callable[[Engine], None], Future[None]]] = deque()  # functions for the engine's thread to call
+        self._calls: deque[tuple[Callable[[Engine], None], Future[None]]] = deque()  # functions that the engine's thread calls
         self._draining = False
         self._stop = False
         made: Future[Engine] = Future()
@@ -98,7 +98,7 @@ class Service:
     def _refuse_over_share(self, callers: Sequence[str]) -> None:
         """Raise QueueFull unless each of these callers stays within an even share of the queue, which is full. So the requests of
         one caller cannot keep all others out."""
-        waiting = Counter(dict(self._engine.scheduler.waiting.counts))  # a copy, since the engine's thread changes it
+        waiting = Counter(dict(self._engine.scheduler.waiting.counts))  # a copy, since the engine's thread changes the original
         waiting.update(one.request.caller for one, _ in self._arrivals)
         waiting.update(callers)
         share = self._queue_limit // len(waiting)
@@ -144,7 +144,7 @@ class Service:
         """Refuse new requests, let running ones finish within `drain_seconds`, then cancel the rest and end the thread."""
         with self._changed:
             self._draining = True
-            if drain_seconds and self._engine.paused:  # else the running requests could not finish
+            if drain_seconds and self._engine.paused:  # Resume, else the running requests could not finish.
                 self._calls.append((lambda engine: setattr(engine, "paused", False), Future()))
                 self._changed.notify()
         deadline = time.monotonic() + drain_seconds
@@ -223,7 +223,7 @@ class Service:
                 checked, sink = self._arrivals.popleft()
                 engine.add(checked.request, sink, checked.constraint)
             if arrived:
-                self._publish(engine)  # must be current, since `submit` compares its waiting requests with the queue limit
+                self._publish(engine)  # `submit` compares the published number of waiting requests with the queue limit.
             cancelled, self._cancelled = self._cancelled, deque()
             calls, self._calls = self._calls, deque()
         for request_id in cancelled:
@@ -231,7 +231,7 @@ class Service:
         for work, result in calls:
             try:
                 work(engine)
-            except BaseException as error:  # belongs to the caller, and the engine goes on
+            except BaseException as error:  # The error belongs to the caller; the engine continues.
                 result.set_exception(error)
             else:
                 result.set_result(None)

@@ -25,8 +25,8 @@ class DraftStats:
 
 @dataclass(frozen=True, slots=True)
 class DraftingEstimates:
-    """The estimates with which the number of drafts is chosen now. A cost is three durations in seconds: of a step (or of a call
-    of the drafter), and in addition of each row and each token in it."""
+    """The present estimates of cost and acceptance, from which the number of drafts is computed. A cost is three durations in
+    seconds: of a step (or of a call of the drafter), and in addition of each row and each token in it."""
 
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a step without drafting
     drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a call of the backend's drafter, per drafted token

@@ -19,7 +19,7 @@ Requests = OrderedDict[TurnKey, deque[Sequence]]
 
 
 class WaitingQueue:
-    """The rings of callers and of their requests. The scheduler owns it."""
+    """Waiting sequences, in a ring of callers and, for each caller, a ring of requests. The scheduler owns it."""
 
     def __init__(self) -> None:
         self._callers: OrderedDict[str, Requests] = OrderedDict()
@@ -60,7 +60,7 @@ class WaitingQueue:
         key = sequence.key
         assert self.counts[key.caller], "this sequence does not wait"
         requests = self._callers[key.caller]
-        requests[key].remove(sequence)  # A deque finds its first entry at once, and admission removes only that one.
+        requests[key].remove(sequence)  # This is fast, since admission always removes the first entry of the deque.
         self.counts[key.caller] -= 1
         if not requests[key]:
             del requests[key]

@@ -111,7 +111,7 @@ class LLM:
         self.constraints = constraints  # The service builds its constraints with the same factory, so they share caches.
         self.weight_updates = weight_updates
         self._call_cache = ToolCallCache()
-        self._numbers = itertools.count()  # numbers at the end of request ids, which make every id unique
+        self._numbers = itertools.count()  # counts requests, so that every request id is unique
         self._wakeups: dict[asyncio.AbstractEventLoop, LoopWakeup] = {}  # one for each event loop that uses the LLM
 
     def __enter__(self) -> LLM:
@@ -360,7 +360,7 @@ class LLM:
             )
             for i in range(generation.n)
         ]
-        checked = [self.service.check(request) for request in requests]  # first, so that a stream gets known ids only
+        checked = [self.service.check(request) for request in requests]  # streams below need valid ids
         now = self.card.fingerprint
         return [PreparedChoice(generation, one, ReplyStream(0, generation, self.tokenizer), now) for one in checked]
 
@@ -372,7 +372,8 @@ class LLM:
             if choice.generation.origin:
                 for piece in choice.stream.begun:
                     active[-1].reply.add(piece)
-        # Per choice: whether the tokens that the request gave (continue_ids) already end the reply, so the engine is not asked.
+        # Per choice: whether the tokens that the request gave (continue_ids) already end the reply, so that nothing is submitted
+        # to the engine.
         over = [choice.stream.ended_by_text for choice in choices]
         self.service.submit([(choice.checked, sink(index)) for index, choice in enumerate(choices) if not over[index]])
         for index, choice in enumerate(choices):

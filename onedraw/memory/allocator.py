@@ -89,7 +89,8 @@ class Allocator:
         self.tokens_hit = 0  # tokens found there
         self.window_pages_freed = 0  # pages freed because a sliding window has moved beyond them
         self.checkpoints_saved = 0
-        self._saved_ends: list[tuple[PrefixCheckpoint, tuple[int, ...]]] = []  # what `take_saved` returns next
+        # checkpoints that `take_saved` returns at its next call, each with the tokens of its prefix
+        self._saved_ends: list[tuple[PrefixCheckpoint, tuple[int, ...]]] = []
 
     @property
     def pages_held(self) -> int:
@@ -152,7 +153,7 @@ class Allocator:
                 return
 
     def first_visible(self, length: int, window: int | None) -> int:
-        """Return the first position that is still needed once `length` positions are committed."""
+        """Return the first position to which later positions still attend once `length` positions are committed."""
         return first_visible(length, window)
 
     def _shared_pages(self, resume: ResumePoint, group: int) -> Pages:
@@ -432,8 +433,9 @@ class Lease:
             self.pending_saves.append(PendingSave(position, slot, tokens, logits))
 
     def commit(self, length: int, history: History, *, ahead: int = 0) -> None:
-        """Note that positions up to `length` are final. Release the pages beyond them, except for the next `ahead` positions,
-        which a row in flight writes; add full pages and checkpoints to the prefix cache; and free pages outside every window."""
+        """Mark positions up to `length` as committed, so that they never change. Release the pages beyond them, except for
+        the next `ahead` positions, which a row in flight writes; add full pages and checkpoints to the prefix cache; and free
+        pages outside every window."""
         allocator = self.allocator
         if self.restore is not None:
             allocator.end_restore(self.restore)

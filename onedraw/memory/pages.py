@@ -109,7 +109,7 @@ class PagePool:
         self._holders[page] += 1
 
     def release(self, page: int, *, cached: bool) -> None:
-        """Remove a holder. A page without holders becomes idle if the prefix cache refers to it, else free."""
+        """Remove a holder of a page. A page without holders becomes idle if the prefix cache refers to it, else free."""
         self._holders[page] -= 1
         if self._holders[page] < 0:
             raise AssertionError(f"page {page} released more often than held")

@@ -17,7 +17,7 @@ from typing import Literal
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 KV_BYTES = {**DTYPE_BYTES, "fp8": 1, "int8": 1}  # bytes of one element of a cached key or value
-KV_SCALE_BYTES = {"fp8": 4, "int8": 4}  # per head and position: the scale of a quantized key or value
+KV_SCALE_BYTES = {"fp8": 4, "int8": 4}  # bytes per head and position of the scale of a quantized key or value
 
 STATE_BYTES = 4  # recurrent states are float32 for every model dtype
 

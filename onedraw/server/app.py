@@ -66,9 +66,10 @@ from onedraw.types import Finish, Piece, Usage
 IGNORED = "x-onedraw-ignored"  # the header that lists unknown fields and left-out tools
 LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on the few threads for long work, see `work.py`.
 
-QUEUE_SECONDS = 0.2  # after which a line of a batch is sent again if the queue was full
+QUEUE_SECONDS = 0.2  # seconds after which a line of a batch is sent again if the queue was full
 LOGPROBS_ON_LOOP = 1 << 13  # Replies with more logprobs are written on a thread, so that streams keep running meanwhile.
-# Writes JSON in the same way as JSONResponse, which does it at once and keeps other threads from running meanwhile.
+# Writes the same JSON as JSONResponse, but step by step: JSONResponse encodes in one call, which keeps other threads from
+# running.
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 Result = TypeVar("Result")
@@ -226,7 +227,7 @@ class Endpoints:
         """Run a request of any endpoint. `write` makes the writer for the shape of that endpoint's replies."""
         self._refuse_when_closed()
         line: LineIdentity | None = request.scope.get(LINE)
-        background = " in the background" if line is not None else ""  # a caller of its own, with a share of its own
+        background = " in the background" if line is not None else ""  # counts as another caller, with a separate share
         who = turn_caller(request.scope) + background
         permit = request.scope[PERMIT] = self._accounts.begin(who)
         gone = threading.Event()  # set if the client disconnects, so that the thread that prepares the request stops
@@ -496,7 +497,7 @@ class ReplyRun:
         seconds: float | None = None,
     ) -> None:
         self._seconds = seconds
-        self._deadline = None if seconds is None else timer.arrival + seconds  # asyncio's clock is time.monotonic, as the timer's
+        self._deadline = None if seconds is None else timer.arrival + seconds  # by time.monotonic, like asyncio's timeouts
         self._prepared = prepared
         self._writer = writer
         self._llm = llm
@@ -553,7 +554,7 @@ class ReplyRun:
                         if piece.finish is not None:
                             self._finishes[piece.index] = piece.finish
                     yield burst
-            except BaseException as error:  # also the cancellation when the client is gone
+            except BaseException as error:  # includes the cancellation after the client has disconnected
                 self._trace.fail(error)
                 raise
         usage = self._usage()

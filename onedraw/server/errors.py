@@ -114,7 +114,7 @@ def known(error: Exception, *, path: str = "") -> OnedrawError:
 def _route_message(error: HTTPException, path: str) -> str:
     match error.status_code:
         case 404:
-            for meant in (f"/v1{path}", path.removeprefix("/v1")):  # a base URL without /v1, or with one too many
+            for meant in (f"/v1{path}", path.removeprefix("/v1")):  # The client's base URL lacks /v1 or has it twice.
                 if meant in PATHS and meant != path:
                     return f"no such path: did you mean {meant}? Base URLs of OpenAI's clients end with /v1, all others do not"
             return f"no such path; the paths are {', '.join(PATHS)}"

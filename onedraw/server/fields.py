@@ -39,7 +39,7 @@ class FirstError(FailFast):
     """Ends the validation of a list at the first wrong item, so that a list of a million wrong items does not give as many
     errors."""
 
-    __hash__ = object.__hash__  # Pydantic needs members of a union to be hashable.
+    __hash__ = object.__hash__  # Pydantic can only use hashable objects as members of a union.
 
 
 ListOf = Annotated[list[ItemT], FirstError()]

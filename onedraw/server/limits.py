@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from onedraw.errors import BadRequest, OnedrawError
 
 PERMIT = "onedraw.permit"  # the entry of the ASGI scope with the request's Permit
-MANY_ACCOUNTS = 10_000  # When there are so many accounts, those that do not differ from a new one are dropped, to bound memory.
+MANY_ACCOUNTS = 10_000  # From this number of accounts on, those that equal a new one are dropped, to bound memory.
 
 
 class RateLimited(OnedrawError):

@@ -192,7 +192,7 @@ class Meters:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTimes:
-    """How long the parts of a choice took, in seconds. `first_token` and `whole` begin with the request's arrival."""
+    """The durations of the parts of a choice, in seconds. `first_token` and `whole` are measured from the request's arrival."""
 
     queue: float
     prefill: float
@@ -202,15 +202,15 @@ class ChoiceTimes:
 
 
 class RequestTimer:
-    """Observes the latencies of one request, from the time its pieces pass. Times are in seconds of time.monotonic."""
+    """Measures the latencies of one request by the times at which its pieces arrive. Times are in seconds of time.monotonic."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
         self.arrival = time.monotonic()
         self.submitted = self.arrival  # when the engine got the request
-        self.choices: list[ChoiceTimes] = []  # of the choices that have ended
-        self._first: dict[int, float] = {}  # for each choice, the time at which its first tokens arrived
-        self._last: dict[int, float] = {}  # and its last ones
+        self.choices: list[ChoiceTimes] = []  # durations of the choices that have ended
+        self._first: dict[int, float] = {}  # choice → the time at which its first tokens arrived
+        self._last: dict[int, float] = {}  # choice → the time at which its latest tokens arrived
 
     @property
     def first_token(self) -> float | None:

@@ -35,7 +35,7 @@ TEMPLATE_NAMES = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "self", "use"}
 )  # keys that are refused in chat_template_kwargs
 
-PrepareChoices = Callable[..., list[PreparedChoice]]  # makes the choices of the generations that are its arguments
+PrepareChoices = Callable[..., list[PreparedChoice]]  # makes the choices of the generations that it is called with
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PreparedRequest:
 
     id: str
     kind: Literal["chat", "completion"]
-    generations: tuple[Generation, ...]  # one per prompt
+    generations: tuple[Generation, ...]  # one generation per prompt
     choices: tuple[PreparedChoice, ...]
     n: int  # number of choices for each prompt
     echoes: tuple[str | None, ...]  # per prompt, the text that is repeated before the reply; None without `echo`

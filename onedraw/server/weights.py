@@ -75,7 +75,7 @@ class WeightEndpoints:
         return JSONResponse({"status": "updated", "fingerprint": self._llm.card.fingerprint})
 
     async def no_op(self, request: Request) -> Response:
-        """Clients of vLLM call these around an update, which is one step here."""
+        """Do nothing: clients of vLLM call these endpoints before and after an update, which is a single request here."""
         self._authorize(request)
         return JSONResponse({"status": "ok"})
 
@@ -103,7 +103,7 @@ class WeightEndpoints:
         try:
             folder = (root / name).resolve()
             inside = folder.is_relative_to(root) and folder.is_dir()
-        except (OSError, ValueError, RuntimeError):  # a name that no folder can have
+        except (OSError, ValueError, RuntimeError):  # The name is not valid as the name of a folder.
             inside = False
         if not inside:
             raise BadParameter("weight_dir", "is not a folder below --weight-dir, whose name may be left out")
@@ -152,7 +152,7 @@ class WeightEndpoints:
 
 
 async def _received(request: Request, file: IO[bytes], most: int) -> int:
-    """Write the body to a file until it is over `most` bytes. Return how many have arrived."""
+    """Write the body to a file, and stop once it exceeds `most` bytes. Return how many bytes have arrived."""
     size = 0
     async for block in request.stream():
         size += len(block)
@@ -163,7 +163,7 @@ async def _received(request: Request, file: IO[bytes], most: int) -> int:
 
 
 def _tokens(headers: Headers) -> list[bytes]:
-    """The tokens that a request may mean: of a header of its own, a bearer token, or the password of a URL."""
+    """Return the update tokens that a request contains: in the header for it, as a bearer token, or as the password of a URL."""
     scheme, _, text = headers.get("authorization", "").partition(" ")
     given = [headers.get("x-update-token", "")]
     if scheme.lower() == "bearer":

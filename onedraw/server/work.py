@@ -28,7 +28,7 @@ class Turns:
 
     def __init__(self, most: int) -> None:
         self._free = most
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by caller; the first has the next turn
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by caller, the next first
 
     async def acquire(self, caller: str) -> None:
         if self._free:
@@ -39,7 +39,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # The slot was given to a request whose client disconnected at the same time.
+            if not turn.cancelled():  # The slot was given to this request just as its client disconnected.
                 self.release()
             raise
 

@@ -32,8 +32,8 @@ from onedraw.server.batch.store import Batch, BatchStore, Status
 
 log = logging.getLogger("onedraw.server.batch")
 
-SWEEP_SECONDS = 60.0  # how often expired files and batches are looked for
-WHY: dict[Status, tuple[str, str]] = {  # how a batch ended → code and message of the lines that it did not run
+SWEEP_SECONDS = 60.0  # time between two searches for expired files and batches
+WHY: dict[Status, tuple[str, str]] = {  # status of a batch that ended early → code and message of the lines that were not run
     "expired": ("batch_expired", "this line was not run before the batch expired"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was run"),
     "failed": ("batch_failed", "the batch failed before this line was run"),
@@ -58,12 +58,12 @@ class Batches:
         self.store = store
         self._answer = answer
         self._most = lines_at_once(lanes)
-        self._turns = asyncio.Semaphore(self._most)  # shared by all callers; whoever waits longest is next
+        self._turns = asyncio.Semaphore(self._most)  # All callers share it. The line that has waited longest runs next.
         self._longest = longest
         self._fingerprint = fingerprint
         self._clock = clock
         self._workers: dict[str | None, asyncio.Task[None]] = {}
-        self._logs: dict[str, ResultLog] = {}  # of the batches that run
+        self._logs: dict[str, ResultLog] = {}  # by id, the results of the batches that run
         self._sweeper: asyncio.Task[None] | None = None
         self._stopping = False
         self._changing = asyncio.Lock()  # held while a batch is read, changed and saved
@@ -75,7 +75,7 @@ class Batches:
             self._wake(owner)
 
     async def stop(self) -> None:
-        """End all work. Lines that run are cancelled; the next process runs them again."""
+        """Stop all workers. Lines that run are cancelled; the next server process runs them again."""
         self._stopping = True
         tasks = [*self._workers.values(), *([self._sweeper] if self._sweeper else [])]
         for task in tasks:
@@ -121,12 +121,12 @@ class Batches:
             except ModelChanged:
                 await self._change(batch, "in_progress", only=("finalizing",))
                 log.warning("batch %s waits for a server with its model: %s", batch.id, batch.fingerprint)
-            except Exception as error:  # the disk, or a mistake of ours
+            except Exception as error:  # a failure of the disk, or a bug
                 log.error("batch %s stopped, and is continued in %g s", batch.id, SWEEP_SECONDS, exc_info=error)
                 return
 
     def _next(self, owner: str | None) -> Batch | None:
-        """Return the oldest batch of a caller that can go on."""
+        """Return the oldest batch of a caller that can make progress."""
         for batch in self.store.batches(owner):
             if not batch.ended and (batch.status != "in_progress" or self._runs_here(batch) or self._late(batch)):
                 return batch

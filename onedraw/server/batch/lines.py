@@ -27,15 +27,15 @@ _MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class LineIdentity:
-    id: str  # hexadecimal digits, which the ids of the reply are made of
-    created: int  # the `created` of the reply
+    id: str  # hexadecimal digits from which the ids in the reply are made
+    created: int  # the time in the reply's field `created`
     seed: int  # the seed of a request that has none
-    fingerprint: str  # of the model that the batch belongs to; another one must not answer its lines
+    fingerprint: str  # fingerprint of the batch's model; no other model may answer its lines
 
 
 @dataclass(frozen=True, slots=True)
 class BatchIdentity:
-    """What decides the replies of a batch, together with its input file."""
+    """The facts that, together with the input file, decide the replies of a batch."""
 
     id: str
     created: int

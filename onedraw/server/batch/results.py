@@ -21,7 +21,7 @@ _RECORD = re.compile(rb"(\d{1,9}) ([+-]) (\{.*\})", re.DOTALL)  # number of the 
 
 
 class ForeignResults(Exception):
-    """The file has the results of something else."""
+    """The file has the results of another batch or input file."""
 
 
 class ResultLog:
@@ -94,7 +94,7 @@ class ResultLog:
             for record in file:
                 found = _RECORD.fullmatch(record[:-1]) if record.endswith(b"\n") else None
                 if found is None or not _is_json(found[3]):
-                    break  # What follows a torn record is dropped too.
+                    break  # Everything after an incomplete record is dropped too.
                 self._place(int(found[1]), found[2] == b"+", end + found.start(3), len(found[3]))
                 end += len(record)
         os.ftruncate(self._file, end)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from onedraw.server.batch.lines import BatchLine, LineFault, LineResult
 from onedraw.server.batch.results import ResultLog
 
-POLL_SECONDS = 0.5  # the longest time after which a batch notices that it shall stop
+POLL_SECONDS = 0.5  # A batch checks at least this often whether it must stop.
 
 
 def lines_at_once(lanes: int) -> int:

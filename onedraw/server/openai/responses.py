@@ -103,7 +103,7 @@ class ResponseStore:
         """Return the items, with each `item_reference` replaced by the stored item it names. A short input could refer to a long
         item very often, so the characters of all that it refers to are counted."""
         found: list[Json] = []
-        sizes: dict[str, int] = {}  # by id of the item
+        sizes: dict[str, int] = {}  # item id → number of characters
         left = MAX_REFERENCED_CHARACTERS
         for number, item in enumerate(items):
             if item.get("type") == "item_reference":

@@ -18,7 +18,7 @@ class ScoreWriter(OpenAIWriter):
 
     def whole(self, replies: Sequence[Reply], usage: Usage) -> Json:
         [reply] = replies
-        found = [token.logprobs or Logprobs(0.0) for token in reply.tokens]  # every token has them
+        found = [token.logprobs or Logprobs(0.0) for token in reply.tokens]  # the engine sends logprobs with every scored token
         counted = write_usage(usage)
         score: Json = {
             **self._head,

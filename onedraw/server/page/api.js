@@ -8,7 +8,7 @@ export class ApiError extends Error {
     this.param = param;
   }
 
-  // Whether no answer came, or not all of it: the server or the network is down.
+  // Whether the answer is missing or incomplete because the server or the network is down.
   get lost() {
     return this.code === "unreachable" || this.code === "broken_off";
   }
@@ -38,9 +38,9 @@ async function refusal(answer) {
   try {
     error = (await answer.json()).error || {};
   } catch {
-    // not JSON, such as a proxy's error page: the status is shown alone
+    // The body is not JSON but, for example, a proxy's error page, so only the status is shown.
   }
-  const code = error.code ?? (answer.status === 502 || answer.status === 504 ? "unreachable" : null); // a proxy's words for a dead server
+  const code = error.code ?? (answer.status === 502 || answer.status === 504 ? "unreachable" : null); // a proxy says so if the server is down
   return new ApiError(error.message || `the server answered ${answer.status}`, { status: answer.status, code, param: error.param });
 }
 

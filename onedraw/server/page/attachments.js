@@ -3,7 +3,7 @@
 import { button, icon, make, sized } from "./dom.js";
 
 const MOST_FILES = 8;
-const LARGEST = 256 * 1024; // bytes of one file
+const LARGEST = 256 * 1024; // most bytes of one file
 const LARGEST_TOGETHER = 512 * 1024;
 
 // A file's text. Throws with the reason if it is too large or no text.
@@ -19,7 +19,7 @@ async function read(file) {
   return { name: file.name.slice(0, 200), text };
 }
 
-// The message as the model reads it.
+// The text of the message that is sent to the model, with the files in it.
 export function withFiles(text, files) {
   const blocks = files.map((file) => {
     const longest = Math.max(2, ...[...file.text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
@@ -31,7 +31,7 @@ export function withFiles(text, files) {
 
 const bytes = (text) => new TextEncoder().encode(text).length;
 
-// The files of the next message.
+// The files that are attached to the next message.
 export class Attachments {
   constructor(list, say) {
     this.list = list;

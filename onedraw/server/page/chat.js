@@ -13,8 +13,8 @@ export class Chat {
   // `page`: {log, ask, inspector, params, connection, store, say, notify, onchange, onrunning, oncompose, onstored, race, share}
   constructor(page) {
     this.page = page;
-    this.views = new Map(); // entry id → view
-    this.running = null; // {controller, conversation}
+    this.views = new Map(); // entry id → the view that shows the entry
+    this.running = null; // {controller, conversation} of the reply that is being generated
     this.open(new Conversation());
   }
 
@@ -44,7 +44,7 @@ export class Chat {
       const now = log.querySelectorAll(":scope > .message")[i];
       if (now !== element) log.insertBefore(element, now ?? null);
     });
-    if (focused && !log.contains(document.activeElement)) this.page.ask.focus(); // What had the focus is no longer shown.
+    if (focused && !log.contains(document.activeElement)) this.page.ask.focus(); // The element that had the focus is no longer shown.
     this.askForResults();
     this.page.onchange(this);
   }
@@ -80,7 +80,7 @@ export class Chat {
     });
   }
 
-  // A last reply that calls tools waits for their results.
+  // If the last reply calls tools, the user is asked for their results.
   askForResults() {
     const last = this.conversation.path().at(-1);
     for (const [id, view] of this.views) {
@@ -91,7 +91,7 @@ export class Chat {
     }
   }
 
-  // Keeps the log scrolled to the end if the reader is there.
+  // Scrolls the log to its end when it grows, unless the reader has scrolled up.
   follow() {
     const { log } = this.page;
     if (log.scrollHeight - log.scrollTop - log.clientHeight < 140) log.scrollTop = log.scrollHeight;
@@ -114,7 +114,7 @@ export class Chat {
     }
   }
 
-  // The messages that an entry answers.
+  // The messages before an entry, to which it is the answer.
   messages(entry, system) {
     const before = this.conversationOf(entry).path(entry).slice(0, -1);
     return [...(system ? [{ role: "system", content: system }] : []), ...before.flatMap(message)];

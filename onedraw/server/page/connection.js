@@ -11,10 +11,10 @@ export class Connection {
   constructor(key, onchange) {
     this.key = key;
     this.onchange = onchange;
-    this.state = "connecting"; // or "up", "down", "locked"
-    this.card = null; // of the model that is served
+    this.state = "connecting"; // "connecting", "up", "down", or "locked" (the API key is missing or wrong)
+    this.card = null; // the description of the served model
     this.message = "";
-    this.tried = null; // the key of the last check
+    this.tried = null; // the API key with which the last check was made
     this.wait = FIRST_WAIT;
     this.timer = 0;
     addEventListener("online", () => this.check());
@@ -45,7 +45,7 @@ export class Connection {
     const tried = (this.tried = this.key());
     try {
       const [card] = await models(tried);
-      if (tried !== this.tried) return false; // a check with a newer key is running
+      if (tried !== this.tried) return false; // A check with a newer key is running, so this result is out of date.
       this.card = card;
       this.wait = FIRST_WAIT;
       this.become("up", "");
@@ -58,7 +58,7 @@ export class Connection {
     return this.state === "up";
   }
 
-  // A request failed because the server does not answer.
+  // Called when a request failed because the server does not answer.
   lost(error) {
     this.become("down", error.message);
     this.schedule(this.wait);

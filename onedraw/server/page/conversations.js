@@ -8,11 +8,11 @@ import { restoreReply, serializeReply } from "./reply.js";
 const FORMAT = "onedraw-conversations";
 const VERSION = 1;
 const LONGEST_TITLE = 80;
-export const LARGEST_FILE = 64 * 1024 ** 2; // bytes of an imported file
-const MOST_CONVERSATIONS = 10_000; // of an imported file
-const MOST_ENTRIES = 10_000; // of an imported conversation
+export const LARGEST_FILE = 64 * 1024 ** 2; // the most bytes of an imported file
+const MOST_CONVERSATIONS = 10_000; // the most conversations in an imported file
+const MOST_ENTRIES = 10_000; // the most entries in an imported conversation
 
-// Also pages without https need ids, where crypto.randomUUID does not exist.
+// A random id. crypto.randomUUID does not exist on pages without https.
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 export const shortTitle = (text) => {
@@ -104,7 +104,7 @@ const string = (value) => (typeof value === "string" ? value : "");
 const time = (value) => (Number.isFinite(value) ? value : Date.now());
 const objects = (value) => (Array.isArray(value) ? value.filter((item) => item && typeof item === "object") : []);
 
-// An entry from stored data or from a file: only known fields, each of its type. Throws if it is none.
+// Builds an entry from stored data or from a file: only known fields, each of its type. Throws if the data is not an entry.
 function restore(data) {
   const entry = { id: string(data.id), parent: data.parent === null ? null : string(data.parent), role: data.role, created: time(data.created) };
   switch (data.role) {
@@ -119,7 +119,7 @@ function restore(data) {
   }
 }
 
-// The entries that hang together from a first one on, each after its parent. The order of siblings stays.
+// The entries whose ancestors are all present, each after its parent. Siblings keep their order.
 function connected(entries) {
   const below = new Map([[null, []]]);
   for (const entry of entries) below.set(entry.id, []);
@@ -141,7 +141,7 @@ export function exported(conversations) {
   return JSON.stringify({ format: FORMAT, version: VERSION, conversations: told }, null, 1);
 }
 
-// The conversations of a file. Throws with the reason if it is none. They get new ids: an import never replaces anything.
+// The conversations of a file. Throws an error that says why if it is not such a file. They get new ids, so an import never replaces anything.
 export function imported(text) {
   let file;
   try {
@@ -233,7 +233,7 @@ export class Store {
     return this.database.transaction("entries").objectStore("entries");
   }
 
-  // The cards of all conversations, the newest first.
+  // The cards (stored facts, without entries) of all conversations, the latest change first.
   async list() {
     const cards = await done(this.database.transaction("conversations").objectStore("conversations").getAll());
     return cards.sort((a, b) => b.updated - a.updated);
@@ -265,7 +265,7 @@ export class Store {
   }
 }
 
-// The text of a stored entry, in which a search looks.
+// The text of a stored entry that a search looks through.
 function words({ role, text, files, results, reply }) {
   if (role === "user") return [text, ...files.map((file) => file.name)].join("\n");
   if (role === "tool") return results.map((result) => result.text).join("\n");

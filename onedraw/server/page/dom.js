@@ -44,13 +44,13 @@ export function icon(name) {
   return svg("svg", { viewBox: "0 0 24 24", class: "icon", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
 }
 
-// A button with an icon. With `words` they are shown beside it, else `title` is its name.
+// A button with an icon. If `words` are given, they are shown beside the icon; else `title` is the button's accessible name.
 export function button(name, title, onclick, { words = null, ...attributes } = {}) {
   const named = words === null ? { "aria-label": title } : {};
   return make("button", { type: "button", class: words === null ? "bare" : "quiet", title, onclick, ...named, ...attributes }, icon(name), ...(words === null ? [] : [words]));
 }
 
-// Pages that are not on this machine and not https may not use the clipboard: there a selection is copied.
+// Copies a text. Browsers allow the clipboard API only on https pages and this machine; elsewhere a selection is copied.
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = make("textarea", { class: "hidden", "aria-hidden": "true" });
@@ -65,7 +65,7 @@ export async function copy(text) {
   return undefined;
 }
 
-// A button that copies what `text` returns, and says so.
+// A button that copies the text that `text` returns, and confirms it.
 export function copyButton(title, text, words = "Copy") {
   const label = make("span", { "aria-live": "polite" }, words);
   const element = make("button", { type: "button", class: "quiet", title }, icon("copy"), label);

@@ -1,7 +1,7 @@
 // Colours for code: comments, strings, numbers, keywords and called names, by one regular expression per language.
 
 const LONGEST = 100_000; // a longer text is shown without colours
-const MOST_PARTS = 4000; // what follows so many coloured parts is shown without colours: the browser lays out each as a box
+const MOST_PARTS = 4000; // Text after this many coloured parts is shown without colours, since the browser must lay out every part.
 
 const words = (text) => text.split(" ");
 const C_WORDS = "break case const continue default do else enum for goto if return sizeof static struct switch typedef union void while int long short char float double unsigned signed bool true false NULL";
@@ -42,7 +42,7 @@ function scanner(language) {
   return compiled.get(name);
 }
 
-// → [{text, kind}], kind null for plain text
+// Splits code into [{text, kind}]; kind is null for plain text.
 export function highlight(text, language) {
   const known = text.length <= LONGEST ? scanner(language.toLowerCase()) : null;
   if (!known) return [{ text, kind: null }];

@@ -11,7 +11,7 @@ export class Inspector {
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || this.card.hidden) return;
       this.hide();
-      event.stopImmediatePropagation(); // closes the card without stopping the reply
+      event.stopImmediatePropagation(); // Escape closes the card; it must not stop the reply as well.
     });
   }
 
@@ -56,7 +56,7 @@ export class Inspector {
     return [make("table", {}, head, body)];
   }
 
-  // Beside the token if there is room, else at the bottom of the screen.
+  // Moves the card beside the token if there is room, else to the bottom of the screen.
   place(span) {
     const style = this.card.style;
     if (matchMedia("(max-width: 46rem)").matches || !span) {

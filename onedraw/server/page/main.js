@@ -13,7 +13,7 @@ import { Sidebar } from "./sidebar.js";
 
 const ask = at("ask");
 const log = at("log");
-const wanted = named(); // before a new conversation changes the address
+const wanted = named(); // read now, because a new conversation changes the address
 const wide = matchMedia("(min-width: 62rem)");
 
 // The id of the conversation that the address names.
@@ -23,11 +23,11 @@ function named() {
 
 // ---------------------------------------------------------------------------------------------- words to the user
 
-const say = (text) => (at("status").textContent = text); // for screen readers alone
+const say = (text) => (at("status").textContent = text); // announced by screen readers and not visible
 
 let noticed = 0;
 
-// A line above the composer, for a while; `undo` gets a button.
+// Shows a line above the composer for a while, with a button if there is an `undo`.
 function notify(text, { undo = null, wrong = false } = {}) {
   const line = at("notice");
   clearTimeout(noticed);
@@ -83,7 +83,7 @@ function open(name, wanted) {
 
 // ---------------------------------------------------------------------------------------------- parts
 
-// Before the other parts, since what follows must not be interrupted.
+// Open the store first, because opening waits, and the parts below must be built without a wait in between.
 const store = await Store.open().catch(() => {
   notify("This browser stores nothing for this page: conversations last until it is closed.", { wrong: true });
   return new MemoryStore();
@@ -151,9 +151,9 @@ const sidebar = new Sidebar({
   },
 });
 
-// ---------------------------------------------------------------------------------------------- what happens
+// ---------------------------------------------------------------------------------------------- events
 
-// Opens a conversation; one whose reply is being written is the same object all the while.
+// Opens a conversation. While its reply is being written, the object in memory is used, not the stored copy.
 async function show(id) {
   const running = chat.running?.conversation;
   const conversation = running?.id === id ? running : chat.conversation.id === id ? chat.conversation : await store.load(id);
@@ -175,7 +175,7 @@ function begin() {
 }
 
 function onrunning(now) {
-  const focused = document.activeElement === at("stop") || (now && document.activeElement?.closest(".message")); // hidden from now on
+  const focused = document.activeElement === at("stop") || (now && document.activeElement?.closest(".message")); // The focused element is about to be hidden.
   document.body.classList.toggle("running", now);
   at("send").hidden = now;
   at("stop").hidden = !now;
@@ -204,7 +204,7 @@ function showConnection({ state, card, message }) {
   }
 }
 
-// A message is only taken from the composer when it was sent; a server that is down is asked first.
+// Sends the message in the composer, which is emptied only if it was sent. If the server seems down, it is checked first.
 async function submit() {
   const text = ask.value.trim();
   if ((!text && !attachments.files.length) || chat.running) return;

@@ -9,7 +9,7 @@
 
 const DEEPEST_BLOCKS = 12;
 const DEEPEST_INLINE = 12;
-const MOST_CELLS = 4000; // of a table
+const MOST_CELLS = 4000; // the most cells of a table
 const MOST_COLUMNS = 64;
 const LONGEST_INLINE = 50_000; // a longer paragraph stays text
 
@@ -114,7 +114,7 @@ function listed(lines, at, depth) {
     if (!item || item[2].at(-1) !== sign || item[1].length < base || item[1].length > base + 3 || RULE.test(lines[end])) break;
     const width = item[1].length + item[2].length;
     const spaces = item[3]?.length || 1;
-    const inner = width + (spaces > 4 ? 1 : spaces); // where the item's text begins
+    const inner = width + (spaces > 4 ? 1 : spaces); // the column at which the item's text begins
     const content = [lines[end].slice(inner)];
     end += 1;
     for (let open = true; end < lines.length; end += 1) {
@@ -127,7 +127,7 @@ function listed(lines, at, depth) {
         content.push(line.slice(Math.min(inner, indentation(line))));
         open = true;
       } else if (open && !interrupts(line, depth)) {
-        content.push(line.trimStart()); // a paragraph goes on without indentation
+        content.push(line.trimStart()); // The line continues the item's paragraph, which needs no indentation.
       } else {
         break;
       }
@@ -142,7 +142,7 @@ function listed(lines, at, depth) {
 
 const indentation = (line) => line.length - line.trimStart().length;
 
-// Whether the item goes on after the blank line `at`.
+// Whether the list item continues after the blank line `at`.
 function continued(lines, at, inner, item) {
   const next = lines[at + 1];
   return next !== undefined && next.trim() !== "" && indentation(next) >= Math.min(inner, item[1].length + 2);
@@ -269,7 +269,7 @@ function inline(text) {
       const target = from === undefined ? null : sticky(TARGET, text, at + 1);
       const href = target && address(target[1]);
       if (href) {
-        out[from] = ""; // the bracket itself
+        out[from] = ""; // removes the opening bracket
         wrap(from, { kind: "link", href });
         at += 1 + target[0].length;
       } else {
@@ -288,7 +288,7 @@ function inline(text) {
   return joined(out);
 }
 
-// Addresses and entities; everything else is text. Returns how many characters were read.
+// Reads an address (URL) or an HTML entity, else plain text. Returns how many characters were read.
 function literal(text, at, sign, out, say) {
   if (sign === "&") {
     const entity = sticky(ENTITY, text, at);
@@ -312,14 +312,14 @@ function literal(text, at, sign, out, say) {
   return 1;
 }
 
-// A run of * _ or ~: closes what it can, and may open. Returns the position after it.
+// Reads a run of * _ or ~, which closes emphasis if one is open, and may open one. Returns the position after the run.
 function delimiters(text, at, sign, { out, openers, wrap, say }) {
   const length = run(text, at);
   const before = text[at - 1] ?? " ";
   const after = text[at + length] ?? " ";
   let opens = !/\s/.test(after) && !(PUNCTUATION.test(after) && !/\s/.test(before) && !PUNCTUATION.test(before));
   let closes = !/\s/.test(before) && !(PUNCTUATION.test(before) && !/\s/.test(after) && !PUNCTUATION.test(after));
-  if (sign === "_") [opens, closes] = [opens && !WORD.test(before), closes && !WORD.test(after)]; // snake_case is a word
+  if (sign === "_") [opens, closes] = [opens && !WORD.test(before), closes && !WORD.test(after)]; // An underscore inside a word, as in snake_case, is plain text.
   const [single, double] = NAMES[sign];
   let left = length;
   while (closes && left && openers[sign].length) {
@@ -353,8 +353,8 @@ function run(text, at) {
   return end - at;
 }
 
-// A function that finds the run of backticks which closes one: the next of the same length. Positions only grow, so each list of
-// runs is walked once.
+// Returns a function that finds the run of backticks that closes another: the next run of the same length. Positions only grow,
+// so each list of runs is walked once.
 function closers(text) {
   const runs = new Map();
   for (const { 0: ticks, index } of text.matchAll(/`+/g)) {
@@ -368,7 +368,7 @@ function closers(text) {
   };
 }
 
-// Open delimiters become text, and neighbouring texts one text.
+// Turns delimiters that were never closed into text, and joins neighbouring texts.
 function joined(pieces) {
   const found = [];
   for (const piece of pieces) {

@@ -12,7 +12,7 @@ function stored(area, name) {
   try {
     return window[area].getItem(name);
   } catch {
-    return null; // storage may be switched off
+    return null; // The browser may have storage switched off.
   }
 }
 
@@ -81,7 +81,7 @@ export class Params {
     return this.field("system").value.trim();
   }
 
-  // The value of a JSON field. Throws if it is invalid.
+  // The value of a field that the user writes as JSON. Throws if the text is invalid.
   json(name) {
     const { title, kind, empty } = JSON_FIELDS[name];
     const text = this.field(name).value.trim();
@@ -124,7 +124,7 @@ export class Params {
     try {
       values = Object(JSON.parse(stored("localStorage", STORE) || "{}"));
     } catch {
-      // not JSON that this page stored
+      // The stored text is not JSON, so this page did not write it.
     }
     for (const name of KEPT) {
       const field = this.field(name);

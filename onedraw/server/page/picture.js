@@ -1,9 +1,9 @@
-// A picture of a reply to share: drawn tokens in green, the seed and the fingerprint that replay it. Made in the page.
+// A picture of a reply to share: tokens that were drafts in green, and the seed and fingerprint with which it can be replayed. The page draws it on a canvas.
 
 import { copy, make, save } from "./dom.js";
 
 const WIDTH = 880;
-const SCALE = 2; // pixels per unit
+const SCALE = 2; // pixels of the picture per CSS pixel
 const MARGIN = 40;
 const LINE = 29;
 const MOST_LINES = 34;
@@ -46,7 +46,7 @@ function lines(context, runs, width, most) {
   return found;
 }
 
-// The value of a colour of the style sheet in the present scheme.
+// The value of a colour variable of the style sheet, in the light or dark scheme that is in use.
 function computed(name) {
   const probe = make("span");
   probe.style.color = `var(--${name})`;

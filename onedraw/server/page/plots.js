@@ -6,7 +6,7 @@ const WIDTH = 96;
 const HEIGHT = 26;
 const POINTS = 48;
 
-// Averages neighbours, so that long and short replies have equally many points.
+// Averages neighbouring values down to at most `points`, so that plots of long and short replies look alike.
 export function squeeze(values, points = POINTS) {
   if (values.length <= points) return values;
   return Array.from({ length: points }, (_, i) => {

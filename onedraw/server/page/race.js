@@ -19,7 +19,7 @@ class Lane {
       make("div", { class: "lane-head" }, this.name, this.state), make("div", { class: "lane-bar", "aria-hidden": "true" }, this.bar), this.body);
   }
 
-  // Begins to show a reply of `length` tokens.
+  // Starts to show this reply, which has `length` tokens.
   begin(reply, length) {
     this.reply = reply;
     this.length = Math.max(length, 1);
@@ -42,14 +42,14 @@ class Lane {
 const seconds = (milliseconds) => `${(milliseconds / 1000).toFixed(2)} s`;
 const rate = (speed) => (speed ? `${speed.toFixed(speed < 10 ? 1 : 0)} tokens/s` : "");
 
-// What the speeds with and without drafts say.
+// The result as text: how much faster the run with drafts was.
 function faster([fast, slow]) {
   if (!fast || !slow) return "";
   const ratio = fast / slow;
   return ratio >= 1.05 ? `, ${ratio.toFixed(1)} × faster` : ratio > 0.95 ? ", as fast" : `, ${(slow / fast).toFixed(1)} × slower`;
 }
 
-// Milliseconds from the first tokens to the last.
+// Milliseconds from a run's first tokens to its last.
 const duration = ({ turns }) => (turns.length ? turns.at(-1).at - turns[0].at : 0);
 
 // How many tokens a finished run had generated this many milliseconds after its first ones.
@@ -93,7 +93,7 @@ export class Race {
     try {
       const fast = replayOf(reply, { speculation: true });
       const slow = replayOf(reply, { speculation: false });
-      for (const { fields } of [fast, slow]) for (const name of ["logprobs", "top_logprobs"]) delete fields[name]; // Nothing here shows them.
+      for (const { fields } of [fast, slow]) for (const name of ["logprobs", "top_logprobs"]) delete fields[name]; // The race shows no logprobs.
       plain.element.classList.add("waits");
       plain.state.textContent = "waits for its turn";
       this.tell("First run: with drafts …", "waiting");

@@ -9,7 +9,7 @@ import { parse } from "./markdown.js";
 export class MarkdownView {
   constructor(attributes = {}) {
     this.element = make("div", { class: "prose", ...attributes });
-    this.shown = []; // the sources of the blocks
+    this.shown = []; // the Markdown source of each block that is shown
   }
 
   update(source) {
@@ -36,7 +36,7 @@ export class MarkdownView {
 
 function rendered(block) {
   switch (block.kind) {
-    case "heading": // The page has its own h1 and h2.
+    case "heading": // h1 and h2 belong to the page itself, so headings of a reply begin at level 3.
       return make("p", { class: `h${block.level}`, role: "heading", "aria-level": String(Math.min(block.level + 2, 6)) }, ...said(block.children));
     case "code":
       return code(block);

@@ -4,7 +4,7 @@
 // string), and some have none (markers, the end of the reply).
 export class Aligner {
   constructor() {
-    this.waiting = []; // {token, rest}
+    this.waiting = []; // tokens whose text has not arrived yet: {token, rest}
     this.begun = false;
   }
 
@@ -12,7 +12,7 @@ export class Aligner {
     for (const token of tokens) this.waiting.push({ token, rest: token.text });
   }
 
-  // Continues a stored reply: what its last tokens have not shown yet is expected next.
+  // Continues a stored reply: the text of its last tokens that is still missing is expected next.
   resume(tokens, runs) {
     const last = runs.findLast((run) => run.token)?.token;
     const shown = last ? runs.filter((run) => run.token === last).map((run) => run.text).join("") : "";
@@ -21,7 +21,7 @@ export class Aligner {
     this.add(tokens.slice(last ? last.index + 1 : 0));
   }
 
-  // → [{text, token}], token null where no token is known
+  // Splits new text into [{text, token}]; token is null where no token is known.
   take(text) {
     const runs = [];
     while (text) {
@@ -69,14 +69,14 @@ export class Reply {
     this.text = "";
     this.reasoning = "";
     this.runs = []; // the text in order: {channel, text, token}, token null where none is known
-    this.calls = []; // {id, name, arguments}
+    this.calls = []; // the reply's tool calls: {id, name, arguments}
     this.tokens = []; // {index, id, text, kept, rejected, logprob, top}
-    this.turns = []; // {at, tokens, kept, rejected}, at in milliseconds of the reply's own time
+    this.turns = []; // engine steps: {at, tokens, kept, rejected}; `at` is in milliseconds since the reply began
     this.finish = null;
-    this.error = null; // {message, lost}
+    this.error = null; // null or {message, lost}; lost: the connection broke
     this.stopped = false;
     this.done = false;
-    this.spent = 0; // milliseconds before the present stream
+    this.spent = 0; // milliseconds that earlier streams of this reply took
     this.since = now();
     this.aligner = new Aligner();
   }
@@ -123,7 +123,7 @@ export class Reply {
 
   addCall(piece) {
     const call = (this.calls[piece.index] ??= { id: "", name: "", arguments: "" });
-    if (piece.id) call.id = piece.id; // A continued call begins again with its id and name.
+    if (piece.id) call.id = piece.id; // If a reply is continued inside a call, its id and name are sent again.
     if (piece.function?.name) call.name = piece.function.name;
     call.arguments += piece.function?.arguments || "";
   }
@@ -215,7 +215,7 @@ const text = (value) => (typeof value === "string" ? value : "");
 const number = (value, other = null) => (Number.isFinite(value) ? value : other);
 const list = (value, most = MOST_TOKENS) => (Array.isArray(value) ? value.slice(0, most) : []);
 
-// A reply as plain data. Tokens and runs are lists, which take a third of the space of objects.
+// A reply as plain data for storage. Tokens and runs are stored as lists, which take a third of the space of objects.
 export function serializeReply(reply) {
   return {
     fields: reply.fields,
@@ -235,7 +235,7 @@ export function serializeReply(reply) {
   };
 }
 
-// The reply again. Stored data may come from a file of somebody else: every value is checked, and unknown ones are dropped.
+// Rebuilds a reply from stored data. The data may come from somebody else's file, so every value is checked and unknown ones are dropped.
 export function restoreReply(data) {
   const fields = data.fields && typeof data.fields === "object" && !Array.isArray(data.fields) ? data.fields : {};
   const reply = new Reply({ fields, system: text(data.system) });

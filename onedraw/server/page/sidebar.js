@@ -34,7 +34,7 @@ export class Sidebar {
     const wanted = search.value.trim();
     const found = wanted ? await store.search(wanted) : null;
     const cards = (await store.list()).filter((card) => !found || found.has(card.id));
-    if (asked !== this.asked || this.renaming) return; // a newer list is on its way, or a title is being edited
+    if (asked !== this.asked || this.renaming) return; // A newer list has been requested, or a title is being edited.
     const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
     const children = [];
     let last = null;
@@ -102,7 +102,7 @@ export class Sidebar {
     });
   }
 
-  // Saves conversations as a file: those of the cards, or all.
+  // Saves conversations as a file: those that the cards name, or all.
   async save(cards = null) {
     const { store, notify } = this.page;
     const chosen = cards ?? (await store.list());

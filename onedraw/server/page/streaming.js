@@ -2,7 +2,7 @@
 
 import { chat } from "./api.js";
 
-// Reads chunks into the reply; `onchunk` is called after each. Returns the error that ended it, if any; stopping is none.
+// Reads chunks into the reply; `onchunk` is called after each. Returns the error that ended the stream, or nothing if it was complete or the user stopped it.
 export async function stream(reply, messages, { key, signal, extra = {}, onchunk }) {
   try {
     for await (const chunk of chat({ ...reply.fields, ...extra, messages }, { key, signal })) {
@@ -25,7 +25,7 @@ export class Painter {
   constructor(show) {
     this.show = show;
     this.frame = 0;
-    this.rest = 0; // nothing is shown before this time
+    this.rest = 0; // the time before which nothing is shown again
   }
 
   ask() {

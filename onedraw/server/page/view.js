@@ -6,7 +6,7 @@ import { described, kind } from "./inspector.js";
 import { Plot, squeeze } from "./plots.js";
 import { MarkdownView } from "./render.js";
 
-const STRIP = 120; // parts of the strip under a reply
+const STRIP = 120; // the most parts of the coloured strip under a reply
 
 // Whether replies show their tokens, or their Markdown.
 export const tokensShown = () => document.body.classList.contains("tokens");
@@ -16,15 +16,15 @@ export class Text {
   constructor(reply, channel, label, always = null) {
     this.reply = reply;
     this.channel = channel;
-    this.always = always; // "tokens": the Markdown is never shown
+    this.always = always; // "tokens": this view shows tokens only, never Markdown
     this.spans = []; // the first span of each token, by its index
-    this.read = 0; // runs that the token view has shown
+    this.read = 0; // number of runs that the token view has shown
     this.markdown = new MarkdownView();
     this.tokens = make("div", { class: "said", tabindex: "0", role: "group", "aria-label": `${label}; arrow keys go from token to token` });
     this.element = make("div", { class: "text" }, this.markdown.element, this.tokens);
   }
 
-  // Shows everything, or what the first `limit` tokens say.
+  // Shows the whole text, or only the text of the first `limit` tokens.
   update(limit = Infinity) {
     const tokens = this.always === "tokens" || tokensShown();
     this.markdown.element.hidden = tokens;
@@ -101,7 +101,7 @@ export class UserView {
     });
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {
-        event.stopPropagation(); // ends editing without stopping the reply
+        event.stopPropagation(); // Escape ends editing; it must not stop the reply as well.
         close();
       }
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -141,7 +141,7 @@ function tidy(text) {
   }
 }
 
-let numbered = 0; // for unique label ids
+let numbered = 0; // counts labels, to give each a unique id
 
 export class ReplyView {
   // `handlers`: onagain, onreplay, onrace, onpicture, onpin, oncontinue, onedit, onremove, onresults, onversion
@@ -262,7 +262,7 @@ export class ReplyView {
       this.wrong.replaceChildren();
       return;
     }
-    if (this.wrong.childElementCount) return; // screen readers announced it already
+    if (this.wrong.childElementCount) return; // The message is shown already, and screen readers have announced it.
     this.wrong.append(make("p", {}, error.message));
   }
 
@@ -270,7 +270,7 @@ export class ReplyView {
     const { reply, handlers } = this;
     this.actions.hidden = !reply.done;
     const state = `${reply.done} ${reply.tokens.length} ${this.place.number}/${this.place.count}`;
-    if (!reply.done || this.actionsFor === state) return; // so that a button that is in use is not replaced
+    if (!reply.done || this.actionsFor === state) return; // Nothing changed, and a replaced button would lose the focus.
     this.actionsFor = state;
     const words = (name, title, onclick, label) => button(name, title, onclick, { words: label });
     const made = [...versions({ ...this.place, onversion: handlers.onversion })];
@@ -319,7 +319,7 @@ export class ReplyView {
     const index = shown[next];
     this.active = index;
     spans[index].scrollIntoView({ block: "nearest" });
-    requestAnimationFrame(() => this.inspect(index, spans[index])); // after scrolling, which hides the card
+    requestAnimationFrame(() => this.inspect(index, spans[index])); // Scrolling hides the card, so it is shown in the next frame.
     this.say(described(this.reply.tokens[index], this.reply.tokens.length));
   }
 }
