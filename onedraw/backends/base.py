@@ -50,7 +50,7 @@ class Capacity:
     step_tokens: int | None = None  # most tokens of one step, if buffers between devices limit them
     stages: int = 1  # number of pipeline stages
     max_in_flight: int = 1  # most plans in flight; one per stage if the stages run in parallel
-    min_step_rows: int = 1  # rows per plan before a second plan is made: a smaller plan would not run faster
+    min_step_rows: int = 1  # Up to this many rows go into one plan, since smaller plans would not run faster.
     async_tokens: int = 0  # `submit` of plain decode rows with at most this many tokens returns at once; 0: never
     async_scheduling: bool = False  # a plan may follow one in flight, with rows that await its sampled tokens
     lookahead: int = 0  # positions after a row that the backend's drafter writes to, as far as the row has pages

@@ -25,7 +25,7 @@ RAY = "ray:"  # begins the name of a device of a Ray cluster: ray:NODE/DEVICE
 EXAMPLES = "cpu, cpu:0-3, cuda:0, ray:NODE/cuda:0, or a description such as cuda/sm86/24GiB, hip/gfx90a/64GiB or cpu/64GiB"
 
 Precision = Literal["f32", "f16", "bf16"]
-PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # those of the least capable devices come first
+PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # what every device supports comes first
 # Dtypes with packed (quantized) weights, and the dtype of everything else. On a CPU activations are quantized to 8 bits
 # ("packed") or float32 ("packed-f32"); the other two are for GPUs.
 PACKED: dict[str, Precision] = {"packed": "f32", "packed-f32": "f32", "packed-bf16": "bf16", "packed-f16": "f16"}

@@ -121,7 +121,7 @@ class FakeBackend:
     # ------------------------------------------------------------------ one row
 
     def awaited(self, row: Row) -> Row:
-        """The row with the token that the row in flight has sampled."""
+        """Return the row with its pending token replaced by the token that the row in flight has sampled."""
         request, position, token = self._last_sampled[row.lane]
         assert (request, position) == (row.request_id, row.start), "the row before it is not in flight"
         return replace(row, tokens=(token,))

@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # stages in other processes need packages that only they use
 class InFlightStep:
     plan: Plan
     running: Future[Outcome | StepResult]
-    slot: int | None  # its part of the rollback buffer; None if its rows await tokens, since then they have no drafts
+    slot: int | None  # its part of the rollback buffer; None if rows await tokens, which then have no drafts
     captured: bool  # whether it ran as CUDA graphs: then its sampled tokens stay on the device, where the next step can read them
     begin: float = field(default_factory=time.perf_counter)
     sample_late: Callable[[], StepResult] | None = None  # starts sampling; None if it was started with the layers
@@ -76,7 +76,7 @@ class InFlightStep:
             self.running.set_exception(error)
 
     def last_tokens(self) -> dict[int, int]:
-        """By lane, the token that each row sampled last; waits for it."""
+        """Wait until the step has sampled, and return each lane's last token."""
         found = self.running.result()
         if not isinstance(found, Outcome):
             found.wait()
@@ -114,7 +114,7 @@ class InFlightSteps:
         return self.steps.pop(handle)
 
     def with_tokens(self, plan: Plan) -> Plan:
-        """The plan with the tokens that its rows await from the latest step; waits for them."""
+        """Wait for the tokens of the latest step that rows of this plan await, and return the plan with them."""
         tokens = self.latest.last_tokens()
         rows = (replace(row, tokens=(max(tokens[row.lane], 0),)) if row.awaits_token else row for row in plan.rows)
         return Plan(tuple(rows))
@@ -123,7 +123,7 @@ class InFlightSteps:
 # ------------------ The torch backend
 
 
-GPU_ROWS = 64  # rows of one token that a GPU computes in about the time of one
+GPU_ROWS = 64  # A GPU computes up to this many one-token rows in about the time of one row.
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class TorchBackend:
         capture: bool = True,
         ahead: bool | None = None,
     ) -> None:
-        """`stage_group`: the owner of those stages that are in other processes. The backend closes it."""
+        """`stage_group` owns the stages that are in other processes. The backend closes it."""
         assert max_in_flight == 1 or pipeline is not None, "stages that work at once have threads of their own"
         stage_devices = stage_devices or [StageDevice(torch.device(device), ops or TorchOps(torch.device(device)))]
         model = Transformer(
@@ -212,7 +212,7 @@ class TorchBackend:
             for i, (state, graphs) in enumerate(zip(states, graph_caches(stage_devices, graph_cache), strict=True))
         ]
         captured = [stage for stage in graph_stages if stage is not None]
-        whole = len(captured) == len(graph_stages)  # if not, captured stages replay their layers inside eager steps
+        whole = len(captured) == len(graph_stages)  # otherwise captured stages replay graphs of their layers inside eager steps
         self._stage_group = stage_group
         self._loaded: LoadedModel | None = LoadedModel(
             model=model,
@@ -358,7 +358,7 @@ class TorchBackend:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0] or type(error).__name__
-            traceback.clear_frames(error.__traceback__)  # The frames hold tensors, also while the error is still referred to.
+            traceback.clear_frames(error.__traceback__)  # The error refers to frames, which hold tensors.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise OutOfMemory(reason)
@@ -384,8 +384,8 @@ class TorchBackend:
 
     @property
     def _keeps_tokens(self) -> bool:
-        """Whether captured steps find their tokens on the device. Layers with inputs of their own need them on the host instead,
-        to look up these inputs."""
+        """Whether captured steps read their tokens on the device. Layers with inputs of their own need the tokens on the host
+        instead, to look up these inputs."""
         return self.graph_runner is not None and not self.model.spec.inputs
 
     def _probe(self) -> LayerProbe:
@@ -447,7 +447,8 @@ class TorchBackend:
 
     @property
     def identity(self) -> str:
-        """What computes the bits: operations, hardware, library and the row rule; not the split."""
+        """A text that names everything that decides the bits of results: operations, hardware, library and row rule, but not the
+        split."""
         stages, others = self.model.local_stages, self.model.remote_stages
         places = {f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages}
         parts = sorted(places | {f"{stage.name} on {stage.facts.hardware}" for stage in others})

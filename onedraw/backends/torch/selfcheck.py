@@ -37,12 +37,13 @@ MOST_STEPS = 256  # the most generated tokens of one compared step
 
 @dataclass(frozen=True, slots=True)
 class RowCheck(SelfCheck):
-    rule: RowRule  # the rule with which the comparisons passed or failed
+    rule: RowRule  # the row rule under which the products were compared
 
 
 @torch.inference_mode()
 def self_check(model: Transformer, states: Sequence[StageState], *, layout: InputLayout) -> RowCheck:
-    """Find the first row rule with which products agree, and tile heights where the operations have any; report the checks."""
+    """Find the first row rule (how many rows products are called with) and, where attention has several, the tile heights under
+    which all results agree. Return the comparisons."""
     with current_device(model.device):
         return _checked(model, states, layout)
 
@@ -69,7 +70,8 @@ def _checked(model: Transformer, states: Sequence[StageState], layout: InputLayo
 
 
 def _rules_that_agree(model: Transformer, first: RowRule) -> Iterator[RowRule]:
-    """The row rules with which all products agree, in this process and in others; the last candidate comes in any case."""
+    """Yield the row rules under which all products agree, in this process and in others, and finally the last candidate even if
+    they do not."""
     *rules, last = _candidates(first)
     samples = _one_per_shape(model.linears())
     for rule in rules:
@@ -113,7 +115,8 @@ def _words(linear: Linear) -> str:
 
 
 def _rows_compared(borders: Iterable[int], most: int) -> list[int]:
-    """The row counts to compare: a fixed few, and both sides of every border up to `most`."""
+    """The row counts to compare: some fixed ones, and the counts below and at every border (where another kernel is used) up to
+    `most`."""
     return sorted({*ROWS, *(rows for border in borders if border <= most for rows in (border - 1, border))})
 
 
@@ -133,7 +136,7 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
 
 
 def _experts(stages: Sequence[Stage]) -> list[tuple[MixtureOfExperts, Ops]]:
-    """One mixture of experts of each kind whose kernels change with the number of rows, and its operations."""
+    """For each kind of mixture of experts whose kernels depend on the number of rows, one example with its operations."""
     found = {}
     for stage in stages:
         for layer in stage.layers:
@@ -186,8 +189,8 @@ def logits_are_finite(model: Transformer, states: Sequence[StageState], *, layou
 
 
 def _step_counts(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> list[int]:
-    """Numbers of generated tokens in one step on both sides of a border, up to the number of lanes. Without recurrent state rows
-    need no lanes: they may be of one sequence."""
+    """The numbers of generated tokens in a step to compare: those below and at each border where kernels change, up to the number
+    of lanes. Without recurrent state rows need no lanes: they may be of one sequence."""
     stage, most = model.stages[0], states[0].sizes.lanes if model.spec.recurrent else MOST_STEPS
     mixers = {layer.mixer for layer in model.spec.layers[: _depth(model)]}
     borders = stage.ops.kernel_borders(mixers) if isinstance(stage, Stage) else stage.facts.borders

@@ -139,7 +139,7 @@ def round_up(count: int, multiple: int) -> int:
 
 
 Ints = npt.NDArray[np.int32]
-NOWHERE = np.iinfo(np.int32).max // 2  # a position after all keys
+NOWHERE = np.iinfo(np.int32).max // 2  # a position beyond the end of every sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Drafter(Protocol):
         ...
 
     def open(self, rows: Sequence[Row]) -> None:
-        """Make the page copies of the rows, before the step that contains them."""
+        """Copy the drafter's pages as the rows' copy orders say, before the step with these rows."""
         ...
 
     def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
@@ -111,7 +111,7 @@ class Ranker:
     def __init__(self, lanes: int, sampler: Sampler, vocab: int) -> None:
         self._sampler, self._vocab = sampler, vocab
         self._tallies = [HistoryCounts() for _ in range(lanes)]
-        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}  # by lane: request's, arm, those for drafts
+        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}  # by lane: as requested, arm, sharpened
         self._given: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
         self._kept = [0.0] * len(SHARPNESS)
         self._weight = [1e-9] * len(SHARPNESS)
@@ -140,7 +140,8 @@ class Ranker:
         return [-1 if choice is None else choice.token for choice in found]
 
     def _params_for_drafts(self, row: Row, arm: int) -> SamplingParams:
-        """Return the request's parameters, sharper, without what only the host could adjust or what is only reported."""
+        """Return the request's parameters for drafting: sharper, and without those that the host applies or that only add to the
+        reply."""
         known = self._params.get(row.lane)
         if known is None or known[0] is not row.params or known[1] != arm:
             temperature = row.params.temperature / SHARPNESS[arm]

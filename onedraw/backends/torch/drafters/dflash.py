@@ -122,7 +122,7 @@ class DflashDrafter:
         if ids is None and width == 1:
             vocab = min(vocab, max(SMALL_VOCAB, vocab // 3) // LANE * LANE)
             self._head = self._head.first_outputs(vocab)
-            if self._head.out_features != vocab:  # on a GPU the product is not cut: it costs little there
+            if self._head.out_features != vocab:  # A GPU computes the whole product, which costs little there.
                 vocab = spec.draft_vocab
         self._vocab = vocab
         self._target_ids = None if ids is None else torch.from_numpy(ids).to(self._device)
@@ -253,7 +253,7 @@ class DflashDrafter:
         }
         x = self._embed(next(iter(placed.values())).tokens)
         prepared = {causal: PreparedInputs(self._ops, inputs, self._ropes) for causal, inputs in placed.items()}
-        places = torch.zeros(len(x), dtype=torch.long)  # of each token in its block; 0 for padding, so that it reads no other row
+        places = torch.zeros(len(x), dtype=torch.long)  # slot of each token in its block; 0 for padding
         places[: len(tokens)] = torch.cat([torch.arange(block.count) for block in blocks])
         places = places.to(self._device)
         for layer, causal, store in zip(self._layers, self._spec.causal_in_block, self.state.stores, strict=True):

@@ -149,7 +149,7 @@ class DraftModel:
             positions = [DraftedPosition(r.row, (*r.sampled, *(draft.token for draft in r.drafts)), 1) for r in running]
             best = self._ranker.best(logits, positions, arm=arm)
             for runner, token in zip(running, best, strict=True):
-                if token >= 0:  # else the logits are not finite, and the drafts of this row end here
+                if token >= 0:  # a negative token: the logits were not finite, so drafting ends
                     runner.drafts.append(Draft(token, len(runner.drafts) - 1))
             going = [i for i, r in enumerate(running) if best[i] >= 0 and len(r.drafts) < r.room]
             running = [running[i] for i in going]

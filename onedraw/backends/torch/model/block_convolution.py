@@ -23,7 +23,7 @@ class BlockConvolution:
 
     spec: ConvolutionSpec
     base: Tensor  # [2, taps, E], float32: the fixed parts, before the sublayer and after it
-    projection: Linear  # from h to the other parts, [2, taps, E / G]
+    projection: Linear  # from h to the parts that depend on the input, [2, taps, E / G]
 
     @staticmethod
     def load(index: int, name: str, spec: ConvolutionSpec, loader: WeightLoader) -> BlockConvolution:
@@ -40,7 +40,7 @@ class BlockConvolution:
         wide = z.float()
         found = kernel[:, 0] * wide
         for tap in range(1, kernel.shape[1]):
-            inside = (slots >= tap)[:, None]  # rolled rows come from another block, or from the end
+            inside = (slots >= tap)[:, None]  # False where `roll` brings in a row of another block
             found = found + kernel[:, tap] * wide.roll(tap, 0).where(inside, 0.0)
         return found
 

@@ -253,7 +253,7 @@ class Transformer:
         return self.leave(stream)
 
     def prepare(self, inputs: Inputs, number: int) -> StageInputs:
-        """All host inputs of a step in one stage. `pass_stage` then reads device memory alone."""
+        """Copy everything that a stage needs from the host in a step. After that `pass_stage` reads device memory only."""
         stage = self._local(number)
         prepared = PreparedInputs(stage.ops, inputs, stage.ropes)
         tokens = inputs.tokens  # first in the staging buffer, so that their address does not depend on other inputs

@@ -92,7 +92,7 @@ class WeightLoader:
     def _take(self, shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
         if self._buffer.numel() < count:
-            self._buffer = torch.empty(0)  # freed before the larger one is allocated
+            self._buffer = torch.empty(0)  # free the old buffer before the larger one is allocated
             self._buffer = torch.empty(count)
         return self._buffer[:count].view(shape)
 
@@ -107,7 +107,7 @@ class WeightLoader:
     ) -> Tensor:
         stored = [self._source.tensor(layer, name) for name in names]
         heights = [padded(tensor.shape[0], pad) for tensor in stored]
-        width = tuple(padded(columns, pad_columns) for columns in stored[0].shape[1:])  # empty for vectors
+        width = tuple(padded(columns, pad_columns) for columns in stored[0].shape[1:])  # () for vectors, which have no columns
         if all(can_make(tensor, self._device) for tensor in stored):
             return self._made(stored, heights, width)
         out = take((sum(heights), *width))

@@ -20,19 +20,20 @@ from torch import Tensor
 
 from onedraw.errors import BadParameter, UnsupportedModel
 
-# Attributes that follow from other attributes, or from where an object is in memory: they stay as they are.
+# Attributes that an update leaves unchanged, because they follow from other attributes or from an object's address in memory.
 DERIVED = frozenset({"fused", "address", "rule"})
 OURS = "onedraw.backends.torch."
 STORED = ("onedraw.models.", "onedraw.checkpoints.")
 
 
 class WeightUpdate:
-    """Pairs of the memory of old and new weights. Owner: the backend, while it replaces its weights."""
+    """Collects pairs of memory ranges, of the old and the new weights, and exchanges their contents. Owner: the backend, while it
+    replaces its weights."""
 
     def __init__(self) -> None:
         self._ranges: list[MemoryRange] = []
-        self._opaque: dict[int, tuple[Tensor, Tensor]] = {}  # (in use, other) by id: tensors without an address
-        self._tables: list[tuple[Any, str, Any]] = []  # (owner, attribute, other value): tensors that stay in a checkpoint
+        self._opaque: dict[int, tuple[Tensor, Tensor]] = {}  # tensors whose address cannot be read: (in use, new), by id
+        self._tables: list[tuple[Any, str, Any]] = []  # tensors that stay in a checkpoint: (owner, attribute, new value)
 
     def match(self, old: object, new: object, path: str = "") -> None:
         """Add the weights of a part of the model. Raise if the two differ in more than the content of their tensors."""
@@ -48,7 +49,7 @@ class WeightUpdate:
             for number, (one, other) in enumerate(zip(old, new, strict=True)):
                 self.match(one, other, f"{path}[{number}]")
         elif isinstance(old, ctypes.Array | ctypes.Structure) or (callable(old) and not _ours(old)):
-            return  # arguments of kernels point to the tensors beside them; a function has no weights
+            return  # Kernel arguments point to tensors that are handled here anyway; functions have no weights.
         elif _ours(old):
             for name, value in _attributes(old):
                 if type(value).__module__.startswith(STORED) and hasattr(value, "take_rows"):
@@ -62,7 +63,7 @@ class WeightUpdate:
         kinds = [(one.shape, one.dtype, one.layout, one.device) for one in (old, new)]
         if kinds[0] != kinds[1]:
             raise _differs(path, f"{old.dtype} {list(old.shape)}, now {new.dtype} {list(new.shape)}")
-        if old.layout != torch.strided:  # in a layout of the library, without a storage that can be seen
+        if old.layout != torch.strided:  # a private layout of the library, whose storage cannot be accessed
             self._opaque.setdefault(id(old), (old, new))
             return
         if old.stride() != new.stride():
@@ -71,7 +72,7 @@ class WeightUpdate:
             self._ranges.append(MemoryRange(old.data_ptr(), new.data_ptr(), _span(old), old, new.cpu(), path))
 
     def _disjoint(self) -> list[MemoryRange]:
-        """The ranges of memory to exchange, each once, although tensors may share memory."""
+        """Return the ranges of memory to exchange. Tensors may share memory, but each byte is in one range only."""
         found: list[MemoryRange] = []
         for one in sorted(self._ranges, key=lambda one: (one.start, -one.size)):
             before = found[-1] if found else None
@@ -103,7 +104,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRange:
-    """The memory of a tensor in use, and beside it, or on the host, what it shall contain."""
+    """The memory of a tensor in use, and the memory, on the same device or on the host, that has its new content."""
 
     start: int  # address of the memory in use
     partner: int  # address of the new content when it was loaded

@@ -37,7 +37,7 @@ class KernelChoices:
     """Choices of an implementation that affect rounding, so a backend's identity contains them. None: there is no such choice."""
 
     tile_heights: tuple[int, ...] | None = None  # queries that an attention tile may have
-    first_split: int | None = None  # keys in the first splits, the ranges of keys whose attention is computed by itself
+    first_split: int | None = None  # keys in each of the first splits (ranges of keys with separate partial results)
     norm_warps: int | None = None  # the most warps of a program that computes a norm
 
     def texts(self) -> list[str]:

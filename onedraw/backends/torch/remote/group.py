@@ -41,7 +41,8 @@ class StageHost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostedStage:
-    """A host, and the layers that it runs. `source`, `target`: the ranks from and to which the residual stream goes."""
+    """A remote stage: its host (the process that runs it) and its sizes. `source`, `target`: the ranks from and to which the
+    residual stream goes."""
 
     host: StageHost
     sizes: StageSizes

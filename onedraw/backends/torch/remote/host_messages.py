@@ -18,7 +18,7 @@ def decode(kind: type[MessageT], data: bytes) -> MessageT:
 
 
 class FoundDevice(msgspec.Struct, frozen=True):
-    """A device as its node describes it; or why it cannot be used."""
+    """The answer to a search for a device: its facts, or the reason for which it cannot be used."""
 
     kind: str = "cpu"
     arch: str = ""
@@ -57,7 +57,7 @@ class LoadStage(msgspec.Struct, frozen=True):
 
 
 class LoadedStage(msgspec.Struct, frozen=True):
-    """The facts of a stage, or why it could not be loaded."""
+    """The answer to LoadStage: the facts of the loaded stage, or the reason for which it could not be loaded."""
 
     error: str = ""
     pid: int = 0
@@ -71,7 +71,7 @@ class LoadedStage(msgspec.Struct, frozen=True):
 
 
 class ServeStage(msgspec.Struct, frozen=True):
-    """An incarnation to join, and the address on which to listen."""
+    """The order to connect to the other processes of an incarnation of the link, and the address on which to listen."""
 
     host: str
     port: int

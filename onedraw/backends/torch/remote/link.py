@@ -26,7 +26,7 @@ from onedraw.errors import StateLost
 
 ENGINE = 0  # the rank of the engine's process
 CONTROL, REPLY, STREAM, PROBED = 1, 2, 3, 4  # tags: messages to a stage, its replies, residual streams, data for a probe
-FOREVER = timedelta(days=30)  # how long a stage waits for work; a connection that breaks ends the wait
+FOREVER = timedelta(days=30)  # A stage waits this long for work. A broken connection ends the wait.
 PACKET_BYTES = 8192  # the first part of a message has a fixed size, so that the receiver need not know the length
 LENGTH_BYTES = 8
 MOST_MESSAGE_BYTES = 2**33
@@ -36,7 +36,7 @@ MOST_PENDING_BYTES = 256 * 2**20  # most bytes of these tensors
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """How a process finds the others of one incarnation."""
+    """The facts with which a process finds the other processes of one incarnation of the link."""
 
     host: str
     port: int
@@ -76,7 +76,7 @@ class Link:
         self._broken = False  # after a failure, messages may be missing, so nothing more is sent or received
         try:
             store = TCPStore(place.host, place.port, None, False, self._limit)
-            gloo: Any = ProcessGroupGloo  # torch's type stubs lack its options, send and recv
+            gloo: Any = ProcessGroupGloo  # Any, because torch's type stubs lack `_Options`, `send` and `recv`
             options = gloo._Options()
             options._timeout = self._limit
             options._devices = [gloo.create_device(hostname=address)]
@@ -86,7 +86,7 @@ class Link:
             raise StateLost(f"the stages did not connect within {seconds:g} s: {_first_line(error)}") from None
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
-        """Start to send a contiguous tensor of the host. It must not change until the other process has received it."""
+        """Start to send a contiguous tensor in host memory. It must not change until the other process has received it."""
         with self._lock:
             group = self._open
             try:
@@ -110,7 +110,7 @@ class Link:
         return into
 
     def send_message(self, message: bytes, to: int, tag: int) -> None:
-        """Send bytes as one packet, and what does not fit into it as a second."""
+        """Send bytes as a packet of fixed size, and the rest, if any, as a second packet."""
         head = torch.zeros(PACKET_BYTES, dtype=torch.uint8)
         view = head.numpy()
         view[:LENGTH_BYTES] = np.frombuffer(len(message).to_bytes(LENGTH_BYTES, "little"), np.uint8)

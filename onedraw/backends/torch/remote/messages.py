@@ -66,7 +66,7 @@ def span_data(inputs: Inputs) -> tuple[SpanData, ...]:
     """The rows of a step, without padding."""
     found = []
     for number, span in enumerate(inputs.spans):
-        if span.lane is None:  # padding, which each stage adds itself
+        if span.lane is None:  # padding is left out, since each stage adds it again
             continue
         used = -(-(span.start + span.count) // inputs.page_size)
         found.append(
@@ -92,7 +92,7 @@ class RunLayers(msgspec.Struct, tag="run", array_like=True, frozen=True):
 
     step: int
     rows: tuple[SpanData, ...]
-    left: int  # number of layers still to run, in this stage and those after it
+    left: int  # number of layers that were not run yet, in this stage and later ones
     layers: tuple[int, ...]  # layers of the model after which the residual stream is sent to the engine
     finite: bool  # whether to send which tokens are finite after each layer
 
@@ -137,7 +137,7 @@ class UseRule(msgspec.Struct, tag="rule", array_like=True, frozen=True):
 
 
 class ExportCheckpoint(msgspec.Struct, tag="export", array_like=True, frozen=True):
-    """Answered by a StageReply with `arrays`."""
+    """Copy a checkpoint and its pages to the host. The stage answers with a StageReply that has `arrays`."""
 
     slot: int
     pages: tuple[bytes, ...]

@@ -45,7 +45,7 @@ from onedraw.types import Row
 
 
 class OpenLink(Protocol):
-    """Whoever owns the link of the current incarnation."""
+    """The owner of the link to the remote stages, which replaces the link after a failure."""
 
     @property
     def link(self) -> Link:
@@ -67,7 +67,7 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """What the residual stream of a model looks like."""
+    """The sizes and the dtype of a model's residual stream, from which its buffers are laid out."""
 
     hidden: int
     layers: int  # number of layers of the model
@@ -91,7 +91,7 @@ class StreamShape:
 
 @dataclass(frozen=True, slots=True)
 class ProbedStage:
-    """What a stage sends to the engine in a step."""
+    """The data that one stage sends to the engine in a step, because the step's probe asks for it."""
 
     rank: int
     features: int  # number of residual streams that it sends, each after a layer that the probe names
@@ -118,7 +118,7 @@ class RemoteStream:
     probed: tuple[ProbedStage, ...]  # the remote stages since the last local one
 
     def cross(self, boundary: StageBoundary, rows: int, probe: LayerProbe) -> ResidualStream:
-        """Receive the stream, and what the probe asked for, and copy it to the stage behind the boundary."""
+        """Receive the stream and the data of the probe, and copy the stream across the boundary to the next stage."""
         buffer = self.stage.receive(self.step, self.count, self.rows, self.probed)
         shape, link = self.stage.shape, self.stage.owner.link
         for probed in self.probed:
@@ -129,7 +129,7 @@ class RemoteStream:
         return ResidualStream(*boundary.cross(buffer.x, buffer.own, rows), self.left)
 
 
-_steps = itertools.count(1)  # numbers the steps of all remote pipelines
+_steps = itertools.count(1)  # gives each step a number, over all remote pipelines
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +161,7 @@ class RemoteStage:
         return RemoteState(self)
 
     def advance(self, before: StageStream, inputs: Inputs, *, probe: LayerProbe) -> RemoteStream:
-        """Have the stage run its layers. A stream that is in this process is sent there."""
+        """Order the stage to run its layers, and send it the stream if that is in this process."""
         rows = span_data(inputs)
         count = sum(row.count for row in rows)
         run = range(self.start, min(self.stop, self.start + before.left))
@@ -203,7 +203,7 @@ class RemoteStage:
         raise OutOfMemory(text) if memory else RuntimeError(f"stage {rank} failed: {text}")
 
     def commit(self, drafts: HostCommit) -> None:
-        """Commit kept drafts there. Rows that keep none need no commit."""
+        """Order the stage to commit kept drafts. Rows without kept drafts need no commit."""
         paths = tuple(KeptPathData.of(path) for path in drafts.kept if path.path)
         if paths:
             self.post(CommitDrafts(paths))

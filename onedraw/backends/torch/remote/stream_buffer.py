@@ -23,7 +23,8 @@ class StreamBuffer:
     """A view of `count` rows in a tensor of bytes on the host."""
 
     def __init__(self, memory: Tensor, *, count: int, hidden: int, own: tuple[int, int] | None, dtype: torch.dtype) -> None:
-        """`own`: number of layers still to run, and width of the input of its own that each has; None if they have none."""
+        """`own`: for models whose layers have inputs of their own, the number of layers still to run and the width of such an
+        input."""
         first = HEADER_BYTES + count * hidden * dtype.itemsize
         last = first + (0 if own is None else count * math.prod(own) * dtype.itemsize)
         assert len(memory) >= last, f"{count} rows take {last} bytes, and the buffer has {len(memory)}"
@@ -39,7 +40,7 @@ class StreamBuffer:
             self.own.copy_(own[: len(self.own)])
 
     def fail(self, step: int, rank: int, *, memory: bool, text: str) -> None:
-        """Say that the stage with this rank failed in a step."""
+        """Write into the buffer that the stage with this rank failed in a step, so that later stages pass the failure on."""
         self._write(step, rank, memory, text)
 
     def _write(self, step: int, rank: int, memory: bool, text: str) -> None:

@@ -138,7 +138,7 @@ class StageWorker:
                 link.send_message(encode(self._import(given)), ENGINE, REPLY)
 
     def _run(self, link: Link, step: RunLayers, source: int, target: int) -> None:
-        """Receive the stream of a step, run the layers, and send what comes out."""
+        """Receive the residual stream of a step, run the layers, and send the resulting stream."""
         shape, start, stop = self._shape, self._stage.start, self._stage.stop
         count = sum(row.count for row in step.rows)
         entered = shape.buffer(self._memory, start, count)
@@ -178,7 +178,7 @@ class StageWorker:
         return self._stage.advance(before, inputs, self._state, probe=probe)
 
     def _sent(self, count: int) -> Tensor:
-        """Memory for the stream of `count` rows after this stage. The link keeps it until it is received."""
+        """Memory in which the stream of `count` rows leaves this stage. The link keeps it until the stream is received."""
         shape = self._shape
         inputs = (shape.layers - self._stage.stop) * shape.inputs
         return torch.zeros(stream_bytes(count, hidden=shape.hidden, inputs=inputs, dtype=shape.dtype), dtype=torch.uint8)

@@ -27,7 +27,7 @@ MOST = 128  # graphs kept per stage; beyond that the least recently used one is 
 
 class GraphCache(Protocol):
     def run(self, signature: Hashable, work: Callable[[], ResultT]) -> ResultT:
-        """Do the work, or replay the graph of earlier work with this signature."""
+        """Run the work and return its result, or replay the graph that was captured for this signature."""
         ...
 
 
@@ -39,7 +39,7 @@ class NoCapture:
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     graph: Any  # a torch.cuda.CUDAGraph
-    result: Any  # tensors in the memory pool of all graphs; valid until any graph is replayed
+    result: Any  # tensors in the memory pool that all graphs share, so the next replay of any graph may overwrite them
 
 
 class CudaGraphs:

@@ -31,7 +31,7 @@ from onedraw.types import Plan, RowOutcome
 class EagerInputs:
     step: Step
     inputs: Inputs
-    bucket: Bucket | None  # the shape to which captured stages pad the step; None if no stage replays a graph for it
+    bucket: Bucket | None  # the shape to which captured stages pad the step; None if no stage replays a graph in this step
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from onedraw.types import PENDING_TOKEN, Constraint, Draft, History, Plan, Row, 
 
 STAGE_BYTES = 16 * 2**20  # size of the staging buffer of a stage
 SAMPLING_BYTES = 16 * 2**20  # size of the staging buffer of sampling; token masks take a bit per token and position
-# Seconds after the start of warm-up until which shapes of a kind are captured: short contexts, long contexts, and drafts.
+# Warm-up stops capturing shapes of a kind this many seconds after its start: short contexts, long contexts, and drafts.
 NEAR_SECONDS, FAR_SECONDS, DRAFTS_SECONDS = 40, 15, 25
 MOST_WARM_UP = 96  # shapes that are warmed up; each has a graph of the layers, and the cache keeps more graphs than that
 WARM_UP_PARAMS = (
@@ -106,7 +106,7 @@ class GraphStage:
         staging = self.staging
         staging.begin()
         own = inputs if inputs.staging is staging else replace(inputs, staging=staging)
-        ready = self._model.prepare(own, self._number)  # the tokens are the first arrays in the buffer
+        ready = self._model.prepare(own, self._number)  # puts the tokens first into the buffer
         staging.note((self._number, bucket))
         return GraphStageInputs(bucket, own, ready, staging.put(rows), staging.put(parents))
 
@@ -117,7 +117,7 @@ class GraphStage:
             return self.staging.send()
 
     def replay(self, signature: Hashable | None, work: Callable[[], ResultT]) -> ResultT:
-        """Do the work, or replay its graph. Without a signature the work is not captured."""
+        """Run the work, or replay its graph if it was captured. Without a signature the work is not captured."""
         with self._lock, current_device(self.device):
             return work() if signature is None else self.graphs.run(signature, work)
 
@@ -283,7 +283,7 @@ class GraphRunner:
         return bucket_of(plan, recurrent=self._model.spec.recurrent)
 
     def on_stage(self, number: int) -> AbstractContextManager[Any]:
-        return current_device(self._model.device)  # no lock: each graph takes it by itself
+        return current_device(self._model.device)  # no lock here: each graph takes the stage's lock
 
     def lay_out(self, step: Step) -> GraphInputs:
         bucket = self.bucket(step.plan)
@@ -389,7 +389,8 @@ class GraphRunner:
 
     def result(self, laid: GraphInputs, sampled: GraphSamples) -> CapturedStep:
         with current_device(self._stages[-1].device):
-            # With more steps in flight no step awaits a token, and this copy would make devices wait for each other.
+            # If several steps may be in flight, no step awaits a token, and this copy would only make the devices wait for each
+            # other.
             if self._next is not self._last and self._max_in_flight == 1:
                 self._next.copy_(self._last)
             answers, arrived = self._results.send(sampled.answers)
@@ -504,7 +505,8 @@ def sampling_positions(rows: Sequence[Row]) -> list[SamplingPosition]:
 
 
 def _awaits(row: Row) -> bool:
-    """Whether the history lacks the row's token. It has it where sampling is laid out after the step before was committed."""
+    """Whether the row's token is missing in the history. It is present if sampling is prepared after the step before was
+    committed."""
     return row.awaits_token and len(row.history) <= row.start
 
 

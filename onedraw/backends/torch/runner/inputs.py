@@ -94,7 +94,7 @@ def _padded(count: int) -> int:
     return PADDED[bisect_left(PADDED, count)]
 
 
-@dataclass(slots=True)  # not frozen, to be made four times as fast: every row of every step has a Span
+@dataclass(slots=True)  # not frozen: construction is four times as fast, and every row of every step needs a Span
 class Span:
     """Neighbouring tokens of one row: the tokens [first, first + count) of the step, at positions and in slots from `start` on.
 

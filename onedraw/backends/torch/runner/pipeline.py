@@ -68,7 +68,7 @@ class LayerProbe:
 
 
 class StageStream(Protocol):
-    """The residual stream between two stages, wherever it is."""
+    """The residual stream between two stages, in this process or in another."""
 
     @property
     def left(self) -> int:
@@ -76,8 +76,8 @@ class StageStream(Protocol):
         ...
 
     def cross(self, boundary: StageBoundary, rows: int, probe: LayerProbe) -> ResidualStream:
-        """Bring it to the device of the stage behind a boundary, where the step is padded to `rows` rows. What the probe asked
-        for from stages in other processes arrives with it."""
+        """Copy the stream across a boundary to the device of the next stage, where the step is padded to `rows` rows. What the
+        probe asked for from stages in other processes arrives with it."""
         ...
 
 
@@ -128,7 +128,7 @@ class Stage:
             prepared = PreparedInputs(self.ops, inputs.on(self.device), self.ropes)
             stream = self.run(before, prepared, state, probe=probe)
             if self.entrance is not None and stream.own is not None:
-                return replace(stream, own=stream.own.clone())  # the next step may fill the boundary while this stream is read
+                return replace(stream, own=stream.own.clone())  # cloned: the next step may overwrite the buffer too early
             return stream
 
     def run(self, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, *, probe: LayerProbe) -> ResidualStream:
@@ -181,7 +181,7 @@ def load_stage(
         layers.append(load_layer(index, spec.layers[index], loader, stage_device.ops, spec.eps))
         if progress is not None:
             progress(index + 1, len(spec.layers))
-    positions = max(max_context, LANE)  # padding tokens have any position of a page, also where the context is shorter
+    positions = max(max_context, LANE)  # padding tokens may have any position of a page, even beyond the context
     return Stage(
         device=stage_device.device,
         ops=stage_device.ops,
@@ -241,7 +241,7 @@ class Pipeline:
         """End the threads, after the jobs that were started are finished."""
         for queue, thread in zip(self._queues, self._threads, strict=True):
             queue.put(None)
-            if thread is not threading.current_thread():  # a stage may hold the last reference to the backend
+            if thread is not threading.current_thread():  # A thread cannot join itself.
                 thread.join()
 
 
@@ -268,7 +268,7 @@ def _work(
 ) -> None:
     failed: BaseException | None = None
     try:
-        first.pop()()  # The function is not kept, because it may refer to operations with threads of their own.
+        first.pop()()  # Drop the function after the call: it may hold operations that own threads.
     except BaseException as error:  # every job on this thread then raises this error
         failed = error
     while (job := own.get()) is not None:
@@ -308,7 +308,7 @@ class StageBoundary:
             self._sent = torch.empty(rows, hidden, dtype=dtype, device=place, pin_memory=pinned)
             self._received = torch.zeros(rows, hidden, dtype=dtype, device=target)
             self._inputs = torch.zeros(rows, inputs, dtype=dtype, device=target)
-        except (RuntimeError, MemoryError):  # torch reports missing memory like this
+        except (RuntimeError, MemoryError):  # torch raises these when memory is exhausted
             raise OutOfMemory(f"the {rows} rows between {source} and {target} do not fit; lower --turn-tokens") from None
         self._gpu = next((device for device in (source, target) if device.type == "cuda"), None) if pinned else None
 
@@ -327,10 +327,10 @@ class StageBoundary:
         if x.dtype != self._sent.dtype:
             raise AssertionError(f"a stream of {x.dtype} crosses a boundary of {self._sent.dtype}")
         sent = self._sent[:count]
-        self._synchronize()  # the copy of the step before out of this buffer must be complete
+        self._synchronize()  # wait until the previous step's copy out of this buffer is complete
         sent.copy_(x[:count], non_blocking=True)
         if self._source.type == "cuda":
-            self._synchronize()  # the host reads the buffer next
+            self._synchronize()  # wait for the copy, because the host reads the buffer next
         self._received[:count].copy_(sent, non_blocking=True)
         if own is None:
             return self._received[:rows], None
@@ -344,5 +344,5 @@ class StageBoundary:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device, wherever their arguments are."""
+    """Return a context that makes `device` current: kernels are launched on the current device, wherever their arguments are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -30,12 +30,12 @@ class Staging(Protocol):
     def device(self) -> torch.device: ...
 
     def put(self, array: HostArray) -> Tensor:
-        """The array on the device."""
+        """Copy an array to the device and return it as a tensor."""
         ...
 
     def put_rows(self, array: HostArray, room: int) -> Tensor:
-        """The array on the device, as the first rows of a tensor of at least as many. Steps with equal `room` share graphs,
-        whatever the number of rows. It is the last array of a step."""
+        """Copy an array to the device, as the first rows of a tensor that may have more rows. Steps with equal `room` share
+        graphs, whatever the number of rows. It is the last array of a step."""
         ...
 
     def note(self, fact: Hashable) -> None:
@@ -97,13 +97,13 @@ class StagingBuffer:
         self._used, self._open, self._full = 0, False, False  # _full: `put_rows` was called, after which no array may follow
         self._made: dict[tuple[int, Hashable], Any] = {}
         self._signatures: dict[Hashable, Signature] = {}
-        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # by place in the buffer; most steps use the same views
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}  # by offset, dtype and shape
 
     def begin(self) -> None:
         self._side = (self._side + 1) % len(self._hosts)
         sent = self._sent[self._side]
         if sent is not None:
-            sent.synchronize()  # after this the host buffer may be written again
+            sent.synchronize()  # Wait until the previous copy from this buffer is complete.
         self._bytes = self._hosts[self._side].numpy()
         self._facts, self._used, self._open, self._full = [], 0, True, False
 
@@ -140,7 +140,7 @@ class StagingBuffer:
         return view
 
     def cached(self, tensor: Tensor, layout: Hashable, make: Callable[[], Made]) -> Made:
-        key = (id(tensor), layout)  # an id is not reused: a view is kept as long as the results that were made from it
+        key = (id(tensor), layout)  # The tensor is kept as long as the result, so its id is not reused.
         made: Made | None = self._made.get(key)
         if made is None:
             made = self._made[key] = make()

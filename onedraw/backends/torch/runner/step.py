@@ -32,7 +32,7 @@ Sampled = TypeVar("Sampled")
 class Step:
     plan: Plan
     probe: LayerProbe
-    rollback_start: int  # the step's first slot of the rollback buffer: steps in flight at once have slots of their own
+    rollback_start: int  # the step's first slot of the rollback buffer; steps in flight use separate slots
 
 
 class StepResult(Protocol):
@@ -64,7 +64,7 @@ class StepResult(Protocol):
         ...
 
     def last_tokens(self) -> dict[int, int]:
-        """By lane, the token that each row sampled last. Call it after `wait`."""
+        """Return the last token that was sampled in each lane. Call it after `wait`."""
         ...
 
     def rows(self) -> tuple[RowOutcome, ...]:
@@ -113,7 +113,7 @@ class StepExecutor:
         """Run a step. Returns its outcome, or a result that is still pending on the device."""
         laid = runner.lay_out(step)
         stream: StageStream | None = None
-        seconds = 0.0  # time spent in stages, without the time between them
+        seconds = 0.0  # time spent in stages, without waiting times between them
 
         def run_stage(number: int) -> Outcome | StepResult | None:
             nonlocal stream, seconds

@@ -55,7 +55,7 @@ class PositionSampler:
         """For each row that samples, a token after its last known token and after each draft."""
         wanted = [
             one
-            for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding has its own spans
+            for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding spans are last
             for one in _row_positions(i, row, span.first)
         ]
         sampled: dict[int, list[SampledToken | None]] = {}

@@ -73,7 +73,7 @@ class LaneCounts:
         before: SamplingPosition | None = None
         for place in places:
             if before is not None and place.history is before.history and place.lane == before.lane:
-                continue  # this is another position of the same sequence
+                continue  # The position before this one was of the same sequence.
             before = place
             history, mark = place.history, self._marks[place.lane]
             known = len(history)
@@ -171,7 +171,7 @@ def _word(value: int, device: torch.device) -> Tensor:
 # ------------------------------------------------------------------ sampler
 
 
-SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits processed at a time: bounds temporary memory, and fits into caches
+SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}  # logits in one slab: few enough for caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class Sampler:
         self._scratch = Scratch(device)
         self._counts: LaneCounts | None = None
         self._recalls: dict[int, tuple[str, HistoryTokens]] = {}
-        self._checksum_weights: Tensor | None = None  # [2, V] int64: by token, for logits and for scores; made at first use
+        self._checksum_weights: Tensor | None = None  # [2, V] int64: by token, of logits and of scores
         self._lock = threading.RLock()  # steps in flight at once may be prepared and sampled on two threads
 
     @property

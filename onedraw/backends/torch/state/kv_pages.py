@@ -54,7 +54,7 @@ class PageStore:
         shape = (rows, page_size * spec.head_dim)
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
-        if rows * page_size >= 2**31:  # kernels compute slot numbers in 32 bits
+        if rows * page_size >= 2**31:  # a slot number would not fit into the 32 bits that kernels use
             raise OutOfMemory(
                 f"{pages} pages of {page_size} positions exceed the 32-bit slot numbers of one layer; lower --kv-memory"
             )
@@ -62,7 +62,7 @@ class PageStore:
             self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
             if coded(dtype):
                 self.key_scales, self.value_scales = (zeros((rows, page_size), torch.float32, device) for _ in range(2))
-        except (RuntimeError, MemoryError):  # torch reports missing memory like this
+        except (RuntimeError, MemoryError):  # torch raises these when memory is exhausted
             raise OutOfMemory(
                 f"{pages} pages of {page_size} positions do not fit into the memory of {device}; "
                 f"lower --kv-memory, --max-context or --max-batch"

@@ -64,10 +64,11 @@ class ModelState:
         deltas = Counter(layer.mixer for layer in layers if isinstance(layer.mixer, DeltaSpec))
         given = {"lanes": sizes.lanes, "drafts": sizes.drafts, "checkpoints": sizes.checkpoints}
         self.blocks = {spec: LaneBlock(spec, count, device=device, **given) for spec, count in deltas.items()}
-        self.attending: list[tuple[AttentionSpec, PageStore]] = []  # layers that write keys and values of their own
+        self.attending: list[tuple[AttentionSpec, PageStore]] = []  # the layers that store keys and values, with their stores
         for layer in layers:
             self.stores.append(self._make(layer.mixer, dtype))
-        # Fixed addresses of the pages of all layers of one kind, so that one kernel can reach all of them.
+        # The addresses of the pages of all layers of one kind, which never change, so that one kernel can access all these
+        # layers.
         self.addresses = {mixer: self._addresses(mixer) for mixer in dict.fromkeys(mixer for mixer, _ in self.attending)}
 
     def _make(self, mixer: AttentionSpec | DeltaSpec, dtype: torch.dtype) -> LayerStore:

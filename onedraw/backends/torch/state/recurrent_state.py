@@ -29,8 +29,8 @@ ZERO = -1  # a tap before the beginning of the sequence, where the convolution r
 
 
 class LaneBlock:
-    """The states of all delta layers of one shape in common tensors, so that one operation can reach every layer. All of them are
-    float32, whatever the model's dtype. Owner: the model state."""
+    """The states of all delta layers of one shape in common tensors, so that one operation can process all layers. All of them
+    are float32, whatever the model's dtype. Owner: the model state."""
 
     def __init__(self, spec: DeltaSpec, layers: int, *, lanes: int, drafts: int, checkpoints: int, device: torch.device) -> None:
         self.spec = spec

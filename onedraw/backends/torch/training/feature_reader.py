@@ -25,7 +25,8 @@ LOGIT_ROWS = 256  # positions whose logits are computed at once, which bounds th
 
 @dataclass(frozen=True, slots=True)
 class ReadSequence:
-    """What was read of one sequence. The label at position t is the target's distribution of the token at t + 1."""
+    """The features and the likeliest next tokens of one sequence. The label at position t is the target's distribution of the
+    token at t + 1."""
 
     features: Tensor  # [S, n * Et]
     likeliest: Tensor  # [S, K] token ids, int32
@@ -39,7 +40,7 @@ class ReadSequence:
 class FeatureReader:
     """Keeps the features of every request that the backend runs, until `take`. Owner: the backend."""
 
-    name = ""  # as if there were no drafter, so that no drafts are planned
+    name = ""  # empty: the engine then plans no drafts
     lookahead = 0
 
     def __init__(self, layers: Sequence[int], *, target: Transformer, layout: InputLayout) -> None:
@@ -48,7 +49,7 @@ class FeatureReader:
         self._target, self._rule = target, layout.alone.rule
         self._dtype = torch.float32 if target.device.type == "cpu" else torch.bfloat16
         sizes = StateSizes(pages=layout.alone.scratch, page_size=layout.page_size)
-        self.state = ModelState((), sizes, dtype=target.dtype, device=target.device)  # it has no keys and values of its own
+        self.state = ModelState((), sizes, dtype=target.dtype, device=target.device)  # no layers, so no pages
         self._parts: dict[str, list[ReadSequence]] = {}
 
     def open(self, rows: Sequence[Row]) -> None:
@@ -65,7 +66,7 @@ class FeatureReader:
         return [()] * len(step.plan.rows)
 
     def take(self, request_id: str) -> ReadSequence:
-        """Return what was read of a request that has ended, and forget it."""
+        """Return the features of a request that has ended, and drop them here."""
         parts = self._parts.pop(request_id)
         return ReadSequence(
             torch.cat([part.features for part in parts]),

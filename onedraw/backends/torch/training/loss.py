@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEAST_LOG = -30.0  # log-probabilities below it count as this
+LEAST_LOG = -30.0  # smaller log-probabilities are replaced by this one
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLabels:
-    """What the target does at M drafted slots."""
+    """The target's tokens and probabilities at M drafted slots, which the drafter is trained to match."""
 
     token: Tensor  # [M] the token of the sequence
     likeliest: Tensor  # [M, K] token ids
@@ -65,7 +65,7 @@ def expected_length(kept: Tensor, live: Tensor) -> Tensor:
 
 
 def decay_weights(live: Tensor, gamma: float = 4.0) -> Tensor:
-    """Weights that fall by the slot's number alone."""
+    """The weight of every slot in the alternative loss: it decreases with the slot's number, by the factor e^(-1 / gamma)."""
     return torch.exp(-torch.arange(live.shape[1], device=live.device) / gamma) * live
 
 

@@ -219,7 +219,7 @@ class TorchForward(nn.Module):
         self._rule = self._row_rule()
         for key in weight_shapes(spec):
             tensor = info.weights.tensor(*key)
-            stored = info.format == "safetensors"  # tensors of other files are in another order than the model's
+            stored = info.format == "safetensors"  # GGUF files name and arrange tensors differently
             self._names[key] = tensor.name if stored else ".".join(["layers", str(key[0]), key[1]][2 * (key[0] is None) :])
             _place(self, self._names[key], nn.Parameter(torch.from_numpy(tensor.float32().copy())))
 

@@ -48,7 +48,8 @@ class TrainableDrafter:
         positions: int,
         device: torch.device,
     ) -> None:
-        """`weights` as a checkpoint has them; `feature_scale` [F]; `positions`: the longest sequence and a block after it."""
+        """`weights`: by the names of a checkpoint; `feature_scale` [F]: a factor for each feature; `positions`: the longest
+        sequence plus one block."""
         self.spec, self.feature_scale = spec, feature_scale
         self.weights = {key: weight.detach().to(device, torch.float32).clone() for key, weight in weights.items()}
         self.weights[None, "fc"] /= feature_scale

@@ -62,7 +62,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """A sequence with what was read of it."""
+    """A sequence to train on: its tokens, and the target's features and likeliest next tokens."""
 
     tokens: Tensor  # [S] token ids, on the device
     generated: int  # position of the first token that the target sampled
@@ -72,7 +72,7 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a step or an evaluation saw: the expected number of kept drafts per block, and the loss."""
+    """The result of a step or an evaluation: the expected number of kept drafts per block, and the loss."""
 
     kept: float
     loss: float
@@ -80,7 +80,8 @@ class Measured:
 
 @dataclass
 class SequenceBuffer:
-    """The sequences that steps draw from. Beyond its number of bytes the oldest are dropped. Owner: the trainer."""
+    """The sequences from which training steps draw at random. When they exceed the limit in bytes, the oldest are dropped. Owner:
+    the trainer."""
 
     limit: int
     sequences: deque[TrainingSequence] = field(default_factory=deque)
@@ -231,7 +232,7 @@ class Trainer:
     # ------------------------------------------------------------------ state between runs
 
     def state(self) -> Arrays:
-        """Everything that a later run needs to go on, besides the sequences."""
+        """Return the arrays from which a later run can continue, except for the sequences."""
         found = {f"weight/{_name(key)}": weight for key, weight in self.drafter.weights.items()}
         found["feature_scale"] = self.drafter.feature_scale
         for name, field_name, value in self._optimizer_tensors():

@@ -11,7 +11,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#define SPINS 3000 /* checks of a number before sleeping, which take some tens of microseconds */
+#define SPINS 3000 /* times a thread checks a number before it sleeps, some tens of microseconds in all */
 #define SHIFT 32   /* bits of an item's number in `place` */
 
 struct thread_pool {
@@ -114,8 +114,8 @@ static void *worker_main(void *arguments) {
 
 static int has_threads(const thread_pool *t) { return t->forks == atomic_load(&forks); }
 
-/* A forked child has no threads, and locks that they held stay locked for ever. The pool becomes one of the caller alone, with
- * new locks. */
+/* After a fork the child has none of the threads, and locks that a thread held stay locked for ever. So the pool gets new locks,
+ * and from then on the caller works alone. */
 static void reset_after_fork(thread_pool *t) {
     pthread_mutex_init(&t->lock, 0);
     pthread_mutex_init(&t->caller, 0);

@@ -142,12 +142,12 @@ def _attend(
         begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
         if (split_start(begin_split, FIRST_SPLIT) > high) | (split_start(end_split, FIRST_SPLIT) <= low):
-            wait_for_inputs(PDL)  # a kernel that waits for this one relies on this one having waited for all kernels before it
+            wait_for_inputs(PDL)  # wait anyway: a kernel that waits for this one relies on this wait
             return
     HEADS_PER_KV: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, BLOCK_M)
     live = m // HEADS_PER_KV < count
-    token = first + tl.maximum(tl.minimum(m // HEADS_PER_KV, count - 1), 0)  # the clamp serves padding tiles, which have no token
+    token = first + tl.maximum(tl.minimum(m // HEADS_PER_KV, count - 1), 0)  # clamped, as padding tiles have no token
     first_key = tl.where(live, tl.load(first_keys + token), 2147483647)
     last_key = tl.where(live, tl.load(last_keys + token), -1)
     d = tl.arange(0, BLOCK_D)

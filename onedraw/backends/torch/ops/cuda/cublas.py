@@ -31,7 +31,8 @@ Product = Callable[[Tensor, Tensor], Tensor]  # a function of x [T, K] and a wei
 
 
 def forbid_split_sums() -> None:
-    """Forbid cuBLAS to split K, and to add partial sums in the dtype of the result. Only cuBLASLt can be told the former."""
+    """Forbid cuBLAS to split K, and to add partial sums in the dtype of the result. Only cuBLASLt has a setting against splitting
+    K."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)  # partial sums in bf16, split K
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)

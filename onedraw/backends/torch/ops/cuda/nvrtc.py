@@ -80,7 +80,7 @@ def _installed() -> Iterator[Compiler]:
             library = ctypes.CDLL(name)
             major, minor = ctypes.c_int(), ctypes.c_int()
             library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        except (OSError, AttributeError):  # the file is missing, or is another library of this name
+        except (OSError, AttributeError):  # The file does not exist, or is not NVRTC.
             continue
         yield Compiler(library, f"{major.value}.{minor.value}")
 

@@ -75,7 +75,7 @@ class Workspace:
         self._dequantized = torch.empty(0, dtype=torch.uint8, device=device)
         self._partial_sums = [
             torch.empty(0, dtype=torch.float32, device=device)
-        ]  # the last is current; captured CUDA graphs still use the earlier ones
+        ]  # the last one is in use; earlier ones are kept for captured CUDA graphs
         self._carries: list[Tensor] = []
         self._views: dict[tuple[str, int, int], DequantizedWeight] = {}  # views of `_dequantized` by type, spans and outputs
 
