@@ -67,7 +67,8 @@ class BadParameter(BadRequest):
         self._message = message
 
     def renamed(self, names: Mapping[str, str]) -> BadParameter:
-        """Return the error under the caller's name of the parameter. A key of `names` may be the first part of a path."""
+        """Return a copy of the error that names the parameter as the caller did. A key of `names` may be the first part of a
+        path."""
         param = self.param or ""
         head = next((name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))), None)
         return self if head is None else BadParameter(names[head] + param[len(head) :], self._message)

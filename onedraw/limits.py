@@ -18,8 +18,8 @@ MAX_ERROR_CHARACTERS = 1 << 12  # characters of an error's message, which may re
 
 # Work.
 MAX_SHORT_WORK = 6  # short requests that are checked and tokenized at the same time; further ones wait, and callers take turns
-MAX_LONG_WORK = 2  # the same of long requests
-MAX_FORMAT_WORK = 2  # the same of requests whose response format is compiled
+MAX_LONG_WORK = 2  # long requests that are checked and tokenized at the same time
+MAX_FORMAT_WORK = 2  # requests whose response format is compiled at the same time
 MAX_PROMPT_TOKENS = 1 << 22  # tokens of all prompts of one request together
 MAX_REFERENCED_CHARACTERS = 1 << 25  # characters of all stored items that the input of /v1/responses refers to
 MAX_PROMPT_LOGPROBS = 1 << 20  # numbers that `echo` with `logprobs` returns: tokens of all prompts × (1 + alternatives) × n

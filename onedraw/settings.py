@@ -38,8 +38,8 @@ ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (  # (setting, 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to run a model. None means that the value follows from the model and the machine. `onedraw serve --help` and
-    docs/cli.md explain each setting."""
+    """The settings with which a model is run. None means that the value follows from the model and the machine. `onedraw serve
+    --help` and docs/cli.md explain each setting."""
 
     model: str = "smollm2"
     served_name: str | None = None

@@ -111,7 +111,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # banned token sequences: the last token is banned where the others precede it
     logprobs: int | None = None  # number of alternatives that are returned with each token's logprob; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
-    prompt_logprobs: int | None = None  # the same for every token of the prompt but the first
+    prompt_logprobs: int | None = None  # the same for prompt tokens from the second on
     checksums: bool = False  # whether every sampled token has a checksum of its logits and scores
 
     def __post_init__(self) -> None:
@@ -276,7 +276,7 @@ class Row:
     scores_prompt: bool = False  # return the logprobs of prompt tokens at [start + 1, min(stop + 1, prompt_stop))
     restore: int | None = None  # checkpoint slot whose state is loaded first
     copies: tuple[PageCopy, ...] = ()
-    saves: tuple[CheckpointSave, ...] = ()  # in order of position, each within (start, stop]
+    saves: tuple[CheckpointSave, ...] = ()  # checkpoints to save, by position within (start, stop]
     # Whether the row's only token is still being sampled by the previous step. `tokens` has PENDING_TOKEN in its place then, and
     # the history lacks it.
     awaits_token: bool = False

@@ -198,7 +198,8 @@ def serve_engine(
 
 
 def _receive(frames: Frames, incoming: SimpleQueue[bytes | None], built: threading.Event) -> None:
-    """Pass messages on. When the client has ended, end this process: at once while it loads, else after closing the engine."""
+    """Pass the client's messages on to the queue `incoming`. When the client has ended, end this process: at once while it loads,
+    else after closing the engine."""
     while (data := frames.receive()) is not None:
         incoming.put(data)
     if built.is_set():

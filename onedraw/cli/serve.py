@@ -177,7 +177,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> StartEngine | None:
-    """Return what starts the engine if it is not to run in this process. SIGHUP replaces replicas one by one."""
+    """Return a function that starts the engine outside of this process; None if the engine runs in it. SIGHUP replaces replicas
+    one by one."""
     from onedraw.build.engine_process import EngineProcess
 
     if arguments.replicas is None:

@@ -59,7 +59,7 @@ class Stream:
         return f"{self.request.id}~{self.attempt}" if self.attempt else self.request.id
 
     def continuation(self) -> Request:
-        """Return the request for the rest of the reply."""
+        """Return a request that continues the reply after the tokens that the caller has received."""
         return replace(self.request, id=self.attempt_id, given=(*self.request.given, *self.settled))
 
     def deliver(self, event: Event) -> bool:
@@ -76,7 +76,7 @@ class Stream:
         self.waits_since = None
         scored = None if self.scored else event.scored
         self.scored = self.scored or scored is not None
-        if self.done or event.sampled or scored is not None:  # otherwise it has only prompt logprobs that were computed again
+        if self.done or event.sampled or scored is not None:  # else it only repeats prompt logprobs
             self.sink(replace(event, request_id=self.request.id, usage=self.usage, scored=scored))
         return self.done
 
@@ -93,7 +93,7 @@ class Replica:
     name: str
     number: int  # Each replica that joins gets a new number, so that no pages are expected in the cache of one that restarted.
     client: EngineClient
-    streams: dict[Stream, None] = field(default_factory=dict)  # in the order in which they were sent to it
+    streams: dict[Stream, None] = field(default_factory=dict)  # its streams, in the order in which they were sent to it
     sent: int = 0  # number of requests sent to it since it joined
 
 
@@ -128,7 +128,7 @@ class ReplicaSet(FixedWeights):
         self._wait_seconds, self._max_losses, self._on_lost = wait_seconds, max_losses, on_lost
         self._changed = threading.Condition(threading.RLock())
         self._replicas: dict[str, Replica] = {}
-        self._streams: dict[str, Stream] = {}  # by request id; removed at the stream's last event
+        self._streams: dict[str, Stream] = {}  # by request id, until its last event
         self._waiting: deque[Stream] = deque()  # streams without a replica, the oldest first
         self._numbers = itertools.count()
         self._by_number: dict[int, Replica] = {}  # the same replicas as in `_replicas`

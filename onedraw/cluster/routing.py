@@ -1,12 +1,12 @@
-"""Which replica gets a request: one that was sent a long beginning of its prompt and has not much more to do than the others.
+"""Routing: choose for each request a replica that was sent a long prefix of its prompt before and is not much busier than the
+others.
 
 In: hashes of the prompt's pages, a bounded table of what each replica was sent, and how many requests each has. Out: a replica.
 Routing decides where a prompt is already in a prefix cache, and never which tokens are sampled.
 
 The table has few entries per prompt, so that it covers the caches of many replicas: the hash of a page stands for the whole
 beginning of the prompt up to the page's end. The work per request does not grow with the number of replicas. Figures of both are
-in docs/scale.md.
-"""
+in docs/scale.md."""
 
 from __future__ import annotations
 

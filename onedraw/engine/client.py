@@ -1,9 +1,8 @@
-"""The border of the engine: what the rest of the program needs of it, in whichever process or on whichever machine it runs.
+"""The client interface of the engine, which is the same in whichever process or on whichever machine the engine runs.
 
 Everything above the engine (`llm`, `server`, `contract`, `cli`) knows it as an EngineClient. Requests and events are plain data;
 a constraint crosses as its description. What can be refused without the engine's state is decided by `check_request` and
-`check_count`, on the caller's side, so every client refuses the same requests with the same errors before anything is sent.
-"""
+`check_count`, on the caller's side, so every client refuses the same requests with the same errors before anything is sent."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ class EngineClient(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Submit steps again after `pause`."""
         ...
 
     def replace_weights(self, replace: Callable[[Backend], None], snapshots: Callable[[Backend], SnapshotFolder]) -> None:

@@ -220,8 +220,8 @@ class Scheduler:
                 sequence.passed += 1
 
     def _rightly_full(self) -> bool:
-        """Whether all lanes are taken and nothing has changed since the last admission found no sequence to displace, so that
-        another attempt would be in vain."""
+        """Whether another attempt to admit a sequence would fail: all lanes are taken, and nothing has changed since the last
+        attempt found no running sequence to displace."""
         return self._full_with is not None and not self._has_lane() and self._full_with == self._past_turn()
 
     def _has_lane(self) -> bool:

@@ -100,7 +100,7 @@ def _written(value: Any) -> Any:
     if isinstance(value, OnedrawError):
         kind = next(kind for kind in type(value).__mro__ if ERRORS.get(kind.__name__) is kind)
         state = {name: _plain(field) for name, field in vars(value).items()}
-        if kind is not type(value):  # The class cannot cross, so what it says is stored in the error itself.
+        if kind is not type(value):  # The receiver cannot build this class, so keep its class attributes.
             state = {"code": value.code, "param": value.param} | state
         return [kind.__name__, [_plain(argument) for argument in value.args], state]
     if isinstance(value, np.generic):  # A sampler may leave its numbers as numpy made them; a float32 is exact as a float64.

@@ -87,7 +87,8 @@ class PrefixCache:
     def __init__(self, *, page_size: int, groups: int) -> None:
         self.root = Node(None, (), 0, [])
         self._page_size = page_size
-        self._users: list[dict[int, list[Node | PrefixCheckpoint]]] = [{} for _ in range(groups)]  # per group, by page
+        # for each group, a map from a page to the nodes and checkpoints that refer to it
+        self._users: list[dict[int, list[Node | PrefixCheckpoint]]] = [{} for _ in range(groups)]
         self._count = 0
 
     def __len__(self) -> int:

@@ -242,7 +242,7 @@ def _refuse_variants(source: ModelSource) -> None:
     for name in (_name(source), *source.tensors, *switched_on):
         if variant := _variant(name):
             raise UnsupportedModel(f"{source.path}: {name}{variant} is not supported; supported drafters: {SUPPORTED}")
-    if (source.path / "mask_embedding.pt").exists():  # its embedding of the mask token replaces the target's
+    if (source.path / "mask_embedding.pt").exists():  # the mask token's embedding, instead of the target's
         raise UnsupportedModel(
             f"{source.path}: mask_embedding.pt is a pickle, which can run code and is never opened; this drafter is not supported"
         )

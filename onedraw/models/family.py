@@ -125,7 +125,7 @@ def _mixer(keys: ConfigReader, traits: Traits, *, max_context: int, origin: str)
     )
 
 
-DEFAULT_WINDOW = 4096  # of a model whose layers all have a window, if the config has no key sliding_window; null means no window
+DEFAULT_WINDOW = 4096  # sliding window of layers that have one, if the config lacks the key sliding_window; null means none
 
 
 def _windows(keys: ConfigReader, count: int, traits: Traits, origin: str) -> list[int | None]:

@@ -99,7 +99,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     keys.expect("hidden_activation", ACTIVATION)
     keys.expect("hidden_act", ACTIVATION)
     keys.expect("attention_bias", False)
-    keys.expect("use_bidirectional_attention", "vision")  # it applies only within images, which are not supported
+    keys.expect("use_bidirectional_attention", "vision")  # applies to tokens of images only, which are not supported
     count, max_context = keys.integer("num_hidden_layers", most=MAX_LAYERS), keys.integer("max_position_embeddings")
     default = [SLIDING if (index + 1) % PATTERN else FULL for index in range(count - 1)] + [FULL]
     types = layer_types(keys, count, accepted=(SLIDING, FULL), default=default, origin=origin)

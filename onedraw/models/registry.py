@@ -91,7 +91,7 @@ EXTRA_EOS_TOKENS = {"gemma4": ("<turn|>", "<|tool_response>")}
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What an open checkpoint says about its model."""
+    """The description of a model, read from an open checkpoint."""
 
     spec: ModelSpec
     family: Family

@@ -40,8 +40,8 @@ PrepareChoices = Callable[..., list[PreparedChoice]]  # makes the choices of the
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What to generate, and what the reply shows. Choices (the n replies to each prompt) are numbered over all prompts: number c
-    is choice c % n of prompt c // n."""
+    """A checked request: what to generate, and which details the reply shows. Choices (the n replies to each prompt) are numbered
+    over all prompts: number c is choice c % n of prompt c // n."""
 
     id: str
     kind: Literal["chat", "completion"]
@@ -53,7 +53,7 @@ class PreparedRequest:
     token_ids: bool  # whether the reply has the ids of prompt and reply
     checksums: bool  # whether the reply has a checksum of each token's scores
     details: bool = False  # whether the reply has the text of each token and whether it was drafted
-    line: LineIdentity | None = None  # what the reply has instead of random ids and the time, if the request is a line of a batch
+    line: LineIdentity | None = None  # ids and time of the reply to a line of a batch; None: random ids, and the present time
     names: tuple[Mapping[str, str], ...] = ()  # maps from our field names to the caller's, applied in order to `param` of errors
 
     def generation_of(self, choice: int) -> Generation:

@@ -28,7 +28,8 @@ class Turns:
 
     def __init__(self, most: int) -> None:
         self._free = most
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by caller, the next first
+        # the requests of each caller that wait for a slot; the caller at the front gets the next one
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def acquire(self, caller: str) -> None:
         if self._free:

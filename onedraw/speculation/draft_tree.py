@@ -22,7 +22,7 @@ class Branch(NamedTuple):
     """A node that may be added next. Tuples compare field by field, so the lowest cost wins, and among equals the oldest."""
 
     cost: float  # minus the sum of the scores on the path from the root
-    age: int  # number of drafts in the tree when this branch was found
+    age: int  # number of drafts in the tree when this node was considered first, which breaks ties
     parent: int  # index of the draft that this node follows; -1: it follows the last known token
     depth: int
     rank: int  # index among the candidates of its depth

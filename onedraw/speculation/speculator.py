@@ -155,7 +155,7 @@ class Speculator:
         self._kept_depths[min(kept, POSITIONS)] += 1
         reach = drafted if depth is None else depth
         request = self._requests.get(request_id)
-        if request is not None and source in request.sources:  # otherwise the request has ended
+        if request is not None and source in request.sources:  # unless the request has ended
             known = request.sources[source]
             known.acceptance.update(depth=reach, kept=kept)
             known.overall.update(depth=reach, kept=kept)

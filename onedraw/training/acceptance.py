@@ -18,7 +18,7 @@ from onedraw.llm.reply_stream import Generation
 from onedraw.llm.request_options import NEUTRAL_SAMPLING, RequestOptions, generation_for
 from onedraw.training.data import NamedPrompt
 
-RESAMPLES = 1000  # of the replies, for the confidence interval
+RESAMPLES = 1000  # number of bootstrap samples of the replies, for the confidence interval
 
 
 @dataclass(frozen=True, slots=True)

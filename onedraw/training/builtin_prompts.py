@@ -115,7 +115,7 @@ SUMS = (
 
 
 def builtin_prompts() -> Iterator[tuple[str, str]]:
-    """All prompts with their kinds, always in the same order, the kinds mixed."""
+    """Return all prompts with their kinds, always in the same order, in which prompts of all kinds alternate."""
     kinds = {"chat": _chat(), "code": _code(), "edit": _filled(EDITS, SNIPPETS), "quote": _filled(QUOTES, PASSAGES)}
     kinds |= {"json": _json(), "math": _math()}
     while kinds:

@@ -42,7 +42,7 @@ MOST_SAMPLED = 2**30  # bytes of sampled records at most
 SAVES = 20  # times that the state is saved in a run, evenly in time
 MOST_SECONDS_UNSAVED = 60.0
 READ_AHEAD = 64  # this many sequences are read before the first step, and as many after every 64 steps until all are read
-HELD_OUT_SEQUENCES = 32  # on which the expected number of kept drafts is computed while training
+HELD_OUT_SEQUENCES = 32  # held-out sequences on which the expected number of kept drafts is computed
 MEASURED_REPLIES = 16  # held-out replies that are generated again to measure a drafter in the engine
 LABEL = "sample"
 
@@ -69,7 +69,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Where a run is. `share` of the phase is done, and `seconds` of it are left, if that is known."""
+    """The progress of a run: `share` of the phase is done, and `seconds` of it are left, if that is known."""
 
     phase: str
     share: float

@@ -1,1 +1,1 @@
-"""CPU and CUDA through torch."""
+"""The torch backend, which runs models on CPUs and CUDA devices."""

@@ -105,8 +105,8 @@ StoredT = TypeVar("StoredT", StoredFile, Batch)
 
 
 class BatchStore:
-    """The one owner of the folder. Its methods are thread-safe; those that write take as long as the disk does. `most_bytes`
-    bounds the files and the results of running batches together."""
+    """Files and batches in one folder, to which no other object writes. Its methods are thread-safe; those that write take as
+    long as the disk does. `most_bytes` bounds the files and the results of running batches together."""
 
     def __init__(self, folder: Path, *, most_bytes: int, clock: Callable[[], float]) -> None:
         self.folder = folder

@@ -1,1 +1,1 @@
-"""Ollama's API."""
+"""Ollama's API: request bodies, and the replies in its shape."""

@@ -309,7 +309,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def numbered(items: Sequence[dict[str, Any]]) -> list[NumberedMessage]:
     """Turn items into chat messages like `messages_of`, each paired with the index of its first item."""
     messages: list[NumberedMessage] = []
-    said: list[str] = []  # what the last message says, if it is the assistant's, which is joined once all of it is known
+    said: list[str] = []  # text parts of an assistant's message that is not complete yet
 
     def assistant() -> dict[str, Any]:
         if not messages or messages[-1][1]["role"] != "assistant":

@@ -53,7 +53,7 @@ function remember(name, value) {
   try {
     localStorage.setItem(`onedraw.${name}`, value);
   } catch {
-    // not stored
+    // The browser does not store values for this page, so the setting is lost when the page closes.
   }
 }
 

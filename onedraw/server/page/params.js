@@ -20,7 +20,7 @@ function store(area, name, value) {
   try {
     window[area].setItem(name, value);
   } catch {
-    // not stored
+    // The browser does not store values for this page, so the parameter is lost when the page closes.
   }
 }
 

@@ -48,7 +48,7 @@ export class Text {
   }
 }
 
-// Earlier and later versions of a message: ‹ 2/3 ›
+// Buttons that switch between earlier and later versions of a message: ‹ 2/3 ›
 function versions({ number, count, onversion }) {
   if (count < 2) return [];
   const previous = button("left", "Previous version", () => onversion(-1), { disabled: number === 1 });

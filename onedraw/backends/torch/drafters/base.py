@@ -111,7 +111,8 @@ class Ranker:
     def __init__(self, lanes: int, sampler: Sampler, vocab: int) -> None:
         self._sampler, self._vocab = sampler, vocab
         self._tallies = [HistoryCounts() for _ in range(lanes)]
-        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}  # by lane: as requested, arm, sharpened
+        # by lane: the request's parameters, the arm (index in SHARPNESS), and the parameters that were sharpened by it
+        self._params: dict[int, tuple[SamplingParams, int, SamplingParams]] = {}
         self._given: list[tuple[str, tuple[Draft, ...], int] | None] = [None] * lanes
         self._kept = [0.0] * len(SHARPNESS)
         self._weight = [1e-9] * len(SHARPNESS)

@@ -132,7 +132,7 @@ class Stage:
             return stream
 
     def run(self, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, *, probe: LayerProbe) -> ResidualStream:
-        """Run the layers of this stage, as far as the stream has layers left."""
+        """Run the layers of this stage, or fewer if the stream ends at an earlier layer."""
         x = self._run_layers(stream, prepared, state, probe)
         own = None if stream.own is None else stream.own[:, len(self.layers) :]
         return ResidualStream(x, own, max(stream.left - len(self.layers), 0))

@@ -1,1 +1,1 @@
-"""What a model keeps between steps: KV pages, recurrent state, snapshots."""
+"""The state of a model between steps: KV pages, recurrent state, snapshots."""

@@ -43,7 +43,8 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to train. The defaults won the comparison in bench/RESULTS.md."""
+    """The recipe of a training run: loss, optimizer, learning rate and sizes. The defaults won the comparison in
+    bench/RESULTS.md."""
 
     loss: Literal["hard", "soft", "kept"] = (
         "kept"  # cross-entropy with the sequence's or the target's tokens, or -log a (`loss.py`)
@@ -242,7 +243,7 @@ class Trainer:
         return arrays
 
     def restore(self, arrays: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Go on from the state of an earlier run of this recipe."""
+        """Continue from the state of an earlier run with this recipe."""
         device = self._head.device
         self.drafter.feature_scale.copy_(torch.from_numpy(arrays["feature_scale"]))
         with torch.no_grad():

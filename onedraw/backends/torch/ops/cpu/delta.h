@@ -23,7 +23,7 @@ typedef struct {
     const int64_t *taps, *closings, *kept;
     const int64_t *parents;                /* [tokens]: for a draft, the index of its parent among the drafts of its
                                             * row, or -1 if it follows the last known token; -1 for known tokens */
-    const int64_t *save_counts, *save_slots; /* of each save: prompt tokens before it, and its checkpoint slot */
+    const int64_t *save_counts, *save_slots; /* for each checkpoint to save: prompt tokens before it, and its slot */
     const run *run;
     float *states, *windows, *saved_states, *saved_windows;
     float *decays, *keys, *changes, *fed;  /* the rollback buffer; fed: the convolution inputs of drafts */

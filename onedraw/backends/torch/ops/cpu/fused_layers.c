@@ -44,7 +44,7 @@ void EXPORT(onedraw_silu_gated)(const float *x, float *y, long rows, long width,
 /* The arguments of one pass over layers. */
 typedef struct {
     const layer *const *layers;
-    const attention *const *attentions; /* of each layer; run_layers fills in the fields that belong to the layer */
+    const attention *const *attentions; /* arguments of each layer's attention; run_layers fills in the layer's fields */
     float *const *residuals;            /* [count + 1], each [tokens][hidden]: the input, then the output of each layer */
     char *memory;
     long count, tokens;

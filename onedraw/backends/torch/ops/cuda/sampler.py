@@ -253,7 +253,7 @@ class TritonSampler(Sampler):
             taken = staging.put(_padded_to(len(table), forced).astype(np.int64)) if max(forced, default=NO_TOKEN) >= 0 else None
             mask_rows = staging.put(masks.rows(len(table))) if len(masks) else None
             bits = staging.put_rows(masks.bits(), len(table)) if len(masks) else None
-        except BaseException:  # no room or no memory: the increments were recorded as added, but the step does not run
+        except BaseException:  # an array did not fit: the counts were noted as added, but the step will not run
             if self._counts is not None:
                 self._counts.forget(counting)
             raise
@@ -355,7 +355,7 @@ def _draft_tokens(p: SamplingPosition) -> tuple[int, ...]:
 
 
 def _logprobs_request(params: SamplingParams) -> int:
-    """What a request wants of logprobs, encoded as in `SamplingTable.logprobs`."""
+    """Encode which logprobs a request asks for, as a number of `SamplingTable.logprobs`."""
     return NO_LOGPROBS if params.logprobs is None else 2 * params.logprobs + (params.logprobs_mode == "processed")
 
 

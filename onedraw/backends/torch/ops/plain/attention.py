@@ -80,7 +80,7 @@ def _attend_group(q: Tensor, store: PageStore, *, group: TileGroup, rows: Tensor
     else:  # float32, because products with 8-bit codes can exceed the range of f16
         scores = _products(left.float(), right.float().transpose(1, 2))
         scores *= _gathered(store.key_scales, group, rows, 1, pairs * kv).transpose(1, 2)
-    scores.view(pairs, kv, per, height, BLOCK).masked_fill_(group.mask, float("-inf"))  # also where masked keys gave NaN
+    scores.view(pairs, kv, per, height, BLOCK).masked_fill_(group.mask, float("-inf"))  # replaces NaN of masked keys, too
     peak = scores.amax(-1).view(pairs, -1)  # [X, K * G * height]
     peak = _spread(peak, group, fill=float("-inf")).amax(1)  # [N, K * G * height]
     scores.view(pairs, -1, BLOCK).sub_(peak.index_select(0, group.pair_tile).unsqueeze(-1))

@@ -49,7 +49,8 @@ class Linear:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """What a check when the weight was loaded chose for this product, as texts of a backend's identity."""
+        """Choices that were made for this product when its weight was loaded, as texts that become part of the backend's
+        identity."""
         return ()
 
     def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:
