@@ -2,7 +2,7 @@
 
 The input is the sampling parameters, the history and the drafts before a position. The output is an Adjustment: DRY penalties,
 and the tokens banned by bad words, the minimum length or a constraint. DRY ("don't repeat yourself") penalizes the token that
-would extend a repetition. The reference sampler and every fast sampler use the same adjustments.
+would extend a repetition. The reference sampler and every fast sampler use the same adjustments. V is the size of the vocabulary.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A logprob is a log-softmax. Its normalizer is a sum of masses, floor(exp(-deficit) * 2^40), where a token's deficit is the best
 score minus its own: sums of integers are exact in any order, so a logprob has the same bits for any number of rows, threads or
-blocks. `logprobs` is the definition; `read_logprobs` computes the same from a row of integers.
+blocks. `logprobs` is the definition; `read_logprobs` computes the same from a row of integers. V is the size of the vocabulary.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ next commit overwrites them before anything reads them.
 
 The target is the model that is drafted for. A feature is its residual stream at a position after one of the layers that the
 drafter names; the context is the drafter's keys and values of committed positions, computed from their features. A lane is the
-slot of a sequence's state. Axes: T tokens of a step, n layers with features, Et hidden width of the target, M positions whose
-context is written together. Formulas: `models/dflash.py`.
-"""
+slot of a sequence's state. Axes: T tokens of a step, n layers with features, E hidden width, Et that of the target, M positions
+whose context is written together, V vocabulary. Formulas: `models/dflash.py`."""
 
 from __future__ import annotations
 

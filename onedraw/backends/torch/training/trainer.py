@@ -2,9 +2,9 @@
 
 In: ReadSequences with their tokens. Out: weights, and the expected number of drafts that a block keeps. A step takes some
 sequences from the buffer, begins blocks at random generated positions (anchors), and lowers the loss of `loss.py`. Everything
-random is a function of the seed and the number of the step, so a resumed run takes the steps that it would have taken without
-the interruption; only the buffer may hold other sequences. Axes as in `trainable_drafter.py`; V vocabulary, E hidden width.
-"""
+random is a function of the seed and the number of the step, so a resumed run takes the steps that it would have taken without the
+interruption; only the buffer may hold other sequences. Axes: R sequences of a step, S positions, N blocks per sequence, B slots
+of a block, T tokens, F features of a position, V vocabulary, E hidden width."""
 
 from __future__ import annotations
 
