@@ -93,9 +93,9 @@ class SelfCheck:
 
 
 class Backend(Protocol):
-    """One device or several. Plans are collected in the order of their submission, and a sequence is in one plan at a time. At
-    most `Capacity.max_in_flight` plans are in flight; with `async_scheduling` one more, whose rows await tokens that the plan
-    before it samples. With one plan in flight, `submit` may compute.
+    """Computes steps on one device or on several. Plans are collected in the order of their submission, and a sequence is in one
+    plan at a time. At most `Capacity.max_in_flight` plans are in flight; with `async_scheduling` one more, whose rows await
+    tokens that the plan before it samples. With one plan in flight, `submit` may compute.
 
     `submit` and `collect` raise OutOfMemory if the device has no memory for a plan. The states of its lanes are then undefined;
     everything else is as before, and other plans can be submitted."""
@@ -138,7 +138,7 @@ class SupportsSnapshots(Protocol):
 
     @property
     def identity(self) -> str:
-        """Kernels, hardware and libraries. Backends with equal identity compute equal bits from equal inputs."""
+        """Names the kernels, hardware and libraries. Backends with equal identity compute equal bits from equal inputs."""
         ...
 
     def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, npt.NDArray[Any]]:

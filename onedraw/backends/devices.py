@@ -149,7 +149,7 @@ def float_dtype(products: str) -> str:
 
 
 def weakest(found: Iterable[Precision]) -> Precision:
-    """The dtype that all of these support; f32 for none."""
+    """Return the best dtype that devices support together, given the best dtype of each; f32 without devices."""
     return min(found, key=PRECISIONS.index, default="f32")
 
 

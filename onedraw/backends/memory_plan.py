@@ -65,7 +65,7 @@ class MemoryPlan:
     groups: tuple[GroupPlan, ...]
     lane_bytes: int  # bytes of the recurrent state of one lane over all layers; 0 for attention-only models
     draft_positions: int  # number of drafts that the rollback buffer holds
-    draft_bytes: int  # bytes of one draft in it
+    draft_bytes: int  # bytes of one draft in the rollback buffer
     checkpoints: int
     checkpoint_bytes: int  # bytes of one checkpoint
     kv_dtype: str

@@ -75,7 +75,7 @@ def plan_split(
 ) -> SplitPlan:
     """Divide the layers among devices. A drafter is on the last device."""
     devices = [_without_reserve(device) for device in devices]
-    tokens = max(step_tokens, plan.max_batch) + CHUNK  # a prompt advances by one chunk beside the other rows
+    tokens = max(step_tokens, plan.max_batch) + CHUNK  # a prompt may add one chunk to the rows of a step
     widest = min(1, len(spec.layers) - 1)
     rows = staging_plan(spec, (widest,) * (len(devices) - 1), tokens=tokens, dtype=activation).rows
     boundary = rows * row_bytes(spec.hidden, activation, inputs=layer_inputs_after(spec, widest)) if len(devices) > 1 else 0
@@ -242,7 +242,7 @@ def check_memory(loads: StageLoads, ranges: Ranges, devices: Sequence[Device]) -
     """Raise OutOfMemory if the layers of some device do not fit; layers in the same memory are added up."""
     pools: dict[object, list[tuple[Device, range]]] = {}
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
-        key = index if device.hypothetical else device.memory_pool  # equal descriptions are separate devices
+        key = index if device.hypothetical else device.memory_pool  # hypothetical devices share no memory
         pools.setdefault(key, []).append((device, layers))
     for members in pools.values():
         device, needed = members[0][0], sum(loads.of(layers) for _, layers in members)

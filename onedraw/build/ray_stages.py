@@ -119,7 +119,7 @@ class RayHost:
     def __init__(self, ray: Any, name: str, device: str, *, node_id: str, address: str) -> None:
         self.name, self._device = name, device
         self.address = address
-        self.plan: LoadStage | None = None  # set before the first `load`
+        self.plan: LoadStage | None = None  # set by RayCluster before `load` is called
         self.pid = 0  # the actor's process id; 0 until its layers are loaded
         self._ray, self._node_id = ray, node_id
         self._actor: Any = None

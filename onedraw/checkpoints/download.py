@@ -38,7 +38,7 @@ Progress = Callable[[str], None]
 CHUNK = 1 << 20
 POLL_SECONDS = 0.25
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
-HUB_IGNORED = ("consolidated*", "original/*", "onnx/*")  # copies of the weights in other formats
+HUB_IGNORED = ("consolidated*", "original/*", "onnx/*")  # copies of weights in other formats, which are not downloaded
 BAR_CELLS = 20
 WINDOW_SECONDS = 10.0  # the speed of a download is the average over this time
 

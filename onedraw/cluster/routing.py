@@ -134,12 +134,11 @@ def choose_replica(
     lanes: int,
     able: Callable[[ReplicaT], bool] = lambda replica: True,
 ) -> ReplicaT | None:
-    """Return the replica for a request. `matches`: leading pages of its prompt that a replica was sent; `lanes`: requests that
-    run at once in a replica; `able`: whether a replica can take it now. None if no replica can.
+    """Return the replica that is to run a request. `matches`: leading pages of its prompt that a replica was sent; `lanes`:
+    requests that run at once in a replica; `able`: whether a replica can take it now. None if no replica can.
 
     The cost of a replica is the prompt tokens that it would compute, and REQUEST_TOKENS for each request that it would have over
-    the mean. The least cost wins; but where some replica has a free lane, a request does not wait for one elsewhere.
-    """
+    the mean. The least cost wins; but where some replica has a free lane, a request does not wait for one elsewhere."""
     least = next(filter(able, loads.ascending()), None)
     if least is None:
         return None

@@ -56,7 +56,7 @@ class Record:
     reply: tuple[int, ...]
     finish: Finish
     stop_reason: str | int | None
-    checksums: tuple[int, ...] | None = None  # one per token of the reply, if the request asked for them
+    checksums: tuple[int, ...] | None = None  # one checksum per token of the reply, if requested
     unwritten: str | None = None  # why `generation` is None
     text: tuple[str, str] | None = None  # the text of prompt and reply, with --record-text
     where: str = ""  # file and line from which the record was read

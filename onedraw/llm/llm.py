@@ -163,12 +163,12 @@ class LLM:
         return self.card
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> ModelCard:
-        """Do the same with all tensors of the checkpoint by name, as tensors of torch or arrays of numpy."""
+        """Replace the weights by tensors of torch or arrays of numpy, one for each tensor of the checkpoint, by name."""
         self._updates.from_tensors(tensors, self._accept)
         return self.card
 
     def load_weight_file(self, file: Path) -> ModelCard:
-        """Do the same with a safetensors file."""
+        """Replace the weights by those of a safetensors file."""
         self._updates.from_file(file, self._accept)
         return self.card
 
@@ -360,7 +360,7 @@ class LLM:
             )
             for i in range(generation.n)
         ]
-        checked = [self.service.check(request) for request in requests]  # streams below need valid ids
+        checked = [self.service.check(request) for request in requests]  # check first: streams need valid ids
         now = self.card.fingerprint
         return [PreparedChoice(generation, one, ReplyStream(0, generation, self.tokenizer), now) for one in checked]
 

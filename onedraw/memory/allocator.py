@@ -65,7 +65,8 @@ class Needs:
 
 
 class Allocator:
-    """Gives out memory, in numbers. The scheduler owns it, on the engine's thread."""
+    """Gives out lanes, pages and checkpoint slots by their numbers; the memory itself belongs to the backend. The scheduler owns
+    it, on the engine's thread."""
 
     def __init__(self, sizes: CacheSizes, *, reuse: bool) -> None:
         self.page_size = sizes.page_size
@@ -86,7 +87,7 @@ class Allocator:
         self.leases: dict[int, Lease] = {}  # lane → its lease
         self.saving: set[tuple[int, ...]] = set()  # prefixes of which a planned row saves a checkpoint, so that no other does
         self.tokens_queried = 0  # tokens looked up in the prefix cache
-        self.tokens_hit = 0  # tokens found there
+        self.tokens_hit = 0  # tokens found in the prefix cache
         self.window_pages_freed = 0  # pages freed because a sliding window has moved beyond them
         self.checkpoints_saved = 0
         # checkpoints that `take_saved` returns at its next call, each with the tokens of its prefix

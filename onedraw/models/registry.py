@@ -96,7 +96,7 @@ class ModelInfo:
     spec: ModelSpec
     family: Family
     format: CheckpointFormat
-    weights: ModelWeights  # checked, but read only when requested
+    weights: ModelWeights  # shapes were checked; values are read when requested
     eos_ids: tuple[int, ...]  # token ids that end a reply
     defaults: dict[str, float | int]  # the sampling parameters that the checkpoint recommends, by name
 

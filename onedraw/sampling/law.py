@@ -42,8 +42,8 @@ class Filters:
 
     divisor: float = 1.0  # the temperature, by which scores are divided
     limit: float = math.inf  # min-p as a number: tokens whose deficit (best score - score) is larger are excluded
-    top_k: int = 0  # 0 turns it off
-    top_p: float = 1.0  # 1 turns it off
+    top_k: int = 0  # top-k; 0 turns it off
+    top_p: float = 1.0  # top-p; 1 turns it off
 
 
 def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> Floats:

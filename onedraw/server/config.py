@@ -39,7 +39,7 @@ class ServerOptions:
     metrics_prefix: str = ""  # A prefix of the names in /metrics, such as vllm: for dashboards made for vLLM.
     otlp_traces_endpoint: str | None = None  # The URL to which OpenTelemetry spans are sent; None means no traces.
     batch_dir: Path | None = None  # The folder of uploaded files and batches; None means that there are none.
-    batch_disk: int = 8 * 2**30  # The most bytes that these may have together.
+    batch_disk: int = 8 * 2**30  # The most bytes that all uploaded files and batches may have together.
     log_level: str = "info"
     log_format: str = "text"
     log_prompts: bool = False  # Write the text of every prompt into the log.

@@ -37,7 +37,7 @@ UPDATE_PATHS = frozenset(
 )
 SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 UPLOAD_SECONDS = 1800.0  # the time within which the last byte of uploaded weights must arrive
-SMALL_BODY = 1 << 20  # bytes of any other body of these paths
+SMALL_BODY = 1 << 20  # most bytes of the other bodies that endpoints for trainers accept
 TORCH_DTYPES: Mapping[str, str] = {"f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16"}
 
 

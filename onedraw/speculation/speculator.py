@@ -163,8 +163,8 @@ class Speculator:
     def record_step(
         self, *, tokens: int, rows: int, seconds: float, drafting_rows: int = 0, drafted: int = 0, drafter_seconds: float = 0.0
     ) -> None:
-        """Learn from a step without prompt rows. It computed `tokens` positions for `rows` sequences in `seconds`; after that the
-        backend's drafter made `drafted` drafts for `drafting_rows` of them in `drafter_seconds`."""
+        """Update the cost estimates by a step without prompt rows. It computed `tokens` positions for `rows` sequences in
+        `seconds`; after that the backend's drafter made `drafted` drafts for `drafting_rows` of them in `drafter_seconds`."""
         self._steps.observe(tokens=tokens, rows=rows, seconds=seconds)
         self._drafter_seconds += drafter_seconds
         if drafted:

@@ -144,7 +144,8 @@ class IreeRuntime:
         return self._runtime.asdevicearray(self._config.device, array)
 
     def load(self, path: Path) -> Callable[..., Any]:
-        """Load a graph as a function. It is compiled first, unless the cached program is newer than the graph's text."""
+        """Compile a graph, or load it from the cache, as a function. It is compiled first, unless the cached program is newer
+        than the graph's text."""
         compiled = path.with_suffix(".vmfb")
         if not compiled.exists() or compiled.stat().st_mtime < path.stat().st_mtime:
             from iree import compiler

@@ -98,7 +98,7 @@ class OllamaWriter:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return max(int(seconds * 1e9), 1)  # Clients divide by durations.
+    return max(int(seconds * 1e9), 1)  # Never 0, because clients divide by durations.
 
 
 def _call(block: ContentBlock) -> Json:

@@ -161,7 +161,7 @@ export class Chat {
     this.view(asked).askResults(entry.results.map((result) => result.text)).focus();
   }
 
-  // A reply to the last entry.
+  // Requests a reply to the last entry.
   answer() {
     this.begin(this.conversation.path().at(-1), this.fields());
   }
@@ -282,7 +282,7 @@ export class Chat {
     this.show();
   }
 
-  // Another version of an entry.
+  // Shows the next or previous version of an entry.
   turn(entry, step) {
     if (this.running) return;
     const versions = this.conversation.siblings(entry);
@@ -324,7 +324,7 @@ export class Chat {
   }
 }
 
-// An entry as request messages.
+// Converts an entry to the messages of a request.
 function message(entry) {
   switch (entry.role) {
     case "user":

@@ -81,7 +81,7 @@ export function copyButton(title, text, words = "Copy") {
   return element;
 }
 
-// Offers a blob as a file.
+// Offers a blob to the user as a file to save.
 export function save(name, blob) {
   const url = URL.createObjectURL(blob);
   make("a", { href: url, download: name }).click();

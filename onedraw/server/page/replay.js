@@ -14,7 +14,7 @@ export function replayOf(reply, { speculation }) {
   return new Reply({ fields, system: reply.system });
 }
 
-// → {same, text}: how the tokens of a reply compare with those before.
+// Compares the tokens of a replay with those of the original reply, and returns {same, text}: whether they are equal, and the result in words.
 export function compared(before, now, how) {
   const difference = firstDifference(before, now, { partial: before.partial || now.partial });
   if (difference) {

@@ -297,8 +297,8 @@ def _uses(group: _Group) -> Iterator[tuple[_Use, int]]:
 
 
 def _terminals(rules: dict[str, _Rule]) -> frozenset[str]:
-    """Return the names of the rules that can become terminals, which Lark matches as one regular expression: those that only use
-    such rules, and so never themselves. Terminals are faster to match."""
+    """Return the names of the rules that can become terminals, which Lark matches as one regular expression: rules that use only
+    other such rules, so no recursive ones. Terminals are faster to match."""
     missing = {name: {use.name for use, _ in rule.uses} for name, rule in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, used in missing.items():

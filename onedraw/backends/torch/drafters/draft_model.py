@@ -176,7 +176,7 @@ class DraftModel:
         for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
             committed = [*row.tokens, *(row.drafts[i].token for i in outcome.kept)]
             runner = self._runner(index, row, outcome)
-            if late and not committed:  # a row restored as a whole has no hidden state to continue
+            if late and not committed:  # the row only restored a checkpoint, which has no hidden states
                 runner = None
             after = [outcome.sampled[-1].token] if outcome.sampled else row.history.slice(row.stop, row.stop + 1)
             if late:

@@ -1,4 +1,5 @@
-"""The messages between the engine's process and what runs the process of a stage, as msgpack: find a device, load, serve."""
+"""The messages between the engine's process and a host, which runs the process of a stage, as msgpack: find a device, load,
+serve."""
 
 from __future__ import annotations
 

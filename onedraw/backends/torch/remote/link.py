@@ -31,7 +31,7 @@ PACKET_BYTES = 8192  # the first part of a message has a fixed size, so that the
 LENGTH_BYTES = 8
 MOST_MESSAGE_BYTES = 2**33
 MOST_PENDING = 64  # most tensors that may be sent and not received yet; a further `send` waits for the oldest
-MOST_PENDING_BYTES = 256 * 2**20  # most bytes of these tensors
+MOST_PENDING_BYTES = 256 * 2**20  # most bytes of tensors that are sent and not received
 
 
 @dataclass(frozen=True, slots=True)

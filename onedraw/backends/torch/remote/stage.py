@@ -49,7 +49,7 @@ class OpenLink(Protocol):
 
     @property
     def link(self) -> Link:
-        """The link. Raises StateLost if there is none."""
+        """The open link to the remote stages. Raises StateLost if there is none."""
         ...
 
 

@@ -87,7 +87,8 @@ class LaneCounts:
         return grown
 
     def forget(self, places: Sequence[SamplingPosition]) -> None:
-        """Clear these lanes at their next use: the tokens that `grown` returned for them were not added to `output`."""
+        """Make the next use of these lanes count from the beginning, because tokens that `grown` returned were not added to
+        `output`."""
         for place in places:
             self._marks[place.lane] = None
 

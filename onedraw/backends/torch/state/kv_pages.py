@@ -103,7 +103,8 @@ class PageStore:
                 part[here : here + count].copy_(own[stored : stored + count])
 
     def move(self, table: Tensor) -> None:
-        """Move slots. Rows of the table are (from page, from slot, to page, to slot); all are read before any is written."""
+        """Copy keys and values from slots to other slots. Rows of the table are (from page, from slot, to page, to slot); all are
+        read before any is written."""
         from_page, from_slot, to_page, to_slot = table.unbind(1)
         for part in self.parts().values():
             slots = part.view(len(part), self._heads, self._page_size, -1)

@@ -46,7 +46,7 @@ class LaneBlock:
             self.keys = _zeros(layers, drafts, spec.key_heads, spec.key_dim, device=device)
             self.changes = _zeros(layers, drafts, spec.value_heads, spec.value_dim, device=device)
             self.fed = _zeros(layers, drafts, spec.channels, device=device)
-        except (RuntimeError, MemoryError):  # torch reports missing memory like this
+        except (RuntimeError, MemoryError):  # torch raises these when memory is exhausted
             raise OutOfMemory(
                 f"the states of {lanes} lanes, {checkpoints} checkpoints and {drafts} drafts do not fit into the memory of "
                 f"{device}; lower --max-batch, --checkpoint-memory or --draft-memory"
