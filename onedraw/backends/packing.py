@@ -64,7 +64,7 @@ def product_dtype(
     devices: Sequence[Device], *, requested: str, activations: str, stream: str, kinds: Iterable[str], no_kernels: str
 ) -> str:
     """The dtype of weights and products: `product_precision`, or a packed dtype if --dtype is packed, or if it is auto and packed
-    weights save memory. On CPUs packed weights need a float32 residual stream.
+    weights save memory.
 
     `kinds`: of the model's matrices. `no_kernels`: why kernels for packed weights cannot run here; empty if they can."""
     wanted = requested == "packed" or (requested == "auto" and not SPAN_BYTES.keys().isdisjoint(kinds))
@@ -80,11 +80,9 @@ def product_dtype(
                 "--dtype packed: packed weights run on CPUs or on NVIDIA GPUs from sm80 on, but not on both at once; "
                 "use --dtype bf16 or f16"
             )
-        if stream not in ("auto", "f32"):
-            raise BadSetting(f"--dtype packed computes in float32; --activation-dtype {stream} needs another --dtype")
         if no_kernels:
             raise BadSetting(f"--dtype packed: no CPU kernels: {no_kernels}; use --dtype f32")
-    elif requested != "auto" or not (on_cpu and saves_memory(kinds) and stream in ("auto", "f32") and not no_kernels):
+    elif requested != "auto" or not (on_cpu and saves_memory(kinds) and not no_kernels):
         return product_precision(devices, requested=requested)
     return "packed-f32" if activations == "f32" else "packed"
 

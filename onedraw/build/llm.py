@@ -451,7 +451,7 @@ def _stage_devices(
     from onedraw.backends.torch.device import on_cores, pick_ops, set_threads
     from onedraw.backends.torch.runner.pipeline import Pipeline, StageDevice
 
-    given: dict[str, Any] = {"activation": split.activation, "cache": cache, "warn": log.warning}
+    given: dict[str, Any] = {"cache": cache, "warn": log.warning}
     made: dict[object, Ops] = {}  # Stages on one device share an Ops and its thread pool, unless they run in parallel.
     stage_devices: list[StageDevice | None] = []
     openings: list[Callable[[], None]] = []

@@ -89,9 +89,7 @@ class StageProcess:
             info = describe(settings, checkpoint)
             threads = stage.threads or len(stage.cores or os.sched_getaffinity(0))
             with on_cores(stage.cores):
-                ops = pick_ops(
-                    stage.device, stage.dtype, cache=cache, activation=stage.activation, threads=threads, warn=log.warning
-                )
+                ops = pick_ops(stage.device, stage.dtype, cache=cache, threads=threads, warn=log.warning)
             set_threads(threads, [ops], stage.cores)
             fingerprint = checkpoint.fingerprint()
             return StageWorker(info.spec, info.weights, stage.sizes(), weights=fingerprint, device=stage.device, ops=ops)

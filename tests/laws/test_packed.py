@@ -16,6 +16,7 @@ from onedraw.backends.torch.ops.cpu import library as builder
 from onedraw.backends.torch.ops.cpu.library import supported_instruction_sets
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
 from onedraw.backends.torch.runner.inputs import make_inputs
+from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.models.spec import ModelSpec
 from onedraw.settings import default_cache_dir
 from onedraw.types import Plan, Request
@@ -40,10 +41,22 @@ def ops_of(*, path: str = BEST, threads: int = 2, coded: bool = True, fuses: boo
     return CpuOps(LIBRARY, threads=threads, packing=Packing(as_stored=True, coded=coded), path=path, fuses=fuses)
 
 
-def backend_of(name: str, ops: CpuOps, *, lanes: int = 4, pages: int = 200) -> TorchBackend:
+def backend_of(
+    name: str,
+    ops: CpuOps,
+    *,
+    lanes: int = 4,
+    pages: int = 200,
+    stream: str | None = None,
+    cuts: tuple[int, ...] = (),
+    check: bool = True,
+) -> TorchBackend:
+    """`stream`: the dtype of the residual stream. `cuts`: the layers before which a stage ends."""
     spec = spec_of(name)
-    sizes = {"lanes": lanes, "pages": pages, "page_size": 8, "max_context": 400}
-    return TorchBackend(spec, quantized_weights(spec, MODELS[name]), dtype="packed", device="cpu", ops=ops, **sizes)
+    sizes = {"lanes": lanes, "pages": pages, "page_size": 8, "max_context": 400, "rows": 8192, "check": check}
+    stages = [StageDevice(torch.device("cpu"), ops, stop) for stop in (*cuts, None)]
+    weights = quantized_weights(spec, MODELS[name])
+    return TorchBackend(spec, weights, dtype="packed", activation=stream, stage_devices=stages, **sizes)
 
 
 def requests_of(seed: int) -> list[Request]:
@@ -51,9 +64,9 @@ def requests_of(seed: int) -> list[Request]:
     return [dataclasses.replace(r, id=f"{r.id}-{seed}") for r in requests]
 
 
-def check_schedules(name: str, ops: CpuOps, *, seed: int = 3) -> Counter[str]:
+def check_schedules(name: str, ops: CpuOps, *, seed: int = 3, stream: str | None = None) -> Counter[str]:
     requests = requests_of(seed)
-    one_lane = backend_of(name, ops, lanes=1)
+    one_lane = backend_of(name, ops, lanes=1, stream=stream)
     assert one_lane.report is not None
     assert one_lane.report.passed, one_lane.report.results
     expected = plain(lambda: one_lane, requests)
@@ -70,7 +83,7 @@ def check_schedules(name: str, ops: CpuOps, *, seed: int = 3) -> Counter[str]:
     }
     counted: Counter[str] = Counter()
     for what, (used, schedule, pages) in variations.items():
-        got, stats = run(backend_of(name, used, pages=pages), requests, schedule)
+        got, stats = run(backend_of(name, used, pages=pages, stream=stream), requests, schedule)
         assert same(got, expected), what
         counted.update(kept=stats.accepted_tokens, rejected=stats.draft_tokens - stats.accepted_tokens)
         counted.update(chunks=stats.middle_chunks, mixed=stats.mixed_steps, hits=stats.prefix_hits)
@@ -88,19 +101,51 @@ def test_no_schedule_changes_a_bit_on_lower_instruction_sets(path: str) -> None:
     check_schedules("mixed", ops_of(path=path))
 
 
-def hidden_of(name: str, ops: CpuOps, dtype: str = "packed") -> torch.Tensor:
+@pytest.mark.parametrize("stream", ["bf16", "f16"])
+def test_no_schedule_changes_a_bit_of_a_narrow_residual_stream(stream: str) -> None:
+    counted = check_schedules("mixed", ops_of(), stream=stream)
+    assert all(counted[what] > 0 for what in ("kept", "rejected", "chunks", "mixed", "hits")), counted
+
+
+def split_and_whole(ops: CpuOps, stream: str) -> bool:
+    """Whether two stages give the bits of one."""
+    requests = requests_of(3)
+    made = [backend_of("mixed", ops, stream=stream, cuts=cuts, check=False) for cuts in ((), (1,))]
+    whole, split = (run(backend, requests, Schedule())[0] for backend in made)
+    return same(split, whole)
+
+
+@pytest.mark.parametrize("stream", ["bf16", "f16"])
+def test_a_split_of_a_narrow_residual_stream_gives_the_bits_of_one_device(stream: str) -> None:
+    assert split_and_whole(ops_of(), stream)
+    assert split_and_whole(ops_of(fuses=False), stream)
+    assert not same(*(run(backend_of("mixed", ops_of(), stream=s), requests_of(3), Schedule())[0] for s in (None, stream)))
+
+
+def test_fused_layers_that_keep_the_stream_in_float32_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is rounded only where it leaves the kernel gives other bits when the layers are in two stages."""
+    ops = faulty_ops(tmp_path, monkeypatch, "fused_layers.c", "if (l->stream != KV_F32) PARALLEL_FOR", "if (0) PARALLEL_FOR")
+    assert not split_and_whole(ops, "bf16")
+
+
+def hidden_of(name: str, ops: CpuOps, dtype: str = "packed", stream: str | None = None) -> torch.Tensor:
     spec = spec_of(name)
     sizes = {"lanes": 2, "pages": 20, "page_size": 8, "max_context": 100, "check": False}
-    made = TorchBackend(spec, quantized_weights(spec, MODELS[name]), dtype=dtype, device="cpu", ops=ops, **sizes)
+    weights = quantized_weights(spec, MODELS[name])
+    made = TorchBackend(spec, weights, dtype=dtype, activation=stream, device="cpu", ops=ops, **sizes)
     plan = Plan((prompt_row(0, 0, 70, range(10)),))
     with torch.inference_mode():
         hidden = made.model.hidden(make_inputs(plan, layout=made.layout, device=torch.device("cpu")), made.states)
         return torch.cat([hidden, made.model.logits(hidden)], dim=1)
 
 
+@pytest.mark.parametrize("stream", [None, "bf16", "f16"])
 @pytest.mark.parametrize("name", ["Q4_1", "mixed"])
-def test_fused_layers_have_the_bits_of_separate_operations(name: str) -> None:
-    assert torch.equal(hidden_of(name, ops_of()), hidden_of(name, ops_of(fuses=False)))
+def test_fused_layers_have_the_bits_of_separate_operations(name: str, stream: str | None) -> None:
+    separate = hidden_of(name, ops_of(fuses=False), stream=stream)
+    assert torch.equal(hidden_of(name, ops_of(), stream=stream), separate)
+    exact = hidden_of(name, ops_of())
+    assert (separate - exact).norm() / exact.norm() < 0.05
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "mixed"])
@@ -113,19 +158,27 @@ def test_float_activations_have_the_bits_of_float32_weights(name: str) -> None:
     assert (coded - exact).norm() / exact.norm() < 0.05
 
 
-def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of four and more rows add the blocks of a row in reverse order, which changes the last bit."""
+def faulty_ops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str, *, after: str = ""
+) -> CpuOps:
+    """The operations, compiled from sources in which `wrong` replaces the first `right` behind the text `after`."""
     folder = tmp_path / "kernels"
     shutil.copytree(builder.FOLDER, folder)
-    source = (folder / "packed_linear.c").read_text()
-    inner = source.index("for (long b = 0; b < blocks; b++) {", source.index("INLINE void coded_tile"))
-    faulty = "for (long i = 0; i < blocks; i++) { const long b = count >= 4 ? blocks - 1 - i : i;"
-    (folder / "packed_linear.c").write_text(source[:inner] + faulty + source[source.index("{", inner) + 1 :])
+    source = (folder / file).read_text()
+    place = source.index(right, source.index(after))
+    (folder / file).write_text(source[:place] + wrong + source[place + len(right) :])
     monkeypatch.setattr(builder, "SOURCES", tuple(folder / file.name for file in builder.SOURCES))
     monkeypatch.setattr(builder, "INSTRUCTION_SETS", {BEST: builder.INSTRUCTION_SETS[BEST]})
     built = builder.build(tmp_path)
     assert built.library is not None, built.reason
-    ops = CpuOps(built.library, threads=2, packing=Packing(as_stored=True, coded=True), path=BEST)
+    return CpuOps(built.library, threads=2, packing=Packing(as_stored=True, coded=True), path=BEST)
+
+
+def test_a_kernel_whose_order_follows_the_rows_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of four and more rows add the blocks of a row in reverse order, which changes the last bit."""
+    right = "for (long b = 0; b < blocks; b++) {"
+    wrong = "for (long i = 0; i < blocks; i++) { const long b = count >= 4 ? blocks - 1 - i : i;"
+    ops = faulty_ops(tmp_path, monkeypatch, "packed_linear.c", right, wrong, after="INLINE void coded_tile")
     report = backend_of("Q4_1", ops).report
     assert report is not None
     assert not report.passed or report.rule.block is not None  # only tiles of one fixed height can pass here

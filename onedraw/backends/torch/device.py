@@ -154,13 +154,12 @@ def pick_ops(
     dtype: str,
     *,
     cache: Path,
-    activation: str | None = None,
     threads: int | None = None,
     warn: Callable[[str], object] = lambda line: None,
 ) -> Ops:
     """Kernels where they exist for this device and these dtypes and can be built, else plain torch."""
     packed = dtype in PACKED
-    if torch.device(device).type == "cpu" and (packed or dtype == "f32") and activation in (None, "f32"):
+    if torch.device(device).type == "cpu" and DTYPES[dtype] == torch.float32:
         built = build(cache)
         if built.library is not None:
             packing = Packing(as_stored=packed, coded=dtype == "packed")

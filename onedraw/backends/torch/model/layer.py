@@ -51,6 +51,11 @@ class Layer:
     fused: FusedLayers | None = None  # the whole layer as one operation, if `ops` has one for it
     convolutions: LayerConvolutions | None = None  # around mixer and feed-forward, in layers of DFlash2 drafters
 
+    def norm_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype in which norms read the residual stream x: that of the products, where the stream is narrower, so that their
+        input is not rounded to the stream's dtype."""
+        return torch.promote_types(x.dtype, self.dtype)
+
     @property
     def linears(self) -> list[Linear]:
         """All matrix products of the layer, which the self-check compares."""
@@ -105,25 +110,26 @@ def run_layer(
     if layer.fused is not None:
         assert isinstance(store, PageStore)
         return layer.fused(x, [prepared.attention(layer.spec.attention)], [store])[0]
-    h = ops.rms_norm(x, layer.attn_norm, eps).to(layer.dtype)
+    wide = layer.norm_dtype(x)
+    h = ops.rms_norm(x.to(wide), layer.attn_norm, eps).to(layer.dtype)
     if (around := layer.convolutions) is not None:
         assert slots is not None
         x = x + around.mixer(h, slots, lambda h: layer.mixer(h, prepared, store, ops)).to(x.dtype)
     elif layer.post_attn_norm is None:
         x = layer.mixer(h, prepared, store, ops, x)
     else:
-        x = x + ops.rms_norm(layer.mixer(h, prepared, store, ops).to(x.dtype), layer.post_attn_norm, eps)
-    h = ops.rms_norm(x, layer.mlp_norm, eps).to(layer.dtype)
+        x = x + ops.rms_norm(layer.mixer(h, prepared, store, ops).to(wide), layer.post_attn_norm, eps).to(x.dtype)
+    h = ops.rms_norm(x.to(wide), layer.mlp_norm, eps).to(layer.dtype)
     if around is not None and slots is not None:
         x = x + around.feed_forward(h, slots, lambda h: layer.feed_forward(h, x, ops)).to(x.dtype)
     elif layer.parallel_experts is None and layer.post_mlp_norm is None:
         x = layer.feed_forward(h, x, ops, add=True)
     else:
-        fed = layer.feed_forward(h, x, ops).to(x.dtype)
+        fed = layer.feed_forward(h, x, ops).to(wide)
         if (parallel := layer.parallel_experts) is not None:
-            answers = parallel.experts(ops.rms_norm(x, parallel.norm, eps).to(layer.dtype), x, ops).to(x.dtype)
+            answers = parallel.experts(ops.rms_norm(x.to(wide), parallel.norm, eps).to(layer.dtype), x, ops).to(wide)
             fed = ops.rms_norm(fed, parallel.dense_norm, eps) + ops.rms_norm(answers, parallel.post_norm, eps)
-        x = x + (fed if layer.post_mlp_norm is None else ops.rms_norm(fed, layer.post_mlp_norm, eps))
+        x = x + (fed if layer.post_mlp_norm is None else ops.rms_norm(fed, layer.post_mlp_norm, eps)).to(x.dtype)
     if layer.own_input is not None:
         assert own_input is not None
         x = x + layer.own_input(x, own_input, ops, eps)
@@ -348,7 +354,7 @@ class MixtureOfExperts:
     def _experts(self, h: Tensor, residual: Tensor, ops: Ops) -> Tensor:
         routed = h
         if self.router_scale is not None:
-            normed = ops.rms_norm(residual, None, self.eps)
+            normed = ops.rms_norm(residual.to(torch.promote_types(residual.dtype, h.dtype)), None, self.eps)
             routed = (normed.float() * self.router_scale * h.shape[1] ** -0.5).to(h.dtype)
         ids, weights = ops.choose_experts(self.router(routed), self.spec, bias=self.select_bias, factors=self.expert_scale)
         return self.bank(h, ids, weights, self.spec.scale)

@@ -301,7 +301,8 @@ class Transformer:
         """Hidden states after the last norm, on the last stage."""
         assert isinstance(stream, ResidualStream)
         with current_device(self.device):
-            return self.ops.rms_norm(stream.x, self.norm, self.spec.eps).to(self.dtype)
+            x = stream.x.to(torch.promote_types(stream.x.dtype, self.dtype))  # see Layer.norm_dtype
+            return self.ops.rms_norm(x, self.norm, self.spec.eps).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [C', V'] of hidden states [C', E]; the number of rows must satisfy the row rule."""

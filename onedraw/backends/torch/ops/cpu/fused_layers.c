@@ -5,6 +5,7 @@
 #include <stddef.h>
 
 #include "fused_layers.h"
+#include "kv_quant.h"
 #include "rowwise.h"
 
 typedef struct {
@@ -77,6 +78,14 @@ static coded coded_rows(const packed_linear *p, void *memory, long rows) {
     return wants_codes(p) ? coded_at(memory, rows, p->in) : (coded){0, 0};
 }
 
+/* Rounds a row of the residual stream to the stream's type. Its values stay floats, so reading them converts nothing. */
+INLINE void round_row(float *x, long width, long type) {
+    if (type == KV_BF16)
+        for (long i = 0; i < width; i++) x[i] = bfloat_to_float(float_to_bfloat(x[i]));
+    if (type == KV_F16)
+        for (long i = 0; i < width; i++) x[i] = half_to_float(float_to_half(x[i]));
+}
+
 static void run_layer(const layer *l, const attention *a, const float *x, float *y, places at, long n, worker *m) {
     long few = 1 + n / (m->count * 16);
     coded c = coded_rows(l->qkv, at.codes, n);
@@ -91,6 +100,7 @@ static void run_layer(const layer *l, const attention *a, const float *x, float 
     INTERNAL(onedraw_multiply)(m, l->out, at.mixed, l->mixed, c, y, x, n);
     c = coded_rows(l->gate_up, at.codes, n);
     PARALLEL_FOR(m, n, few, r, {
+        round_row(y + r * l->hidden, l->hidden, l->stream);
         norm_row(y + r * l->hidden, l->mlp_norm, at.normed + r * l->hidden, l->hidden, l->eps);
         if (c.codes) INTERNAL(onedraw_code_row)(at.normed + r * l->hidden, c, r, l->gate_up->in);
     });
@@ -101,6 +111,7 @@ static void run_layer(const layer *l, const attention *a, const float *x, float 
         if (c.codes) INTERNAL(onedraw_code_row)(at.gated + r * l->width, c, r, l->down->in);
     });
     INTERNAL(onedraw_multiply)(m, l->down, at.gated, l->width, c, y, y, n);
+    if (l->stream != KV_F32) PARALLEL_FOR(m, n, few, r, { round_row(y + r * l->hidden, l->hidden, l->stream); });
 }
 
 static void run_layers(const void *arguments, worker *m) {

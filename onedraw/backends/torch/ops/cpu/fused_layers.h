@@ -14,6 +14,7 @@ typedef struct {
     float eps;
     float *key_scales, *value_scales;
     long kv_dtype;  /* type of the pages, from the enum of kv_quant.h */
+    long stream;    /* type of the residual stream, from the same enum: a sum that is added to it is rounded to this type */
 } layer;
 
 #endif

@@ -1,7 +1,8 @@
 """Runs consecutive dense layers in one call: norm, q k v, attention, output projection, norm, gate and up, silu, down.
 
 In: the weights of consecutive layers. Out: `FusedLayers`, which runs the first n of them. The results are bitwise those of the
-separate operations. Axes: T tokens, E hidden width.
+separate operations. A residual stream of bf16 or f16 is converted to float32 where it enters and back where it leaves; both are
+exact, because the kernel rounds the stream to its dtype after each addition. Axes: T tokens, E hidden width.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
-# The dtypes of KV pages; the index of a dtype is its number in the enum of kv_quant.h.
+# The dtypes of KV pages and of the residual stream; the index of a dtype is its number in the enum of kv_quant.h.
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 
 
@@ -106,7 +107,7 @@ class _Layer(ctypes.Structure):
         *((name, LONG) for name in ("hidden", "mixed", "width")),
         ("eps", FLOAT),
         *((name, POINTER) for name in ("key_scales", "value_scales")),
-        ("kv_dtype", LONG),
+        *((name, LONG) for name in ("kv_dtype", "stream")),
     )
 
 
@@ -124,8 +125,11 @@ class CpuFusedLayers:
         self, x: Tensor, prepared: Sequence[AttentionInputs], stores: Sequence[PageStore], kept: Sequence[int] = ()
     ) -> dict[int, Tensor]:
         """Run the first len(prepared) layers: x [T, E] → by index, the outputs of the last of them and of those in `kept`."""
-        count, kernels = len(prepared), self._kernels
+        count, kernels, stream = len(prepared), self._kernels, x.dtype
         self._point_to(stores)
+        for own in self._arguments[:count]:
+            own.stream = KV_DTYPES.index(stream)
+        x = x.float().contiguous()
         outputs = {index: torch.empty_like(x) for index in {*kept, count - 1}}
         passing = [torch.empty_like(x) for _ in range(2)] if len(outputs) < count else []
         residuals = [x, *(outputs[i] if i in outputs else passing[i % 2] for i in range(count))]
@@ -138,7 +142,7 @@ class CpuFusedLayers:
             kernels.scratch(kernels.layers_bytes(self._array, count, len(x))),
             kernels.thread_pool,
         )
-        return outputs
+        return {index: output.to(stream) for index, output in outputs.items()}
 
     def _point_to(self, stores: Sequence[PageStore]) -> None:
         known = len(self._stores) == len(stores) and all(a is b for a, b in zip(self._stores, stores, strict=True))

@@ -1,4 +1,5 @@
-"""The CPU kernels as a model's operations: float32, for any number of rows; no row depends on another.
+"""The CPU kernels as a model's operations: float32 beside a residual stream of any dtype, for any number of rows; no row depends
+on another.
 
 In: the loaded library. Out: `CpuOps`, whose sampler is `CpuSampler`. The kernels read raw pointers, so tensors passed to them
 must be contiguous. A row is the work of one sequence in one step, and in a product one input row. Packed weights stay in their
@@ -194,11 +195,11 @@ class CpuOps(RowOps):
         return CpuFusedLayers(self._kernels, layers) if self._fuses and plain else None
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x)
+        wide = x.float().contiguous()
+        y = torch.empty_like(wide)
         width, scale = x.shape[-1], None if weight is None else weight.data_ptr()
-        self._kernels.rms_norm(x.data_ptr(), scale, y.data_ptr(), x.numel() // width, width, eps, self._kernels.thread_pool)
-        return y
+        self._kernels.rms_norm(wide.data_ptr(), scale, y.data_ptr(), x.numel() // width, width, eps, self._kernels.thread_pool)
+        return y.to(x.dtype)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if activation != "silu":

@@ -100,6 +100,10 @@ class CpuLinear(Linear):
         kernels.linear(self.address, x.data_ptr(), self.in_features, y.data_ptr(), len(x), memory, kernels.thread_pool)
         return y
 
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The product added to a residual in float32, then rounded to the residual's dtype, as fused layers do it."""
+        return (residual.float() + self(x)).to(residual.dtype)
+
     def first_outputs(self, count: int) -> Linear:
         """The panels of the first outputs. `count` is a multiple of 32, so that it ends where a panel of any type does."""
         if len(self.parts) > 1 or self.bias is not None or not 0 < count < self.out_features or count % 32:
