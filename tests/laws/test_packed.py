@@ -158,9 +158,7 @@ def test_float_activations_have_the_bits_of_float32_weights(name: str) -> None:
     assert (coded - exact).norm() / exact.norm() < 0.05
 
 
-def faulty_ops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str, *, after: str = ""
-) -> CpuOps:
+def faulty_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str, *, after: str = "") -> CpuOps:
     """The operations, compiled from sources in which `wrong` replaces the first `right` behind the text `after`."""
     folder = tmp_path / "kernels"
     shutil.copytree(builder.FOLDER, folder)
