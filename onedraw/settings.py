@@ -28,6 +28,8 @@ XlaPlatform = Literal["auto", "cpu", "cuda", "tpu"]
 DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # the values of --draft that name no file
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.gguf)"  # owner/name of a repository on the hub
 
+# The default --max-batch and --turn-tokens of CPUs and of the xla and fake backends. `build/fit_devices.py` has those of GPUs.
+DEFAULT_LANES, DEFAULT_STEP_TOKENS = 8, 512
 
 ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (  # (setting, environment variable, parser of its value)
     ("cache_dir", "ONEDRAW_CACHE", Path),
@@ -54,8 +56,9 @@ class Settings:
     cpu_activations: CpuActivations = "int8"  # activations in products with packed (quantized) weights on a CPU
     activation_dtype: str = "auto"  # dtype of the residual stream, also where it passes from device to device
     max_context: int | None = None  # most tokens of one sequence, prompt and reply together
-    max_batch: int = 8  # most sequences that run at once
-    turn_tokens: int = 512  # most tokens that one engine step computes
+    max_batch: int | None = None  # most sequences that run at once
+    turn_tokens: int | None = None  # most tokens that one engine step computes
+    step_seconds: float = 0.1  # how long a step may compute prompts while replies are generated; 0 means no limit
     page_size: int = 16  # positions per KV page
     kv_memory: int | None = None  # bytes of all KV pages
     kv_dtype: str = "auto"  # dtype of the KV cache
@@ -106,10 +109,16 @@ class Settings:
             raise BadSetting("--snapshot-dir: needs --cache-budget, the maximum size of all snapshots")
         if self.backend == "fake" and self.devices is not None:
             raise BadSetting("--devices: the fake backend uses no device")
-        for name, low in (("max_batch", 1), ("turn_tokens", 1), ("page_size", 1), ("queue_limit", 1)):
-            if getattr(self, name) < low:
-                raise BadSetting(f"--{name.replace('_', '-')}: must be at least {low}, not {getattr(self, name)}")
-        for name in ("max_context", "kv_memory", "threads", "draft_memory"):
+        for name in (
+            "max_context",
+            "max_batch",
+            "turn_tokens",
+            "page_size",
+            "queue_limit",
+            "kv_memory",
+            "threads",
+            "draft_memory",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadSetting(f"--{name.replace('_', '-')}: must be at least 1, not {value}")
@@ -119,7 +128,9 @@ class Settings:
             raise BadSetting(f"--cache-budget: must be at least 1 byte, not {self.cache_budget}; omit it to keep no snapshots")
         if self.cache_budget is not None and (not self.prefix_cache or self.checkpoint_memory == 0):
             raise BadSetting("--cache-budget: snapshots need the prefix cache and a --checkpoint-memory above 0")
-        if self.max_batch > MAX_LANES:
+        if not 0.0 <= self.step_seconds < float("inf"):
+            raise BadSetting(f"--step-seconds: must be 0 (no limit) or more, not {self.step_seconds}")
+        if self.lanes > MAX_LANES:
             raise BadSetting(f"--max-batch: must be at most {MAX_LANES}, not {self.max_batch}")
         if self.threads is not None and self.threads > MAX_THREADS:
             raise BadSetting(f"--threads: must be at most {MAX_THREADS}, not {self.threads}")
@@ -178,6 +189,16 @@ class Settings:
             except BadSetting as error:
                 raise BadSetting(f"environment variable {variable}: {error}") from None
         return found
+
+    @property
+    def lanes(self) -> int:
+        """Return the most sequences that run at once."""
+        return DEFAULT_LANES if self.max_batch is None else self.max_batch
+
+    @property
+    def step_tokens(self) -> int:
+        """Return the most tokens that one engine step computes."""
+        return DEFAULT_STEP_TOKENS if self.turn_tokens is None else self.turn_tokens
 
     @property
     def device_names(self) -> list[str]:

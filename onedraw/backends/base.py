@@ -47,7 +47,7 @@ class Capacity:
     scores_prompts: bool = True  # whether logprobs of prompt tokens are available
     max_drafts: int = MAX_DRAFTS  # most drafts of one row in one step
     draft_positions: int | None = None  # most drafts of all rows in one step, if a rollback buffer limits them
-    step_tokens: int | None = None  # most tokens of one step, if buffers between devices limit them
+    step_tokens: int | None = None  # most tokens of one step, if memory was planned for that many
     stages: int = 1  # number of pipeline stages
     max_in_flight: int = 1  # most plans in flight; one per stage if the stages run in parallel
     min_step_rows: int = 1  # Up to this many rows go into one plan, since smaller plans would not run faster.

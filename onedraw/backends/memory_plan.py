@@ -23,6 +23,8 @@ DRAFTS_PER_LANE = 16  # drafts of a lane for which the rollback buffer has room 
 MAX_ROW_DRAFTS = 64
 LOGITS_BYTES = 256 * 2**20  # most bytes of float32 logits in memory at once
 GRAPH_BYTES = 512 * 2**20  # bytes reserved for captured CUDA graphs
+# Sliding windows get pages for prompt rows of this many tokens; in larger steps a row is longer if the pages suffice.
+WINDOW_STEP_TOKENS = 512
 DEQUANT_BYTES = 256 * 2**20  # buffer for dequantized slices of packed weights (products with many rows on a GPU)
 PARTIAL_SUM_BYTES = 160 * 2**20  # partial sums of a packed product with few rows; a larger product runs in slices of its outputs
 RUNTIME_RESERVE = 0.05  # share of an accelerator's memory left to its runtime
@@ -124,7 +126,7 @@ def memory_plan(
 
     def needs(context: int) -> list[tuple[int, int]]:
         """For each group, the pages that one sequence of this length needs, and the bytes of a page."""
-        step = step_tokens + MAX_ROW_DRAFTS
+        step = min(step_tokens, WINDOW_STEP_TOKENS) + MAX_ROW_DRAFTS
         lengths = [context if window is None else min(context, window + step) for window in spec.windows]
         return [
             (pages_for(length, page_size) + (length < context), spec.group_page_bytes(group, page_size, kv_dtype))

@@ -206,7 +206,7 @@ class DrafterBuilder:
         from onedraw.backends.torch.model.transformer import Transformer
         from onedraw.backends.torch.runner.pipeline import StageDevice
 
-        sizes = {"lanes": settings.max_batch, "max_context": max_context}
+        sizes = {"lanes": settings.lanes, "max_context": max_context}
 
         def ahead(model: DraftingModel, layout: Any) -> DraftModel:
             return DraftModel(model, layout=layout, length=settings.draft_tokens or DRAFT_MODEL_TOKENS, **sizes)

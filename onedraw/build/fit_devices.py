@@ -28,9 +28,35 @@ from onedraw.backends.packing import PACKED_DTYPES, matrix_kinds, plan_weight_st
 from onedraw.backends.placement import SplitPlan, longest_context, plan_or_advise, plan_split
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.registry import ModelInfo
-from onedraw.settings import Settings
+from onedraw.models.spec import ModelSpec
+from onedraw.settings import DEFAULT_LANES, Settings
 
 DrafterBytes = Callable[[MemoryPlan], int]
+
+
+LARGE_MEMORY = 40 << 30  # An accelerator with at least this much memory gets the larger of the sizes below.
+# The default --turn-tokens and --max-batch of accelerators, with large memory and with less.
+LARGE_STEP_TOKENS, STEP_TOKENS = 8192, 1024
+LARGE_LANES, LANES = 64, 16
+LANE_SHARE = 16  # Recurrent states of all lanes take at most one part in this many of an accelerator's memory by default.
+
+
+def with_device_sizes(settings: Settings, spec: ModelSpec, devices: Sequence[Device]) -> Settings:
+    """Return the settings with --turn-tokens and --max-batch for these devices, where they were not given. A CPU reaches its full
+    speed with small steps, and so does a split of which a CPU has layers."""
+    if any(device.kind == "cpu" or device.memory is None for device in devices):
+        return settings
+    memory = min(device.memory or 0 for device in devices)
+    large = memory >= LARGE_MEMORY
+    lane_bytes = sum(spec.lane_bytes(index) for index in range(len(spec.layers)))
+    lanes = LARGE_LANES if large else LANES
+    while lanes > DEFAULT_LANES and lanes * lane_bytes * LANE_SHARE > memory * len(devices):
+        lanes //= 2
+    return replace(
+        settings,
+        turn_tokens=settings.turn_tokens or (LARGE_STEP_TOKENS if large else STEP_TOKENS),
+        max_batch=settings.max_batch or lanes,
+    )
 
 
 def longest_draft(settings: Settings) -> int:
@@ -53,9 +79,9 @@ def memory_plan_for(
         dtype=dtype,
         weights=plan_weight_storage(info.weights, dtype).weights if dtype in PACKED_DTYPES else None,
         max_context=settings.max_context,
-        max_batch=settings.max_batch,
+        max_batch=settings.lanes,
         page_size=settings.page_size,
-        step_tokens=settings.turn_tokens,
+        step_tokens=settings.step_tokens,
         kv_memory=settings.kv_memory,
         kv_dtype=kv_dtype or kv_precision(settings.kv_dtype, products=dtype),
         drafts=max(longest_draft(settings), settings.tree_budget, DRAFTS_PER_LANE) if longest_draft(settings) else 0,
@@ -92,7 +118,7 @@ class DeviceFit:
             [without_scratch(device, scratch) for device in self.devices],
             split=adjusted.split,
             activation=self.activation,
-            step_tokens=adjusted.turn_tokens,
+            step_tokens=adjusted.step_tokens,
             drafter_bytes=0 if drafter is None else drafter(sizes),
         )
 
@@ -100,7 +126,7 @@ class DeviceFit:
 def step_memory(settings: Settings, info: ModelInfo, plan: MemoryPlan, devices: Sequence[Device]) -> StepBytes:
     """Return the workspace of a step on each of these devices, which the memory plan does not contain."""
     recorded = len(devices) == 1  # Memory of CUDA graphs is planned for a single device only.
-    return step_bytes(info.spec, plan.dtype, step_tokens=settings.turn_tokens, weights=plan.weights, recorded=recorded)
+    return step_bytes(info.spec, plan.dtype, step_tokens=settings.step_tokens, weights=plan.weights, recorded=recorded)
 
 
 def without_scratch(device: Device, scratch: int) -> Device:
@@ -189,7 +215,7 @@ def _fit(
     plan = memory_plan_for(settings, info, dtype=dtype)
     kv_bytes = DEFAULT_KV_BYTES
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
-        given = {"memory": devices[0].memory, "step_tokens": settings.turn_tokens}
+        given = {"memory": devices[0].memory, "step_tokens": settings.step_tokens}
         for _ in range(2):  # twice, because a drafter has as many pages as the model, and the first plan decides their number
             kv_bytes = page_budget(plan, info.spec, drafter_bytes=0 if drafter is None else drafter(plan), **given)
             plan = memory_plan_for(settings, info, dtype=dtype, default_kv_bytes=kv_bytes)

@@ -24,7 +24,7 @@ from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
 from onedraw.build.drafters import DeviceDrafter, DrafterBuilder, drafter_names, make_speculator, select_drafter
 from onedraw.build.engine_process import StartEngine
-from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory
+from onedraw.build.fit_devices import longest_draft, plan_devices, reduced_context, require_host_memory, with_device_sizes
 from onedraw.build.weight_updates import EngineWeightUpdates, ServedWeights
 from onedraw.build.xla import Export, find_export, iree_backend, require_jax, xla_backend
 from onedraw.engine.checkpoint_offload import CheckpointOffload
@@ -102,7 +102,8 @@ def make_service(
             allocator=allocator,
             capacity=capacity,
             speculator=speculator or make_speculator(settings),
-            step_tokens=settings.turn_tokens,
+            step_tokens=capacity.step_tokens or settings.step_tokens,
+            step_seconds=settings.step_seconds or None,
             fetch=None if offload is None else offload.fetch,
             fair=settings.scheduling_policy == "fair",
         )
@@ -192,8 +193,8 @@ def _build_fake(
         kind = ScriptedBackend if settings.model == "scripted" else FakeBackend
         return kind(
             vocab=tokenizer.vocab_size,
-            pages=settings.kv_memory or settings.max_batch * per_sequence,  # A page of the fake backend counts as 1 byte.
-            lanes=settings.max_batch,
+            pages=settings.kv_memory or settings.lanes * per_sequence,  # A page of the fake backend counts as 1 byte.
+            lanes=settings.lanes,
             page_size=settings.page_size,
             max_context=context,
             checkpoints=16 if settings.cache_budget is not None else 0,
@@ -358,6 +359,7 @@ def _torch_backend_on(
     from onedraw.backends.torch.device import available_memory, why_no_cpu_kernels, why_no_gpu_kernels
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    settings = with_device_sizes(settings, info.spec, devices)
     cache = settings.cache_dir or default_cache_dir()
     size = None if drafter is None else drafter.size(info)
     on_cpu = all(device.kind == "cpu" for device in devices)
@@ -394,7 +396,8 @@ def _torch_backend_on(
             stage_devices=stage_devices,
             stage_group=group,
             rows=split.staging.rows,
-            lanes=settings.max_batch,
+            step_tokens=settings.step_tokens,
+            lanes=settings.lanes,
             pages=plan.pages,
             page_size=settings.page_size,
             max_context=plan.max_context,

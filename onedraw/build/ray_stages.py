@@ -238,7 +238,7 @@ class RayCluster:
                 pages=plan.pages,
                 page_size=settings.page_size,
                 windows=spec.windows,
-                lanes=settings.max_batch,
+                lanes=settings.lanes,
                 drafts=plan.draft_positions if spec.recurrent else 0,
                 checkpoints=plan.checkpoints,
             )

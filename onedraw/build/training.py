@@ -170,7 +170,7 @@ class TargetReader:
             allocator=Allocator(capacity, reuse=False),  # No step computes a cached prefix, so it has no features.
             capacity=capacity,
             speculator=Speculator([], draft_tokens=None, tree_nodes=0),
-            step_tokens=settings.turn_tokens,
+            step_tokens=settings.step_tokens,
         )
         self._engine = Engine(backend=self._backend, scheduler=scheduler)
         self._numbers = itertools.count()

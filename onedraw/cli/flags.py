@@ -41,8 +41,9 @@ SETTINGS_HELP: Mapping[str, str] = {
     "activation_dtype": "dtype of the residual stream, also between devices; auto: the one of the weakest device "
     "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",
     "max_context": "longest sequence in tokens, prompt and reply (default: the model's, if memory allows)",
-    "max_batch": "sequences running at once",
-    "turn_tokens": "token budget of one engine step; smaller steps keep other replies flowing during a long prompt",
+    "max_batch": "sequences running at once (default: 8 on a CPU, up to 64 on GPUs, by their memory)",
+    "turn_tokens": "token budget of one engine step (default: 512 on a CPU, 1024 or 8192 on GPUs, by their memory)",
+    "step_seconds": "how long a step may compute prompts while replies are generated, which wait for its end; 0: no limit",
     "page_size": "positions per KV page; a divisor of 64",
     "kv_memory": "memory for KV pages, like 512MiB or 2GiB",
     "kv_dtype": "dtype of the KV cache; fp8 and int8 store 8 bits with a scale per token and head, half the bytes of bf16; bf16 "

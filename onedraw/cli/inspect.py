@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.backends.base import require_state_dtype
     from onedraw.build.checkpoint import describe, find_checkpoint
     from onedraw.build.drafters import drafter_bytes, proposer_names, select_drafter
-    from onedraw.build.fit_devices import plan_devices, step_memory
+    from onedraw.build.fit_devices import plan_devices, step_memory, with_device_sizes
     from onedraw.build.xla import compiled_steps, xla_settings
 
     settings = read_settings(arguments)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         drafter = None if xla else select_drafter(settings, info, checkpoint)
         size = drafter_bytes(drafter, info, checkpoint)
         devices = planned_devices(settings)
-        settings = xla_settings(settings, devices) if xla else settings
+        settings = xla_settings(settings, devices) if xla else with_device_sizes(settings, info.spec, devices)
         fits = [] if xla else reach_rows(settings, info, devices, checkpoint, drafter)
         try:
             plan, split = plan_devices(settings, info, devices, drafter=size)

@@ -162,7 +162,7 @@ class Engine:
             return
         self._losses = 0
         ended = self._release_ended(members)
-        self.scheduler.count_step()
+        self.scheduler.record_step(members, outcome.seconds)
         self._count(members, outcome)
         for member, result in zip(members, outcome.rows, strict=True):
             if member.sequence not in ended:

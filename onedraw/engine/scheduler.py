@@ -39,6 +39,7 @@ from onedraw.engine.fairness import (
     turn_length,
 )
 from onedraw.engine.sequence import Sequence
+from onedraw.engine.step_size import StepSize
 from onedraw.engine.waiting_queue import WaitingQueue
 from onedraw.memory.allocator import Allocator, Lease
 from onedraw.memory.pages import longest_row
@@ -46,8 +47,6 @@ from onedraw.speculation.proposers import chain
 from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
 from onedraw.types import History, Row
 
-MIN_STEP_TOKENS = 16  # After the device ran out of memory, the token budget of a step is halved, but not below this.
-GROW_STEPS = 64  # After this many computed steps, a budget that was halved is doubled again.
 FORCED = "forced"  # the source of drafts that are the forced tokens of a request; they are not counted as speculation
 SHARED_TURN = TurnKey("", "")  # the key of all sequences when order of arrival decides, so that none takes another's turn
 
@@ -77,6 +76,7 @@ class Scheduler:
         fetch: Fetch | None = None,
         fair: bool = True,
         turn_tokens: int = TURN_TOKENS,
+        step_seconds: float | None = None,
     ) -> None:
         self.allocator = allocator
         self.capacity = capacity
@@ -95,9 +95,7 @@ class Scheduler:
         self._fetch = fetch
         self.fair, self._turn_tokens = fair, turn_tokens
         self._prompt_turns = PromptTurns()
-        self._most_rows = capacity.lanes  # most running sequences; lowered after a step for which the device had no memory
-        self._most_tokens = self.step_tokens  # most tokens of one step; lowered after a step for which the device had no memory
-        self._steps_since_shrunk = 0
+        self._size = StepSize(rows=capacity.lanes, tokens=self.step_tokens, chunk=capacity.chunk, seconds=step_seconds)
         # Set when all lanes are taken and no waiting sequence may displace a running one: the number of sequences past their turn
         # at that time. Until it changes, another try to admit a sequence would fail too.
         self._full_with: int | None = None
@@ -113,7 +111,7 @@ class Scheduler:
         self._admit()
         members: list[ScheduledRow] = []
         planned: set[Sequence] = set()
-        step_tokens = self._most_tokens
+        step_tokens = self._size.tokens
         share = max(-(-len(self.running) // self.capacity.max_in_flight), self.capacity.min_step_rows)
         free = [s for s in self.running if s not in self.in_flight]
         generating = [s for s in free if s.remaining <= 1][:share]
@@ -126,7 +124,9 @@ class Scheduler:
             proposal = self._propose(sequence, drafts_left, len(generating)) if drafts else NO_PROPOSAL
             if self._add_row(sequence, sequence.remaining, proposal, members, planned):
                 drafts_left -= len(members[-1].row.drafts)
-        budget = max(step_tokens - sum(1 + len(m.row.drafts) for m in members), self.capacity.chunk)
+        left = step_tokens - sum(1 + len(m.row.drafts) for m in members)
+        waits = any(s.remaining <= 1 and not s.request.background for s in self.running)  # a reply whose caller awaits it
+        budget = max(min(left, self._size.prompt_tokens(generating=waits)), self.capacity.chunk)
         for sequence in prompts:
             length = self._chunk_length(sequence, budget)
             if length and self._add_row(sequence, length, NO_PROPOSAL, members, planned):
@@ -135,22 +135,15 @@ class Scheduler:
         return self._with_draft_limits(members)
 
     def shrink_steps(self, *, rows: int, tokens: int) -> bool:
-        """Plan at most half of this size from now on, because the device had no memory for a step of this size. Return whether
-        that is possible."""
-        least = max(self.capacity.chunk, MIN_STEP_TOKENS)
-        self._most_rows = max(min(rows, self._most_rows) // 2, 1)
-        self._most_tokens = max(min(tokens, self._most_tokens) // 2, least)
-        self._steps_since_shrunk = 0
-        return rows > 1 or tokens > least
+        """Plan smaller steps from now on, because the device had no memory for a step of this size. Return whether that is
+        possible."""
+        return self._size.shrink(rows=rows, tokens=tokens)
 
-    def count_step(self) -> None:
-        """Count a computed step. After enough of them, steps that were made smaller may grow again."""
-        if self._most_rows < self.capacity.lanes or self._most_tokens < self.step_tokens:
-            self._steps_since_shrunk += 1
-            if self._steps_since_shrunk % GROW_STEPS == 0:
-                self._most_rows = min(2 * self._most_rows, self.capacity.lanes)
-                self._most_tokens = min(2 * self._most_tokens, self.step_tokens)
-                self._full_with = None
+    def record_step(self, members: List[ScheduledRow], seconds: float) -> None:
+        """Record how long a step took."""
+        tokens = sum(len(member.row.tokens) for member in members if len(member.row.tokens) > 1)
+        if self._size.record(prompt_tokens=tokens, seconds=seconds):
+            self._full_with = None
 
     def _by_turn(self, prompts: list[Sequence]) -> list[Sequence]:
         return [prompts[index] for index in self._prompt_turns.order([s.key for s in prompts])] if prompts else prompts
@@ -225,7 +218,7 @@ class Scheduler:
         return self._full_with is not None and not self._has_lane() and self._full_with == self._past_turn()
 
     def _has_lane(self) -> bool:
-        return self.allocator.lanes.available > 0 and len(self.running) < self._most_rows
+        return self.allocator.lanes.available > 0 and len(self.running) < self._size.rows
 
     def _past_turn(self) -> int:
         return sum(sequence.overtime >= 0 for sequence in self.running)
@@ -269,7 +262,7 @@ class Scheduler:
         count = self.allocator.releases_needed(leases, sequence.history, reuse=reuse, more=more, step=self.longest_row)
         if count is None:
             return []
-        count = max(count, len(self.running) - self._most_rows + 1)
+        count = max(count, len(self.running) - self._size.rows + 1)
         return order[:count] if count <= len(order) else []
 
     def _propose(self, sequence: Sequence, left: int, running: int, *, tentative: bool = False) -> Proposal:

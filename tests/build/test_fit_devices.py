@@ -7,7 +7,7 @@ import re
 import pytest
 
 from onedraw.backends.devices import parse_device
-from onedraw.build.fit_devices import plan_devices, reduced_context, require_host_memory
+from onedraw.build.fit_devices import plan_devices, reduced_context, require_host_memory, with_device_sizes
 from onedraw.build.llm import build_llm
 from onedraw.checkpoints.random_weights import open_random
 from onedraw.errors import OutOfMemory
@@ -45,3 +45,28 @@ def test_kv_memory_that_shortens_the_context_is_said_with_the_numbers() -> None:
 def test_kv_memory_over_a_devices_is_named_as_the_cause() -> None:
     with pytest.raises(OutOfMemory, match=re.escape("--kv-memory 900.0 GiB does not fit here; lower or omit it")):
         plan_devices(Settings(kv_memory=900 * 2**30, max_context=4096), INFO, [parse_device("cuda/sm90/80GiB")])
+
+
+@pytest.mark.parametrize(
+    ("devices", "tokens", "lanes"),
+    [
+        (("cpu",), 512, 8),
+        (("cuda/sm90/139GiB",), 8192, 64),
+        (("cuda/sm86/24GiB",), 1024, 16),
+        (("cuda/sm90/80GiB", "cpu"), 512, 8),
+    ],
+)
+def test_steps_and_lanes_follow_the_devices_memory(devices: tuple[str, ...], tokens: int, lanes: int) -> None:
+    found = [parse_device(name) for name in devices]
+    settings = with_device_sizes(Settings(), INFO.spec, found)
+    assert (settings.step_tokens, settings.lanes) == (tokens, lanes)
+    given = with_device_sizes(Settings(max_batch=3, turn_tokens=100), INFO.spec, found)
+    assert (given.step_tokens, given.lanes) == (100, 3)
+
+
+def test_large_recurrent_states_take_a_small_part_of_the_memory() -> None:
+    spec = read_model_info(open_random("random:qwen3.6-27b-q4_k_m")).spec
+    [device] = [parse_device("cuda/sm86/24GiB")]
+    settings = with_device_sizes(Settings(), spec, [device])
+    assert settings.lanes == 8  # a lane has 0.15 GiB of states
+    assert with_device_sizes(Settings(), spec, [parse_device("cuda/sm90/139GiB")]).lanes == 32

@@ -282,7 +282,7 @@ def test_a_long_context_over_two_described_cards_is_planned(terminal: Terminal, 
     assert all(stage["weight_bytes"] > table for stage in (first, second))  # the tied head is copied to the second card
     assert report["memory"]["max_context"] == 262144
     assert report["activation_dtype"] == "bf16"
-    rows = 512 + 64  # of a step and a chunk, not of the context
+    rows = 1024 + 64  # of a step and a chunk, not of the context
     assert first["staging_bytes"] == second["staging_bytes"] == rows * 2 * 1024 * 2 < 64 * 2**20
 
 

@@ -28,6 +28,7 @@ def make(
     draft_positions: int | None = None,
     fair: bool = True,
     turn_tokens: int = 64,
+    step_seconds: float | None = None,
 ) -> Scheduler:
     capacity = Capacity(
         vocab=50,
@@ -47,6 +48,7 @@ def make(
         step_tokens=step_tokens,
         fair=fair,
         turn_tokens=turn_tokens,
+        step_seconds=step_seconds,
     )
 
 
@@ -88,6 +90,36 @@ def test_a_long_prompt_never_starves_running_sequences() -> None:
         rows = step(scheduler)
         assert rows["short"].row.samples
         assert len(rows["long"].row.tokens) == 7
+
+
+def test_a_prompt_is_cut_by_measured_time_only_while_a_reply_waits_for_the_step() -> None:
+    scheduler = make(step_tokens=180, step_seconds=0.1)
+    add(scheduler, "first", 100)
+    members = scheduler.plan()
+    assert [len(m.row.tokens) for m in members] == [100]
+    for member in members:
+        member.sequence.accept(member.row, RowOutcome((SampledToken(2),)))
+    scheduler.record_step(members, 0.15)
+    add(scheduler, "second", 150)
+    rows = step(scheduler)
+    assert len(rows["first"].row.tokens) == 1
+    assert len(rows["second"].row.tokens) == 66  # 0.1 s at 0.15 s per 100 tokens
+    scheduler.finish(rows["first"].sequence)
+    assert len(step(scheduler)["second"].row.tokens) == 84
+
+
+def test_replies_in_the_background_do_not_cut_a_prompt() -> None:
+    scheduler = make(step_tokens=180, step_seconds=0.1)
+    add(scheduler, "line", 3, background=True)
+    step(scheduler)
+    add(scheduler, "slow", 100)
+    members = scheduler.plan()
+    scheduler.record_step(members, 10.0)
+    for member in members:
+        member.sequence.accept(member.row, RowOutcome((SampledToken(2),)))
+    scheduler.finish(members[-1].sequence)
+    add(scheduler, "prompt", 150)
+    assert len(step(scheduler)["prompt"].row.tokens) == 150
 
 
 def test_running_sequences_never_starve_a_prompt() -> None:

@@ -58,6 +58,7 @@ class Schedule:
     cancels: tuple[tuple[int, int], ...] = ()  # (step, index of the request)
     fair: bool = True  # lanes in turn; otherwise strict order of arrival
     turn_tokens: int = 64
+    step_seconds: float | None = None  # how long a step may compute prompts while replies are generated
     allocator: type[Allocator] = Allocator
     scheduler: type[Scheduler] = Scheduler
     snapshots: SnapshotFolder | None = None  # closed at the end of the run
@@ -94,6 +95,7 @@ def run(backend: Backend, requests: Sequence[Request], schedule: Schedule) -> tu
         fetch=None if offload is None else offload.fetch,
         fair=schedule.fair,
         turn_tokens=schedule.turn_tokens,
+        step_seconds=schedule.step_seconds,
     )
     engine = Engine(backend=backend, scheduler=scheduler, offload=offload)
     answers = [Answer() for _ in requests]

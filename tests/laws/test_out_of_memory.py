@@ -19,7 +19,8 @@ from onedraw.backends.base import StepHandle
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.engine.engine import Engine
-from onedraw.engine.scheduler import MIN_STEP_TOKENS, ScheduledRow
+from onedraw.engine.scheduler import ScheduledRow
+from onedraw.engine.step_size import LEAST_TOKENS
 from onedraw.errors import OutOfMemory
 from onedraw.types import History, Outcome, Plan, Request, Row, SamplingParams
 from tests.laws.harness import Answer, Schedule, plain, run, same
@@ -57,7 +58,7 @@ class SmallMemory(FakeBackend):
     def _fits_not(self, plan: Plan) -> bool:
         """The smallest possible step always has enough memory."""
         tokens = sum(len(row.tokens) + len(row.drafts) for row in plan.rows)
-        return len(plan.rows) > 1 or tokens > max(self.capacity.chunk, MIN_STEP_TOKENS)
+        return len(plan.rows) > 1 or tokens > max(self.capacity.chunk, LEAST_TOKENS)
 
     def _ruin(self, plan: Plan, where: str) -> None:
         self.failed[where] += 1
