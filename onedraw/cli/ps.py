@@ -10,9 +10,10 @@ import argparse
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,20 @@ def run(arguments: argparse.Namespace) -> int:
 def registered(cache_dir: Path, **facts: Any) -> Iterator[None]:
     """Keep this server in the list while the `with` block runs. If the folder cannot be written, the server runs all the same and
     is not listed."""
-    path = cache_dir / FOLDER / f"{os.getpid()}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w", encoding="utf-8")
-    except OSError:
-        yield
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump({"pid": os.getpid(), **facts, "started": int(time.time())}, file)
-        file.flush()
+    # Containers that share the cache folder have servers with the same process id.
+    path = cache_dir / FOLDER / f"{os.getpid()}-{secrets.token_hex(4)}.json"
+    with ExitStack() as stack:
         try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("x", encoding="utf-8"))
+            stack.callback(path.unlink, missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(json.dumps({"pid": os.getpid(), **facts, "started": int(time.time())}))
+            file.flush()
+        except OSError:
+            with suppress(OSError):  # of a file that could not be written to its end
+                stack.close()
+        yield
 
 
 def running_servers(cache_dir: Path) -> list[dict[str, Any]]:

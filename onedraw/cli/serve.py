@@ -145,7 +145,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=argument_type(size_in_bytes),
         default=size_in_bytes("8GiB"),
         metavar="SIZE",
-        help="most disk space for them (default: 8GiB)",
+        help="most disk space for them (default: 8GiB); with several keys, each may use half of it",
     )
     web.add_argument(
         "--replicas",

@@ -61,7 +61,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self._thread.is_alive() and not self._draining
+        return self._thread.is_alive() and not (self._draining or self._stop)
 
     @property
     def failed(self) -> bool:

@@ -228,6 +228,7 @@ message.
 | 500 | an error of the server, with an id that is also in the server's log |
 | 503 | the server is shutting down |
 | 504 | the request took longer than `--request-seconds` |
+| 507 | the server's disk is full, so a file, a batch or weights cannot be stored |
 
 Every response has an `x-request-id`, which is also in the server's log: the caller's own, if the request has one of up to 128
 letters, digits and `_ . : -`; else the reply's `id`, or a new one.

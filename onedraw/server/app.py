@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope
 
 from onedraw import __version__
-from onedraw.errors import ModelNotFound, OnedrawError, QueueFull, ShuttingDown
+from onedraw.errors import EngineLost, ModelNotFound, OnedrawError, QueueFull, ShuttingDown
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply, new_replies
 from onedraw.llm.request_options import check_ids
@@ -274,8 +274,8 @@ class Endpoints:
 
     async def answer_line(self, line: BatchLine, identity: LineIdentity, owner: str | None) -> LineResult:
         """Answer a line of a batch as its endpoint answers a live request, in the background. Where a live request gets a 429 it
-        waits and tries again. A line that did not run to its end because the server stops, or because the model has changed,
-        raises ShuttingDown or ModelChanged."""
+        waits and tries again. A line that did not run to its end because the server stops, the engine has died or the model has
+        changed raises ShuttingDown, EngineLost or ModelChanged."""
         handlers = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete, "/v1/score": self.score}
         while True:
             self._refuse_when_closed()
@@ -300,6 +300,8 @@ class Endpoints:
             except ShuttingDown:
                 raise
             except Exception as error:
+                if isinstance(error, EngineLost) and not self.llm.service.ready:
+                    raise  # No engine is left, so the line did not fail: it runs again after the next start.
                 answer = error_response(error, path=line.url)
             finally:
                 permit: Permit | None = scope.get(PERMIT)

@@ -84,6 +84,11 @@ class ServerOptions:
             raise BadSetting(f"--log-level: {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
 
     @property
+    def batch_share(self) -> int:
+        """The most bytes of `batch_disk` that one key may use, so that it cannot use up what all others need."""
+        return self.batch_disk if len(self.keys) < 2 else self.batch_disk // 2
+
+    @property
     def limits(self) -> CallerLimits:
         return CallerLimits(
             requests=self.key_requests,

@@ -6,6 +6,7 @@ client receives the id without the details.
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 from http import HTTPStatus
@@ -81,6 +82,10 @@ class TimedOut(OnedrawError):
     code, status = "request_timeout", 504
 
 
+class DiskFull(OnedrawError):
+    code, status = "disk_full", 507
+
+
 class WrongKey(BadRequest):
     code, status = "invalid_api_key", 401
 
@@ -106,6 +111,9 @@ def known(error: Exception, *, path: str = "") -> OnedrawError:
         found = OnedrawError(_route_message(error, path), code=HTTPStatus(error.status_code).phrase.lower().replace(" ", "_"))
         found.status = error.status_code
         return found
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        log.error("the disk is full: %s", error)
+        return DiskFull("the disk of the server is full, so nothing was stored; try again when it has room")
     identity = f"err-{secrets.token_hex(6)}"
     log.error("%s: unexpected error", identity, exc_info=error)
     return OnedrawError(f"unexpected error {identity}; see the server's log for this id", code="internal_error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
@@ -72,6 +73,23 @@ def test_a_cache_that_cannot_be_written_does_not_keep_a_server_from_running(tmp_
     (tmp_path / "file").touch()
     with registered(tmp_path / "file", model="fake"):
         assert running_servers(tmp_path / "file") == []
+
+
+def test_servers_with_the_same_process_id_are_all_listed(tmp_path: Path) -> None:
+    """In two containers that share the cache folder both servers are process 1: the second one waited forever for the lock on
+    the file of the first."""
+    with registered(tmp_path, model="a"), registered(tmp_path, model="b"):
+        assert {server["model"] for server in running_servers(tmp_path)} == {"a", "b"}
+    assert list((tmp_path / "servers").iterdir()) == []
+
+
+def test_a_full_disk_does_not_keep_a_server_from_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fcntl.flock", full)
+    with registered(tmp_path, model="fake"):
+        assert list((tmp_path / "servers").iterdir()) == []
 
 
 def test_run_is_a_chat(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,12 @@ is bounded and belongs to its key."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +19,16 @@ import openai
 import pytest
 
 from onedraw import limits
+from onedraw.build.engine_process import EngineProcess
+from onedraw.build.llm import build_llm
 from onedraw.server.auth import ApiKey
 from onedraw.server.batch import batches, lines
 from onedraw.server.batch.endpoints import BatchEndpoints
-from onedraw.server.batch.lines import LineResult
+from onedraw.server.batch.lines import BatchLine, LineResult
 from onedraw.server.batch.results import ForeignResults, ResultLog
+from onedraw.server.batch.run import run_lines
 from onedraw.server.config import ServerOptions
+from onedraw.settings import Settings
 from tests.server.running import Served, fake_llm, serving, slowed, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -174,6 +183,37 @@ def test_the_lines_of_a_file_are_bounded(batching: Served, monkeypatch: pytest.M
     assert [one.code for one in batch.errors.data] == ["too_many_lines"]
     batch = ended(client, submitted(client, b"x\n" * 9).id)
     assert [one.code for one in batch.errors.data] == ["invalid_json_line"] * 2
+    batch = ended(client, submitted(client, b"\n" * 4 + encoded(line("a"))).id)  # 20 MB of them kept the event loop for 3 s
+    assert [one.code for one in batch.errors.data] == ["too_many_lines"]
+    assert ended(client, submitted(client, b"\n" * 3 + encoded(line("a"))).id).status == "completed"
+
+
+def test_a_fault_does_not_repeat_a_long_line(batching: Served) -> None:
+    """The name of an unknown field was repeated whole: megabytes, kept with the batch and sent with each of its answers."""
+    client = batching.client()
+    batch = ended(client, submitted(client, encoded({**line("a"), "x" * 100_000: 1})).id)
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == ("invalid_line", 1)
+    assert len(batch.errors.data[0].message) < 500
+
+
+def test_lines_are_read_beside_the_event_loop(tmp_path: Path) -> None:
+    """Otherwise streams are silent while the lines with a result are skipped, as after a restart."""
+    readers = set()
+
+    def found() -> Iterator[BatchLine]:
+        for number in range(4):
+            readers.add(threading.get_ident())
+            yield BatchLine(number, str(number), CHAT, b"{}")
+
+    async def answer(line: BatchLine) -> LineResult:
+        return LineResult(True, b"{}")
+
+    with ResultLog(tmp_path / "log", title="t") as log:
+        log.add(0, LineResult(True, b"{}"))
+        assert asyncio.run(run_lines(found(), log, answer, most=2))
+        assert len(log) == 4
+    assert readers
+    assert threading.get_ident() not in readers
 
 
 def test_what_is_uploaded_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +243,90 @@ def test_what_is_uploaded_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert served.http.post("/v1/files", **body).json()["error"]["param"] == param
         assert served.http.post("/v1/files", json={}).json()["error"]["code"] == "invalid_form"
         assert not list((tmp_path / "files").glob("*.part"))
+
+
+def test_one_key_cannot_use_up_the_space_of_all(tmp_path: Path) -> None:
+    """A batch fails when its results do not fit, so files of one key could end the batches of all others."""
+    keys = ApiKey("ann", "a"), ApiKey("bob", "b")
+    with fake_llm() as llm, serving(llm, ServerOptions(batch_dir=tmp_path, batch_disk=40_000, api_keys=keys)) as served:
+
+        def upload(key: str, size: int) -> int:
+            files = {"file": ("a.jsonl", b"x" * size)}
+            head = {"authorization": f"Bearer {key}"}
+            return served.http.post("/v1/files", files=files, data={"purpose": "batch"}, headers=head).status_code
+
+        assert [upload("a", 15_000), upload("a", 15_000), upload("a", 4_000), upload("b", 15_000)] == [200, 413, 200, 200]
+
+
+def test_slow_uploads_of_one_caller_leave_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onedraw.server.batch.endpoints.MAX_CALLER_UPLOADS", 1)
+    keys = ApiKey("ann", "a"), ApiKey("bob", "b")
+    with fake_llm() as llm, serving(llm, ServerOptions(batch_dir=tmp_path, api_keys=keys)) as served:
+
+        def upload(key: str) -> int:
+            head = {"authorization": f"Bearer {key}"}
+            files = {"file": ("a.jsonl", b"x")}
+            return served.http.post("/v1/files", files=files, data={"purpose": "batch"}, headers=head).status_code
+
+        address = httpx.URL(served.url)
+        head = "authorization: Bearer a\r\ncontent-type: multipart/form-data; boundary=x\r\ncontent-length: 1000\r\n"
+        with socket.create_connection((address.host, address.port)) as slow:
+            slow.sendall(f"POST /v1/files HTTP/1.1\r\nhost: test\r\n{head}\r\n--x".encode())
+            wait_until(lambda: upload("a") == 429)
+            assert upload("b") == 200
+        wait_until(lambda: upload("a") == 200)
+
+
+def test_files_of_results_count_as_files(batching: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches could be created without end, each of which adds files that are kept for 30 days."""
+    monkeypatch.setattr("onedraw.server.batch.store.MAX_BATCH_FILES", 3)
+    client = batching.client()
+    file = client.files.create(file=("in.jsonl", encoded(line("a"))), purpose="batch")
+
+    def create() -> Any:
+        return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+
+    for _ in range(2):
+        assert ended(client, create().id).status == "completed"
+    with pytest.raises(openai.APIStatusError) as refused:
+        create()
+    assert refused.value.status_code == 413
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(batching: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was an unexpected error with a traceback, and what was written before the disk was full stayed there."""
+    client = batching.client()
+    file = client.files.create(file=("in.jsonl", encoded(line("a"))), purpose="batch")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(openai.APIStatusError) as upload:
+            client.files.create(file=("more.jsonl", b"x" * 1000), purpose="batch")
+        with pytest.raises(openai.APIStatusError) as create:
+            client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    assert [(one.value.status_code, one.value.code) for one in (upload, create)] == [(507, "disk_full")] * 2
+    assert [one.id for one in client.files.list()] == [file.id]
+    assert not list(client.batches.list())
+
+
+def test_lines_of_an_engine_that_died_run_again(tmp_path: Path) -> None:
+    """They were kept as failed lines with a 503, so the files of a batch depended on when the engine's process was killed."""
+    options = ServerOptions(batch_dir=tmp_path)
+    lines = [line(str(i), max_tokens=200, ignore_eos=True) for i in range(60)]
+    settings = Settings(model="fake", backend="fake", threads=1)
+    with build_llm(settings, start_engine=EngineProcess) as llm, serving(llm, options) as served:
+        client = served.client()
+        batch = submitted(client, encoded(*lines))
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+        llm.service._end_process(0)  # type: ignore[attr-defined,unused-ignore]
+        wait_until(lambda: not llm.service.ready)
+        assert served.get(f"/v1/batches/{batch.id}").status_code == 503
+    with fake_llm() as llm, serving(llm, options) as served:
+        done = ended(served.client(), batch.id)
+        assert (done.status, done.request_counts.completed, done.error_file_id) == ("completed", 60, None)
 
 
 def test_results_that_do_not_fit_on_the_disk_fail_the_batch(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
-from onedraw.errors import ShuttingDown
+from onedraw.errors import EngineLost, ShuttingDown
 from onedraw.server.batch.lines import (
     BatchLine,
     LineFault,
@@ -116,7 +116,7 @@ class Batches:
         while (batch := self._next(owner)) is not None:
             try:
                 await self._advance(batch)
-            except ShuttingDown:
+            except (ShuttingDown, EngineLost):
                 return
             except ModelChanged:
                 await self._change(batch, "in_progress", only=("finalizing",))
@@ -172,7 +172,7 @@ class Batches:
                 return await answer(line, identity.line(line.number), batch.owner)
 
         def stopped() -> bool:
-            return self._now(batch).status == "cancelling" or self._late(batch) or self.store.full
+            return self._now(batch).status == "cancelling" or self._late(batch) or self.store.full(batch.owner)
 
         with await asyncio.to_thread(partial(ResultLog, self.store.results(batch), title=batch.id)) as results:
             self._logs[batch.id] = results

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from onedraw.errors import OnedrawError, QueueFull, Unsupported
-from onedraw.limits import MAX_BATCH_FILE, MAX_UPLOADS
+from onedraw.limits import MAX_BATCH_FILE, MAX_CALLER_UPLOADS, MAX_UPLOADS
 from onedraw.llm.llm import LLM
 from onedraw.llm.request_options import settle_seed
-from onedraw.server.auth import caller
+from onedraw.server.auth import caller, turn_caller
 from onedraw.server.batch.batches import Answer, Batches
 from onedraw.server.batch.requests import BatchRequest, read_upload
 from onedraw.server.batch.store import Batch, BatchStore, FolderInUse, StoredFile
@@ -51,7 +52,7 @@ class BatchEndpoints:
         self._answer, self._check_open = answer, check_open
         self._batches: Batches | None = None
         self._stopped = False
-        self._uploads = 0  # number of files that are being uploaded
+        self._uploads: Counter[str] = Counter()  # number of files that each caller is uploading
 
     def start(self) -> None:
         """Continue the batches in the folder, if there are any."""
@@ -75,7 +76,7 @@ class BatchEndpoints:
             raise Unsupported("this server keeps no files and batches; serve with --batch-dir FOLDER")
         if self._batches is None:
             try:
-                store = BatchStore(folder, most_bytes=self._options.batch_disk, clock=self.clock)
+                store = BatchStore(folder, most_bytes=self._options.batch_disk, clock=self.clock, share=self._options.batch_share)
             except OSError as error:
                 raise FolderInUse(
                     f"--batch-dir: cannot write to {folder} ({error.strerror})", code="batch_folder_not_writable"
@@ -99,18 +100,23 @@ class BatchEndpoints:
     async def _upload(self, request: Request) -> Response:
         store, owner = self._opened().store, caller(request)
         store.check_room(owner)
-        if self._uploads >= MAX_UPLOADS:
-            raise QueueFull(f"{MAX_UPLOADS} files are being uploaded already; try again later")
-        self._uploads += 1
+        who = turn_caller(request.scope)
+        if self._uploads[who] >= MAX_CALLER_UPLOADS or self._uploads.total() >= MAX_UPLOADS:
+            raise QueueFull(
+                f"{self._uploads[who]} files of this caller and {self._uploads.total()} in all are being uploaded already; "
+                "try again later"
+            )
+        self._uploads[who] += 1
         try:
-            upload = await read_upload(request, limit=min(MAX_BATCH_FILE, self._options.batch_disk))
+            upload = await read_upload(request, limit=min(MAX_BATCH_FILE, self._options.batch_share))
             add = partial(store.add_file, owner=owner, filename=upload.filename, purpose=upload.purpose, lifetime=upload.lifetime)
             try:
                 stored = await asyncio.to_thread(add, upload.file.file)
             finally:
                 await upload.file.close()
         finally:
-            self._uploads -= 1
+            self._uploads.subtract([who])
+            self._uploads += Counter()  # forgets callers without uploads
         return JSONResponse(file_json(stored))
 
     async def _listed_files(self, request: Request) -> Response:

@@ -22,6 +22,7 @@ from onedraw.server.body import shape_of
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/score")
 LINE = "onedraw.batch_line"  # the entry of the ASGI scope with the LineIdentity of a line; a live request has none
+SHOWN_CHARACTERS = 200  # of what the parser says about a line, which may repeat the line
 _MARK = b"\xef\xbb\xbf"
 
 
@@ -99,15 +100,21 @@ def digits(*parts: object) -> str:
 
 
 def read_lines(path: Path, *, longest: int, endpoint: str | None = None) -> Iterator[BatchLine | LineFault]:
-    """Yield every line that is not empty. A body may have `longest` bytes. With `endpoint` all lines must name it."""
+    """Yield every line that is not empty. A body may have `longest` bytes. With `endpoint` all lines must name it. Empty lines
+    are bounded too, since a small file can have millions."""
     with path.open("rb") as file:
-        number = 0
+        number = empty = 0
         while raw := file.readline(longest + 1024):
             if len(raw) >= longest + 1024:
                 yield LineFault("line_too_long", f"the line has over {longest:,} bytes (--max-body)", number + 1)
                 return
             if stripped := raw.removeprefix(_MARK if number == 0 else b"").strip():
                 yield _read_line(stripped, number, endpoint)
+            else:
+                empty += 1
+                if empty > MAX_BATCH_LINES:
+                    yield LineFault("too_many_lines", f"the file has over {MAX_BATCH_LINES:,} empty lines; remove them")
+                    return
             number += 1
 
 
@@ -117,9 +124,9 @@ def _read_line(raw: bytes, number: int, endpoint: str | None) -> BatchLine | Lin
         shape_of(raw)
         found = _DECODER.decode(raw)
     except msgspec.ValidationError as error:
-        return LineFault("invalid_line", f"{error}; a line has custom_id, method, url and body", at)
+        return LineFault("invalid_line", f"{_shown(error)}; a line has custom_id, method, url and body", at)
     except (msgspec.DecodeError, UnicodeDecodeError, BadRequest) as error:
-        return LineFault("invalid_json_line", f"the line is not valid JSON: {error}", at)
+        return LineFault("invalid_json_line", f"the line is not valid JSON: {_shown(error)}", at)
     if not 1 <= len(found.custom_id) <= MAX_CUSTOM_ID:
         return LineFault("invalid_custom_id", f"custom_id must have 1 to {MAX_CUSTOM_ID} characters", at, "custom_id")
     if found.method != "POST":
@@ -131,6 +138,11 @@ def _read_line(raw: bytes, number: int, endpoint: str | None) -> BatchLine | Lin
     if not body.startswith(b"{"):
         return LineFault("invalid_body", "body must be a JSON object", at, "body")
     return BatchLine(number, found.custom_id, found.url, body)
+
+
+def _shown(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
 def check_lines(path: Path, *, longest: int, endpoint: str | None = None) -> tuple[int, list[LineFault]]:

@@ -112,13 +112,17 @@ def _is_json(text: bytes) -> bool:
 def write_whole(path: Path, parts: Iterator[bytes]) -> int:
     """Write a file whole, or not at all, and return its size. It is on disk when this returns."""
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        size = 0
-        for text in parts:
-            size += file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with part.open("wb") as file:
+            size = 0
+            for text in parts:
+                size += file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)  # On a full disk it would take what is left.
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

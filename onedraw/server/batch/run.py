@@ -31,7 +31,8 @@ async def run_lines(
 ) -> bool:
     """Answer the lines that have no result yet. Return True when all have one, and False once `stopped` returns True; the lines
     that run at that time are cancelled. An exception of `answer` cancels them too, and is raised. `ended` is called after every
-    result."""
+    result. Lines are read on a thread, since skipping those of an earlier run takes long in a large file."""
+    left = (line for line in lines if isinstance(line, BatchLine) and line.number not in log)
     running: dict[asyncio.Task[LineResult], int] = {}
 
     async def collect() -> bool:
@@ -42,9 +43,7 @@ async def run_lines(
         return stopped()
 
     try:
-        for line in lines:
-            if isinstance(line, LineFault) or line.number in log:
-                continue
+        while (line := await asyncio.to_thread(next, left, None)) is not None:
             while len(running) >= most:
                 if await collect():
                     return False

@@ -106,12 +106,14 @@ StoredT = TypeVar("StoredT", StoredFile, Batch)
 
 class BatchStore:
     """Files and batches in one folder, to which no other object writes. Its methods are thread-safe; those that write take as
-    long as the disk does. `most_bytes` bounds the files and the results of running batches together."""
+    long as the disk does. `most_bytes` bounds the files and the results of running batches together, `share` those of one
+    caller."""
 
-    def __init__(self, folder: Path, *, most_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: Path, *, most_bytes: int, clock: Callable[[], float], share: int | None = None) -> None:
         self.folder = folder
         self._files_folder, self._batches_folder = folder / "files", folder / "batches"
         self._most_bytes, self._clock = most_bytes, clock
+        self._share = most_bytes if share is None else share
         self._mutex = threading.RLock()
         for one in (folder, self._files_folder, self._batches_folder):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -159,10 +161,12 @@ class BatchStore:
         identity, now = f"file-{secrets.token_hex(12)}", int(self._clock())
         source.seek(0, os.SEEK_END)
         size = source.tell()
-        if self.used + size > self._most_bytes:
+        theirs = self.used_by(owner)
+        if theirs + size > self._share or self.used + size > self._most_bytes:
+            most = f"{self._share:,} of one key" if theirs + size > self._share < self._most_bytes else f"{self._most_bytes:,}"
             raise StoreFull(
-                f"a file of {size:,} bytes does not fit: {self.used:,} of {self._most_bytes:,} bytes are used (--batch-disk); "
-                "delete files first",
+                f"a file of {size:,} bytes does not fit into the {most} bytes (--batch-disk), of which this caller uses "
+                f"{theirs:,}; delete files first",
                 param="file",
             )
         source.seek(0)
@@ -226,6 +230,7 @@ class BatchStore:
             return [one for one in self._batches.values() if not one.ended]
 
     def add_batch(self, batch: Batch) -> None:
+        self.check_room(batch.owner)  # Each batch makes files too.
         theirs = self.batches(batch.owner)
         if len(theirs) >= MAX_BATCHES:
             oldest = next((one for one in theirs if one.ended), None)
@@ -254,9 +259,14 @@ class BatchStore:
         with self._mutex:
             return sum(one.bytes for one in self._files.values()) + sum(self._results.values())
 
-    @property
-    def full(self) -> bool:
-        return self.used >= self._most_bytes
+    def used_by(self, owner: str | None) -> int:
+        with self._mutex:
+            files = sum(one.bytes for one in self._files.values() if one.owner == owner)
+            return files + sum(size for id, size in self._results.items() if self._batches[id].owner == owner)
+
+    def full(self, owner: str | None) -> bool:
+        """Whether a caller may have no more results."""
+        return self.used_by(owner) >= self._share or self.used >= self._most_bytes
 
     def count_results(self, batch: Batch, size: int) -> None:
         """Note the size of a batch's results."""
