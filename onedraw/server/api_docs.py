@@ -29,6 +29,7 @@ from onedraw.server.protocol import (
     StructuredOutputs,
     TokenizeRequest,
     ToolSpec,
+    WeightUpdateRequest,
 )
 
 _HEAD = """# The HTTP interface
@@ -265,6 +266,7 @@ def page() -> str:
         ("`POST /api/show`", ollama.OllamaShow),
         ("`POST /tokenize`", TokenizeRequest),
         ("`POST /detokenize`", DetokenizeRequest),
+        ("`POST /update_weights`", WeightUpdateRequest),
     )
     tables = (f"## {title}\n\n{_table(TABLES[kind])}" for title, kind in sections)
     inside = (_inside("Items of a response", items.ITEM_RULES), _inside("Blocks in Anthropic's shape", messages.BLOCK_RULES))

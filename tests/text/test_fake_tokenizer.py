@@ -13,7 +13,7 @@ from onedraw.text.reply_parser import PLAIN_TEXT
 @pytest.mark.parametrize("size", [260, 5000, 128_256])
 def test_a_synthetic_tokenizer_has_the_size_that_is_asked_for_and_gives_every_text_back(size: int) -> None:
     tokenizer = synthetic_tokenizer(size)
-    text = 'A lighthouse, {"name": "été", "steps": 200}\n\tdef keeper():'
+    text = 'Return the tokens of the request, {"name": "été", "steps": 200}\n\tdef generate():'  # mostly words of the package
     ids = tokenizer.encode(text, add_special=False)
     assert tokenizer.vocab_size == size
     assert tokenizer.decode(ids) == text

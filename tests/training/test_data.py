@@ -64,7 +64,8 @@ def test_builtin_prompts_are_many_of_six_kinds_and_none_is_measured_with() -> No
     prompts = list(builtin_prompts())
     assert len(prompts) == len({text for _, text in prompts}) == len(read_data(BUILTIN)) > 500
     assert {kind for kind, _ in prompts} == {"chat", "code", "edit", "quote", "json", "math"}
-    measured = " ".join(path.read_text() for path in (ROOT / "bench" / "prompts").iterdir())
+    routed = "conversations.jsonl"  # With these the routing of replicas is measured, not drafters.
+    measured = " ".join(path.read_text() for path in (ROOT / "bench" / "prompts").iterdir() if path.name != routed)
     assert not [text for _, text in prompts if json.dumps(text)[1:-1] in measured]
 
 
