@@ -20,6 +20,6 @@ def load(model: str = "smollm2", *, progress: Callable[[str], None] | None = Non
 def torch_forward(model: Path | str, *, progress: Callable[[str], None] | None = None) -> Any:
     """Return a torch module with the parameters of a dense model, in float32 on the CPU. It is differentiable, and its logprobs
     have the bits of a server's with `--dtype f32` on a CPU: see `TorchForward` in `backends/torch/training/torch_forward.py`."""
-    from onedraw.build.torch_forward import build_torch_forward
+    from onedraw.build.training import build_torch_forward
 
     return build_torch_forward(model, progress)

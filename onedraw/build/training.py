@@ -1,13 +1,15 @@
-"""Build the two parts of a drafter's training: the reader of the target's features, and the trainer.
+"""Build what training needs: the two parts of a drafter's training (the reader of the target's features, and the trainer), and a
+model as a differentiable torch module.
 
-In: Settings, and perhaps a drafter to begin with. Out: a DraftTraining, on the thread that made it. The target is the model that
-is drafted for; a feature is its residual stream after a layer that the drafter names.
-"""
+In: Settings, and perhaps a drafter to begin with. Out: a DraftTraining, on the thread that made it; or a TorchForward with
+float32 parameters on the CPU. The target is the model that is drafted for; a feature is its residual stream after a layer that
+the drafter names."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.build.checkpoint import Progress, describe, find_checkpoint, open_drafter, read_text
+from onedraw.build.checkpoint import Progress, cache_folder, describe, find_checkpoint, open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
 from onedraw.build.llm import torch_backend
 from onedraw.engine.engine import Engine, Event
@@ -33,6 +35,7 @@ from onedraw.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from onedraw.backends.torch.training.feature_reader import FeatureReader
+    from onedraw.backends.torch.training.torch_forward import TorchForward
     from onedraw.backends.torch.training.trainer import Trainer, TrainingSequence
 
 SCALE_EXAMPLES = 8  # sequences on which the scale of features is measured
@@ -274,3 +277,12 @@ def unused_token(tokenizer: Tokenizer, info: ModelInfo, sequences: Iterable[tupl
             if token not in used:
                 return token
     raise UnsupportedModel("every token of the vocabulary occurs in the data, so none is left for the slots to be drafted")
+
+
+def build_torch_forward(model: Path | str, progress: Progress | None = None) -> TorchForward:
+    """Open a model, by its name or path, as a differentiable torch module."""
+    from onedraw.backends.torch.training.torch_forward import TorchForward
+
+    settings = Settings.of(model=str(model))
+    with closing(find_checkpoint(settings, progress)) as checkpoint:
+        return TorchForward(describe(settings, checkpoint), cache=cache_folder(settings))

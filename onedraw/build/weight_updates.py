@@ -16,7 +16,7 @@ from typing import Any
 
 from onedraw.backends.base import Backend, SupportsWeightUpdates
 from onedraw.checkpoints.base import Checkpoint, StoredTensor, packed_bytes
-from onedraw.checkpoints.held import HeldCheckpoint, described, hold, with_tensors
+from onedraw.checkpoints.in_memory import InMemoryCheckpoint, copy_to_memory, described, with_tensors
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.safetensors import read_file
 from onedraw.engine.client import EngineClient
@@ -36,7 +36,7 @@ class ServedWeights:
 
     spec: ModelSpec
     kinds: Mapping[WeightKey, str]  # the stored type of each weight
-    checkpoint: HeldCheckpoint  # the configuration of the checkpoint in use, without tensors
+    checkpoint: InMemoryCheckpoint  # the configuration of the checkpoint in use, without tensors
 
     @property
     def nbytes(self) -> int:
@@ -97,10 +97,10 @@ class EngineWeightUpdates:
             try:
                 with closing(open_checkpoint(folder)) as checkpoint:
                     self._served.check(checkpoint)  # fails before any tensor is read
-                    held = hold(checkpoint)
+                    copied = copy_to_memory(checkpoint)
             except ModelError as error:
                 raise BadParameter("weight_dir", str(error)) from None
-            self._replace(held, accept)
+            self._replace(copied, accept)
 
     def from_file(self, file: Path, accept: Accept) -> None:
         """Read a safetensors file without a configuration of its own."""
@@ -119,7 +119,7 @@ class EngineWeightUpdates:
             tensors = {name: StoredTensor(name, *stored_bytes(name, tensor)) for name, tensor in named}
             self._replace(with_tensors(self._served.checkpoint, tensors), accept)
 
-    def _replace(self, checkpoint: HeldCheckpoint, accept: Accept) -> None:
+    def _replace(self, checkpoint: InMemoryCheckpoint, accept: Accept) -> None:
         info = self._served.check(checkpoint)
 
         def replace_weights(backend: Backend) -> None:

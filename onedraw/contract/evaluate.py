@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from onedraw.errors import BadRequest, BadSetting
 from onedraw.llm.llm import LLM
@@ -23,7 +23,6 @@ from onedraw.llm.request_options import Prompt, generation_from_keywords, score_
 from onedraw.sampling.noise import prompt_seed
 
 Match = Literal["exact", "ignore-case", "contains"]
-MATCHES: tuple[str, ...] = get_args(Match)
 NORMAL_95 = 1.959963984540054  # the quantile of the normal distribution for an interval of 95 %
 
 

@@ -60,11 +60,11 @@ from onedraw.server.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from onedraw.server.streaming import LINES, NAMED, OPENAI, ChunkStream, Framing
 from onedraw.server.tracing import RequestTrace, Tracing, TracingMiddleware, trace_of
 from onedraw.server.weights import UPDATE_PATHS, WeightEndpoints
-from onedraw.server.work import Workers
+from onedraw.server.worker_threads import Workers
 from onedraw.types import Finish, Piece, Usage
 
 IGNORED = "x-onedraw-ignored"  # the header that lists unknown fields and left-out tools
-LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on the few threads for long work, see `work.py`.
+LONG_BODY = 1 << 18  # Bodies of at least this many bytes are parsed on the few threads for long work, see `worker_threads.py`.
 
 QUEUE_SECONDS = 0.2  # seconds after which a line of a batch is sent again if the queue was full
 LOGPROBS_ON_LOOP = 1 << 13  # Replies with more logprobs are written on a thread, so that streams keep running meanwhile.

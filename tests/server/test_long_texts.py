@@ -19,7 +19,7 @@ from onedraw.server.errors import ClientGone
 from onedraw.server.ollama.requests import OpenCalls
 from onedraw.server.openai.responses_request import numbered
 from onedraw.server.prompts import PreparedRequest, prepare
-from onedraw.server.work import Turns, Workers
+from onedraw.server.worker_threads import Turns, Workers
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.constraints.checker import GrammarChecker
 from onedraw.text.tokenizer import Tokenizer

@@ -1,8 +1,7 @@
 """A checkpoint whose tensors are in host memory, so that it does not depend on files any more.
 
 In: an open checkpoint, whose tensors are copied, or tensors by name with the configuration of a checkpoint. Out: a
-HeldCheckpoint. An update of weights reads from it: files may be overwritten or removed meanwhile.
-"""
+InMemoryCheckpoint. An update of weights reads from it: files may be overwritten or removed meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from onedraw.models.source import CheckpointFormat, LazyTensor
 
 
 @dataclass(frozen=True, slots=True)
-class HeldCheckpoint:
+class InMemoryCheckpoint:
     path: Path
     format: CheckpointFormat
     tensors: Mapping[str, LazyTensor]
@@ -39,10 +38,10 @@ class HeldCheckpoint:
         """Nothing to close."""
 
 
-def hold(checkpoint: Checkpoint) -> HeldCheckpoint:
+def copy_to_memory(checkpoint: Checkpoint) -> InMemoryCheckpoint:
     """Read all tensors of an open checkpoint."""
     tensors = {name: _copied(checkpoint.path, tensor) for name, tensor in checkpoint.tensors.items()}
-    return HeldCheckpoint(
+    return InMemoryCheckpoint(
         path=checkpoint.path,
         format=checkpoint.format,
         tensors=tensors,
@@ -53,14 +52,14 @@ def hold(checkpoint: Checkpoint) -> HeldCheckpoint:
     )
 
 
-def with_tensors(checkpoint: HeldCheckpoint, tensors: Mapping[str, StoredTensor]) -> HeldCheckpoint:
+def with_tensors(checkpoint: InMemoryCheckpoint, tensors: Mapping[str, StoredTensor]) -> InMemoryCheckpoint:
     """A checkpoint with the same configuration and other tensors. No snapshot of its state is found by another start."""
     return replace(checkpoint, tensors=tensors, identity=fingerprint(tensors, checkpoint.config), files=secrets.token_hex(8))
 
 
-def described(checkpoint: Checkpoint) -> HeldCheckpoint:
+def described(checkpoint: Checkpoint) -> InMemoryCheckpoint:
     """The configuration of a checkpoint, without its tensors."""
-    return HeldCheckpoint(
+    return InMemoryCheckpoint(
         checkpoint.path, checkpoint.format, {}, checkpoint.config, checkpoint.generation_config, checkpoint.fingerprint(), ""
     )
 
