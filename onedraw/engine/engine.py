@@ -113,6 +113,12 @@ class Engine:
         return bool(self._live or self._in_flight or self._undelivered)
 
     @property
+    def unfinished(self) -> int:
+        """The number of requests that have not ended. Another thread may read this; when a sink gets the last event of a request,
+        the request does not count any more."""
+        return len(self._live)
+
+    @property
     def idle(self) -> bool:
         """Whether `step` has nothing to do, also because the engine is paused."""
         return not (self._in_flight or self._undelivered or (self._live and not self.paused))

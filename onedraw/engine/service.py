@@ -90,7 +90,7 @@ class Service:
                 raise ShuttingDown("the server is shutting down and takes no new requests")
             if self._stop or not self._thread.is_alive():
                 raise EngineLost("the engine failed and takes no new requests; see the server's log")
-            if self._stats.waiting + len(self._arrivals) + len(requests) > self._queue_limit + self._free_lanes():
+            if self._engine.unfinished + len(self._arrivals) + len(requests) > self._queue_limit + self.capacity.lanes:
                 self._refuse_over_share([one.request.caller for one, _ in checked])
             self._arrivals.extend(checked)
             self._changed.notify()
@@ -159,9 +159,6 @@ class Service:
         with self._changed:  # While the lock is held, every arrival is either in the queue or in the engine, never between them.
             return bool(self._arrivals) or self._engine.busy
 
-    def _free_lanes(self) -> int:
-        return max(self.capacity.lanes - self._stats.running, 0)
-
     def _run(self, make_engine: Callable[[], Engine], made: Future[Engine]) -> None:
         try:
             engine = make_engine()
@@ -223,7 +220,7 @@ class Service:
                 checked, sink = self._arrivals.popleft()
                 engine.add(checked.request, sink, checked.constraint)
             if arrived:
-                self._publish(engine)  # `submit` compares the published number of waiting requests with the queue limit.
+                self._publish(engine)  # so that metrics show waiting requests during a long step
             cancelled, self._cancelled = self._cancelled, deque()
             calls, self._calls = self._calls, deque()
         for request_id in cancelled:

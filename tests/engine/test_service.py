@@ -152,6 +152,32 @@ def test_in_strict_order_the_queue_is_full_for_everyone() -> None:
     service.close()
 
 
+def test_a_request_that_has_ended_leaves_its_place_at_once() -> None:
+    """The counters were published after the events of a step, so who sent as many requests as there is room for, and then sent
+    more as soon as they had ended, was refused with QueueFull."""
+    service = start(FakeBackend(lanes=1), queue_limit=2)
+    inbox: queue.SimpleQueue[Event | QueueFull] = queue.SimpleQueue()
+    ends: list[str] = []
+
+    def send_more(event: Event) -> None:
+        inbox.put(event)
+        if event.finish is not None:
+            ends.append(event.request_id)
+            if len(ends) % 3 == 0 and len(ends) < 30:
+                try:
+                    service.submit([(request(f"q{len(ends)}-{i}"), send_more) for i in range(3)])
+                except QueueFull as error:
+                    inbox.put(error)
+
+    service.submit([(request(f"q{i}"), send_more) for i in range(3)])
+    finished = 0
+    while finished < 30:
+        event = inbox.get(timeout=PATIENCE)
+        assert isinstance(event, Event), event
+        finished += event.finish is not None
+    service.close()
+
+
 def test_more_requests_than_the_queue_can_ever_hold_are_a_bad_request() -> None:
     service = start(FakeBackend(lanes=1), queue_limit=2)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
