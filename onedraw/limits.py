@@ -28,8 +28,8 @@ MAX_REPLY_LOGPROBS = 1 << 23  # logprobs of the replies of a request: replies ×
 # Batches: uploaded files, and batches of requests.
 MAX_BATCH_FILE = 200 << 20  # bytes of one uploaded file
 MAX_UPLOADS = 4  # files that are uploaded at the same time, each into a temporary file first; further ones get a 429
-MAX_CALLER_UPLOADS = 2  # the same of one caller, so that slow uploads of one leave room for others
-MAX_BATCH_LINES = 50_000  # lines of one file, and also its empty lines
+MAX_CALLER_UPLOADS = 2  # uploads of one caller at the same time, so that slow ones leave room for other callers
+MAX_BATCH_LINES = 50_000  # lines of one file; as many empty lines are allowed besides
 MAX_BATCH_FILES = 1_000  # files that one caller may have stored
 MAX_BATCHES = 1_000  # batches that one caller may have stored; the oldest that ended is dropped for a new one
 MAX_BATCH_FAULTS = 100  # lines that are reported as wrong; the rest of the file is not checked then

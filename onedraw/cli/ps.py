@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 def registered(cache_dir: Path, **facts: Any) -> Iterator[None]:
     """Keep this server in the list while the `with` block runs. If the folder cannot be written, the server runs all the same and
     is not listed."""
-    # Containers that share the cache folder have servers with the same process id.
+    # The name has a random part, because servers in containers that share the cache folder may have equal process ids.
     path = cache_dir / FOLDER / f"{os.getpid()}-{secrets.token_hex(4)}.json"
     with ExitStack() as stack:
         try:
@@ -61,7 +61,7 @@ def registered(cache_dir: Path, **facts: Any) -> Iterator[None]:
             file.write(json.dumps({"pid": os.getpid(), **facts, "started": int(time.time())}))
             file.flush()
         except OSError:
-            with suppress(OSError):  # of a file that could not be written to its end
+            with suppress(OSError):  # closing tries again to write what could not be written
                 stack.close()
         yield
 

@@ -189,7 +189,7 @@ def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> Start
     from onedraw.cluster.ray_replicas import RayReplicas, ReplicaOptions
     from onedraw.server.logs import log_config
 
-    logging.config.dictConfig(log_config(arguments.log_level, arguments.log_format))  # used until uvicorn sets it up
+    logging.config.dictConfig(log_config(arguments.log_level, arguments.log_format))  # replicas log earlier than uvicorn
     options = ReplicaOptions(arguments.replicas, arguments.ray_address or ray_address(), arguments.replica_gpus)
     replicas = RayReplicas(settings, options)
     signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=replicas.restart, daemon=True).start())

@@ -125,7 +125,8 @@ class Scheduler:
             if self._add_row(sequence, sequence.remaining, proposal, members, planned):
                 drafts_left -= len(members[-1].row.drafts)
         left = step_tokens - sum(1 + len(m.row.drafts) for m in members)
-        waits = any(s.remaining <= 1 and not s.request.background for s in self.running)  # a reply whose caller awaits it
+        # whether a reply outside of the background is being generated, whose next token prompts should not delay for long
+        waits = any(s.remaining <= 1 and not s.request.background for s in self.running)
         budget = max(min(left, self._size.prompt_tokens(generating=waits)), self.capacity.chunk)
         for sequence in prompts:
             length = self._chunk_length(sequence, budget)

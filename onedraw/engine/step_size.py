@@ -20,7 +20,7 @@ class StepSize:
 
     def __init__(self, *, rows: int, tokens: int, chunk: int, seconds: float | None = None) -> None:
         self.rows, self.tokens = rows, tokens  # the present limits
-        self._all_rows, self._all_tokens = rows, tokens  # the limits while the device has enough memory
+        self._all_rows, self._all_tokens = rows, tokens  # the limits unless memory ran out
         self._least = max(chunk, LEAST_TOKENS)
         self._least_prompt = max(chunk, LEAST_PROMPT_TOKENS)
         self._steps_since_shrunk = 0

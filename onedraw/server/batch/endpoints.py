@@ -116,7 +116,7 @@ class BatchEndpoints:
                 await upload.file.close()
         finally:
             self._uploads.subtract([who])
-            self._uploads += Counter()  # forgets callers without uploads
+            self._uploads += Counter()  # drops callers whose count is 0
         return JSONResponse(file_json(stored))
 
     async def _listed_files(self, request: Request) -> Response:

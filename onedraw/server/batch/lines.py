@@ -22,7 +22,7 @@ from onedraw.server.body import shape_of
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/score")
 LINE = "onedraw.batch_line"  # the entry of the ASGI scope with the LineIdentity of a line; a live request has none
-SHOWN_CHARACTERS = 200  # of what the parser says about a line, which may repeat the line
+SHOWN_CHARACTERS = 200  # the most characters of a parser's message that are shown, since it may repeat the line
 _MARK = b"\xef\xbb\xbf"
 
 

@@ -121,7 +121,7 @@ def write_whole(path: Path, parts: Iterator[bytes]) -> int:
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
-        part.unlink(missing_ok=True)  # On a full disk it would take what is left.
+        part.unlink(missing_ok=True)  # An incomplete file would only use up a full disk.
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -230,7 +230,7 @@ class BatchStore:
             return [one for one in self._batches.values() if not one.ended]
 
     def add_batch(self, batch: Batch) -> None:
-        self.check_room(batch.owner)  # Each batch makes files too.
+        self.check_room(batch.owner)  # The results of a batch will be files too.
         theirs = self.batches(batch.owner)
         if len(theirs) >= MAX_BATCHES:
             oldest = next((one for one in theirs if one.ended), None)

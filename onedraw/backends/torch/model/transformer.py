@@ -301,7 +301,7 @@ class Transformer:
         """Hidden states after the last norm, on the last stage."""
         assert isinstance(stream, ResidualStream)
         with current_device(self.device):
-            x = stream.x.to(torch.promote_types(stream.x.dtype, self.dtype))  # see Layer.norm_dtype
+            x = stream.x.to(torch.promote_types(stream.x.dtype, self.dtype))  # the last norm reads the stream in the wider dtype
             return self.ops.rms_norm(x, self.norm, self.spec.eps).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
