@@ -276,6 +276,7 @@ def page() -> str:
 def _limits() -> list[str]:
     """Return the Markdown table of the limits in `onedraw/limits.py`, one row for each."""
     rows: dict[str, float] = {
+        "bytes of the URL and headers of one request, about; then 431": limits.MAX_HEAD,
         "values of one body: commas outside of texts": limits.MAX_BODY_VALUES,
         "lists, objects and fields of one body": limits.MAX_BODY_PARTS,
         "lists and objects inside each other": limits.MAX_BODY_DEPTH,

@@ -28,6 +28,7 @@ from onedraw.errors import BadSetting
 from onedraw.llm.llm import LLM
 from onedraw.server.app import Endpoints, create_app
 from onedraw.server.config import ServerOptions
+from onedraw.server.http_parser import BoundedParser
 from onedraw.server.logs import log_config
 
 log = logging.getLogger("onedraw")
@@ -48,6 +49,8 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=BoundedParser,
+                ws="none",
                 log_config=log_config(options.log_level, options.log_format),
                 log_level=options.log_level,
                 timeout_graceful_shutdown=FLUSH_SECONDS,

@@ -1,0 +1,75 @@
+"""The head of a request is bounded before the check of keys: 100 MB of one header silenced all streams for 10 s, and a million
+headers took memory until the connection ended."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from onedraw.limits import MAX_HEAD
+from onedraw.server.auth import ApiKey
+from onedraw.server.config import ServerOptions
+from tests.server.running import PATIENCE, Served, fake_llm, serving
+
+MEGABYTE = 1 << 20
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\n"
+BODY = b'{"prompt": [5], "max_tokens": 1}'
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with fake_llm() as llm, serving(llm, ServerOptions(api_keys=(ApiKey("ann", "a"),))) as found:
+        yield found
+
+
+def sent(served: Served, data: bytes) -> tuple[int, bytes]:
+    """Send up to this much until the server closes the connection. Return how many bytes were sent, and the answer."""
+    address, count, answer = httpx.URL(served.url), 0, b""
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE) as connection:
+        try:
+            while count < len(data):
+                count += connection.send(data[count : count + MEGABYTE // 8])
+            answer = connection.recv(1 << 16)
+        except ConnectionError:
+            pass
+    return count, answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"x: " + b"a" * 50 * MEGABYTE,
+        HEAD + b"x: a\r\n" * 8 * MEGABYTE,
+        b"POST /" + b"a" * 50 * MEGABYTE,
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + b"t: a\r\n" * 8 * MEGABYTE,
+        HEAD + b"transfer-encoding: chunked\r\n\r\n5;" + b"a" * 50 * MEGABYTE,
+    ],
+    ids=["a header", "headers", "a URL", "trailers", "a chunk's extension"],
+)
+def test_a_head_without_end_is_refused(served: Served, data: bytes) -> None:
+    count, _ = sent(served, data)
+    assert count < len(data)
+    assert served.get("/health").status_code == 200
+
+
+def test_the_refusal_says_why(served: Served) -> None:
+    _, answer = sent(served, HEAD + b"x: " + b"a" * (2 * MAX_HEAD + MEGABYTE // 4) + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 431 ") or not answer  # A reset may overtake it.
+
+
+def test_what_is_within_the_bound_is_read(served: Served) -> None:
+    long = {"authorization": "Bearer a", "x": "a" * (MAX_HEAD // 2)}
+    assert served.http.post("/v1/completions", content=BODY, headers=long).status_code == 200
+    large = {"prompt": [5], "max_tokens": 1, "user": "a" * 4 * MAX_HEAD}  # a body has a bound of its own
+    chunks = (b"%c" % byte for byte in BODY + b" " * MAX_HEAD)  # whose framing is larger than the bound
+    for body in ({"json": large}, {"content": chunks}):
+        assert served.http.post("/v1/completions", headers={"authorization": "Bearer a"}, **body).status_code == 200
+
+
+def test_an_offer_to_change_the_protocol_is_ignored(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    offer = {"authorization": "Bearer a", "connection": "Upgrade", "upgrade": "websocket"}
+    assert served.get("/v1/models", headers=offer).status_code == 200
+    assert "uvicorn[standard]" not in caplog.text
