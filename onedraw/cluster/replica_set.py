@@ -166,7 +166,8 @@ class ReplicaSet(FixedWeights):
         return self._leave(name, lost=False)
 
     def lost(self, name: str) -> None:
-        """Note that a replica has died. Nothing happens if that was seen before, at one of its requests, or if it has left."""
+        """Note that a replica has died. Do nothing if its death was noticed before, at one of its requests, or if the replica has
+        left."""
         with self._changed:
             if not self._closing:
                 self._leave(name, lost=True)
@@ -295,7 +296,8 @@ class ReplicaSet(FixedWeights):
             return replica
 
     def _send(self, replica: Replica, batch: Sequence[Stream], checked: Sequence[CheckedRequest], attempt: int = 0) -> None:
-        """Send streams to the replica that they were assigned to. If it has ended, they leave it like its others."""
+        """Send streams to the replica that they were assigned to. If that replica has ended, these streams wait for another one,
+        like all other streams of it."""
         try:
             replica.client.submit([(one, self._sink(stream, attempt)) for one, stream in zip(checked, batch, strict=True)])
         except REPLICA_ENDED:

@@ -216,8 +216,8 @@ class Engine:
         return True
 
     def _returns_at_once(self, members: list[ScheduledRow]) -> bool:
-        """Whether `submit` returns before this plan is computed. That needs the same of every plan in flight, since any other
-        would occupy the device first."""
+        """Whether `submit` returns before this plan is computed. It does so only if the same holds for every plan in flight,
+        because these occupy the device first."""
         plans = [members, *(others for _, others in self._in_flight)]
         return all(self.backend.capacity.submits_async([member.row for member in plan]) for plan in plans)
 

@@ -62,7 +62,8 @@ def _find(device: Device, *, several: bool) -> Device:
 
 
 def _usable(device: Device) -> bool:
-    """Whether the device names processors. Raises BadSetting for processors that do not exist."""
+    """Whether the device's name says on which processors to run, as in cpu:0-3. Raises BadSetting for processors that do not
+    exist."""
     if not device.cores:
         return False
     if not hasattr(os, "sched_setaffinity"):

@@ -268,7 +268,8 @@ class OllamaShow(StrictModel):
 
 
 class OpenCalls:
-    """The calls of a conversation that have no result yet, found by id, by name or by their order in a few steps each."""
+    """The tool calls of a conversation that have no result yet. A call is found by its id, by the tool's name or by its order,
+    without a search through all calls."""
 
     def __init__(self) -> None:
         self._calls: dict[int, str] = {}  # the ids of the calls, by their number

@@ -6,7 +6,7 @@ const MOST_FILES = 8;
 const LARGEST = 256 * 1024; // most bytes of one file
 const LARGEST_TOGETHER = 512 * 1024;
 
-// A file's text. Throws with the reason if it is too large or no text.
+// Reads a file as text. Throws an error that says why if the file is too large or is not text.
 async function read(file) {
   if (file.size > LARGEST) throw new Error(`${file.name} has ${sized(file.size)}; a file may have ${sized(LARGEST)}`);
   let text;

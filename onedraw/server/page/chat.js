@@ -10,7 +10,8 @@ import { ReplyView, ResultsView, UserView } from "./view.js";
 const SAVED_EVERY = 1000; // milliseconds between saves of a reply that is being written
 
 export class Chat {
-  // `page`: {log, ask, inspector, params, connection, store, say, notify, onchange, onrunning, oncompose, onstored, race, share}
+  // `page`: the elements, objects and functions of the page that a conversation uses: {log, ask, inspector, params, connection,
+  // store, say, notify, onchange, onrunning, oncompose, onstored, race, share}
   constructor(page) {
     this.page = page;
     this.views = new Map(); // entry id → the view that shows the entry

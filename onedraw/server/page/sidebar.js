@@ -13,7 +13,7 @@ function group(updated, now = Date.now()) {
 const day = (time) => new Date(time).toISOString().slice(0, 10);
 
 export class Sidebar {
-  // `page`: {list, search, count, store, notify, say, current, onopen, ondelete, onrename}
+  // `page`: the elements, objects and functions of the page that the list uses: {list, search, count, store, notify, say, current, onopen, ondelete, onrename}
   constructor(page) {
     this.page = page;
     this.renaming = null; // the id of the conversation whose title is being edited

@@ -144,7 +144,8 @@ function tidy(text) {
 let numbered = 0; // counts labels, to give each a unique id
 
 export class ReplyView {
-  // `handlers`: onagain, onreplay, onrace, onpicture, onpin, oncontinue, onedit, onremove, onresults, onversion
+  // `handlers`: functions that are called when the user presses a button: onagain, onreplay, onrace, onpicture, onpin,
+  // oncontinue, onedit, onremove, onresults, onversion
   constructor(reply, { inspector, say, ...handlers }) {
     this.inspector = inspector;
     this.say = say;
