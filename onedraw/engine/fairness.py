@@ -38,7 +38,8 @@ class TurnKey(NamedTuple):
 
     @property
     def share(self) -> tuple[bool, str]:
-        """Whose share of lanes and prompt tokens the row has. A caller's background requests have a share of their own."""
+        """The caller to whose share of lanes and prompt tokens the row counts. A caller's background requests have a separate
+        share."""
         return self.background, self.caller
 
 

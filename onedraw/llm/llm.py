@@ -178,7 +178,7 @@ class LLM:
         return self._updates.most_bytes
 
     def _accept(self, fingerprint: str) -> None:
-        """Called on the engine's thread, before the first step with the new weights."""
+        """Use a card with the new fingerprint from now on. The engine's thread calls this before it uses new weights."""
         self.card = replace(self.card, fingerprint=fingerprint)
 
     @property

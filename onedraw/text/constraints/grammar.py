@@ -273,7 +273,7 @@ class ResultCache(Generic[ResultT]):
                     self._total += weight
                     break
                 self._entries.move_to_end(key)
-            if found.result.exception() is None:  # This waits until the thread that computes the result has finished.
+            if found.result.exception() is None:  # waits until another thread has computed it
                 return found.result.result()
         try:
             made = make()

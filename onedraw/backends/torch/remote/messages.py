@@ -163,7 +163,8 @@ class NamedArray(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ImportCheckpoint(msgspec.Struct, tag="import", array_like=True, frozen=True):
-    """Answered by a StageReply, with an error if the arrays do not fit."""
+    """Write exported arrays into a checkpoint and its pages. The stage answers with a StageReply, with an error if they do not
+    fit."""
 
     slot: int | None
     page_maps: tuple[dict[int, int], ...]

@@ -49,7 +49,7 @@ class FeatureReader:
         self._target, self._rule = target, layout.alone.rule
         self._dtype = torch.float32 if target.device.type == "cpu" else torch.bfloat16
         sizes = StateSizes(pages=layout.alone.scratch, page_size=layout.page_size)
-        self.state = ModelState((), sizes, dtype=target.dtype, device=target.device)  # no layers, so no pages
+        self.state = ModelState((), sizes, dtype=target.dtype, device=target.device)  # without layers, so without pages
         self._parts: dict[str, list[ReadSequence]] = {}
 
     def open(self, rows: Sequence[Row]) -> None:

@@ -90,7 +90,7 @@ def agreeing_rows(
 
 
 def _random_rows(count: int, weight: Tensor, seed: int) -> Tensor:
-    """Every second seed has columns of very different sizes, as activations have."""
+    """Return random rows [count, K]. With every second seed columns differ widely in magnitude, as those of activations do."""
     generator = torch.Generator(device=weight.device).manual_seed(seed)
     x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device)
     if seed % 2 == 0:
