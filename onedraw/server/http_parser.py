@@ -1,16 +1,19 @@
-"""The HTTP parser of uvicorn, with a bound on the head of a request and on what follows its body.
+"""The HTTP parser of uvicorn, with a bound on the head of a request and on what follows its body, and without upgrades.
 
-Uvicorn's own parser collects a URL, a header or a trailer of any length, on the event loop and before any check of a key.
+Uvicorn's own parser collects a URL, a header or a trailer of any length, on the event loop and before any check of a key. It also
+drops the body of a request that offers another protocol, as Java's HTTP client does with every request to an http:// URL.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from onedraw.limits import MAX_HEAD
 
+OFFERS = (b"connection", b"upgrade", b"http2-settings")  # headers that offer another protocol
 _BODY = b"the head of the request is too large"
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\nconnection: close\r\ncontent-length: "
 _REFUSAL += b"%d\r\n\r\n" % len(_BODY) + _BODY
@@ -26,20 +29,41 @@ class BoundedParser(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
         self._pending += len(data)
-        super().data_received(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if self._pending > MAX_HEAD and not self.transport.is_closing():
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.write(_REFUSAL)
             self.transport.close()
 
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:  # The parser stops behind a head that offers another protocol.
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                raise httptools.HttpParserError("this server is no proxy") from None
+            close = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
+            kept = [(name, value) for name, value in self.headers if name not in OFFERS]
+            lines = [name + b": " + value for name, value in (*kept, *([(b"connection", b"close")] if close else []))]
+            head = b"\r\n".join((method + b" " + self.url + b" HTTP/1.1", *lines, b"", b""))
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(head + data[offer.args[0] :])
+
     def on_headers_complete(self) -> None:
-        self._pending = 0
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            self._pending = 0
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._pending = 0
         super().on_body(body)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """There are no WebSockets here, and a client that offers another protocol is answered in this one."""
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()

@@ -485,6 +485,21 @@ def test_damaged_and_half_written_files_of_the_folder_are_left_out(tmp_path: Pat
             }
 
 
+def test_a_batch_that_fails_unexpectedly_does_not_keep_others_waiting(tmp_path: Path) -> None:
+    """All later batches of its caller waited for one whose file the disk had lost."""
+    options = ServerOptions(batch_dir=tmp_path)
+    with fake_llm() as llm:
+        slowed(llm, 0.05)
+        with serving(llm, options) as served:
+            client = served.client()
+            first, second = (submitted(client, encoded(line(name, max_tokens=30, ignore_eos=True))) for name in "ab")
+        (tmp_path / "files" / f"{first.input_file_id}.jsonl").unlink()
+        with serving(llm, options) as served:
+            assert ended(served.client(), second.id).status == "completed"
+            assert served.get(f"/v1/files/{first.input_file_id}/content").status_code == 404
+            assert served.client().batches.retrieve(first.id).status in ("validating", "in_progress")
+
+
 def test_results_are_read_up_to_the_first_torn_one(tmp_path: Path) -> None:
     """Cut the file at every byte: what is left is whole results, and with the rest run again the texts are the same."""
     whole = tmp_path / "whole"

@@ -113,7 +113,8 @@ class Batches:
             await asyncio.sleep(SWEEP_SECONDS)
 
     async def _work(self, owner: str | None) -> None:
-        while (batch := self._next(owner)) is not None:
+        stopped: set[str] = set()  # ids of batches that cannot go on now, so that they do not keep the others waiting
+        while (batch := self._next(owner, but=stopped)) is not None:
             try:
                 await self._advance(batch)
             except (ShuttingDown, EngineLost):
@@ -123,12 +124,14 @@ class Batches:
                 log.warning("batch %s waits for a server with its model: %s", batch.id, batch.fingerprint)
             except Exception as error:  # a failure of the disk, or a bug
                 log.error("batch %s stopped, and is continued in %g s", batch.id, SWEEP_SECONDS, exc_info=error)
-                return
+                stopped.add(batch.id)
 
-    def _next(self, owner: str | None) -> Batch | None:
-        """Return the oldest batch of a caller that can make progress."""
+    def _next(self, owner: str | None, *, but: Collection[str]) -> Batch | None:
+        """Return the oldest batch of a caller that can make progress and has none of these ids."""
         for batch in self.store.batches(owner):
-            if not batch.ended and (batch.status != "in_progress" or self._runs_here(batch) or self._late(batch)):
+            if batch.id in but or batch.ended:
+                continue
+            if batch.status != "in_progress" or self._runs_here(batch) or self._late(batch):
                 return batch
         return None
 

@@ -23,7 +23,7 @@ from onedraw.llm.request_options import settle_seed
 from onedraw.server.auth import caller, turn_caller
 from onedraw.server.batch.batches import Answer, Batches
 from onedraw.server.batch.requests import BatchRequest, read_upload
-from onedraw.server.batch.store import Batch, BatchStore, FolderInUse, StoredFile
+from onedraw.server.batch.store import Batch, BatchStore, FolderInUse, NoSuchFile, StoredFile
 from onedraw.server.config import ServerOptions
 from onedraw.server.openai.responses import check_query, listing, page_of
 
@@ -138,6 +138,8 @@ class BatchEndpoints:
         store = self._opened().store
         found = store.file(file_id, caller(request))
         path: Path = store.content(found.id)
+        if not path.is_file():  # It was deleted meanwhile, or the disk has lost it.
+            raise NoSuchFile(f"the content of the file {file_id!r} is not there", param="file_id")
         return FileResponse(path, media_type="application/octet-stream", headers={"x-content-type-options": "nosniff"})
 
     # ------------------------------------------------------------------ batches
