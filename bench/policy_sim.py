@@ -5,7 +5,7 @@
 
 A trace says, for every position of a reply, how many drafts of the model's own drafter and of n-grams would have been kept
 there. Tokens never depend on drafts, so one run without verification gives the traces for every policy. A cost table gives the
-seconds of a step by rows and tokens, and of the drafter by rows and drafted positions.
+seconds of a step by rows and tokens, and of the drafter by rows, drafted positions and positions it catches up with.
 """
 
 from __future__ import annotations
@@ -104,19 +104,20 @@ class Machine:
     name: str
     step: RowCost
     drafter: RowCost
-    tokens: tuple[int, ...] = ()  # beside the line: extra microseconds at 1, 2, … tokens per row
+    catch_up: float  # seconds per position that the drafter reads late, because it did not run in that step
 
     def step_seconds(self, *, tokens: int, rows: int) -> float:
         return self.step.base_seconds + self.step.row_seconds * rows + self.step.token_seconds * tokens
 
-    def drafter_seconds(self, *, drafted: int, rows: int) -> float:
-        return self.drafter.base_seconds + self.drafter.row_seconds * rows + self.drafter.token_seconds * drafted
+    def drafter_seconds(self, *, drafted: int, rows: int, behind: int) -> float:
+        call = self.drafter.base_seconds + self.drafter.row_seconds * rows + self.drafter.token_seconds * drafted
+        return call + self.catch_up * behind
 
 
 MACHINES = (
-    Machine("2 CPU cores, packed", RowCost(4.6e-3, 0.42e-3, 0.25e-3), RowCost(0.9e-3, 0.22e-3, 0.2e-3)),
-    Machine("laptop CPU, float32", RowCost(16e-3, 0.9e-3, 0.4e-3), RowCost(3.5e-3, 0.9e-3, 0.3e-3)),
-    Machine("H200, 8B bf16", RowCost(4.2e-3, 0.013e-3, 0.01e-3), RowCost(0.9e-3, 0.02e-3, 0.02e-3)),
+    Machine("2 CPU cores, packed", RowCost(4.6e-3, 0.42e-3, 0.25e-3), RowCost(0.9e-3, 0.22e-3, 0.2e-3), 0.04e-3),
+    Machine("laptop CPU, float32", RowCost(16e-3, 0.9e-3, 0.4e-3), RowCost(3.5e-3, 0.9e-3, 0.3e-3), 0.1e-3),
+    Machine("H200, 8B bf16", RowCost(4.2e-3, 0.013e-3, 0.01e-3), RowCost(0.9e-3, 0.02e-3, 0.02e-3), 0.002e-3),
 )
 
 
@@ -148,6 +149,7 @@ def simulate(
     seconds, tokens = 0.0, 0
     histories: dict[str, History] = {}
     own: dict[str, tuple[Draft, ...]] = {}
+    behind = dict.fromkeys(by_id, 0)
     requests = {
         name: Request(name, (1,), SamplingParams(temperature=t.temperature, max_tokens=10**6)) for name, t in by_id.items()
     }
@@ -165,7 +167,10 @@ def simulate(
         if "device" in sources:
             limits = speculator.plan_drafter([requests[name] for name in running], limit=LENGTH)
         spent = machine.step_seconds(tokens=count, rows=len(running))
-        drafting = machine.drafter_seconds(drafted=sum(limits), rows=sum(map(bool, limits))) if any(limits) else 0.0
+        drafting = 0.0
+        if any(limits):
+            late = sum(behind[name] for name, limit in zip(running, limits, strict=True) if limit)
+            drafting = machine.drafter_seconds(drafted=sum(limits), rows=sum(map(bool, limits)), behind=late)
         for name, limit in zip(list(running), limits, strict=True):
             trace, history, proposal = by_id[name], histories[name], proposals[name]
             at = len(history.output)
@@ -175,6 +180,7 @@ def simulate(
                 speculator.record_outcome(name, proposal.source, drafted=len(proposal.drafts), kept=kept)
             history.output.extend([0] * (kept + 1))
             tokens += kept + 1
+            behind[name] = 0 if limit else behind[name] + kept + 1
             own[name] = chain((0,) * limit)
             if len(history.output) >= len(trace.kept["device"]):
                 running.remove(name)

@@ -287,11 +287,13 @@ class Scheduler:
         """Tell the backend's own drafter how many drafts to make for the row after each row that samples."""
         if not self.capacity.drafter:
             return members
-        limits = dict.fromkeys(range(len(members)), 0)
         sampling = [i for i, member in enumerate(members) if member.row.samples and not member.row.history.forced]
         requests = [members[index].sequence.request for index in sampling]
-        limits.update(zip(sampling, self.speculator.plan_drafter(requests, limit=self.capacity.lookahead - 1), strict=True))
-        return [replace(member, row=replace(member.row, draft_limit=limits[i])) for i, member in enumerate(members)]
+        limits = self.speculator.plan_drafter(requests, limit=self.capacity.lookahead - 1)
+        for index, limit in zip(sampling, limits, strict=True):
+            if limit:
+                members[index] = replace(members[index], row=replace(members[index].row, draft_limit=limit))
+        return members
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
         """Return how many known tokens a prompt row computes: all that remain, or as many as end at a multiple of the chunk."""

@@ -146,6 +146,7 @@ class Sequence:
             restore=None if restore is None else restore.slot,
             copies=() if restore is None else restore.copies,
             saves=self.lease.plan_saves(start=self.computed, stop=stop, samples=samples),
+            draft_limit=0,  # until the scheduler decides otherwise
         )
 
     def row_ahead(self, row: Row) -> Row:

@@ -13,8 +13,8 @@ The speed has one maximum, because each further draft costs the same and adds le
 if many rows share the base cost, or if drafts are rarely kept. Then drafts are only tried occasionally, which is called a probe.
 
 Drafts of the backend's own drafter cost its time too: a call, which the rows that draft in a step share, and each position
-that it drafts. Drafting has to beat a step in which the drafter does not run. All probes together take at most
-PROBE_SHARE of the time.
+that it drafts. Drafting has to beat a step in which the drafter does not run. A drafter that did not run for some steps also
+has to catch up: it reads the tokens of these steps first. The probes of a source take at most PROBE_SHARE of the time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ PRIOR_WEIGHT = 3.0  # PRIOR_ACCEPTANCE counts as much as this many observed draf
 PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, assumed until it is measured
 CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
 PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
+PRIOR_CATCH_UP_SHARE = 0.01  # the cost of catching up by one token as a share of the base cost, until it is measured
 REFINEMENTS = 3  # rounds: the best drafts depend on the speed of the step, and the speed of the step on the drafts
 PROBE_TOKENS = 2  # number of drafts of a proposer's probe
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
-PROBE_SHARE = 0.01  # all probes together take at most this share of the time
-PROBE_SAVINGS = 8.0  # the most time for probes that can be saved up, as a multiple of the base cost of a step
+BATCH_WEIGHT = 64.0  # the cost of steps of a number of rows is the mean of about this many of the latest
+PROBE_SHARE = 0.005  # the probes of a source take at most this share of the time
+PROBE_SAVINGS = 8.0  # the most time for a source's probes that can be saved up, as a multiple of the base cost of a step
 
 
 # ---------------------------------------------------------------------- decision
@@ -101,6 +103,7 @@ def best_draft_counts(
     drafting: RowCost,
     running: int,
     limit: int,
+    catch_up: Sequence[float] = (),
     nodes: int = 0,
     host_drafts: int = 0,
     host_kept: float = 0.0,
@@ -108,8 +111,9 @@ def best_draft_counts(
     """Return how many positions the backend's drafter should draft for each row, given the rows' rates of acceptance.
 
     `running` rows share the step, and all that draft share a call of the drafter, whose cost is `drafting` in terms of drafted
-    positions. With `nodes` the drafts of `limit` positions are a tree of that many nodes, and a rate is that of the tree.
-    Other rows of the step carry `host_drafts` drafts of proposers, of which `host_kept` are kept on average.
+    positions. `catch_up` has for each row the seconds per step that catching up costs, if the row drafts. With `nodes` the drafts
+    of `limit` positions are a tree of that many nodes, and a rate is that of the tree. Other rows of the step carry `host_drafts`
+    drafts of proposers, of which `host_kept` are kept on average.
 
     A draft pays off if it is kept more often than the step, at its present speed, samples tokens in the time that the draft
     costs. The call pays off if the drafts together bring more than that for its time.
@@ -121,7 +125,10 @@ def best_draft_counts(
     best = [0] * len(rates)
     fastest = tokens / seconds
     for _ in range(REFINEMENTS):
-        found = [_drafts_at(fastest, rate, cost=cost, drafting=drafting, limit=limit, nodes=nodes) for rate in rates]
+        found = [
+            _drafts_at(fastest, rate, begin, cost=cost, drafting=drafting, limit=limit, nodes=nodes)
+            for rate, begin in zip(rates, catch_up or [0.0] * len(rates), strict=True)
+        ]
         kept = sum(expected for _, expected, _ in found)
         took = sum(price for _, _, price in found)
         speed_then = (tokens + kept) / (seconds + drafting.base_seconds + took)
@@ -132,18 +139,20 @@ def best_draft_counts(
 
 
 def _drafts_at(
-    tokens_per_second: float, rate: float, *, cost: RowCost, drafting: RowCost, limit: int, nodes: int
+    tokens_per_second: float, rate: float, begin: float, *, cost: RowCost, drafting: RowCost, limit: int, nodes: int
 ) -> tuple[int, float, float]:
-    """Return how many positions to draft for a row, how many drafts it will keep on average, and how many seconds they cost."""
+    """Return how many positions to draft for a row, how many drafts it will keep on average, and how many seconds they cost.
+    `begin`: seconds that they cost whatever their number."""
+    begin += drafting.row_seconds
     price = drafting.token_seconds + cost.token_seconds
     chain_rate = rate * CHAIN_SHARE if nodes else rate
     count, gain = 0, chain_rate
     while count < limit and gain > tokens_per_second * price:
         count, gain = count + 1, gain * chain_rate
     kept = expected_kept(chain_rate, count)
-    options = [(count, kept, drafting.row_seconds + count * price if count else 0.0)]
+    options = [(count, kept, begin + count * price if count else 0.0)]
     if nodes and limit:
-        tree = drafting.row_seconds + limit * drafting.token_seconds + nodes * cost.token_seconds
+        tree = begin + limit * drafting.token_seconds + nodes * cost.token_seconds
         options.append((limit, expected_kept(rate, limit), tree))
     chosen = max(options, key=lambda option: option[1] - tokens_per_second * option[2])
     return chosen if chosen[1] > tokens_per_second * chosen[2] else (0, 0.0, 0.0)
@@ -186,23 +195,20 @@ class Acceptance:
 @dataclass(slots=True)
 class Probe:
     """Decides when a source of drafts that does not pay off is tried again: after 2 steps, then after 4, 8 and so on up to 64
-    further ones."""
+    further ones. Steps are those of the request, counted from 0."""
 
     gap: int = FIRST_PROBE_GAP
-    waited: int = 0
+    due_at: int = FIRST_PROBE_GAP  # the step from which on it is tried
 
-    def due(self) -> bool:
-        """Count one more step in which the source does not pay off, and return whether to try it now."""
-        self.waited += 1
-        return self.waited >= self.gap
+    def back_off(self, step: int) -> None:
+        """Note that the source was tried in this step. The next time comes after twice as many steps."""
+        self.gap = min(self.gap * 2, LAST_PROBE_GAP)
+        self.due_at = step + self.gap
 
-    def back_off(self) -> None:
-        """Note that the source was tried. The next time comes after twice as many steps."""
-        self.gap, self.waited = min(self.gap * 2, LAST_PROBE_GAP), 0
-
-    def reset(self) -> None:
-        """Note that the source pays off, so that it needs no probe."""
-        self.gap, self.waited = FIRST_PROBE_GAP, 0
+    def reset(self, step: int) -> None:
+        """Note that the source pays off in this step, so that it needs no probe."""
+        self.gap = FIRST_PROBE_GAP
+        self.due_at = step + self.gap
 
 
 # ---------------------------------------------------------------------- estimate of step cost
@@ -273,3 +279,62 @@ class CostMeter:
         scale = min(1.0, mean_seconds / (token * mean_tokens + row * mean_rows))  # so that the base cost is not negative
         token, row = token * scale, row * scale
         return RowCost(max(mean_seconds - token * mean_tokens - row * mean_rows, 0.0), token, row)
+
+
+@dataclass(slots=True)
+class BatchCost:
+    """The mean cost of steps with a certain number of rows: of one without drafts, and of each draft in one with drafts."""
+
+    plain_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    plain_weight: float = 0.0
+    draft_weight: float = 0.0
+
+    def observe(self, *, drafts: int, seconds: float, prior: float) -> None:
+        """`prior`: the seconds of a draft, assumed until they are measured."""
+        usual = self.plain_seconds + drafts * self.draft(prior)
+        if seconds * 8.0 < usual:
+            self.plain_weight = self.draft_weight = 0.0  # as in `CostMeter`, those before must have been warm-up
+        elif self.plain_weight > 4.0:
+            seconds = min(seconds, 2.0 * usual)
+        if not drafts:
+            self.plain_weight = min(self.plain_weight + 1.0, BATCH_WEIGHT)
+            self.plain_seconds += (seconds - self.plain_seconds) / self.plain_weight
+        elif self.plain_weight > 4.0:
+            self.draft_weight = min(self.draft_weight + 1.0, BATCH_WEIGHT)
+            self.draft_seconds += ((seconds - self.plain_seconds) / drafts - self.draft_seconds) / self.draft_weight
+
+    def draft(self, prior: float) -> float:
+        measured = (self.draft_weight * self.draft_seconds + PRIOR_WEIGHT * prior) / (self.draft_weight + PRIOR_WEIGHT)
+        return max(measured, 1e-3 * prior)
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Estimates the cost of a step by its rows and tokens: with one fit for all steps, and per number of rows where steps of
+    that number were measured. A processor may compute 6 tokens in the time of 8, which no fit of a line shows."""
+
+    fit: CostMeter = field(default_factory=CostMeter)
+    _batches: dict[int, BatchCost] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> RowCost:
+        return self.fit.cost
+
+    def observe(self, *, tokens: int, rows: int, seconds: float) -> None:
+        if tokens < rows or rows <= 0 or not 0.0 < seconds < float("inf"):
+            return
+        self.fit.observe(tokens=tokens, rows=rows, seconds=seconds)
+        batch = self._batches.get(rows)
+        if batch is None:
+            batch = self._batches[rows] = BatchCost()
+        batch.observe(drafts=tokens - rows, seconds=seconds, prior=self.fit.cost.token_seconds)
+
+    def of(self, rows: int) -> RowCost:
+        """Return the cost of steps with this number of rows. Only for these is it right: what their rows cost without drafts is
+        not divided further, and the seconds of a row are what a token costs less, so they may be negative."""
+        fitted, batch = self.fit.cost, self._batches.get(rows)
+        if batch is None or batch.plain_weight <= 4.0:
+            return fitted
+        draft = batch.draft(fitted.token_seconds)
+        return RowCost(0.0, draft, batch.plain_seconds / rows - draft)

@@ -106,13 +106,14 @@ class SuffixIndex:
 # ---------------------------------------------------------------------- drafts from the caller's predicted output
 
 
+PREDICTION = "prediction"
 ANCHORS = (3, 2)  # To realign, this many of the last output tokens must occur in the prediction; 3 is tried first.
 
 
 class PredictionProposer:
     """Drafts the rest of the reply that the request predicts, from where the output has arrived in it."""
 
-    name = "prediction"
+    name = PREDICTION
 
     def __init__(self) -> None:
         self._alignments: dict[str, Alignment] = {}

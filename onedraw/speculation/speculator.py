@@ -6,7 +6,9 @@ drafts that pays off, and the estimates of acceptance and cost; this file keeps 
 updates them after each step, and compares the sources by the formula.
 
 A source whose drafts do not pay off is tried again from time to time with a few drafts, because the text may have changed. This
-is called a probe. Probes are paid from a small share of the step time, which is saved up.
+is called a probe. Probes are paid from a small share of the step time, which is saved up for each source. Between probes the
+sources are not asked, so that such a step costs hardly more than without speculation. When the backend's drafter runs again, it
+first reads the tokens of the steps in which it did not run; this catching up is part of the price of its probe.
 
 The choice affects speed only, never a token. Everything here runs on the engine's thread.
 """
@@ -20,6 +22,7 @@ from time import perf_counter
 
 from onedraw.speculation.draft_length import (
     PRIOR_CALL_SHARE,
+    PRIOR_CATCH_UP_SHARE,
     PROBE_SAVINGS,
     PROBE_SHARE,
     PROBE_TOKENS,
@@ -27,13 +30,14 @@ from onedraw.speculation.draft_length import (
     CostMeter,
     Probe,
     RowCost,
+    StepCosts,
     best_chain_length,
     best_draft_counts,
     best_tree_size,
     expected_kept,
 )
 from onedraw.speculation.draft_tree import chain_length, tree_depth
-from onedraw.speculation.proposers import Proposer
+from onedraw.speculation.proposers import PREDICTION, Proposer
 from onedraw.types import Draft, History, Request
 
 DEVICE = "device"  # the name of the backend's own drafter as a source of drafts
@@ -42,6 +46,11 @@ MAX_CHAIN = 32  # a chain has at most this many drafts, unless a length is force
 # A proposer's drafts are used instead of the backend's if the number of them expected to be kept is at least this share of the
 # backend's.
 PREFERENCE = 0.8
+OVERALL_WEIGHT = 8.0  # the acceptance of a source over all requests counts as much as this many drafts of a request
+FIRST_SAVINGS = 1.0  # what a source may spend on probes before anything is saved up, as a multiple of the base cost of a step
+LOOK_AGAIN = 3  # A proposer that is due for a probe and has no drafts is asked again after this many steps.
+CATCH_UP_STEPS = 16  # a drafter that pays off runs for at least this many steps, over which the cost of catching up is spread
+LONGEST_PAUSE = 64  # the most steps until a request for which no drafts pay off is looked at again
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +90,26 @@ class SourceEstimates:
     overall: Acceptance  # the acceptance of this source over all requests with about the same temperature
     probe: Probe = field(default_factory=Probe)
 
+    @property
+    def rate(self) -> float:
+        """The probability that a draft is kept. The acceptance of other requests always counts a little, since that of one
+        request is estimated from few drafts."""
+        own, weight = self.acceptance, self.acceptance.kept + self.acceptance.lost
+        return (own.kept + OVERALL_WEIGHT * self.overall.rate) / (weight + OVERALL_WEIGHT)
+
 
 @dataclass(slots=True)
 class RequestEstimates:
+    proposers: tuple[Proposer, ...]  # those that may have drafts for the request
     sources: dict[str, SourceEstimates] = field(default_factory=dict)
     host_drafts: int = 0  # number of drafts in this step's row, if they are from a proposer and pay off
     host_expected: float = 0.0  # how many of `host_drafts` are expected to be kept
+    step: int = 0  # counts calls of `propose` for this request
+    running: int = 0  # number of rows of the step when `propose` was called last
+    ask_at: int = 0  # the proposers are asked again from this step on
+    drafter_step: int = 0  # counts calls of `plan_drafter` for this request
+    plan_at: int = 0  # whether the drafter pays off for this request alone is computed again from this step on
+    behind: int = 0  # how many steps the drafter has to catch up with
 
 
 class Speculator:
@@ -98,14 +121,18 @@ class Speculator:
         self._proposers = tuple(proposers)
         self._forced = draft_tokens
         self._tree_nodes = tree_nodes
-        self._steps, self._calls = CostMeter(), CostMeter()  # cost of a step without the drafter; cost of the backend's drafter
-        self._calls_measured = False
+        self._steps = StepCosts()  # cost of a step without the drafter
+        self._calls = CostMeter()  # cost of the backend's drafter by drafted positions, if it also ran in the step before
+        self._returns = CostMeter()  # cost of the backend's drafter by drafted positions and those it caught up with
+        self._calls_measured = self._returns_measured = False
+        self._catching_up = 0  # positions that the drafter catches up with in the step that was planned last
+        self._sampling = 0  # number of rows for which `plan_drafter` was called last
         self._requests: dict[str, RequestEstimates] = {}
         self._overall: dict[tuple[str, float], Acceptance] = {}  # by source and rounded temperature, over all requests
         self._by_source: dict[str, tuple[int, int, int]] = {}
         self._kept_depths = [0] * (POSITIONS + 1)  # entry k: rows that kept k drafts; the last entry: that many or more
         self._seconds = 0.0
-        self._savings = 0.0  # seconds that are saved up for probes
+        self._savings: dict[str, float] = {}  # by source, seconds that are saved up for its probes
         self._probe_seconds = self._drafter_seconds = 0.0
         self._drafter_steps = 0
 
@@ -124,7 +151,14 @@ class Speculator:
         if not request.speculate or room <= 0 or self._forced == 0 or not (own or self._proposers):
             return NO_PROPOSAL
         begin = perf_counter()
-        proposal = self._decide(request, history, own[:room], room, running, tentative)
+        state = self._state(request)
+        state.step += 1
+        state.host_drafts, state.host_expected = 0, 0.0
+        proposal = NO_PROPOSAL
+        if running != state.running:  # Another number of rows may make drafts pay off.
+            state.running, state.ask_at = running, 0
+        if own or state.step >= state.ask_at:
+            proposal = self._decide(state, request, history, own[:room], room, running, tentative)
         self._seconds += perf_counter() - begin
         return proposal
 
@@ -134,19 +168,44 @@ class Speculator:
         if self._forced is not None:
             return [min(self._forced, limit) if request.speculate else 0 for request in requests]
         begin = perf_counter()
-        counts = self._drafter_counts(requests, limit)
-        for index, request in enumerate(requests):
-            if not request.speculate:
-                continue
-            known = self._of(request, DEVICE)
-            if counts[index]:
-                known.probe.reset()
-                continue
-            if known.probe.due() and self._pay_for_probe(self._drafter_cost(), 1):
-                known.probe.back_off()
-                counts[index] = 1
+        states = [self._state(request) for request in requests]
+        counts = [0] * len(requests)
+        asks = len(requests) != self._sampling
+        self._sampling = len(requests)
+        for state in states:
+            state.drafter_step += 1
+            asks = asks or state.drafter_step >= state.plan_at
+        if asks:
+            counts = self._drafter_counts(requests, states, limit)
+            for index, (request, state) in enumerate(zip(requests, states, strict=True)):
+                if request.speculate:
+                    counts[index] = self._or_probe(counts, index, request, state)
+        self._catching_up = 0
+        for state, count in zip(states, counts, strict=True):
+            self._catching_up += state.behind if count else 0
+            state.behind = 0 if count else state.behind + 1
         self._seconds += perf_counter() - begin
         return counts
+
+    def _or_probe(self, counts: Sequence[int], index: int, request: Request, state: RequestEstimates) -> int:
+        """Return how many positions to draft for a row: its count, or one position if that is 0 and a probe is due and paid."""
+        probe, now = self._of(request, state, DEVICE).probe, state.drafter_step
+        if counts[index]:
+            probe.reset(now)
+            state.plan_at = now + 1
+            return counts[index]
+        if now < probe.due_at:
+            # While a proposer's drafts pay off, the drafter has to take over as soon as they end.
+            state.plan_at = now + 1 if state.host_expected else min(probe.due_at, now + LONGEST_PAUSE)
+            return 0
+        call = self._return_cost()
+        price = call.row_seconds + call.token_seconds * (1 + state.behind) + self._steps.of(len(counts)).token_seconds
+        if not self._pay_for_probe(DEVICE, price if any(counts) else price + call.base_seconds):
+            state.plan_at = now + LOOK_AGAIN
+            return 0
+        probe.back_off(now)
+        state.plan_at = now + 1
+        return 1
 
     def record_outcome(self, request_id: str, source: str, *, drafted: int, kept: int, depth: int | None = None) -> None:
         """Learn from a verified row: `kept` of its `drafted` drafts were kept, and at most `depth` could be kept together."""
@@ -168,11 +227,18 @@ class Speculator:
         self._steps.observe(tokens=tokens, rows=rows, seconds=seconds)
         self._drafter_seconds += drafter_seconds
         if drafted:
-            self._calls.observe(tokens=drafted, rows=drafting_rows, seconds=drafter_seconds)
-            self._calls_measured = True
             self._drafter_steps += 1
-        most = PROBE_SAVINGS * self._steps.cost.base_seconds
-        self._savings = min(self._savings + PROBE_SHARE * (seconds + drafter_seconds), most)
+            call = self._drafter_cost()
+            usual = call.base_seconds + call.row_seconds * drafting_rows + call.token_seconds * drafted
+            if self._catching_up:
+                self._returns.observe(tokens=drafted + self._catching_up, rows=drafting_rows, seconds=drafter_seconds)
+                self._returns_measured = True
+            if not self._catching_up or drafter_seconds < usual:  # Without catching up it would not have taken longer.
+                self._calls.observe(tokens=drafted, rows=drafting_rows, seconds=drafter_seconds)
+                self._calls_measured = True
+        most, earned = PROBE_SAVINGS * self._steps.cost.base_seconds, PROBE_SHARE * (seconds + drafter_seconds)
+        for source, saved in self._savings.items():
+            self._savings[source] = min(saved + earned, most)
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -198,64 +264,77 @@ class Speculator:
         )
 
     def _decide(
-        self, request: Request, history: History, own: tuple[Draft, ...], room: int, running: int, tentative: bool
+        self,
+        state: RequestEstimates,
+        request: Request,
+        history: History,
+        own: tuple[Draft, ...],
+        room: int,
+        running: int,
+        tentative: bool,
     ) -> Proposal:
-        state = self._requests.setdefault(request.id, RequestEstimates())
-        state.host_drafts, state.host_expected = 0, 0.0
-        own_count, own_expected = self._own(request, own, running) if own else (0, 0.0)
-        least = PREFERENCE * own_expected
-        for proposer in self._proposers:
-            known = self._of(request, proposer.name)
-            rate = known.acceptance.rate
+        own_count, own_expected = self._own(request, state, own, running) if own else (0, 0.0)
+        least, now = PREFERENCE * own_expected, state.step
+        ask_at = now + LONGEST_PAUSE
+        for proposer in state.proposers:
+            known = self._of(request, state, proposer.name)
+            rate = known.rate
             count = self._length(rate, room, running)
             pays = count > 0 and expected_kept(rate, count) >= least
-            if not pays and not known.probe.due():
+            if not pays and now < known.probe.due_at:
+                ask_at = min(ask_at, known.probe.due_at)
                 continue
+            ask_at = min(ask_at, now + (1 if pays else LOOK_AGAIN))
             count = count or min(PROBE_TOKENS, room)
             drafts = proposer.propose(request, history, count)[:count]
             if not drafts or (pays and expected_kept(rate, len(drafts)) < least):
                 continue
             if pays:
-                known.probe.reset()
+                known.probe.reset(now)
                 state.host_drafts, state.host_expected = len(drafts), expected_kept(rate, len(drafts))
-            elif not tentative:  # After a tentative call the probe is still due, since no row carries its drafts.
-                if not self._pay_for_probe(RowCost(0.0, 0.0), len(drafts)):
+            else:
+                price = len(drafts) * self._steps.of(running).token_seconds
+                if not self._pay_for_probe(proposer.name, price, tentative=tentative):
                     continue
-                known.probe.back_off()
+                if not tentative:  # After a tentative call the probe is still due, since no row carries its drafts.
+                    known.probe.back_off(now)
+            state.ask_at = now + 1
             return Proposal(drafts, proposer.name)
+        state.ask_at = ask_at
         return Proposal(own[:own_count], DEVICE) if own_count else NO_PROPOSAL
 
-    def _own(self, request: Request, own: tuple[Draft, ...], running: int) -> tuple[int, float]:
+    def _own(self, request: Request, state: RequestEstimates, own: tuple[Draft, ...], running: int) -> tuple[int, float]:
         """Return how many of the backend's drafts to use, from the first on, and how many of them are kept on average. They are
         made already, so only their verification costs time, and at least one is used."""
-        rate = self._of(request, DEVICE).acceptance.rate
+        rate = self._of(request, state, DEVICE).rate
         chain = chain_length(own)
         if chain == len(own):
             count = max(self._length(rate, chain, running), 1)
             return count, expected_kept(rate, count)
         deepest = tree_depth(own)
         if self._forced is None:
-            cost = self._steps.cost
+            cost = self._steps.of(running)
             count, kept = best_tree_size(rate, chain=chain, depth=deepest, nodes=len(own), cost=cost, running=running)
             return (count, kept) if count else (1, rate)
         reach = min(self._forced, deepest)
         return (len(own) if reach == deepest else reach), expected_kept(rate, reach)
 
-    def _drafter_counts(self, requests: Sequence[Request], limit: int) -> list[int]:
+    def _drafter_counts(self, requests: Sequence[Request], states: Sequence[RequestEstimates], limit: int) -> list[int]:
         """Return how many positions to draft for each row, so that all rows together get the most tokens per second."""
         rates, host_drafts, host_kept = [], 0, 0.0
-        for request in requests:
-            state, rate = self._requests.setdefault(request.id, RequestEstimates()), 0.0
+        for request, state in zip(requests, states, strict=True):
+            rate = 0.0
             if request.speculate:
-                rate = self._of(request, DEVICE).acceptance.rate
+                rate = self._of(request, state, DEVICE).rate
             if state.host_expected > 0.0 and state.host_expected >= PREFERENCE * expected_kept(rate, limit):
                 # A proposer whose drafts pay off now is likely to have some for the next row too, at no cost.
                 rate, host_drafts, host_kept = 0.0, host_drafts + state.host_drafts, host_kept + state.host_expected
             rates.append(rate)
         return best_draft_counts(
             rates,
-            cost=self._steps.cost,
+            cost=self._steps.of(len(requests)),
             drafting=self._drafter_cost(),
+            catch_up=[self._return_cost().token_seconds * state.behind / CATCH_UP_STEPS for state in states],
             running=len(requests),
             limit=limit,
             nodes=self._tree_nodes,
@@ -270,28 +349,44 @@ class Speculator:
         cost = self._steps.cost
         return RowCost(PRIOR_CALL_SHARE * cost.base_seconds, cost.token_seconds)
 
-    def _pay_for_probe(self, drafting: RowCost, count: int) -> bool:
-        """Return whether the saved time covers a probe of `count` drafts, and if so subtract the probe's cost from it."""
-        price = drafting.base_seconds + drafting.row_seconds + count * (drafting.token_seconds + self._steps.cost.token_seconds)
+    def _return_cost(self) -> RowCost:
+        """Return the cost of the backend's drafter after steps without it, where a token is a position that is drafted or that it
+        catches up with."""
+        if self._returns_measured:
+            return self._returns.cost
+        base = self._steps.cost.base_seconds
+        return RowCost(PRIOR_CALL_SHARE * base, PRIOR_CATCH_UP_SHARE * base)
+
+    def _pay_for_probe(self, source: str, price: float, *, tentative: bool = False) -> bool:
+        """Return whether the saved time covers a probe, and if so subtract the probe's price from it unless the call is
+        tentative."""
         # No more than `most` can be saved up. A probe that costs more, perhaps because one call was slow, leaves the savings
         # negative.
-        most = PROBE_SAVINGS * self._steps.cost.base_seconds
-        if min(price, most) > self._savings:
+        base = self._steps.cost.base_seconds
+        most, saved = PROBE_SAVINGS * base, self._savings.setdefault(source, FIRST_SAVINGS * base)
+        if min(price, most) > saved:
             return False
-        self._savings -= price
-        self._probe_seconds += price
+        if not tentative:
+            self._savings[source] = saved - price
+            self._probe_seconds += price
         return True
 
     def _length(self, rate: float, limit: int, running: int) -> int:
         if self._forced is not None:
             return min(self._forced, limit)
-        return best_chain_length(rate, cost=self._steps.cost, running=running, limit=min(limit, MAX_CHAIN))
+        return best_chain_length(rate, cost=self._steps.of(running), running=running, limit=min(limit, MAX_CHAIN))
 
-    def _of(self, request: Request, source: str) -> SourceEstimates:
-        sources = self._requests.setdefault(request.id, RequestEstimates()).sources
-        known = sources.get(source)
+    def _state(self, request: Request) -> RequestEstimates:
+        state = self._requests.get(request.id)
+        if state is None:
+            proposers = tuple(p for p in self._proposers if request.predicted or p.name != PREDICTION)
+            state = self._requests[request.id] = RequestEstimates(proposers)
+        return state
+
+    def _of(self, request: Request, state: RequestEstimates, source: str) -> SourceEstimates:
+        known = state.sources.get(source)
         if known is None:
             kind = (source, min(round(request.params.temperature * 4) / 4, 2.0))
             overall = self._overall.setdefault(kind, Acceptance(decay=0.98, weight=64.0))
-            known = sources[source] = SourceEstimates(overall.prior_for_new_request(), overall)
+            known = state.sources[source] = SourceEstimates(overall.prior_for_new_request(), overall)
         return known

@@ -231,20 +231,23 @@ class Listener(Speculator):
         self.drafts: dict[int, tuple[Draft, ...]] = {}
 
     def propose(self, request: Request, history: History, own: tuple[Draft, ...], **how: Any) -> Proposal:
-        if own:
+        if own and request.id == "w":
             self.drafts[len(history)] = own
         return NO_PROPOSAL
 
     def plan_drafter(self, requests: Sequence[Request], *, limit: int) -> list[int]:
         self.steps += 1
-        return [limit if self.steps % self.every == 0 else 0 for _ in requests]
+        return [limit if self.steps % self.every == 0 and request.id == "w" else 0 for request in requests]
 
 
-def listen(every: int, kind: type[DflashDrafter] = DflashDrafter) -> dict[int, tuple[Draft, ...]]:
+def listen(every: int, kind: type[DflashDrafter] = DflashDrafter, *, company: int = 0) -> dict[int, tuple[Draft, ...]]:
+    """The drafts of one request by position. While it runs, `company` others come with long prompts."""
     prompt = tuple(np.random.default_rng(6).integers(8, VOCAB, 20).tolist())
     request = Request("w", prompt, SamplingParams(temperature=0.0, max_tokens=200))
     listener = Listener(every)
-    run(backend_of(dflash(0, kind)), [request], Schedule(speculator=listener))
+    others = [Request(f"o{i}", (*range(8, 60), 8 + i), SamplingParams(temperature=0.0, max_tokens=9)) for i in range(company)]
+    arrivals = tuple(20 * index for index in range(company + 1))
+    run(backend_of(dflash(0, kind)), [request, *others], Schedule(speculator=listener, arrivals=arrivals))
     return listener.drafts
 
 
@@ -265,6 +268,28 @@ def test_context_that_waited_gives_the_drafts_of_context_written_at_once(most: i
     assert all(always[at] == drafts for at, drafts in now_and_then.items())
     if most > 1:
         assert any(always[at] != drafts for at, drafts in listen(90, DrafterThatForgetsWaitingContext).items())
+
+
+class FrugalDrafter(DflashDrafter):
+    """Checks that what waits keeps the features of few other tokens in memory."""
+
+    waited = 0
+
+    def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
+        found = super().draft(step)
+        for context in self._waiting.values():
+            kept = {id(features): len(features[0]) for features, _ in context.places}
+            assert sum(kept.values()) <= 4 * 2 * context.count
+            FrugalDrafter.waited = max(FrugalDrafter.waited, context.count)
+        return found
+
+
+def test_context_that_waits_while_prompts_come_keeps_none_of_theirs() -> None:
+    FrugalDrafter.waited = 0
+    always, now_and_then = listen(1, company=4), listen(90, FrugalDrafter, company=4)
+    assert FrugalDrafter.waited > 60
+    assert len(now_and_then) >= 2
+    assert all(always[at] == drafts for at, drafts in now_and_then.items())
 
 
 class CountingDrafter(DflashDrafter):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from onedraw.speculation.draft_length import (
     CostMeter,
     Probe,
     RowCost,
+    StepCosts,
     best_chain_length,
     best_draft_counts,
     best_tree_size,
@@ -87,6 +90,14 @@ def test_the_drafter_does_not_run_where_its_call_costs_more_than_it_brings() -> 
     assert best_draft_counts([0.8], cost=cost, drafting=call, running=1, limit=7)[0] >= 3
     assert best_draft_counts([0.6, 0.0, 0.0, 0.0], cost=cost, drafting=call, running=4, limit=7) == [0, 0, 0, 0]
     assert min(best_draft_counts([0.6] * 4, cost=cost, drafting=call, running=4, limit=7)) > 0, "four rows share a call"
+
+
+def test_a_drafter_that_has_much_to_catch_up_with_does_not_begin() -> None:
+    cost, call = RowCost(1.0, 0.05), RowCost(0.2, 0.02)
+    assert best_draft_counts([0.6], cost=cost, drafting=call, running=1, limit=7)[0] > 0
+    assert best_draft_counts([0.6], cost=cost, drafting=call, running=1, limit=7, catch_up=[2.0]) == [0]
+    first, second = best_draft_counts([0.6, 0.6], cost=cost, drafting=call, running=2, limit=7, catch_up=[0.0, 2.0])
+    assert first > 0 == second
 
 
 @given(rate=rates, depth=st.integers(0, 40))
@@ -186,17 +197,16 @@ def test_a_new_request_starts_at_the_rate_of_its_source_and_learns_fast() -> Non
 
 
 def test_probes_become_rarer_until_their_source_pays_off() -> None:
-    probe, gaps, waited = Probe(), [], 0
-    for _ in range(400):
-        waited += 1
-        if probe.due():
-            probe.back_off()
-            gaps.append(waited)
-            waited = 0
+    probe, tried = Probe(), [0]
+    for step in range(1, 400):
+        if step >= probe.due_at:
+            probe.back_off(step)
+            tried.append(step)
+    gaps = [after - before for before, after in pairwise(tried)]
     assert gaps[:7] == [2, 4, 8, 16, 32, 64, 64]
     assert max(gaps) == LAST_PROBE_GAP
-    probe.reset()
-    assert [probe.due() for _ in range(2)] == [False, True]
+    probe.reset(400)
+    assert probe.due_at == 402
 
 
 # ---------------------------------------------------------------------- estimate of step cost
@@ -276,3 +286,43 @@ def test_no_costs_are_ever_negative(steps: list[tuple[int, int, float]]) -> None
 
 def test_a_step_in_which_no_row_samples_needs_no_drafts_even_if_its_fitted_cost_is_zero() -> None:
     assert best_draft_counts([], cost=RowCost(0.0, 1.0), drafting=RowCost(), running=0, limit=4) == []
+
+
+def step_costs(steps: int, seconds: Callable[[int, int], float], rows: Sequence[int], seed: int) -> StepCosts:
+    """Observe noisy steps with up to two drafts for some of their rows."""
+    costs, rng = StepCosts(), random.Random(seed)
+    for _ in range(steps):
+        count = rng.choice(rows)
+        tokens = count + rng.choice((0, 0, 0, 1, 2))
+        costs.observe(tokens=tokens, rows=count, seconds=seconds(tokens, count) * rng.uniform(0.9, 1.1))
+    return costs
+
+
+def seconds_of(cost: RowCost, rows: int) -> float:
+    return cost.base_seconds + rows * (cost.row_seconds + cost.token_seconds)
+
+
+def test_a_jump_of_the_cost_beyond_some_number_of_tokens_is_seen_at_that_number_of_rows_alone() -> None:
+    """As on a processor whose products take eight tokens at once."""
+    for seed in range(10):
+        costs = step_costs(600, lambda tokens, rows: 0.004 + 0.0002 * tokens + 0.004 * (tokens > 8), (1, 4, 8), seed)
+        assert costs.of(8).token_seconds > 0.0015
+        assert costs.of(4).token_seconds < 0.0008
+        assert costs.of(1).token_seconds < 0.0008
+        assert seconds_of(costs.of(8), 8) == pytest.approx(0.0056, rel=0.1)
+
+
+def test_a_number_of_rows_that_was_not_seen_has_the_cost_of_the_fit() -> None:
+    costs = step_costs(300, lambda tokens, rows: 0.01 + 0.0005 * tokens, (1, 2), 1)
+    assert costs.of(5) == costs.cost
+    assert costs.of(2) != costs.cost
+
+
+def test_the_cost_of_steps_forgets_a_warm_up() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(tokens=2, rows=2, seconds=8.0)
+    for _ in range(10):
+        costs.observe(tokens=2, rows=2, seconds=0.01)
+    cost = costs.of(2)
+    assert seconds_of(cost, 2) == pytest.approx(0.01, rel=0.01)

@@ -115,6 +115,25 @@ def test_a_proposer_that_improves_is_used_again() -> None:
     assert len(run_steps(speculator, 150, {"constant": 99})[-1].drafts) > 8
 
 
+def test_a_proposer_whose_drafts_do_not_pay_off_is_rarely_asked() -> None:
+    proposer = Constant()
+    speculator = Speculator([proposer])
+    run_steps(speculator, 200, {"constant": 0})
+    proposer.rooms.clear()
+    run_steps(speculator, 200, {"constant": 0})
+    assert 0 < len(proposer.rooms) <= 20
+
+
+def test_a_proposer_without_drafts_is_asked_at_every_step_while_its_drafts_pay_off() -> None:
+    proposer = Constant()
+    speculator = Speculator([proposer])
+    run_steps(speculator, 50, {"constant": 99})
+    proposer.tokens = ()
+    proposer.rooms.clear()
+    run_steps(speculator, 50, {"constant": 99})
+    assert len(proposer.rooms) == 50
+
+
 def test_a_full_batch_carries_almost_no_drafts() -> None:
     speculator, rng = Speculator([Constant()]), random.Random(1)
     drafted = 0
@@ -226,3 +245,49 @@ def test_one_slow_first_call_does_not_turn_the_drafter_off_for_good() -> None:
             tokens=1 + count, rows=1, seconds=0.01, drafting_rows=bool(count), drafted=count, drafter_seconds=seconds
         )
     assert calls > 1000
+
+
+def drafting_steps(speculator: Speculator, steps: int, *, kept: int, call: float, catch_up: float) -> list[int]:
+    """Steps of one request in which the backend's drafter takes `call` seconds, and `catch_up` for each step since it ran last.
+    Return the steps in which it ran."""
+    ran, behind, own = [], 0, 0
+    for step in range(steps):
+        propose(speculator, OWN[:own])
+        if own:
+            speculator.record_outcome("r", DEVICE, drafted=own, kept=min(own, kept))
+        tokens = 1 + own
+        [own] = speculator.plan_drafter([REQUEST], limit=7)
+        seconds = call + catch_up * behind if own else 0.0
+        behind = 0 if own else behind + 1
+        speculator.record_step(
+            tokens=tokens,
+            rows=1,
+            seconds=STEP.base_seconds + STEP.token_seconds * tokens,
+            drafting_rows=bool(own),
+            drafted=own,
+            drafter_seconds=seconds,
+        )
+        if own:
+            ran.append(step)
+    return ran
+
+
+def test_probes_of_the_drafter_stay_within_their_share_however_long_it_catches_up() -> None:
+    for catch_up in (0.0, 1e-4, 3e-4):
+        speculator = Speculator()
+        drafting_steps(speculator, 300, kept=0, call=0.002, catch_up=catch_up)
+        before = speculator.stats()
+        ran = drafting_steps(speculator, 4000, kept=0, call=0.002, catch_up=catch_up)
+        spent = speculator.stats().drafter_seconds - before.drafter_seconds
+        assert ran
+        assert spent < 0.01 * 4000 * STEP.base_seconds
+
+
+def test_the_cost_of_catching_up_does_not_count_as_that_of_a_call() -> None:
+    """It once did, so that a drafter which had stopped looked too expensive to run again."""
+    speculator = Speculator()
+    drafting_steps(speculator, 100, kept=7, call=0.002, catch_up=0.0)
+    drafting_steps(speculator, 1000, kept=0, call=0.002, catch_up=1e-4)
+    cost = speculator.stats().drafter_cost
+    assert cost.base_seconds + cost.token_seconds < 0.003
+    assert len(drafting_steps(speculator, 4000, kept=7, call=0.002, catch_up=1e-4)) > 1000

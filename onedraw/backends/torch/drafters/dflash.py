@@ -38,9 +38,9 @@ from onedraw.types import Draft, Row, RowOutcome
 # On a CPU the drafter proposes the first third of the vocabulary, at least this many tokens: BPE vocabularies begin with the most
 # frequent tokens, and a draft is hardly ever kept beyond them, but every token costs a row of the head and noise.
 SMALL_VOCAB = 16_384
-# The features of a row wait while no drafts are wanted for it, up to this size: writing many positions at once is cheaper, and
-# those of a reply that ends without drafts are never written.
-MOST_WAITING_BYTES = 4 * 2**20
+# The features of a row wait while no drafts are wanted for it: writing many positions at once is cheaper, and those of a reply
+# that ends without drafts are never written. If what waits for the rows of a step exceeds this size, all of it is written.
+MOST_WAITING_BYTES = 32 * 2**20
 # A function that makes a tree of drafts from the candidates of each depth, best first: (token, score).
 Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
 
@@ -56,14 +56,20 @@ class DraftBlock:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+StepFeatures = Sequence[Tensor]  # the features of a step, one [T, Et] per layer of `DflashDrafter.feature_layers`
+
+
+@dataclass(slots=True)
 class Context:
-    """Features of `count` committed positions of a sequence, from `start` on, whose keys and values are not written yet."""
+    """Committed positions of a sequence, from `start` on, whose keys and values are not written yet. Owner: the drafter."""
 
     row: Row  # the sequence's latest row; keys and values are written to its pages
     start: int
-    count: int
-    features: list[Tensor]  # the features of all `n` layers side by side, in pieces that together are [count, n * Et]
+    places: list[tuple[StepFeatures, int]]  # for each position, the features of its step and its index in them
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,8 @@ class DflashDrafter:
         self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=self._device)
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes, *drafting_sampler(target, lanes, None if vocab == spec.draft_vocab else vocab))
-        self._waiting: dict[int, Context] = {}  # by lane, features whose context is not written yet
+        self._numbers = [self.feature_layers.index(layer) for layer in spec.target_layers]
+        self._waiting: dict[int, Context] = {}  # by lane, context that is not written yet
         self._drafted_for: dict[int, str] = {}  # by lane, the last request that the drafter drafted for
 
     @property
@@ -171,37 +178,48 @@ class DflashDrafter:
     # ------------------------------------------------------------------ context
 
     def _committed(self, step: CompletedStep, drafting: set[int]) -> list[Context]:
-        """Return the features to write context from: of the known tokens and kept drafts of each row, and of those that waited.
+        """Return the context to write: of the known tokens and kept drafts of each row, and of those that waited.
 
         The features of generated tokens wait while no drafts are wanted for their row. If a reply ends before the drafter has
         drafted for it, they are dropped: a later prompt that reuses its pages gets worse drafts from there, but most replies
         without drafts have no such prompt, or one for which drafts do not pay off either.
         """
         ready: list[Context] = []
-        by_layer = dict(zip(self.feature_layers, step.features, strict=True))
-        joined = torch.cat([by_layer[layer] for layer in self._spec.target_layers], dim=1)  # [T, n * Et]
-        most = max(MOST_WAITING_BYTES // (joined.shape[1] * joined.element_size()), 1)
-        for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
-            known = len(row.tokens)
-            own = joined[span.first : span.first + known]
-            # The features of a single token may wait for later steps, and a view would keep those of the whole step in memory.
-            features = [own.clone() if known == 1 else own]
-            if outcome.kept:
-                features.append(joined[[span.first + known + draft for draft in outcome.kept]])
-            context = Context(row, row.start, known + len(outcome.kept), features)
+        rows, features = step.plan.rows, step.features  # features: [T, Et] each
+        # What waits keeps the features of its whole step in memory, unless most of them are of prompts or rejected drafts.
+        generated = sum(1 + len(outcome.kept) for row, outcome in zip(rows, step.rows, strict=True) if len(row.tokens) == 1)
+        shared = len(features[0]) <= 4 * generated
+        for index, (row, span, outcome) in enumerate(zip(rows, step.inputs.spans, step.rows, strict=False)):
+            first = span.first + len(row.tokens)
+            indices = [*range(span.first, first), *(first + draft for draft in outcome.kept)]
             waited = self._waiting.pop(row.lane, None)
-            if waited is not None and waited.row.request_id == row.request_id and waited.start + waited.count == row.start:
-                context = Context(row, waited.start, waited.count + context.count, [*waited.features, *features])
-            if index in drafting:
+            generates, drafts = len(row.tokens) == 1 and row.samples and row.start >= row.prompt_stop, index in drafting
+            ends = not drafts and _ends(row, outcome)
+            if drafts:
                 self._drafted_for[row.lane] = row.request_id
-            generated = known == 1 and row.samples and row.start >= row.prompt_stop
-            ends, wanted = _ends(row, outcome), self._drafted_for.get(row.lane) == row.request_id
-            if generated and index not in drafting and not ends and context.count < most:
-                self._waiting[row.lane] = context
-            elif context.count and (
-                wanted or not (generated and ends)
-            ):  # a row without tokens was restored whole from a checkpoint
-                ready.append(context)
+            elif generates and ends and self._drafted_for.get(row.lane) != row.request_id:
+                continue
+            waits = generates and not drafts and not ends
+            if waits and not shared:
+                copied: StepFeatures = [feature[indices] for feature in features]
+                places = [(copied, place) for place in range(len(indices))]
+            else:
+                places = [(features, place) for place in indices]
+            if waited is not None and waited.row.request_id == row.request_id and waited.start + waited.count == row.start:
+                waited.row = row
+                waited.places += places
+            else:
+                waited = Context(row, row.start, places)
+            if waits:
+                self._waiting[row.lane] = waited
+            elif waited.count:  # a row without tokens was restored whole from a checkpoint
+                ready.append(waited)
+        size = len(features) * features[0].shape[1] * features[0].element_size()
+        waiting = [self._waiting[row.lane] for row in rows if row.lane in self._waiting]
+        if sum(context.count for context in waiting) * size > MOST_WAITING_BYTES:
+            ready += waiting
+            for context in waiting:
+                del self._waiting[context.row.lane]
         return ready
 
     def _write_context(self, contexts: Sequence[Context]) -> None:
@@ -212,9 +230,7 @@ class DflashDrafter:
         spans = [Span(first, context.count, context.start) for first, context in zip(firsts, contexts, strict=False)]
         pages = [context.row.pages[:1] for context in contexts]
         placed = lay_out([0] * firsts[-1], spans, pages, layout=self._layout, device=self._device)
-        padding = len(placed.host_tokens) - firsts[-1]
-        parts = [part for context in contexts for part in context.features]
-        joined = torch.cat([*parts, parts[-1][-1:].expand(padding, -1)]).to(self._target.dtype)  # [M, n * Et]
+        joined = self._joined([place for context in contexts for place in context.places], len(placed.host_tokens))
         if self._feature_norms is not None:
             each = joined.view(-1, self._spec.target_hidden)  # [M * n, Et]
             normed = self._ops.rms_norm(each, None, self._spec.eps).view(len(joined), *self._feature_norms.shape)
@@ -227,6 +243,15 @@ class DflashDrafter:
             assert isinstance(store, PageStore)
             read = self._ops.rms_norm(context, layer.attn_norm, self._spec.eps) if self._spec.normed_context else context
             prepared.attention(mixer).write(linear(read), spec=mixer, store=store, k_norm=own.k_norm, eps=self._spec.eps)
+
+    def _joined(self, places: Sequence[tuple[StepFeatures, int]], rows: int) -> Tensor:
+        """The features of positions, those of all layers side by side, and padding up to `rows`.   [rows, n * Et]"""
+        steps = {id(features): features for features, _ in places}
+        firsts = dict(zip(steps, np.cumsum([0, *(len(features[0]) for features in steps.values())]).tolist(), strict=False))
+        indices = [firsts[id(features)] + place for features, place in places]
+        index = torch.tensor([*indices, *indices[-1:] * (rows - len(indices))], dtype=torch.long, device=self._device)
+        layers = [torch.cat([features[number] for features in steps.values()]) for number in self._numbers]
+        return torch.cat([layer.index_select(0, index) for layer in layers], dim=1).to(self._target.dtype)
 
     # ------------------------------------------------------------------ block
 

@@ -157,7 +157,7 @@ class StepExecutor:
         with self._lock:
             self._drafter.open(result.plan.rows)
             drafts = self._drafter.draft(CompletedStep(result.plan, result.inputs, result.hidden, result.features, rows))
-        rows = tuple(replace(row, next_drafts=own) for row, own in zip(rows, drafts, strict=True))
+        rows = tuple(replace(row, next_drafts=own) if own else row for row, own in zip(rows, drafts, strict=True))
         return Outcome(rows, seconds, time.perf_counter() - begin)
 
 
