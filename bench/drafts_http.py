@@ -1,11 +1,12 @@
-"""Compare the default drafting with `--draft none` through HTTP: two servers, requests in turn, tokens compared.
+"""Compare the default drafting with another --draft through HTTP: two servers, requests in turn, tokens compared.
 
     python -m bench.drafts_http [MODEL] [--temperatures 0,0.7,1] [--batch 1,4,8] [--new-tokens 160] [--repeats 2] [--json]
-                                [--flags "--dtype f32"] [--kinds chat,edit,quote]
+                                [--flags "--dtype f32"] [--kinds chat,edit,quote] [--against none]
 
 Both servers run all the time, and only one of them works at a time: each group of requests goes to one server, then to the
 other. What is timed is a group, from its first token to its last. Both servers get the same requests in the same order, so the
-prefix cache saves the same on both sides. The exit status is 1 if the tokens of a reply differ.
+prefix cache saves the same on both sides. The ratio of processor time is of use on a machine with other load. The exit status is
+1 if the tokens of a reply differ.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from bench.http_streams import cpu_seconds
 from onedraw.cli.terminal import table
 
 PROMPTS = Path(__file__).parent / "prompts"
-SIDES = {"default": (), "none": ("--draft", "none")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +81,21 @@ class Server:
                         ids += found
         return Timed(tuple(ids), first, last)
 
+    def processor_seconds(self) -> float:
+        return cpu_seconds(self._process.pid)
+
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(60)
 
 
-def group(server: Server, bodies: Sequence[dict[str, Any]]) -> tuple[float, list[tuple[int, ...]]]:
-    """Send all at once; return seconds from the first token of any to the last of all, and the tokens."""
+def group(server: Server, bodies: Sequence[dict[str, Any]]) -> tuple[float, float, list[tuple[int, ...]]]:
+    """Send all at once; return seconds from the first token of any to the last of all, processor seconds, and the tokens."""
+    before = server.processor_seconds()
     with ThreadPoolExecutor(len(bodies)) as pool:
         found = list(pool.map(server.reply, bodies))
-    return max(one.last for one in found) - min(one.first for one in found), [one.ids for one in found]
+    took = max(one.last for one in found) - min(one.first for one in found)
+    return took, server.processor_seconds() - before, [one.ids for one in found]
 
 
 def main() -> int:
@@ -101,9 +107,11 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--flags", default="", help="for both servers, as one text")
+    parser.add_argument("--against", default="none", metavar="DRAFT", help="the --draft of the other server")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    servers = {side: Server(options.model, [*flags, *shlex.split(options.flags)]) for side, flags in SIDES.items()}
+    sides = {"default": [], "other": ["--draft", options.against]}
+    servers = {side: Server(options.model, [*flags, *shlex.split(options.flags)]) for side, flags in sides.items()}
     rows, wrong, seed = [], 0, 0
     try:
         for kind in options.kinds.split(","):
@@ -112,6 +120,7 @@ def main() -> int:
             for batch in map(int, options.batch.split(",")):
                 for temperature in map(float, options.temperatures.split(",")):
                     seconds: dict[str, list[float]] = {side: [] for side in servers}
+                    processor = dict.fromkeys(servers, 0.0)
                     tokens = 0
                     for _ in range(options.repeats):
                         for start in range(0, len(prompts), batch):
@@ -124,15 +133,21 @@ def main() -> int:
                             ]
                             ids = {}
                             for side in sorted(servers, reverse=seed % 2 == 0):
-                                took, ids[side] = group(servers[side], bodies)
+                                took, used, ids[side] = group(servers[side], bodies)
                                 seconds[side].append(took)
-                            wrong += ids["default"] != ids["none"]
-                            tokens += sum(len(one) for one in ids["none"])
-                    ratios = [none / default for none, default in zip(seconds["none"], seconds["default"], strict=True)]
+                                processor[side] += used
+                            wrong += ids["default"] != ids["other"]
+                            tokens += sum(len(one) for one in ids["default"])
+                    ratios = [other / default for other, default in zip(seconds["other"], seconds["default"], strict=True)]
                     cell = Cell(
-                        kind, temperature, batch, sum(seconds["none"]) / sum(seconds["default"]), statistics.median(ratios),
-                        tokens / sum(seconds["default"]),
-                    )  # fmt: skip
+                        kind,
+                        temperature,
+                        batch,
+                        ratio=sum(seconds["other"]) / sum(seconds["default"]),
+                        median=statistics.median(ratios),
+                        processor=processor["other"] / processor["default"],
+                        rate=tokens / sum(seconds["default"]),
+                    )
                     rows.append(cell)
                     print(cell, file=sys.stderr, flush=True)
     finally:
@@ -141,12 +156,12 @@ def main() -> int:
     if options.json:
         print(json.dumps({"cells": [asdict(row) for row in rows], "groups_with_other_tokens": wrong}, indent=2))
     else:
-        heads = ("text", "T", "batch", "default / none", "median", "tokens/s")
-        table(
-            "",
-            heads,
-            [[r.kind, f"{r.temperature:g}", str(r.batch), f"{r.ratio:.2f}", f"{r.median:.2f}", f"{r.rate:.0f}"] for r in rows],
-        )
+        heads = ("text", "T", "batch", f"default / {options.against}", "median", "processor", "tokens/s")
+        lines = [
+            [r.kind, f"{r.temperature:g}", str(r.batch), *(f"{x:.2f}" for x in (r.ratio, r.median, r.processor)), f"{r.rate:.0f}"]
+            for r in rows
+        ]
+        table("", heads, lines)
         print(f"groups of requests with other tokens: {wrong}")
     return 1 if wrong else 0
 
@@ -156,8 +171,9 @@ class Cell:
     kind: str
     temperature: float
     batch: int
-    ratio: float  # seconds without drafts over seconds by default, all groups together
+    ratio: float  # seconds of the other server over seconds by default, all groups together
     median: float  # of the same per group
+    processor: float  # the same of processor time, prompts included
     rate: float  # tokens per second by default
 
 
