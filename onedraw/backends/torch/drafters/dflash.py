@@ -167,7 +167,8 @@ class DflashDrafter:
     def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
         plan, rows = step.plan, step.rows
         self._ranker.learn(plan, rows)
-        blocks = [block for i, row in enumerate(plan.rows) if (block := self._block(i, row, rows[i])) is not None]
+        wanted = [index for index, row in enumerate(plan.rows) if row.draft_limit]
+        blocks = [block for i in wanted if (block := self._block(i, plan.rows[i], rows[i])) is not None]
         self._write_context(self._committed(step, {block.index for block in blocks}))
         found: list[tuple[Draft, ...]] = [()] * len(plan.rows)
         if blocks:
