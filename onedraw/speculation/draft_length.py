@@ -224,6 +224,7 @@ class CostMeter:
 
     decay: float = 0.99
     ridge: float = 4.0
+    most: float = 2.0  # a slow step counts as at most this multiple of the usual time
     cost: RowCost = field(default_factory=RowCost)
     _weight: float = 0.0
     _means: tuple[float, float, float] = (0.0, 0.0, 0.0)  # weighted means of tokens, rows and seconds
@@ -243,7 +244,7 @@ class CostMeter:
             if seconds * 8.0 < usual:
                 self._weight = 0.0  # This step is so much faster that those before must have been warm-up; they are discarded.
             elif self._weight > 4.0:
-                seconds = min(seconds, 2.0 * usual)  # so that one slow step hardly changes the estimate
+                seconds = min(seconds, self.most * usual)  # so that one slow step hardly changes the estimate
         self._add(float(tokens), float(rows), seconds)
         self.cost = self._fit()
 

@@ -122,8 +122,8 @@ class Speculator:
         self._forced = draft_tokens
         self._tree_nodes = tree_nodes
         self._steps = StepCosts()  # cost of a step without the drafter
-        self._calls = CostMeter()  # cost of the backend's drafter by drafted positions, if it also ran in the step before
-        self._returns = CostMeter()  # cost of the backend's drafter by drafted positions and those it caught up with
+        self._calls = CostMeter(most=8.0)  # cost of the backend's drafter by drafted positions, if it also ran in the step before
+        self._returns = CostMeter(most=8.0)  # cost of the backend's drafter by drafted positions and those it caught up with
         self._calls_measured = self._returns_measured = False
         self._catching_up = 0  # positions that the drafter catches up with in the step that was planned last
         self._sampling = 0  # number of rows for which `plan_drafter` was called last
@@ -233,7 +233,7 @@ class Speculator:
             if self._catching_up:
                 self._returns.observe(tokens=drafted + self._catching_up, rows=drafting_rows, seconds=drafter_seconds)
                 self._returns_measured = True
-            if not self._catching_up or drafter_seconds < usual:  # Without catching up it would not have taken longer.
+            if not self._catching_up or drafter_seconds * 8.0 < usual:  # If so, the calls before must have been warm-up.
                 self._calls.observe(tokens=drafted, rows=drafting_rows, seconds=drafter_seconds)
                 self._calls_measured = True
         most, earned = PROBE_SAVINGS * self._steps.cost.base_seconds, PROBE_SHARE * (seconds + drafter_seconds)
