@@ -27,12 +27,21 @@ EXAMPLES = "cpu, cpu:0-3, cuda:0, ray:NODE/cuda:0, or a description such as cuda
 Precision = Literal["f32", "f16", "bf16"]
 PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # what every device supports comes first
 # Dtypes with packed (quantized) weights, and the dtype of everything else. On a CPU activations are quantized to 8 bits
-# ("packed") or float32 ("packed-f32"); the other two are for GPUs.
-PACKED: dict[str, Precision] = {"packed": "f32", "packed-f32": "f32", "packed-bf16": "bf16", "packed-f16": "f16"}
+# ("packed") or float32 ("packed-f32"); the others are for GPUs.
+PACKED: dict[str, Precision] = {
+    **{"packed": "f32", "packed-f32": "f32"},
+    **{"packed-bf16": "bf16", "packed-f16": "f16", "packed-gpu-f32": "f32"},
+}
 KV_QUANT_DTYPES = ("fp8", "int8")  # 8-bit keys and values with scales
 FP8_CAPABILITY = (8, 9)  # first NVIDIA compute capability with fp8 conversion
 NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 NATIVE_F16 = ("gfx9", "gfx10")
+TENSOR_CORES = (8, 0)  # the compute capability from which the kernels for NVIDIA's tensor cores run
+OLDEST_TRITON = (6, 0)  # the oldest compute capability that Triton compiles for
+TRITON_HIP = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx103", "gfx11", "gfx12")  # AMD architectures that it compiles for
+
+# Kernels that read packed weights: those in C for CPUs, those for tensor cores, and those in Triton for other GPUs.
+PackedKernels = Literal["cpu", "tensor cores", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +148,20 @@ def device_precision(device: Device) -> Precision:
             return hip_precision(device.arch)
         case "cpu":
             return "f32"
+        case _:
+            assert_never(device.kind)
+
+
+def packed_kernels(device: Device) -> PackedKernels | None:
+    """The kernels that read packed weights on this device; None if there are none."""
+    match device.kind:
+        case "cpu":
+            return "cpu"
+        case "cuda":
+            capability = compute_capability(device.arch) or (0, 0)
+            return "tensor cores" if capability >= TENSOR_CORES else "triton" if capability >= OLDEST_TRITON else None
+        case "hip":
+            return "triton" if device.arch.startswith(TRITON_HIP) else None
         case _:
             assert_never(device.kind)
 

@@ -49,6 +49,7 @@ class PackedWeightBytes:
     layers: tuple[int, ...]
     last: int  # bytes outside the layers on the last device: the last norm and the head
     parts: int = 0  # bytes of partial sums of products with few rows on a GPU, which are workspace and not in `total`
+    tied_embed: int = 0  # bytes of a tied embedding on the first device, if the head is in another memory; not in `total`
 
     @property
     def total(self) -> int:

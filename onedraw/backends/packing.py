@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from onedraw.backends.devices import PACKED, Device, device_precision, float_dtype, product_precision
+from onedraw.backends.devices import (
+    PACKED,
+    Device,
+    device_precision,
+    float_dtype,
+    packed_kernels,
+    product_precision,
+    weakest,
+)
 from onedraw.backends.memory_plan import PARTIAL_SUM_BYTES, PackedWeightBytes
 from onedraw.errors import BadSetting
 from onedraw.models.source import ColumnSelection, LazyTensor
@@ -60,42 +68,59 @@ def saves_memory(kinds: Iterable[str]) -> bool:
     return any(kind in CPU_PACKED_KINDS and kind != "F32" for kind in kinds)
 
 
-def product_dtype(
-    devices: Sequence[Device], *, requested: str, activations: str, stream: str, kinds: Iterable[str], no_kernels: str
-) -> str:
-    """The dtype of weights and products: `product_precision`, or a packed dtype if --dtype is packed, or if it is auto and packed
-    weights save memory.
+def product_dtypes(
+    devices: Sequence[Device],
+    *,
+    requested: str,
+    activations: str,
+    stream: str,
+    kinds: Iterable[str],
+    no_kernels: Mapping[str, str],
+) -> tuple[str, ...]:
+    """The dtype of weights and products on each device: `product_precision`, or a packed dtype where kernels read packed weights,
+    if --dtype is packed, or if it is auto and packed weights save memory there. If weights stay packed nowhere, one dtype serves
+    all devices.
 
-    `kinds`: of the model's matrices. `no_kernels`: why kernels for packed weights cannot run here; empty if they can."""
-    wanted = requested == "packed" or (requested == "auto" and not SPAN_BYTES.keys().isdisjoint(kinds))
-    if wanted and all(map(supports_gpu_packed, devices)):
-        if not no_kernels:
-            return "packed-f16" if stream == "f16" else "packed-bf16"
-        if requested == "packed":
-            raise BadSetting(f"--dtype packed: no GPU kernels: {no_kernels}, or use --dtype bf16")
-    on_cpu = all(device.kind == "cpu" for device in devices)
-    if requested == "packed":
-        if not on_cpu:
-            raise BadSetting(
-                "--dtype packed: packed weights run on CPUs or on NVIDIA GPUs from sm80 on, but not on both at once; "
-                "use --dtype bf16 or f16"
-            )
-        if no_kernels:
-            raise BadSetting(f"--dtype packed: no CPU kernels: {no_kernels}; use --dtype f32")
-    elif requested != "auto" or not (on_cpu and saves_memory(kinds) and not no_kernels):
-        return product_precision(devices, requested=requested)
-    return "packed-f32" if activations == "f32" else "packed"
+    `kinds`: of the model's matrices. `no_kernels`: why kernels for packed weights cannot run here, by `packed_kernels`; those
+    that can are missing."""
+    if requested not in ("auto", "packed"):
+        return (requested,) * len(devices)
+    kinds, gpus = set(kinds), [device for device in devices if device.kind != "cpu"]
+    quantized = not SPAN_BYTES.keys().isdisjoint(kinds)
+    # GPUs have one dtype among them, except those that compute well in float32 only.
+    narrow = weakest(found for found in map(device_precision, gpus) if found != "f32")
+    narrow = "f16" if stream == "f16" else narrow
+    found: list[str] = []
+    for device in devices:
+        kernels, precision = packed_kernels(device), device_precision(device)
+        reason = "no kernels" if kernels is None else no_kernels.get(kernels, "")
+        if requested == "packed" and reason:
+            raise BadSetting(f"--dtype packed: {_cannot_pack(device, reason)}")
+        saves = saves_memory(kinds) if kernels == "cpu" else quantized
+        if reason or not (requested == "packed" or saves):
+            found.append("f32" if precision == "f32" else narrow)
+        elif kernels == "cpu":
+            found.append("packed-f32" if activations == "f32" else "packed")
+        else:
+            found.append("packed-gpu-f32" if precision == "f32" else f"packed-{narrow}")
+    if PACKED.keys().isdisjoint(found):
+        return (product_precision(devices, requested=requested),) * len(devices)
+    return tuple(found)
 
 
-def supports_gpu_packed(device: Device) -> bool:
-    """Whether GPU kernels for packed weights run on this device."""
-    return device.kind == "cuda" and device_precision(device) == "bf16"
+def _cannot_pack(device: Device, reason: str) -> str:
+    """Why weights cannot stay packed on a device, and what to use instead."""
+    if device.kind == "cpu":
+        return f"no CPU kernels: {reason}; use --dtype f32"
+    if packed_kernels(device) is not None:
+        return f"no GPU kernels: {reason}, or use --dtype {device_precision(device)}"
+    return f"no kernels read packed weights on {device.name} ({device.arch or 'unknown'}); use --dtype bf16 or f16"
 
 
 def plan_weight_storage(weights: ModelWeights, dtype: str) -> WeightStorage:
     """Decide for every weight of a model. Only matrices may stay packed; norms, biases and convolutions are float32."""
     spec, on_gpu = weights.spec, is_gpu_packed(dtype)
-    layers, ends = [0] * len(spec.layers), {"first": 0, "last": 0}
+    layers, ends, tied_embed = [0] * len(spec.layers), {"first": 0, "last": 0}, 0
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
     together: Counter[tuple[object, int]] = Counter()  # outputs that may be one product: (layer, input width)
@@ -119,8 +144,10 @@ def plan_weight_storage(weights: ModelWeights, dtype: str) -> WeightStorage:
             layers[layer] += size
         else:
             ends["first" if embeds or weight.startswith("inputs") else "last"] += size
+            if weight == "embed" and spec.tied and on_gpu:  # on a CPU its rows are read from the mapped file instead
+                tied_embed = size
     parts = max((partial_sum_bytes(outputs, width) for (_, width), outputs in together.items()), default=0)
-    found = PackedWeightBytes(ends["first"], tuple(layers), ends["last"], parts)
+    found = PackedWeightBytes(ends["first"], tuple(layers), ends["last"], parts, tied_embed)
     return WeightStorage(found, tuple(sorted(kept.items())), tuple((*key, count) for key, count in sorted(converted.items())))
 
 
@@ -203,8 +230,8 @@ def matrix_sizes(weights: ModelWeights, dtype: str) -> dict[WeightKey, int]:
 
 
 def is_gpu_packed(dtype: str) -> bool:
-    """Whether this dtype stores packed weights in the GPU layout."""
-    return dtype in PACKED_DTYPES and float_dtype(dtype) != "f32"
+    """Whether this dtype stores packed weights in the form of a GPU."""
+    return dtype in ("packed-bf16", "packed-f16", "packed-gpu-f32")
 
 
 def matrix_kinds(weights: ModelWeights) -> set[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from onedraw.backends.devices import Device
-from onedraw.backends.memory_plan import RUNTIME_RESERVE, MemoryPlan, padded_vocab
+from onedraw.backends.memory_plan import RUNTIME_RESERVE, MemoryPlan, PackedWeightBytes, padded_vocab
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, AttentionSpec, DeltaSpec, LayerSpec, ModelSpec
 
@@ -38,6 +38,7 @@ class StagePlan:
     page_bytes: int
     state_bytes: int  # bytes of lanes (recurrent states), rollback buffer and checkpoints
     staging_bytes: int
+    dtype: str = ""  # of weights and products
 
     @property
     def total_bytes(self) -> int:
@@ -72,21 +73,35 @@ def plan_split(
     activation: str,
     step_tokens: int,
     drafter_bytes: int = 0,
+    stored: Sequence[StoredWeights] = (),
 ) -> SplitPlan:
-    """Divide the layers among devices. A drafter is on the last device."""
+    """Divide the layers among devices. A drafter is on the last device. `stored`: the form of the weights on each device; without
+    it all devices have the plan's."""
+    stored = stored or (StoredWeights(plan.dtype, plan.weights),) * len(devices)
     devices = [_without_reserve(device) for device in devices]
     tokens = max(step_tokens, plan.max_batch) + CHUNK  # a prompt may add one chunk to the rows of a step
     widest = min(1, len(spec.layers) - 1)
     rows = staging_plan(spec, (widest,) * (len(devices) - 1), tokens=tokens, dtype=activation).rows
     boundary = rows * row_bytes(spec.hidden, activation, inputs=layer_inputs_after(spec, widest)) if len(devices) > 1 else 0
-    layer_bytes = [_layer_bytes(spec, plan, index) for index in range(len(spec.layers))]
+    layers_of = range(len(spec.layers))
+    state_bytes = [_state_bytes(spec, plan, index) for index in layers_of]  # pages and states of each layer
+    layer_weights = [[one.layer_bytes(spec, index) for index in layers_of] for one in stored]
     # Two hypothetical devices with the same description are two devices.
     one_pool = len({d.memory_pool for d in devices}) == 1 and not (len(devices) > 1 and devices[0].hypothetical)
-    first, last = _outer_bytes(spec, plan, copy_tied_head=not one_pool)
+    first = stored[0].first_bytes(spec, copy_tied_head=not one_pool)
+    last = stored[-1].last_bytes(spec, copy_tied_head=not one_pool)
     logits = plan.checkpoints * padded_vocab(spec) * STATE_BYTES
     if devices[0].node:  # The embedding is in the engine's process, which has the last stage, and a tied head is the same tensor.
-        first, last = 0, sum(_outer_bytes(spec, plan, copy_tied_head=False))
-    loads = StageLoads(tuple(map(sum, layer_bytes)), first, last + logits + drafter_bytes, boundary)
+        first, last = 0, stored[-1].first_bytes(spec, copy_tied_head=False) + stored[-1].last_bytes(spec, copy_tied_head=False)
+    loads = [
+        StageLoads(
+            tuple(size + sum(states) for size, states in zip(weights, state_bytes, strict=True)),
+            first,
+            last + logits + drafter_bytes,
+            boundary,
+        )
+        for weights in layer_weights
+    ]
     ranges = place_layers(loads, devices, cuts=legal_cuts(spec.layers), split=split)
     staging = staging_plan(spec, tuple(layers.start for layers in ranges[1:]), tokens=tokens, dtype=activation)
     if staging.boundaries and staging.rows < plan.max_batch + CHUNK:
@@ -95,11 +110,14 @@ def plan_split(
         )
     stages = []
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
-        weights, pages, states = (sum(part) for part in zip(*layer_bytes[layers.start : layers.stop], strict=True))
+        weights = sum(layer_weights[index][layers.start : layers.stop])
+        pages, states = (sum(part) for part in zip(*state_bytes[layers.start : layers.stop], strict=True))
         is_last = index == len(ranges) - 1
         weights += (first if index == 0 else 0) + (last + drafter_bytes if is_last else 0)
         staged = sum(staging.boundaries[max(index - 1, 0) : index + 1])
-        stages.append(StagePlan(device, layers.start, layers.stop, weights, pages, states + (logits if is_last else 0), staged))
+        states += logits if is_last else 0
+        dtype = stored[index].dtype
+        stages.append(StagePlan(device, layers.start, layers.stop, weights, pages, states, staged, dtype))
     return SplitPlan(tuple(stages), staging, activation)
 
 
@@ -138,27 +156,43 @@ def _without_reserve(device: Device) -> Device:
     return replace(device, memory=int(device.memory * (1 - RUNTIME_RESERVE)))
 
 
-def _layer_bytes(spec: ModelSpec, plan: MemoryPlan, index: int) -> tuple[int, int, int]:
-    """Bytes of the weights, pages and states of one layer."""
+def _state_bytes(spec: ModelSpec, plan: MemoryPlan, index: int) -> tuple[int, int]:
+    """Bytes of the pages and states of one layer."""
     group, mixer = spec.group(index), spec.layers[index].mixer
     pages = 0 if group is None else (plan.pages[group] + 1) * spec.page_bytes(index, plan.page_size, plan.kv_dtype)
     states = spec.lane_bytes(index) * (plan.max_batch + plan.checkpoints)
     rollback = plan.draft_positions * mixer.draft_bytes if isinstance(mixer, DeltaSpec) else 0
-    weights = spec.weight_bytes(index, plan.dtype) if plan.weights is None else plan.weights.layers[index]
-    return weights, pages, states + rollback
+    return pages, states + rollback
 
 
-def _outer_bytes(spec: ModelSpec, plan: MemoryPlan, *, copy_tied_head: bool) -> tuple[int, int]:
-    """Bytes of the weights outside the layers on the first and on the last device. A tied head is stored twice if embedding and
-    head are in different memories. The table of per-layer inputs is not counted: it is read from the mapped checkpoint.
-    """
-    if plan.weights is not None:  # packed weights run on devices that share one memory, so nothing is stored twice
-        return plan.weights.first, plan.weights.last
-    size = DTYPE_BYTES[plan.dtype]
-    shapes = {name: math.prod(shape) * size for name, shape in spec.outer_shapes().items()}
-    first = sum(shapes.get(name, 0) for name in ("embed", "inputs_project", "inputs_project_norm"))
-    head = (shapes["embed"] if copy_tied_head else 0) if spec.tied else shapes["head"]
-    return first, shapes["norm"] + head
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The form in which a device stores weights: the dtype of its products, and the bytes of packed weights, None for others. A
+    tied head is stored twice if embedding and head are in different memories. The table of per-layer inputs is not counted: it is
+    read from the mapped checkpoint."""
+
+    dtype: str
+    packed: PackedWeightBytes | None
+
+    def layer_bytes(self, spec: ModelSpec, index: int) -> int:
+        return spec.weight_bytes(index, self.dtype) if self.packed is None else self.packed.layers[index]
+
+    def first_bytes(self, spec: ModelSpec, *, copy_tied_head: bool) -> int:
+        """Bytes of the weights outside the layers on the first device."""
+        if self.packed is not None:
+            return self.packed.first + (self.packed.tied_embed if copy_tied_head else 0)
+        shapes = self._outer_bytes(spec)
+        return sum(shapes.get(name, 0) for name in ("embed", "inputs_project", "inputs_project_norm"))
+
+    def last_bytes(self, spec: ModelSpec, *, copy_tied_head: bool) -> int:
+        """Bytes of the weights outside the layers on the last device."""
+        if self.packed is not None:
+            return self.packed.last
+        shapes = self._outer_bytes(spec)
+        return shapes["norm"] + ((shapes["embed"] if copy_tied_head else 0) if spec.tied else shapes["head"])
+
+    def _outer_bytes(self, spec: ModelSpec) -> dict[str, int]:
+        return {name: math.prod(shape) * DTYPE_BYTES[self.dtype] for name, shape in spec.outer_shapes().items()}
 
 
 # ---------------------------------------------------------------------- staging buffers between devices
@@ -222,9 +256,13 @@ def legal_cuts(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def place_layers(loads: StageLoads, devices: Sequence[Device], *, cuts: Sequence[int], split: str = "auto") -> Ranges:
-    """One range per device, or an error if the layers do not fit into a device's memory."""
-    total, count = len(loads.layers), len(devices)
+def place_layers(
+    loads: StageLoads | Sequence[StageLoads], devices: Sequence[Device], *, cuts: Sequence[int], split: str = "auto"
+) -> Ranges:
+    """One range per device, or an error if the layers do not fit into a device's memory. `loads`: those of all devices, or of
+    each."""
+    loads = [loads] * len(devices) if isinstance(loads, StageLoads) else loads
+    total, count = len(loads[0].layers), len(devices)
     if count - 1 > len(cuts):
         most = f"at most {len(cuts) + 1} parts" if len(cuts) else "only one part"
         raise BadSetting(
@@ -238,26 +276,26 @@ def place_layers(loads: StageLoads, devices: Sequence[Device], *, cuts: Sequence
     return ranges
 
 
-def check_memory(loads: StageLoads, ranges: Ranges, devices: Sequence[Device]) -> None:
+def check_memory(loads: Sequence[StageLoads], ranges: Ranges, devices: Sequence[Device]) -> None:
     """Raise OutOfMemory if the layers of some device do not fit; layers in the same memory are added up."""
-    pools: dict[object, list[tuple[Device, range]]] = {}
+    pools: dict[object, list[tuple[Device, range, int]]] = {}
     for index, (device, layers) in enumerate(zip(devices, ranges, strict=True)):
         key = index if device.hypothetical else device.memory_pool  # hypothetical devices share no memory
-        pools.setdefault(key, []).append((device, layers))
+        pools.setdefault(key, []).append((device, layers, loads[index].of(layers)))
     for members in pools.values():
-        device, needed = members[0][0], sum(loads.of(layers) for _, layers in members)
+        device, needed = members[0][0], sum(size for _, _, size in members)
         if device.memory is not None and needed > device.memory:
-            parts = ", ".join(f"{layers.start}–{layers.stop - 1}" for _, layers in members)
+            parts = ", ".join(f"{layers.start}–{layers.stop - 1}" for _, layers, _ in members)
             raise OutOfMemory(
                 f"layers {parts} need {needed} bytes and {device.name} has {device.memory}: {needed - device.memory} too many. "
                 f"Lower --max-context, --max-batch or --kv-memory, use a smaller --dtype, another --split, or more devices"
             )
 
 
-def _auto_split(loads: StageLoads, devices: Sequence[Device], cuts: Sequence[int]) -> Ranges:
+def _auto_split(loads: Sequence[StageLoads], devices: Sequence[Device], cuts: Sequence[int]) -> Ranges:
     """Of the splits that fit: the fewest bytes on a CPU beside an accelerator, then the lowest maximum utilization of a device,
     then the earliest cuts. If none fits, the one with the lowest maximum utilization, for the error message."""
-    total = len(loads.layers)
+    total = len(loads[0].layers)
     shares = [_memory_share(device, devices) for device in devices]
     mixed = len({device.kind == "cpu" for device in devices}) > 1
     for strict in (True, False):
@@ -267,7 +305,7 @@ def _auto_split(loads: StageLoads, devices: Sequence[Device], cuts: Sequence[int
             reached: dict[int, tuple[int, float, tuple[int, ...]]] = {}
             for start, (on_cpu, utilization, before) in best.items():
                 for stop in [total] if last else [cut for cut in cuts if cut > start]:
-                    size = loads.of(range(start, stop))
+                    size = loads[index].of(range(start, stop))
                     if strict and device.memory is not None and size > share:
                         continue
                     with_cpu = on_cpu + (size if strict and mixed and device.kind == "cpu" else 0)

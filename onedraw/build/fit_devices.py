@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from onedraw.backends.devices import KV_QUANT_DTYPES, Device, activation_precision, kv_precision
+from onedraw.backends.devices import KV_QUANT_DTYPES, Device, activation_precision, float_dtype, kv_precision
 from onedraw.backends.memory_plan import (
     DEFAULT_KV_BYTES,
     DRAFTS_PER_LANE,
@@ -24,8 +24,8 @@ from onedraw.backends.memory_plan import (
     page_budget,
     step_bytes,
 )
-from onedraw.backends.packing import PACKED_DTYPES, matrix_kinds, plan_weight_storage, product_dtype
-from onedraw.backends.placement import SplitPlan, longest_context, plan_or_advise, plan_split
+from onedraw.backends.packing import PACKED_DTYPES, matrix_kinds, plan_weight_storage, product_dtypes
+from onedraw.backends.placement import SplitPlan, StoredWeights, longest_context, plan_or_advise, plan_split
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.registry import ModelInfo
 from onedraw.models.spec import ModelSpec
@@ -73,7 +73,7 @@ def memory_plan_for(
     kv_dtype: str | None = None,
     default_kv_bytes: int = DEFAULT_KV_BYTES,
 ) -> MemoryPlan:
-    """Call `memory_plan` with the sizes that the settings give."""
+    """Call `memory_plan` with the sizes that the settings give. `dtype` is that of products on the last device."""
     return memory_plan(
         info.spec,
         dtype=dtype,
@@ -102,20 +102,27 @@ class DeviceFit:
     settings: Settings
     info: ModelInfo
     devices: tuple[Device, ...]
-    dtype: str
+    stored: tuple[StoredWeights, ...]  # the form of the weights on each device
+    kv_dtype: str
     activation: str
     kv_bytes: int
+
+    def plan(self, settings: Settings, kv_dtype: str | None = None) -> MemoryPlan:
+        """Return the sizes with these settings, which differ from the fit's in the context length."""
+        dtype, kv_dtype = self.stored[-1].dtype, kv_dtype or self.kv_dtype
+        return memory_plan_for(settings, self.info, dtype=dtype, kv_dtype=kv_dtype, default_kv_bytes=self.kv_bytes)
 
     def split(self, context: int, kv_dtype: str | None = None, *, drafter: DrafterBytes | None = None) -> SplitPlan:
         """Return the layers and bytes of every device with this context length, or raise OutOfMemory. The workspace of a step is
         subtracted from the memory of each device first."""
         adjusted = replace(self.settings, max_context=context)
-        sizes = memory_plan_for(adjusted, self.info, dtype=self.dtype, kv_dtype=kv_dtype, default_kv_bytes=self.kv_bytes)
-        scratch = step_memory(adjusted, self.info, sizes, self.devices).total
+        sizes = self.plan(adjusted, kv_dtype)
+        scratch = [step_memory(adjusted, self.info, one, self.devices).total for one in self.stored]
         return plan_split(
             self.info.spec,
             sizes,
-            [without_scratch(device, scratch) for device in self.devices],
+            [without_scratch(device, size) for device, size in zip(self.devices, scratch, strict=True)],
+            stored=self.stored,
             split=adjusted.split,
             activation=self.activation,
             step_tokens=adjusted.step_tokens,
@@ -123,10 +130,15 @@ class DeviceFit:
         )
 
 
-def step_memory(settings: Settings, info: ModelInfo, plan: MemoryPlan, devices: Sequence[Device]) -> StepBytes:
-    """Return the workspace of a step on each of these devices, which the memory plan does not contain."""
+def step_memory(settings: Settings, info: ModelInfo, stored: StoredWeights, devices: Sequence[Device]) -> StepBytes:
+    """Return the workspace of a step on each of these devices that stores weights so, which the memory plan does not contain."""
     recorded = len(devices) == 1  # Memory of CUDA graphs is planned for a single device only.
-    return step_bytes(info.spec, plan.dtype, step_tokens=settings.step_tokens, weights=plan.weights, recorded=recorded)
+    return step_bytes(info.spec, stored.dtype, step_tokens=settings.step_tokens, weights=stored.packed, recorded=recorded)
+
+
+def stored_weights(info: ModelInfo, dtype: str) -> StoredWeights:
+    """Return the form of a model's weights with this dtype of products."""
+    return StoredWeights(dtype, plan_weight_storage(info.weights, dtype).weights if dtype in PACKED_DTYPES else None)
 
 
 def without_scratch(device: Device, scratch: int) -> Device:
@@ -143,16 +155,20 @@ def plan_devices(
     devices: Sequence[Device],
     *,
     drafter: DrafterBytes | None = None,
-    no_kernels: str = "",
+    no_kernels: Mapping[str, str] | None = None,
 ) -> tuple[MemoryPlan, SplitPlan]:
     """Return the sizes for these devices and the bytes of each, or raise OutOfMemory, which names settings that fit. A single
     device is a split with one part.
 
-    `no_kernels` says why kernels for packed weights cannot run on these devices; it is empty if they can.
+    `no_kernels` says, by `packed_kernels`, why kernels for packed weights cannot run here; those that can are missing.
     """
     fit, plan = _fit(settings, info, devices, drafter=drafter, no_kernels=no_kernels)
     try:
-        return plan, plan_or_advise(lambda context: fit.split(context, drafter=drafter), plan.max_context)
+        split = plan_or_advise(lambda context: fit.split(context, drafter=drafter), plan.max_context)
+        if len({stage.dtype for stage in split.stages}) > 1:  # then the bytes of weights follow from where the layers are
+            extra = 0 if drafter is None else drafter(plan)
+            plan = replace(plan, weight_bytes=sum(stage.weight_bytes for stage in split.stages) - extra)
+        return plan, split
     except OutOfMemory as error:
         if settings.kv_memory is not None and _fits_without_kv_memory(settings, info, devices, drafter, no_kernels):
             raise OutOfMemory(
@@ -171,7 +187,11 @@ def plan_devices(
 
 
 def _fits_without_kv_memory(
-    settings: Settings, info: ModelInfo, devices: Sequence[Device], drafter: DrafterBytes | None, no_kernels: str
+    settings: Settings,
+    info: ModelInfo,
+    devices: Sequence[Device],
+    drafter: DrafterBytes | None,
+    no_kernels: Mapping[str, str] | None,
 ) -> bool:
     try:
         plan_devices(replace(settings, kv_memory=None), info, devices, drafter=drafter, no_kernels=no_kernels)
@@ -200,29 +220,38 @@ def reduced_context(settings: Settings, spec_context: int, context: int) -> str:
 
 
 def _fit(
-    settings: Settings, info: ModelInfo, devices: Sequence[Device], *, drafter: DrafterBytes | None, no_kernels: str = ""
+    settings: Settings,
+    info: ModelInfo,
+    devices: Sequence[Device],
+    *,
+    drafter: DrafterBytes | None,
+    no_kernels: Mapping[str, str] | None = None,
 ) -> tuple[DeviceFit, MemoryPlan]:
-    dtype = product_dtype(
+    dtypes = product_dtypes(
         devices,
         requested=settings.dtype,
         activations=settings.cpu_activations,
         stream=settings.activation_dtype,
         kinds=matrix_kinds(info.weights),
-        no_kernels=no_kernels,
+        no_kernels=no_kernels or {},
     )
     activation = activation_precision(devices, requested=settings.activation_dtype, products=settings.dtype)
-    kv_precision(settings.kv_dtype, products=dtype, devices=devices)
-    plan = memory_plan_for(settings, info, dtype=dtype)
-    kv_bytes = DEFAULT_KV_BYTES
+    # Kernels with float32 products read keys and values of any dtype, others read their own.
+    narrow = [dtype for dtype in dtypes if float_dtype(dtype) != "f32"]
+    kv_dtype = kv_precision(settings.kv_dtype, products=(narrow or dtypes)[0], devices=devices)
+    forms = {dtype: stored_weights(info, dtype) for dtype in dict.fromkeys(dtypes)}
+    stored = tuple(forms[dtype] for dtype in dtypes)
+    fit = DeviceFit(settings, info, tuple(devices), stored, kv_dtype, activation, DEFAULT_KV_BYTES)
+    plan = fit.plan(settings)
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
         given = {"memory": devices[0].memory, "step_tokens": settings.step_tokens}
         for _ in range(2):  # twice, because a drafter has as many pages as the model, and the first plan decides their number
             kv_bytes = page_budget(plan, info.spec, drafter_bytes=0 if drafter is None else drafter(plan), **given)
-            plan = memory_plan_for(settings, info, dtype=dtype, default_kv_bytes=kv_bytes)
-    fit = DeviceFit(settings, info, tuple(devices), dtype, activation, kv_bytes)
+            fit = replace(fit, kv_bytes=kv_bytes)
+            plan = fit.plan(settings)
     if len(devices) > 1 and all(device.kind != "cpu" and device.memory is not None for device in devices):
         fit = replace(fit, kv_bytes=_largest_kv_bytes(fit, drafter))
-        plan = memory_plan_for(settings, info, dtype=dtype, default_kv_bytes=fit.kv_bytes)
+        plan = fit.plan(settings)
     return fit, plan
 
 
@@ -232,9 +261,8 @@ def _largest_kv_bytes(fit: DeviceFit, drafter: DrafterBytes | None) -> int:
 
     def fits(kv_bytes: int) -> bool:
         candidate = replace(fit, kv_bytes=kv_bytes)
-        sizes = memory_plan_for(candidate.settings, candidate.info, dtype=candidate.dtype, default_kv_bytes=kv_bytes)
         try:
-            candidate.split(sizes.max_context, drafter=drafter)
+            candidate.split(candidate.plan(candidate.settings).max_context, drafter=drafter)
         except OutOfMemory:
             return False
         return True

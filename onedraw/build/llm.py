@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from onedraw import __version__
 from onedraw.backends.base import Backend, Capacity, SelfCheck, SupportsSnapshots, require_state_dtype
-from onedraw.backends.devices import RAY, Device, can_overlap, float_dtype, parse_device
+from onedraw.backends.devices import RAY, Device, can_overlap, float_dtype, packed_kernels, parse_device
 from onedraw.backends.fake import FakeBackend, ScriptedBackend
-from onedraw.backends.packing import SPAN_BYTES, matrix_kinds, supports_gpu_packed
+from onedraw.backends.packing import SPAN_BYTES, matrix_kinds
 from onedraw.backends.placement import SplitPlan
 from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_text
 from onedraw.build.drafters import DeviceDrafter, DrafterBuilder, drafter_names, make_speculator, select_drafter
@@ -356,22 +356,31 @@ def _torch_backend_on(
     warm_up: bool,
 ) -> Backend:
     from onedraw.backends.torch.backend import TorchBackend
-    from onedraw.backends.torch.device import available_memory, why_no_cpu_kernels, why_no_gpu_kernels
+    from onedraw.backends.torch.device import available_memory, why_no_cpu_kernels, why_no_gpu_kernels, why_no_triton
 
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     settings = with_device_sizes(settings, info.spec, devices)
     cache = settings.cache_dir or default_cache_dir()
     size = None if drafter is None else drafter.size(info)
     on_cpu = all(device.kind == "cpu" for device in devices)
-    gpu_packed = all(map(supports_gpu_packed, devices)) and not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
-    no_kernels = why_no_cpu_kernels(cache) if on_cpu and settings.dtype != "f32" else why_no_gpu_kernels() if gpu_packed else ""
+    quantized = not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))
+    kernels = {packed_kernels(device) for device in devices}
+    reasons = {
+        "cpu": why_no_cpu_kernels(cache) if "cpu" in kernels and settings.dtype in ("auto", "packed") else "",
+        "tensor cores": why_no_gpu_kernels() if "tensor cores" in kernels and quantized else "",
+        "triton": why_no_triton() if "triton" in kernels and quantized else "",
+    }
+    no_kernels = {kind: reason for kind, reason in reasons.items() if reason}
     plan, split = plan_devices(settings, info, devices, drafter=size, no_kernels=no_kernels)
     if on_cpu and cluster is None:
         require_host_memory(settings, plan, available_memory())
     if reduced := reduced_context(settings, info.spec.max_context, plan.max_context):
         log.warning("%s", reduced)
-    if no_kernels and gpu_packed and settings.dtype == "auto":
-        log.warning("packed weights are dequantized to %s, because their kernels cannot run: %s", plan.dtype, no_kernels)
+    for stage in split.stages:
+        reason = no_kernels.get(packed_kernels(stage.device) or "")
+        if reason and stage.device.kind != "cpu" and settings.dtype == "auto":
+            log.warning("packed weights are dequantized to %s, because their kernels cannot run: %s", stage.dtype, reason)
+            break
 
     overlap = len(devices) > 1 and (settings.overlap == "on" or (settings.overlap == "auto" and can_overlap(devices)))
     if overlap and info.spec.recurrent and 0 < plan.draft_positions < len(split.stages):
@@ -384,7 +393,7 @@ def _torch_backend_on(
     group = None if cluster is None else cluster.group(settings, info.spec, plan, split, weights=weights)
     pipeline = None
     try:
-        local, pipeline = _stage_devices(settings, split, dtype=plan.dtype, cache=cache, overlap=overlap)
+        local, pipeline = _stage_devices(settings, split, cache=cache, overlap=overlap)
         remote = iter([] if group is None else group.stages)
         stage_devices = [next(remote) if place is None else place for place in local]
         backend = TorchBackend(
@@ -394,6 +403,7 @@ def _torch_backend_on(
             activation=split.activation,
             kv_dtype=plan.kv_dtype,
             stage_devices=stage_devices,
+            stage_dtypes=[stage.dtype for stage in split.stages],
             stage_group=group,
             rows=split.staging.rows,
             step_tokens=settings.step_tokens,
@@ -447,7 +457,7 @@ def _find_all_devices(settings: Settings) -> tuple[list[Device], RayCluster | No
 
 
 def _stage_devices(
-    settings: Settings, split: SplitPlan, *, dtype: str, cache: Path, overlap: bool
+    settings: Settings, split: SplitPlan, *, cache: Path, overlap: bool
 ) -> tuple[list[StageDevice | None], Pipeline | None]:
     """Return the device and operations of each stage (the layers on one device), None for a stage on another node, and a pipeline
     of threads if stages run in parallel or on cores of their own."""
@@ -468,7 +478,7 @@ def _stage_devices(
         threads = min(settings.threads or len(device.cores), len(device.cores)) if device.cores else settings.threads
         if key not in made:
             with on_cores(device.cores):  # A thread pool stays on the cores on which it was created.
-                made[key] = pick_ops(place, dtype, threads=threads, **given)
+                made[key] = pick_ops(place, stage.dtype, threads=threads, **given)
         stage_devices.append(StageDevice.named(place, made[key], stop=stage.stop))
         openings.append(partial(set_threads, settings.threads, [made[key]], device.cores))
     pinned = any(stage.device.cores and not stage.device.node for stage in split.stages)

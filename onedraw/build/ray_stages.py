@@ -230,7 +230,7 @@ class RayCluster:
                 threads=settings.threads,
                 start=stage.start,
                 stop=stage.stop,
-                dtype=plan.dtype,
+                dtype=stage.dtype,
                 activation=split.activation,
                 kv_dtype=plan.kv_dtype,
                 max_context=plan.max_context,

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.backends.base import require_state_dtype
     from onedraw.build.checkpoint import describe, find_checkpoint
     from onedraw.build.drafters import drafter_bytes, proposer_names, select_drafter
-    from onedraw.build.fit_devices import plan_devices, step_memory, with_device_sizes
+    from onedraw.build.fit_devices import plan_devices, step_memory, stored_weights, with_device_sizes
     from onedraw.build.xla import compiled_steps, xla_settings
 
     settings = read_settings(arguments)
@@ -77,10 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
             "memory": memory_json(plan, 0 if size is None else size(plan)),
         }
         report |= {"activation_dtype": split.activation, "stages": stages_json(split), "fits": fits}
-        on_device = not xla and any(device.kind != "cpu" for device in devices)
-        report["turns"] = asdict(step_memory(settings, info, plan, devices)) if on_device else None
+        accelerators = [] if xla else [stage for stage in split.stages if stage.device.kind != "cpu"]
+        report["turns"] = None
+        if accelerators:
+            report["turns"] = asdict(step_memory(settings, info, stored_weights(info, accelerators[0].dtype), devices))
         report["compiled_turns"] = compiled_steps(settings, info, plan, split.stages[-1].device) if xla else []
-        report["holding"] = asdict(plan_weight_storage(info.weights, plan.dtype)) if plan.dtype in PACKED_DTYPES else None
+        report["holding"] = {
+            dtype: asdict(plan_weight_storage(info.weights, dtype))
+            for dtype in dict.fromkeys(stage.dtype for stage in split.stages)
+            if dtype in PACKED_DTYPES
+        }
     finally:
         checkpoint.close()
     if arguments.json:
@@ -243,7 +249,7 @@ def stage_rows(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for stage in stages:
         parts = ", ".join(f"{kind}s {human_bytes(stage[f'{kind}_bytes'])}" for kind in kinds if stage[f"{kind}_bytes"])
         room = "" if stage["device"]["memory"] is None else f" of {human_bytes(stage['device']['memory'])}"
-        layers = f"layers {stage['start']}–{stage['stop'] - 1}"
+        layers = f"layers {stage['start']}–{stage['stop'] - 1} in {stage['dtype']}"
         described.append([stage["device"]["name"], f"{layers}: {human_bytes(stage['total_bytes'])}{room} ({parts})"])
     return described
 
@@ -282,15 +288,16 @@ def step_rows(scratch: Mapping[str, int] | None) -> list[list[str]]:
     return [["steps", f"{human_bytes(sum(scratch.values()))} of scratch on each device ({', '.join(parts)})"]]
 
 
-def holding_rows(holding: Mapping[str, Any] | None, dtype: str) -> list[list[str]]:
-    """Describe which matrices stay packed (in their quantized blocks), and why others are converted."""
-    if holding is None:
-        return []
-    kept = ", ".join(f"{kind} × {count}" for kind, count in holding["kept"])
-    return [
-        ["packed", f"{kept}; norms and biases are {dtype}"],
-        *(["converted", f"{kind} × {count} to {dtype}: {why}"] for kind, why, count in holding["converted"]),
-    ]
+def holding_rows(holding: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Describe which matrices stay packed (in their quantized blocks), and why others are converted. `holding`: by dtype of
+    products."""
+    rows = []
+    for products, storage in holding.items():
+        dtype, where = float_dtype(products), f" in {products}" if len(holding) > 1 else ""
+        kept = ", ".join(f"{kind} × {count}" for kind, count in storage["kept"])
+        rows.append(["packed", f"{kept}; norms and biases are {dtype}{where}"])
+        rows += [["converted", f"{kind} × {count} to {dtype}: {why}{where}"] for kind, why, count in storage["converted"]]
+    return rows
 
 
 def rows(report: Mapping[str, Any]) -> list[list[str]]:
@@ -312,9 +319,9 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
         ["drafts", ", ".join(report["drafts"]) or "none: --draft none"],
         [
             "weights",
-            f"{human_bytes(memory['weight_bytes'])} as {memory['dtype']}",
+            f"{human_bytes(memory['weight_bytes'])} as {' and '.join(dict.fromkeys(s['dtype'] for s in report['stages']))}",
         ],
-        *holding_rows(report["holding"], float_dtype(memory["dtype"])),
+        *holding_rows(report["holding"]),
         ["residual stream", report["activation_dtype"]],
         ["keys and values", kv_words(memory)],
         *(["pages" if i == 0 else "", page_words(group, memory["page_size"])] for i, group in enumerate(memory["groups"])),

@@ -98,13 +98,14 @@ def prove(
     notify("the plain run")
     with build(plain_settings) as llm:
         card, generations = llm.card, requests(llm, new_tokens=new_tokens)
+        kv_dtype = llm.service.capacity.kv_dtype
         plain, evidence = drive(llm, generations, "one by one", settings=plain_settings)
     findings: list[ProofRow] = []
     with TemporaryDirectory(prefix="onedraw-prove-") as folder:
         facts = PlainRunFacts(
             plain_settings,
             longest=max(len(a.prompt) for a in generations) + new_tokens,
-            page_bytes=page_bytes or bytes_per_page(base, dtype=card.dtype),
+            page_bytes=page_bytes or bytes_per_page(base, kv_dtype=kv_dtype),
             folder=Path(folder),
         )
         for variation in variations(base, threads=threads):
@@ -306,7 +307,7 @@ def _default_build(settings: Settings) -> LLM:
     return build_llm(settings, warm_up=False)  # A warm-up would take time and does not change the results.
 
 
-def bytes_per_page(settings: Settings, *, dtype: str) -> int:
+def bytes_per_page(settings: Settings, *, kv_dtype: str) -> int:
     """Return how many bytes of --kv-memory one page takes."""
     from onedraw.build.checkpoint import find_checkpoint
     from onedraw.build.fit_devices import memory_plan_for
@@ -315,6 +316,7 @@ def bytes_per_page(settings: Settings, *, dtype: str) -> int:
         return 1
     checkpoint = find_checkpoint(settings)
     try:
-        return sum(group.page_bytes for group in memory_plan_for(settings, read_model_info(checkpoint), dtype=dtype).groups)
+        plan = memory_plan_for(settings, read_model_info(checkpoint), dtype="f32", kv_dtype=kv_dtype or None)
+        return sum(group.page_bytes for group in plan.groups)
     finally:
         checkpoint.close()

@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from onedraw.backends.devices import kv_precision
-from onedraw.backends.packing import matrix_kinds, matrix_sizes, product_dtype, supports_gpu_packed
+from onedraw.backends.devices import kv_precision, packed_kernels
+from onedraw.backends.packing import matrix_kinds, matrix_sizes, product_dtypes
 from onedraw.build.checkpoint import find_checkpoint
 from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.random_weights import is_random, shape_config
@@ -70,13 +70,14 @@ def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
     device = find_devices(settings.device_names)[0]
     if device.kind == "cpu" or len(settings.device_names) > 1:
         return None
-    no_kernels = why_no_gpu_kernels() if supports_gpu_packed(device) else ""
+    reason = why_no_gpu_kernels() if packed_kernels(device) == "tensor cores" else ""
     checkpoint = find_checkpoint(settings)
     try:
         info = read_model_info(checkpoint)
         spec, kinds = info.spec, matrix_kinds(info.weights)
         stream = {"activations": "f32", "stream": "auto"}
-        dtype = product_dtype([device], requested=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
+        no_kernels = {"tensor cores": reason} if reason else {}
+        (dtype,) = product_dtypes([device], requested=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
         sizes = matrix_sizes(info.weights, dtype)
     finally:
         checkpoint.close()
@@ -188,7 +189,8 @@ def peer_rates(
     from onedraw.backends.torch.device import find_devices
 
     device = find_devices(settings.device_names)[0]
-    dtype = product_dtype([device], requested=settings.dtype, activations="f32", stream="auto", kinds=(), no_kernels="")
+    given = {"activations": "f32", "stream": "auto"}
+    (dtype,) = product_dtypes([device], requested=settings.dtype, **given, kinds=(), no_kernels={})
     source: str | Mapping[str, Any]
     if is_random(settings.model):
         source = shape_config(settings.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from onedraw.backends.packing import (
     matrix_kinds,
     partial_sum_bytes,
     plan_weight_storage,
-    product_dtype,
+    product_dtypes,
     saves_memory,
     why_not_gpu_packed,
 )
@@ -29,7 +30,8 @@ from onedraw.models.weight_names import weight_shapes
 from tests.support.quantized_weights import FLOAT_KINDS, QUANTIZED_KINDS, quantized_weights, random_tensor, tiny_spec
 
 CPU, GPU = Device("cpu", "cpu"), Device("cuda:0", "cuda", "sm90")
-REQUEST = {"requested": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4_1"}, "no_kernels": ""}
+OLD, REFUSED = Device("cuda:1", "cuda", "sm75"), Device("hip:0", "hip", "gfx906")
+REQUEST = {"requested": "auto", "activations": "int8", "stream": "auto", "kinds": {"Q4_1"}, "no_kernels": {}}
 
 
 def test_packed_weights_take_the_bytes_of_the_file_except_for_six_bit_scales() -> None:
@@ -82,43 +84,62 @@ def test_tensors_with_permuted_rows_stay_packed_and_with_permuted_columns_do_not
     assert moved.packed() is None
 
 
+def dtypes_of(*devices: Device, **changes: Any) -> tuple[str, ...]:
+    return product_dtypes(devices, **REQUEST | changes)
+
+
 def test_auto_is_packed_on_cpus_if_it_saves_memory() -> None:
-    assert product_dtype([CPU], **REQUEST) == "packed"
-    assert product_dtype([CPU, CPU], **REQUEST | {"activations": "f32"}) == "packed-f32"
-    assert product_dtype([CPU], **REQUEST | {"stream": "bf16"}) == "packed"
-    assert product_dtype([CPU], **REQUEST | {"kinds": {"F32"}}) == "f32"
-    assert product_dtype([CPU], **REQUEST | {"no_kernels": "no compiler"}) == "f32"
-    assert product_dtype([CPU], **REQUEST | {"requested": "f32"}) == "f32"
-    assert product_dtype([CPU], **REQUEST | {"requested": "bf16", "activations": "f32"}) == "bf16"
-    assert product_dtype([GPU], **REQUEST | {"requested": "bf16"}) == "bf16"
-    assert product_dtype([GPU, CPU], **REQUEST) == "f32"
-    assert product_dtype([CPU], **REQUEST | {"requested": "packed", "kinds": {"F32"}}) == "packed"
+    assert dtypes_of(CPU) == ("packed",)
+    assert dtypes_of(CPU, CPU, activations="f32") == ("packed-f32", "packed-f32")
+    assert dtypes_of(CPU, stream="bf16") == ("packed",)
+    assert dtypes_of(CPU, kinds={"F32"}) == ("f32",)
+    assert dtypes_of(CPU, no_kernels={"cpu": "no compiler"}) == ("f32",)
+    assert dtypes_of(CPU, requested="f32") == ("f32",)
+    assert dtypes_of(CPU, requested="bf16", activations="f32") == ("bf16",)
+    assert dtypes_of(CPU, requested="packed", kinds={"F32"}) == ("packed",)
 
 
 @pytest.mark.parametrize(
     ("devices", "changes", "message"),
     [
-        ([GPU, CPU], {}, "not on both at once"),
-        ([CPU], {"no_kernels": "no compiler"}, "no compiler; use --dtype f32"),
+        ([REFUSED], {}, r"no kernels read packed weights on hip:0 \(gfx906\); use --dtype bf16 or f16"),
+        ([CPU, REFUSED], {}, "on hip:0"),
+        ([CPU], {"no_kernels": {"cpu": "no compiler"}}, "no CPU kernels: no compiler; use --dtype f32"),
+        ([GPU], {"no_kernels": {"tensor cores": "no NVRTC"}}, "no GPU kernels: no NVRTC, or use --dtype bf16"),
+        ([OLD], {"no_kernels": {"triton": "no Triton"}}, "no GPU kernels: no Triton, or use --dtype f16"),
     ],
 )
-def test_packed_weights_that_cannot_run_are_rejected(devices: list[Device], changes: dict[str, str], message: str) -> None:
+def test_packed_weights_that_cannot_run_are_rejected(devices: list[Device], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadSetting, match=message):
-        product_dtype(devices, **REQUEST | {"requested": "packed"} | changes)
+        dtypes_of(*devices, requested="packed", **changes)
+
+
+def test_each_device_keeps_weights_packed_if_it_has_kernels_for_them() -> None:
+    assert dtypes_of(GPU, CPU) == ("packed-bf16", "packed")
+    assert dtypes_of(GPU, CPU, activations="f32") == ("packed-bf16", "packed-f32")
+    assert dtypes_of(GPU, CPU, requested="packed") == ("packed-bf16", "packed")
+    assert dtypes_of(GPU, CPU, no_kernels={"cpu": "no compiler"}) == ("packed-bf16", "f32")
+    assert dtypes_of(GPU, CPU, no_kernels={"tensor cores": "no NVRTC"}) == ("bf16", "packed")
+    assert dtypes_of(REFUSED, CPU) == ("f16", "packed")
+    # One dtype serves all if weights stay packed nowhere, or if a dtype is named.
+    assert dtypes_of(GPU, CPU, kinds={"F32"}) == ("f32", "f32")
+    assert dtypes_of(GPU, CPU, requested="bf16") == ("bf16", "bf16")
 
 
 def test_auto_is_packed_on_gpus_with_kernels_if_the_file_is_quantized() -> None:
-    old, new = Device("cuda:0", "cuda", "sm75"), Device("cuda:1", "cuda", "sm86")
-    assert product_dtype([GPU, new], **REQUEST) == "packed-bf16"
-    assert product_dtype([GPU], **REQUEST | {"stream": "f16"}) == "packed-f16"
-    assert product_dtype([GPU], **REQUEST | {"kinds": {"F16", "BF16"}}) == "bf16"
-    assert product_dtype([GPU], **REQUEST | {"kinds": {"F16"}, "requested": "packed"}) == "packed-bf16"
-    assert product_dtype([GPU, old], **REQUEST) == "f16"
-    # If the kernels cannot be compiled, auto dequantizes and an explicit --dtype packed is an error.
-    assert product_dtype([GPU], **REQUEST | {"no_kernels": "no NVRTC"}) == "bf16"
-    with pytest.raises(BadSetting, match="no GPU kernels: no NVRTC, or use --dtype bf16"):
-        product_dtype([GPU], **REQUEST | {"requested": "packed", "no_kernels": "no NVRTC"})
-    assert product_dtype([Device("hip:0", "hip", "gfx942")], **REQUEST) == "bf16"
+    ampere, pascal = Device("cuda:1", "cuda", "sm86"), Device("cuda:1", "cuda", "sm61")
+    assert dtypes_of(GPU, ampere) == ("packed-bf16", "packed-bf16")
+    assert dtypes_of(GPU, stream="f16") == ("packed-f16",)
+    assert dtypes_of(GPU, kinds={"F16", "BF16"}) == ("bf16",)
+    assert dtypes_of(GPU, kinds={"F16"}, requested="packed") == ("packed-bf16",)
+    # GPUs have one dtype among them, except those that compute well in float32 only.
+    assert dtypes_of(GPU, OLD) == ("packed-f16", "packed-f16")
+    assert dtypes_of(OLD, OLD, CPU) == ("packed-f16", "packed-f16", "packed")
+    assert dtypes_of(GPU, pascal) == ("packed-bf16", "packed-gpu-f32")
+    assert dtypes_of(pascal, pascal) == ("packed-gpu-f32", "packed-gpu-f32")
+    assert dtypes_of(Device("hip:0", "hip", "gfx942:sramecc+:xnack-")) == ("packed-bf16",)
+    assert dtypes_of(REFUSED) == ("f16",)
+    assert dtypes_of(GPU, no_kernels={"tensor cores": "no NVRTC"}) == ("bf16",)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -199,12 +199,12 @@ def test_packed_and_converted_weights_are_listed(terminal: Terminal, tmp_path: P
     file = tiny.write_gguf("llama", tmp_path / "tiny.gguf", kind="Q8_0")
     report = terminal.json("inspect", str(file), "--device", "cpu", "--json")
     assert report["memory"]["dtype"] == "packed"
-    assert report["holding"]["kept"] == [["Q8_0", 22]]
-    assert report["holding"]["converted"] == []
+    assert report["holding"]["packed"]["kept"] == [["Q8_0", 22]]
+    assert report["holding"]["packed"]["converted"] == []
     assert report["memory"]["weight_bytes"] < report["parameters"] * 2
     assert terminal.run("inspect", str(file), "--device", "cpu") == 0
     assert "Q8_0 × 22; norms and biases are f32" in terminal.out
-    assert terminal.json("inspect", str(file), "--device", "cpu", "--dtype", "f32", "--json")["holding"] is None
+    assert terminal.json("inspect", str(file), "--device", "cpu", "--dtype", "f32", "--json")["holding"] == {}
 
 
 def test_a_27b_model_in_four_bits_fits_a_card_of_24_gib(terminal: Terminal) -> None:
@@ -214,7 +214,7 @@ def test_a_27b_model_in_four_bits_fits_a_card_of_24_gib(terminal: Terminal) -> N
     assert report["memory"]["kv_dtype"] == "bf16"
     assert 15e9 < report["memory"]["weight_bytes"] < 17.5e9
     assert report["stages"][0]["total_bytes"] < 24 * 2**30
-    assert report["holding"]["converted"] == []
+    assert report["holding"]["packed-bf16"]["converted"] == []
     assert report["turns"]["opened"] == 256 << 20
     assert report["turns"]["parts"] == 160 << 20  # of a head that would take 303 MiB at 64 rows
     assert terminal.run(*model, "--max-context", "32768") == 0

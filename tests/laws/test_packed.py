@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.cpu import library as builder
 from onedraw.backends.torch.ops.cpu.library import supported_instruction_sets
 from onedraw.backends.torch.ops.cpu.ops import CpuOps, Packing
+from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import make_inputs
 from onedraw.backends.torch.runner.pipeline import StageDevice
 from onedraw.models.spec import ModelSpec
@@ -126,6 +128,54 @@ def test_fused_layers_that_keep_the_stream_in_float32_are_caught(tmp_path: Path,
     """A stream that is rounded only where it leaves the kernel gives other bits when the layers are in two stages."""
     ops = faulty_ops(tmp_path, monkeypatch, "fused_layers.c", "if (l->stream != KV_F32) PARALLEL_FOR", "if (0) PARALLEL_FOR")
     assert not split_and_whole(ops, "bf16")
+
+
+def mixed_backend(
+    name: str = "mixed", *, packed_first: bool, cut: int = 1, stream: str = "f32", lanes: int = 4, pages: int = 200
+) -> TorchBackend:
+    """Two stages of different kinds: the C kernels with packed weights, and plain torch with bf16 products, as on a GPU."""
+    kinds = [(ops_of(), "packed"), (TorchOps(torch.device("cpu")), "bf16")]
+    (first, before), (last, dtype) = kinds if packed_first else reversed(kinds)
+    spec = dataclasses.replace(spec_of(name), layers=(spec_of(name).layers[0],) * 3)
+    stages = [StageDevice(torch.device("cpu"), first, cut), StageDevice(torch.device("cpu"), last)]
+    sizes = {"lanes": lanes, "pages": pages, "page_size": 8, "max_context": 400, "rows": 8192, "activation": stream}
+    weights = quantized_weights(spec, MODELS[name])
+    return TorchBackend(spec, weights, dtype=dtype, kv_dtype="bf16", stage_devices=stages, stage_dtypes=[before, dtype], **sizes)
+
+
+@pytest.mark.parametrize("stream", ["f32", "bf16"])
+@pytest.mark.parametrize("packed_first", [True, False])
+def test_no_schedule_changes_a_bit_of_a_split_over_different_kinds(packed_first: bool, stream: str) -> None:
+    requests = requests_of(3)
+    make = partial(mixed_backend, packed_first=packed_first, stream=stream)
+    one_lane = make(lanes=1)
+    assert one_lane.report is not None
+    assert one_lane.report.passed, one_lane.report.results
+    expected = plain(lambda: one_lane, requests)
+    drafts = KnownAnswerProposer({r.id: a.tokens for r, a in zip(requests, expected, strict=True)}, 300)
+    counted: Counter[str] = Counter()
+    for what, schedule in {
+        "batched": Schedule(),
+        "small steps": Schedule(step_tokens=7),
+        "prefix hits, drafts": Schedule(proposer=drafts, reuse=True, arrivals=(0, 3, 6, 9, 12)),
+    }.items():
+        got, stats = run(make(), requests, schedule)
+        assert same(got, expected), what
+        counted.update(kept=stats.accepted_tokens, chunks=stats.middle_chunks, mixed=stats.mixed_steps, hits=stats.prefix_hits)
+    assert all(counted[what] > 0 for what in ("kept", "chunks", "mixed", "hits")), counted
+
+
+@pytest.mark.parametrize("name", ["mixed", "Q8_0"])
+@pytest.mark.parametrize("packed_first", [True, False])
+def test_the_plan_of_different_kinds_is_part_of_the_fingerprint(name: str, packed_first: bool) -> None:
+    """Another cut computes other bits, so a reply or a snapshot of one is not taken for that of the other."""
+    made = [mixed_backend(name, packed_first=packed_first, cut=cut) for cut in (1, 2)]
+    one, two = (run(backend, requests_of(3), Schedule())[0] for backend in made)
+    assert not same(one, two)
+    assert made[0].identity != made[1].identity
+    names = [f"cpu-{BEST}", "cpu-torch"] if packed_first else ["cpu-torch", f"cpu-{BEST}"]
+    assert [backend.capacity.device for backend in made] == [f"{names[0]}:1+{names[1]}:2", f"{names[0]}:2+{names[1]}:1"]
+    assert made[0].capacity.dtype == ("packed+bf16" if packed_first else "bf16+packed")
 
 
 def hidden_of(name: str, ops: CpuOps, dtype: str = "packed", stream: str | None = None) -> torch.Tensor:

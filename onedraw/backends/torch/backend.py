@@ -36,7 +36,15 @@ from onedraw.backends.torch.runner.cuda_graphs import GraphCache, graph_caches
 from onedraw.backends.torch.runner.eager_runner import EagerRunner
 from onedraw.backends.torch.runner.graph_runner import GraphRunner, GraphStage
 from onedraw.backends.torch.runner.inputs import PADDED, InputLayout
-from onedraw.backends.torch.runner.pipeline import LayerProbe, Pipeline, SameThread, StageDevice, current_device, device_locks
+from onedraw.backends.torch.runner.pipeline import (
+    LayerProbe,
+    Pipeline,
+    SameThread,
+    Stage,
+    StageDevice,
+    current_device,
+    device_locks,
+)
 from onedraw.backends.torch.runner.staging_buffers import StagingBufferFull
 from onedraw.backends.torch.runner.step import Step, StepExecutor, StepResult
 from onedraw.backends.torch.sampling.positions import PositionSampler
@@ -157,6 +165,7 @@ class TorchBackend:
         checkpoints: int = 0,
         ops: Ops | None = None,
         stage_devices: Sequence[StageDevice | RemoteStage] = (),
+        stage_dtypes: Sequence[str] = (),
         stage_group: StageGroup | None = None,
         activation: str | None = None,
         kv_dtype: str | None = None,
@@ -171,15 +180,19 @@ class TorchBackend:
         capture: bool = True,
         ahead: bool | None = None,
     ) -> None:
-        """`stage_group` owns the stages that are in other processes. The backend closes it."""
+        """`dtype`: that of products on the last device. `stage_dtypes`: that of each stage, if they differ. `stage_group` owns the
+        stages that are in other processes. The backend closes it."""
         assert max_in_flight == 1 or pipeline is not None, "stages that work at once have threads of their own"
         stage_devices = stage_devices or [StageDevice(torch.device(device), ops or TorchOps(torch.device(device)))]
+        stage_dtypes = stage_dtypes or (dtype,) * len(stage_devices)
+        self._stage_dtypes = tuple(stage_dtypes)
         model = Transformer(
             spec,
             source,
             dtype=DTYPES[dtype],
             activation=DTYPES[activation or dtype],
             stage_devices=stage_devices,
+            stage_dtypes=[DTYPES[one] for one in stage_dtypes],
             rows=rows,
             max_context=max_context,
             progress=progress,
@@ -240,13 +253,13 @@ class TorchBackend:
             spec,
             sizes,
             stage_devices,
+            stage_dtypes,
             drafter,
             max_context=max_context,
             step_tokens=max_step_tokens(rows, chunk=CHUNK) if len(stage_devices) > 1 else step_tokens,
             max_in_flight=max_in_flight,
             async_tokens=PADDED[-1] if whole and last.type == "cuda" else 0,
             async_scheduling=not waits and (self._keeps_tokens if ahead is None else ahead),
-            dtype=dtype,
             activation=activation or dtype,
             kv_dtype=kept_as,
         )
@@ -395,7 +408,7 @@ class TorchBackend:
     def _checks_range(self) -> bool:
         """Whether every layer's output is checked for infinities: with f16 anywhere, since models trained in bf16 may leave its
         range."""
-        return torch.float16 in (self.model.dtype, self.model.activation)
+        return torch.float16 in (self.model.activation, *(DTYPES[dtype] for dtype in self._stage_dtypes))
 
     def recover(self) -> None:
         """Restart the stages in other processes that ended. Call it when a step raised StateLost, with no step in flight."""
@@ -448,11 +461,16 @@ class TorchBackend:
 
     @property
     def identity(self) -> str:
-        """A text that names everything that decides the bits of results: operations, hardware, library and row rule, but not the
-        split."""
+        """A text that names everything that decides the bits of results: operations, hardware, library and row rule, and the
+        layers of each device, where devices compute different bits."""
         stages, others = self.model.local_stages, self.model.remote_stages
-        places = {f"{stage.ops.name} on {hardware_name(stage.device)}" for stage in stages}
-        parts = sorted(places | {f"{stage.name} on {stage.facts.hardware}" for stage in others})
+        places = [
+            f"{stage.ops.name} on {hardware_name(stage.device)}"
+            if isinstance(stage, Stage)
+            else f"{stage.name} on {stage.facts.hardware}"
+            for stage in self.model.stages
+        ]
+        parts = layers_by_kind(places, self._stage_dtypes, [stage.stop for stage in self.model.stages])
         named = {text for stage in stages for text in stage.ops.choices.texts()}
         named |= {text for linear in self.model.linears() for text in linear.choices}
         choices = sorted(named | {text for stage in others for text in stage.facts.choices})
@@ -467,10 +485,26 @@ class TorchBackend:
         self._open.snapshots.import_checkpoint(slot, page_maps, arrays)
 
 
+def layers_by_kind(names: Sequence[str], dtypes: Sequence[str], stops: Sequence[int]) -> list[str]:
+    """The kinds of devices of a split: the name of the only one, since a split over devices of one kind changes no bits; or each
+    in order with the number of its layers, because then the place of a cut decides the bits. `stops`: the layer before which
+    each stage stops."""
+    kinds = list(zip(names, dtypes, strict=True))
+    if len(set(kinds)) == 1:
+        return [names[0]]
+    found, start = [], 0
+    for (name, _), group in itertools.groupby(range(len(kinds)), key=kinds.__getitem__):
+        stop = stops[list(group)[-1]]
+        found.append(f"{name}:{stop - start}")
+        start = stop
+    return found
+
+
 def _capacity(
     spec: ModelSpec,
     sizes: StateSizes,
     stage_devices: Sequence[StageDevice | RemoteStage],
+    stage_dtypes: Sequence[str],
     drafter: Drafter | None,
     *,
     max_context: int,
@@ -478,10 +512,10 @@ def _capacity(
     max_in_flight: int,
     async_tokens: int,
     async_scheduling: bool,
-    dtype: str,
     activation: str,
     kv_dtype: str,
 ) -> Capacity:
+    stops = [len(spec.layers) if one.stop is None else one.stop for one in stage_devices]
     return Capacity(
         vocab=spec.vocab,
         max_context=max_context,
@@ -500,8 +534,8 @@ def _capacity(
         lookahead=0 if drafter is None else drafter.lookahead,
         drafter="" if drafter is None else drafter.name,
         step_tokens=step_tokens,
-        device="+".join(sorted({stage_device.name for stage_device in stage_devices})),
-        dtype=dtype,
+        device="+".join(layers_by_kind([one.name for one in stage_devices], stage_dtypes, stops)),
+        dtype="+".join(dict.fromkeys(stage_dtypes)),
         activation=activation,
         kv_dtype=kv_dtype,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -135,6 +136,11 @@ def why_no_gpu_kernels() -> str:
     return nvrtc.why_not()
 
 
+def why_no_triton() -> str:
+    """Why the Triton kernels for quantized weights cannot be compiled here; empty where they can."""
+    return "" if find_spec("triton") is not None else "Triton is not installed; pip install triton"
+
+
 def set_threads(count: int | None, ops: Iterable[Ops], cores: Collection[int] = ()) -> None:
     """Pin the calling thread to these processors, where some are named, and set the number of torch's threads; None: unchanged.
 
@@ -175,7 +181,10 @@ def _cuda_ops(device: torch.device, dtype: torch.dtype, warn: Callable[[str], ob
     from onedraw.backends.torch.ops.cuda import nvrtc
     from onedraw.backends.torch.ops.cuda.ops import TritonOps, serves
     from onedraw.backends.torch.ops.cuda.packed.ops import PackedOps
+    from onedraw.backends.torch.ops.cuda.packed.portable import PortableOps
 
+    if packed and (torch.version.hip or not serves(device, dtype)):
+        return PortableOps(device, dtype)
     if serves(device, dtype):
         pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         nvrtc.cache_in(cache)

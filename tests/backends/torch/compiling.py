@@ -14,12 +14,14 @@ def compiled(
     pointers: dict[str, str],
     numbers: dict[str, Any],
     *,
-    capability: int,
+    capability: int | str,
+    backend: str = "cuda",
     divisible_by_16: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
     """`pointers`: type of each pointer or float argument; `numbers`: constexpr values; other arguments are 32-bit integers.
-    Pointers and the arguments in `divisible_by_16` are specialized as multiples of 16."""
+    `capability`: the compute capability of an NVIDIA GPU; the architecture of an AMD GPU, where `backend` is hip. Pointers and
+    the arguments in `divisible_by_16` are specialized as multiples of 16."""
     signature, constants = {}, {}
     for name in kernel.arg_names:
         if name in numbers:
@@ -33,5 +35,6 @@ def compiled(
         for i, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or name in divisible_by_16
     }
+    lanes = 64 if backend == "hip" and str(capability).startswith("gfx9") else 32
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget(backend, capability, lanes), options=options)

@@ -83,18 +83,26 @@ class EmbedAndHead:
 
 
 def load_embed_and_head(
-    spec: ModelSpec, source: WeightSource, *, first: StageDevice, last: StageDevice, dtype: torch.dtype
+    spec: ModelSpec,
+    source: WeightSource,
+    *,
+    first: StageDevice,
+    last: StageDevice,
+    first_dtype: torch.dtype,
+    last_dtype: torch.dtype,
 ) -> EmbedAndHead:
-    loader = WeightLoader(source, ops=first.ops, dtype=dtype, device=first.device, norm=spec.norm)
-    reads_rows = first.ops.reads_weight_rows and last.ops.reads_weight_rows
+    loader = WeightLoader(source, ops=first.ops, dtype=first_dtype, device=first.device, norm=spec.norm)
+    reads_rows = first.ops.reads_weight_rows
     stored = None if reads_rows else first.ops.packed_table(source.tensor(None, "embed"))
     table = None if reads_rows or stored is not None else loader.kept(None, "embed", pad=LANE)  # [V', E]
     input_table = InputTable(spec, source, loader, first.ops) if spec.inputs else None
-    loader = WeightLoader(source, ops=last.ops, dtype=dtype, device=last.device, norm=spec.norm)
+    loader = WeightLoader(source, ops=last.ops, dtype=last_dtype, device=last.device, norm=spec.norm)
     norm = loader.norm(None, "norm")
-    if table is not None and spec.tied:
-        head = last.ops.linear(table.to(last.device))  # a tied head is copied only where the devices differ
-    elif stored is not None and spec.tied and first.device == last.device:
+    # A tied head is stored again where the devices, or their dtypes, differ.
+    shared = spec.tied and first.device == last.device and first_dtype == last_dtype
+    if shared and table is not None:
+        head = last.ops.linear(table)
+    elif shared and stored is not None:
         head = stored
     else:
         head = loader.linear(None, "embed" if spec.tied else "head", pad=LANE)
@@ -103,8 +111,10 @@ def load_embed_and_head(
         embedding = TableRows(table)
     elif stored is not None:
         embedding = ProductRows(stored)
+    elif shared and last.ops.reads_weight_rows:
+        embedding = ProductRows(head)
     else:
-        embedding = ProductRows(head) if spec.tied else StoredRows(source.tensor(None, "embed"))
+        embedding = StoredRows(source.tensor(None, "embed"))
     return EmbedAndHead(embedding, input_table, norm, head)
 
 
@@ -123,8 +133,9 @@ class StageInputs:
 class Transformer:
     """A model: all layers, on one device or several. When it is constructed, all weights are loaded.
 
-    `device` and `ops` are those of the last stage, where hidden states come out and drafters run. `dtype` is that of weights and
-    products; `activation` that of the residual stream. `rows`: tokens of a step at most, where there are several stages.
+    `device`, `ops` and `dtype`, the dtype of weights and products, are those of the last stage, where hidden states come out and
+    drafters run. `stage_dtypes`: that of each stage, if they differ. `activation`: that of the residual stream. `rows`: tokens of
+    a step at most, where there are several stages.
     """
 
     def __init__(
@@ -134,6 +145,7 @@ class Transformer:
         *,
         dtype: torch.dtype,
         stage_devices: Sequence[StageDevice | RemoteStage],
+        stage_dtypes: Sequence[torch.dtype] = (),
         max_context: int,
         activation: torch.dtype | None = None,
         rows: int = MIN_STAGING_ROWS,
@@ -145,14 +157,16 @@ class Transformer:
         first = first if isinstance(first, StageDevice) else last  # the embedding is in this process, since drafters read it
         self.device, self.ops = last.device, last.ops
         self.embed_device, self._embed_ops = first.device, first.ops
-        self._load_ends = partial(load_embed_and_head, spec, first=first, last=last, dtype=dtype)
+        stage_dtypes = stage_dtypes or (dtype,) * len(stage_devices)
+        first_dtype = dtype if first is last else stage_dtypes[0]
+        self._load_ends = partial(load_embed_and_head, spec, first=first, last=last, first_dtype=first_dtype, last_dtype=dtype)
         self._ends = ends = self._load_ends(source)
         self.norm, self.head = ends.norm, ends.head
         self._embedding, self._input_table = ends.embedding, ends.input_table
-        self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=first.device)
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=first_dtype, device=first.device)
         self.stages: list[Stage | RemoteStage] = []
         before, start = None if isinstance(stage_devices[0], StageDevice) else self.embed_device, 0
-        for place in stage_devices:
+        for place, stage_dtype in zip(stage_devices, stage_dtypes, strict=True):
             stage: Stage | RemoteStage
             if isinstance(place, StageDevice):
                 with current_device(place.device):
@@ -162,7 +176,7 @@ class Transformer:
                         spec,
                         source,
                         start=start,
-                        dtype=dtype,
+                        dtype=stage_dtype,
                         activation=self.activation,
                         max_context=max_context,
                         rows=rows,
@@ -214,7 +228,8 @@ class Transformer:
         update = WeightUpdate()
         update.match(self._ends, self._load_ends(source))
         for stage in self.local_stages:
-            loader = WeightLoader(source, ops=stage.ops, dtype=self.dtype, device=stage.device, norm=self.spec.norm)
+            dtype = stage.layers[0].dtype
+            loader = WeightLoader(source, ops=stage.ops, dtype=dtype, device=stage.device, norm=self.spec.norm)
             with current_device(stage.device):
                 for index, layer in enumerate(stage.layers, start=stage.start):
                     update.match(layer, load_layer(index, layer.spec, loader, stage.ops, self.spec.eps))

@@ -219,7 +219,7 @@ def packed_linear(
     dense matrix is faster then."""
     if all(map(why_not_gpu_packed, tensors)):
         return None
-    tensors, order = _in_stored_order(tensors, device)
+    tensors, order = in_stored_order(tensors, device)
     parts: list[PackedWeight | Tensor] = []
     for kind, same in groupby(tensors, key=lambda tensor: "" if why_not_gpu_packed(tensor) else tensor.kind):
         together = list(same)
@@ -247,7 +247,7 @@ def packed_linear(
     )
 
 
-def _in_stored_order(tensors: Sequence[LazyTensor], device: torch.device) -> tuple[Sequence[LazyTensor], Tensor | None]:
+def in_stored_order(tensors: Sequence[LazyTensor], device: torch.device) -> tuple[Sequence[LazyTensor], Tensor | None]:
     """Weights with their columns in stored order, and the permutation of an input row into that order (None if it is the
     identity)."""
     (first, *others) = tensors
