@@ -78,6 +78,7 @@ docs: $(VENV)/.stamp-serve
 	mv docs/cli.md.tmp docs/cli.md
 	$(BIN)/python -m onedraw.server.api_docs > docs/api.md.tmp
 	mv docs/api.md.tmp docs/api.md
+	$(BIN)/python -m tools.memory_table
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(AIDER) tests/clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info

@@ -13,6 +13,7 @@ from onedraw.checkpoints.dequantize import QUANT_TYPES
 from onedraw.models.registry import FAMILIES
 from onedraw.server.config import ServerOptions
 from onedraw.settings import Settings
+from tools import memory_table
 
 ROOT = Path(__file__).parents[1]
 MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -49,6 +50,13 @@ def test_the_page_of_models_names_every_family_and_every_kind_that_can_be_read()
     assert sorted(name for name in names if f"`{name}`" not in MODELS) == []
     kinds = [kind.name for kind in QUANT_TYPES.values() if kind.unpack is not None or kind.in_gguf_package]
     assert [kind for kind in kinds if not re.search(rf"\b{kind}\b", MODELS)] == []
+
+
+def test_the_memory_table_is_what_inspect_plans_and_every_set_of_devices_fits() -> None:
+    assert memory_table.page(MODELS) == MODELS, "run `make docs`"
+    lines = [line for line in memory_table.table() if line.startswith("| `")]
+    assert len(lines) == sum(len(devices.split(",")) for devices in memory_table.DEVICES)
+    assert all("in packed" in line for line in lines)  # weights are dequantized nowhere
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
