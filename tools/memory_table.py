@@ -10,7 +10,7 @@ from pathlib import Path
 from onedraw.backends.devices import parse_device
 from onedraw.backends.memory_plan import human_bytes
 from onedraw.backends.placement import StagePlan
-from onedraw.build.fit_devices import longest_contexts, plan_devices
+from onedraw.build.fit_devices import longest_contexts, plan_devices, with_device_sizes
 from onedraw.checkpoints.random_weights import open_random
 from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.settings import Settings
@@ -39,8 +39,9 @@ def table() -> list[str]:
 
 
 def _lines(info: ModelInfo, names: str) -> list[str]:
-    settings = Settings(model=MODEL, devices=names, max_context=CONTEXT, max_batch=1, draft=("none",))
     devices = [parse_device(name) for name in names.split(",")]
+    given = Settings(model=MODEL, devices=names, max_context=CONTEXT, max_batch=1, draft=("none",))
+    settings = with_device_sizes(given, info.spec, devices)
     plan, split = plan_devices(settings, info, devices)
     cells = [_cells(stage, plan.kv_dtype) for stage in split.stages]
     lines = ["| " + " | ".join([f"`{stage.device.name}`", *cell]) + " |" for stage, cell in zip(split.stages, cells, strict=True)]

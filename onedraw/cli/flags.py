@@ -36,7 +36,7 @@ SETTINGS_HELP: Mapping[str, str] = {
     "is named twice, as in cuda:0,cuda:1 or cpu:0-7,cpu:8-15",
     "ahead": "submit the next decode step before the host has read the tokens of the current one; auto: on GPUs with CUDA graphs",
     "dtype": "dtype of weights and matrix products; packed: weights stay quantized; auto: packed if the file is narrower and a "
-    "kernel exists (CPU, NVIDIA sm80 and later), otherwise the device's default",
+    "kernel exists (CPU, NVIDIA from sm60 on, most AMD), otherwise the device's default",
     "cpu_activations": "activations for packed weights on a CPU: int8 (rounded per 32 numbers) or f32 (exact, slower)",
     "activation_dtype": "dtype of the residual stream, also between devices; auto: the one of the weakest device "
     "(default: ONEDRAW_ACTIVATION_DTYPE, or auto)",

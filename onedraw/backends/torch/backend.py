@@ -180,8 +180,8 @@ class TorchBackend:
         capture: bool = True,
         ahead: bool | None = None,
     ) -> None:
-        """`dtype`: that of products on the last device. `stage_dtypes`: that of each stage, if they differ. `stage_group` owns the
-        stages that are in other processes. The backend closes it."""
+        """`dtype` is that of products on the last device; `stage_dtypes` has that of each stage, if they differ. `stage_group`
+        owns the stages that are in other processes. The backend closes it."""
         assert max_in_flight == 1 or pipeline is not None, "stages that work at once have threads of their own"
         stage_devices = stage_devices or [StageDevice(torch.device(device), ops or TorchOps(torch.device(device)))]
         stage_dtypes = stage_dtypes or (dtype,) * len(stage_devices)

@@ -294,7 +294,11 @@ class DflashDrafter:
         return self._arranged(blocks, logits, hidden)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self._target.embed(tokens) if self._embedding is None else self._embedding.index_select(0, tokens)
+        return (
+            self._target.embed(tokens).to(self._target.dtype)
+            if self._embedding is None
+            else self._embedding.index_select(0, tokens)
+        )
 
     def _arranged(self, blocks: list[DraftBlock], logits: Tensor, hidden: Tensor) -> list[tuple[Draft, ...]]:
         """The drafts of each block, from the logits and the hidden states of all drafted positions."""

@@ -90,7 +90,7 @@ class MtpHead:
     def run(self, inputs: Inputs, before: Tensor | None) -> Tensor:
         assert before is not None
         ops, eps = self.transformer.ops, self._spec.eps
-        embedded = ops.rms_norm(self.transformer.embed(inputs.tokens), self._embed_norm, eps)
+        embedded = ops.rms_norm(self.transformer.embed(inputs.tokens).to(before.dtype), self._embed_norm, eps)
         joined = torch.cat([embedded, ops.rms_norm(before, self._hidden_norm, eps)], dim=1)  # [T, 2 * E]
         prepared = PreparedInputs(ops, inputs, self._ropes)
         x = run_layer(self._fc(joined), self._layer, ops=ops, store=self.state.stores[0], prepared=prepared, eps=eps)
