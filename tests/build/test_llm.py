@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from onedraw.backends.devices import Device
+from onedraw.backends.placement import SplitPlan
 from onedraw.backends.torch import device
 from onedraw.build import llm as build
 from onedraw.build.llm import build_llm, report_layers
@@ -120,8 +121,8 @@ def test_packed_weights_are_dequantized_with_a_warning_if_a_gpu_has_no_kernels_f
     seen: list[str] = []
     caplog.set_level(logging.WARNING, logger="onedraw")  # a server of another test may have silenced the logger
 
-    def stop(settings: Settings, split: Any, *, dtype: str, **given: Any) -> None:
-        seen.append(dtype)
+    def stop(settings: Settings, split: SplitPlan, **given: Any) -> None:
+        seen.extend(stage.dtype for stage in split.stages)
         raise StopAsyncIteration
 
     monkeypatch.setattr(device, "find_devices", lambda names: [Device("cuda:0", "cuda", "sm90", 8 * 2**30)])
