@@ -21,7 +21,7 @@ pytestmark = [] if INTERPRETED else [pytest.mark.device]
 DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.float16, torch.bfloat16, torch.float32)
 
 
-def weight(kind: str, *, rows: int = 72, width: int = 512, seed: int = 0) -> StoredTensor:
+def weight(kind: str, *, rows: int = 40, width: int = 256, seed: int = 0) -> StoredTensor:
     return random_tensor("w", (rows, width), kind, np.random.default_rng(seed), width**-0.5)
 
 
@@ -31,7 +31,7 @@ def linear(*tensors: object, dtype: torch.dtype = torch.float16, pad: int = 1) -
     return made
 
 
-def rows_of(count: int, width: int = 512, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def rows_of(count: int, width: int = 256, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
 
 
@@ -52,14 +52,14 @@ def test_products_have_the_exact_weights(kind: str) -> None:
 def test_a_row_does_not_depend_on_the_number_of_rows(kind: str) -> None:
     product, x = linear(weight(kind)), rows_of(40)
     whole = product(x)
-    for count in (1, 2, 15, 16, 17):
+    for count in (1, 16, 17):
         assert torch.equal(product(x[:count]), whole[:count])
     assert torch.equal(product(x[7:9]), whole[7:9])
 
 
 @pytest.mark.parametrize("kind", SPAN_BYTES)
 def test_rows_are_those_of_the_file(kind: str) -> None:
-    tensor, wanted = weight(kind), torch.tensor([3, 0, 71], device=DEVICE)
+    tensor, wanted = weight(kind), torch.tensor([3, 0, 39], device=DEVICE)
     found = linear(tensor, dtype=torch.float32).rows(wanted)
     expected = torch.from_numpy(tensor.float32())[wanted.cpu()]
     assert torch.allclose(found.cpu(), expected, rtol=1e-6, atol=1e-7)
@@ -74,6 +74,6 @@ def test_weights_of_several_types_are_one_product() -> None:
 
 
 def test_permuted_columns_stay_packed() -> None:
-    order = np.random.default_rng(0).permutation(512)
+    order = np.random.default_rng(0).permutation(256)
     tensor, x = ColumnSelection(weight("Q4_K"), order), rows_of(2)
     assert (linear(tensor)(x).double() - exact(x, tensor)).abs().max() < 4e-3
