@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onedraw.api import load, torch_forward
+    from onedraw.api import load, send_weights, torch_forward
     from onedraw.llm.llm import LLM
 
     Model = LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Model", "__version__", "load", "torch_forward"]
+__all__ = ["LLM", "Model", "__version__", "load", "send_weights", "torch_forward"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from onedraw.api import torch_forward
 
         return torch_forward
+    if name == "send_weights":
+        from onedraw.api import send_weights
+
+        return send_weights
     if name in ("LLM", "Model"):
         from onedraw.llm.llm import LLM
 

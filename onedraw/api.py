@@ -1,8 +1,9 @@
-"""The Python API: `onedraw.load(model, …)` returns a running LLM, `onedraw.torch_forward(model)` a module to train."""
+"""The Python API: `onedraw.load(model, …)` returns a running LLM, `onedraw.torch_forward(model)` a module to train, and
+`onedraw.send_weights(url, tensors, …)` gives its weights to a server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +24,11 @@ def torch_forward(model: Path | str, *, progress: Callable[[str], None] | None =
     from onedraw.build.training import build_torch_forward
 
     return build_torch_forward(model, progress)
+
+
+def send_weights(url: str, tensors: Iterable[tuple[str, Any]], *, token: str) -> str:
+    """Replace the weights of a server on this machine by all tensors of the checkpoint, by name, on any device. They go from this
+    process to the server's over loopback. `token`: its --update-token. Returns the model's fingerprint with these weights."""
+    from onedraw.build.send_weights import send_weights
+
+    return send_weights(url, tensors, token=token)

@@ -25,7 +25,7 @@ MAX_LONG_WORK = 2  # long requests that are checked and tokenized at the same ti
 MAX_FORMAT_WORK = 2  # requests whose response format is compiled at the same time
 MAX_PROMPT_TOKENS = 1 << 22  # tokens of all prompts of one request together
 MAX_REFERENCED_CHARACTERS = 1 << 25  # characters of all stored items that the input of /v1/responses refers to
-MAX_PROMPT_LOGPROBS = 1 << 20  # numbers that `echo` with `logprobs` returns: tokens of all prompts × (1 + alternatives) × n
+MAX_PROMPT_LOGPROBS = 1 << 20  # of `prompt_logprobs`, or `echo` with `logprobs`: tokens of all prompts × (1 + alternatives) × n
 MAX_REPLY_LOGPROBS = 1 << 23  # logprobs of the replies of a request: replies × max_tokens × (1 + alternatives)
 
 # Batches: uploaded files, and batches of requests.

@@ -1,4 +1,4 @@
-"""Replaces the weights of a running model by those of a folder, or by tensors from memory.
+"""Replaces the weights of a running model by those of a folder, or by tensors from memory or from another process.
 
 In: a folder or tensors. Out: the card of the model with its new fingerprint. Everything is read and compared with the weights in
 use before the engine is asked for anything: the new ones must be of the same model, and of the same shapes and stored types, so
@@ -118,6 +118,12 @@ class EngineWeightUpdates:
         with self._alone():
             tensors = {name: StoredTensor(name, *stored_bytes(name, tensor)) for name, tensor in named}
             self._replace(with_tensors(self._served.checkpoint, tensors), accept)
+
+    def from_process(self, port: int, accept: Accept) -> None:
+        """Receive the tensors from a trainer in another process, which listens at this port of this machine."""
+        from onedraw.backends.torch.remote.weights import received_weights
+
+        self.from_tensors(received_weights(port, most=self.most_bytes), accept)
 
     def _replace(self, checkpoint: InMemoryCheckpoint, accept: Accept) -> None:
         info = self._served.check(checkpoint)

@@ -79,6 +79,8 @@ class WeightUpdates(Protocol):
 
     def from_tensors(self, named: Iterable[tuple[str, Any]], accept: Accept) -> None: ...
 
+    def from_process(self, port: int, accept: Accept) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -170,6 +172,11 @@ class LLM:
     def load_weight_file(self, file: Path) -> ModelCard:
         """Replace the weights by those of a safetensors file."""
         self._updates.from_file(file, self._accept)
+        return self.card
+
+    def receive_weights(self, port: int) -> ModelCard:
+        """Do the same with tensors that another process of this machine sends, see `onedraw.send_weights`."""
+        self._updates.from_process(port, self._accept)
         return self.card
 
     @property

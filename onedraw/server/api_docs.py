@@ -54,7 +54,7 @@ This page is generated: `python -m onedraw.server.api_docs > docs/api.md`. A tes
 | `POST /apply-template` | the body of a chat → `{prompt}`, the text that the model would read |
 | `GET /tokenizer_info` | special tokens, sizes, the chat template |
 | `POST /pause`, `POST /resume`, `GET /is_paused` | stops steps, see [training.md](training.md) |
-| `POST /update_weights` | `{weight_dir}` or a safetensors file as body: replaces the weights → `{status, fingerprint}` |
+| `POST /update_weights` | `{weight_dir}`, `{port}` or a safetensors file: replaces the weights → `{status, fingerprint}` |
 | `GET /server_info`, `GET /get_world_size` | what trainers made for vLLM ask |
 | `POST /start_weight_update`, `POST /finish_weight_update` | nothing; trainers made for vLLM call them around an update |
 | `POST /init_weight_transfer_engine` | refused: weights are not received over NCCL |
@@ -127,6 +127,7 @@ Replies have OpenAI's shapes. A whole reply is the concatenation of its streamed
 | `choices[].stop_reason` | the stop string or token id that ended the reply, else null |
 | `choices[].token_ids`, `choices[].prompt_token_ids` | with `return_token_ids`; in a stream the prompt's come once |
 | `prompt_token_ids` | the same beside `choices`, where there is one prompt |
+| `prompt_logprobs` | with `prompt_logprobs`, as in vLLM: beside `choices` of a chat, in the choice of a completion, see below |
 | `choices[].score_checksums` | with `return_checksums`: one string per token, equal exactly when the scores had equal bits |
 | `choices[].token_details` | with `return_token_details`: `id`, `text`, `kept`, `rejected` of each token, see below |
 | `system_fingerprint` | version, weights (by samples), device, dtypes, chunk length: equal for equal replies to one prompt |
@@ -139,6 +140,10 @@ A prompt counts once in `usage`, however many choices continue it. A token that 
 `bytes:\\xe2\\x82` in logprobs. A logprob of minus infinity is written as -9999. `text_offset` counts characters of the
 choice's text; the tokens of a stop string have offsets beyond its end. In `token_details` a token is `kept` if it was drafted,
 `rejected` counts the drafts that were rejected at its position, and `text` has the characters that the token completes.
+
+`prompt_logprobs` has null for the first token of the prompt, and for each one after it an object that maps its id, and those of
+the likeliest tokens there, to `logprob`, `rank` and `decoded_token`. The rank is null where the token is not among the likeliest.
+The whole prompt is computed, also where it is cached; in a stream the field is in the first chunk.
 
 The last chunk of a chat choice has its `finish_reason` and an empty `delta`. A tool call that `max_tokens` cuts is a call with
 the arguments so far, if its name is complete, and else it is dropped; the finish reason is `length` either way, and its markers
@@ -285,7 +290,7 @@ def _limits() -> list[str]:
         "cannot (prompts, messages, tools, `prediction`, also where tokens are only counted)": limits.MAX_CHARACTERS_COUNTED,
         "tokens of all prompts of one request": limits.MAX_PROMPT_TOKENS,
         "characters of all stored items that the input of a response refers to": limits.MAX_REFERENCED_CHARACTERS,
-        "logprobs of prompts, with `echo`: tokens of all prompts × `n` × (1 + alternatives)": limits.MAX_PROMPT_LOGPROBS,
+        "logprobs of prompts (`echo`, `prompt_logprobs`): their tokens × `n` × (1 + alternatives)": limits.MAX_PROMPT_LOGPROBS,
         "logprobs of replies: replies × `max_tokens` × (1 + alternatives)": limits.MAX_REPLY_LOGPROBS,
         "requests that are checked and tokenized at once; callers take turns": limits.MAX_SHORT_WORK,
         "requests with bodies of 256 KiB or more that are read and tokenized at once; callers take turns": limits.MAX_LONG_WORK,

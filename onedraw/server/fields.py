@@ -158,7 +158,6 @@ _SHARED = (
     neutral("typical_p", "no typical sampling", 1),
     neutral("tfs_z", "no tail-free sampling", 1),
     neutral("mirostat", "mirostat depends on all earlier draws, so a seed and a position could not replay a token", 0),
-    refused("prompt_logprobs", "use `echo: true` with `logprobs` on /v1/completions"),
     refused("truncate_prompt_tokens", "the server never shortens a prompt; shorten it before sending"),
     refused("allowed_token_ids", "use `logit_bias`"),
     refused("logits_processors", "code in a request is not run"),

@@ -50,6 +50,7 @@ class PreparedRequest:
     n: int  # number of choices for each prompt
     echoes: tuple[str | None, ...]  # per prompt, the text that is repeated before the reply; None without `echo`
     logprobs: bool  # whether the reply has the logprobs of its tokens
+    prompt_logprobs: int | None  # how many alternatives `prompt_logprobs` has for each token of the prompt; None: no such field
     token_ids: bool  # whether the reply has the ids of prompt and reply
     checksums: bool  # whether the reply has a checksum of each token's scores
     details: bool = False  # whether the reply has the text of each token and whether it was drafted
@@ -133,11 +134,11 @@ def _check_logprobs(request: CompletionRequest | ChatRequest, prepared: Prepared
     """Refuse a request whose reply would have too many logprobs, which take far more memory than its tokens."""
     name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
     asked = [choice.request for choice in prepared.choices]
-    scored = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    scored = _prompt_logprobs(request)
     of_prompts = 0 if scored is None else (1 + scored) * sum(len(one.prompt) for one in asked)
     if of_prompts > MAX_PROMPT_LOGPROBS:
         raise BadParameter(
-            name,
+            name if request.prompt_logprobs is None else "prompt_logprobs",
             f"the prompts would have {of_prompts:,} logprobs in all, and at most {MAX_PROMPT_LOGPROBS:,} are returned; "
             "ask for fewer alternatives, or split the request",
         )
@@ -148,6 +149,12 @@ def _check_logprobs(request: CompletionRequest | ChatRequest, prepared: Prepared
             f"the replies may have {of_replies:,} logprobs in all, and at most {MAX_REPLY_LOGPROBS:,} are returned; "
             "ask for fewer alternatives, or lower max_tokens or n",
         )
+
+
+def _prompt_logprobs(request: CompletionRequest | ChatRequest) -> int | None:
+    """How many alternatives to the prompt's tokens a request wants, with `echo` or by `prompt_logprobs`; None: no logprobs."""
+    echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    return max((one for one in (echoed, request.prompt_logprobs) if one is not None), default=None)
 
 
 def _renamed(error: BadRequest, spellings: Sequence[Mapping[str, str]]) -> BadRequest:
@@ -172,7 +179,7 @@ def _completion(
     request: CompletionRequest, llm: LLM, identity: str, choices: PrepareChoices, cancelled: Callable[[], bool]
 ) -> PreparedRequest:
     seed = settle_seed(request.seed)
-    scored = request.logprobs if request.echo else None
+    scored = _prompt_logprobs(request)
     if len(request.prompt) * request.n > MAX_REPLIES:
         raise BadParameter(
             "prompt", f"{len(request.prompt)} prompts × n = {request.n} is over {MAX_REPLIES} replies; split the list"
@@ -255,6 +262,7 @@ def _prepared(
         n=request.n,
         echoes=tuple(echoes),
         logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         token_ids=request.return_token_ids,
         checksums=request.return_checksums,
         details=request.return_token_details,

@@ -353,6 +353,12 @@ class SamplingFields(TokenFields):
     logprobs_mode: Literal["raw", "processed", "both"] = field_doc(
         '"raw", "processed" or "both"', "of the model's own distribution, of the one that was sampled from, or see below", "raw"
     )
+    prompt_logprobs: int | None = field_doc(
+        f"integer, 0 … {MAX_TOP_LOGPROBS}",
+        "adds `prompt_logprobs`, the model's own logprobs of the prompt's tokens and of that many alternatives, see below",
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+    )
     skip_special_tokens: bool = field_doc("boolean", "leave special tokens out of the text", True)
     prediction: Prediction | None = field_doc(
         "object", "see below; the expected reply, used as drafts: faster where it is right, never a different reply"
@@ -583,6 +589,7 @@ class ScoreRequest(ChatRequest):
     reply: str | None = field_doc("string", "the reply as a text, which is tokenized; this or `reply_ids`")
     reply_ids: ListOf[int] = field_doc("list of integers", "the ids of the reply's tokens, after those of `continue_ids`", [])
     logprobs: bool = field_doc("boolean", "a score always has them", True)
+    prompt_logprobs: None = field_doc("null", "a score is of the reply alone")
     n: int = field_doc("integer, 1 … 1", "one reply is scored", 1, ge=1, le=1)
     stream: Literal[False] = field_doc("false", "a score is not streamed", False)
 
@@ -623,15 +630,20 @@ class DetokenizeRequest(StrictModel):
 
 
 class WeightUpdateRequest(StrictModel):
-    weight_dir: str | None = field_doc("string", "a folder of safetensors with its config.json, below `--weight-dir`; required")
+    weight_dir: str | None = field_doc(
+        "string", "a folder of safetensors with its config.json, below `--weight-dir`; this or `port`"
+    )
+    port: int | None = field_doc(
+        "integer", "where a trainer on the server's machine sends them: `onedraw.send_weights` does it", ge=1, le=65535
+    )
     update_info: dict[str, Any] | None = field_doc(
         "object", "where vLLM's clients send `weight_dir`; a transfer over NCCL is refused"
     )
 
     @model_validator(mode="after")
     def _one_folder(self) -> WeightUpdateRequest:
-        if (self.weight_dir is None) == (self.update_info is None):
-            raise PydanticCustomError("missing", "this field is required", {"at": "weight_dir"})
+        if [self.weight_dir, self.update_info, self.port].count(None) != 2:
+            raise PydanticCustomError("missing", "send one of weight_dir, update_info and port", {"at": "weight_dir"})
         return self
 
     @property

@@ -2,8 +2,8 @@
 
 The input is an LLM and the server's options; the output is the handlers. Those that change anything need `--update-token`, which
 trainers send as a bearer token, in the header `x-update-token`, or as the password of the server's URL. Weights come from a
-folder below `--weight-dir`, or as the body of the request. TRL and other trainers call the paths of vLLM; the transfer over NCCL,
-which these stand for, is refused by name.
+folder below `--weight-dir`, as the body of the request, or from another process of this machine. TRL and other trainers call the
+paths of vLLM; the transfer over NCCL, which these stand for, is refused by name.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ class WeightEndpoints:
             await self._upload(request)
         else:
             body = await read_body(request, limit=SMALL_BODY)
-            folder = self._folder(parse(WeightUpdateRequest, read_json(body), lenient=self._options.lenient).request.folder)
-            await asyncio.to_thread(self._llm.update_weights, folder)
+            asked = parse(WeightUpdateRequest, read_json(body), lenient=self._options.lenient).request
+            if asked.port is None:
+                await asyncio.to_thread(self._llm.update_weights, self._folder(asked.folder))
+            else:
+                await asyncio.to_thread(self._llm.receive_weights, asked.port)
         return JSONResponse({"status": "updated", "fingerprint": self._llm.card.fingerprint})
 
     async def no_op(self, request: Request) -> Response:

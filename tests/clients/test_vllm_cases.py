@@ -421,7 +421,6 @@ def test_ids_of_prompt_and_reply(http: httpx.Client) -> None:
         ("include_stop_str_in_output", True),
         ("truncate_prompt_tokens", 5),
         ("allowed_token_ids", [5]),
-        ("prompt_logprobs", 1),
         ("return_tokens_as_token_ids", True),
         ("use_beam_search", True),
         ("cache_salt", "x"),

@@ -171,6 +171,33 @@ def test_an_echoed_prompt_has_the_logprobs_of_the_same_tokens_when_generated(ser
     assert logprobs.token_logprobs[len(prompt) :] == pytest.approx(said.logprobs.token_logprobs, abs=1e-5)
 
 
+def test_prompt_logprobs_are_those_of_the_echo_in_chats_and_completions(served):
+    """In vLLM's shape: beside `choices` in a chat, in each choice of a completion."""
+    chat = served.post("/v1/chat/completions", messages=HELLO, max_tokens=2, n=2, prompt_logprobs=2, return_token_ids=True).json()
+    prompt, found = chat["prompt_token_ids"], chat["prompt_logprobs"]
+    echo = {"echo": True, "logprobs": 5, "prompt_logprobs": 2, "n": 2}
+    said = served.post("/v1/completions", prompt=prompt, max_tokens=2, **echo).json()["choices"]
+    assert [choice["prompt_logprobs"] for choice in said] == [found, found]
+    assert len(found) == len(prompt)
+    assert found[0] is None
+    ranks = []
+    for token, shown, logprob, top in zip(
+        prompt[1:],
+        found[1:],
+        *(said[0]["logprobs"][name][1 : len(prompt)] for name in ("token_logprobs", "top_logprobs")),
+        strict=True,
+    ):
+        assert shown[str(token)]["logprob"] == logprob
+        likeliest = [one for one in shown.values() if one["rank"] in (1, 2)]
+        assert sorted((one["rank"], one["logprob"]) for one in likeliest) == list(enumerate(sorted(top.values())[:-3:-1], 1))
+        assert {one["decoded_token"] for one in shown.values()} <= set(top)
+        assert len(shown) == 2 + (shown[str(token)]["rank"] is None)
+        ranks.append(shown[str(token)]["rank"])
+    assert None in ranks
+    chunks = served.chunks("/v1/chat/completions", messages=HELLO, max_tokens=2, n=2, prompt_logprobs=2)
+    assert [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk] == [found]
+
+
 def test_the_echoed_prompt_comes_before_the_reply(served):
     asked = {"model": served.model, "prompt": "Once upon", "max_tokens": 5, "seed": 9}
     plain = served.client().completions.create(**asked).choices[0]

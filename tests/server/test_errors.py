@@ -114,7 +114,7 @@ def test_a_misspelled_field_gets_a_suggestion(fake):
         ("tool_choice", "required"), ("guided_whitespace_pattern", " "),
         ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}),
         ("service_tier", "priority"), ("store", True), ("echo", True), ("web_search_options", {}),
-        ("functions", [{"name": "f"}]), ("prompt_logprobs", 1), ("use_beam_search", True),
+        ("functions", [{"name": "f"}]), ("use_beam_search", True),
         ("truncate_prompt_tokens", 5), ("logits_processors", ["x"]), ("include_stop_str_in_output", True), ("mirostat", 2),
     ],
     ids=str,

@@ -339,6 +339,7 @@ def test_the_number_of_logprobs_of_a_reply_is_limited(fake: Served, monkeypatch:
     assert fake.post("/v1/completions", **echoed, logprobs=1).status_code == 200
     for path, body, param in (
         ("/v1/completions", {**echoed, "logprobs": 2}, "logprobs"),
+        ("/v1/completions", {"prompt": [[5] * 10] * 2, "max_tokens": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
         ("/v1/completions", {"prompt": [5], "max_tokens": 10, "logprobs": 4, "n": 2}, "logprobs"),
         ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 10, "logprobs": True, "top_logprobs": 5}, "top_logprobs"),
         ("/api/chat", {"messages": HELLO, "options": {"num_predict": 51}, "logprobs": True}, "top_logprobs"),

@@ -54,6 +54,7 @@ COMPLETIONS = [
     {"echo": True},
     {"echo": True, "logprobs": 2, **EVERYTHING},
     {"echo": True, "logprobs": 0, "max_tokens": 0, "n": 2},
+    {"prompt_logprobs": 2, "n": 2},
     {"logprobs": 1, "stop": " ", **EVERYTHING},
 ]
 

@@ -20,6 +20,7 @@ def prepared(*lengths: int, n: int) -> PreparedRequest:
         choices=(),
         n=n,
         echoes=(None,) * len(generations),
+        prompt_logprobs=None,
         logprobs=False,
         token_ids=False,
         checksums=False,

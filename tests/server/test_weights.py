@@ -14,9 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import onedraw
+import onedraw.backends.torch.remote.weights as remote_weights
 from onedraw.build.llm import build_llm
 from onedraw.contract.record import RecordingLLM, RecordWriter, read_records
 from onedraw.engine.checkpoint_offload import CheckpointOffload
+from onedraw.errors import BadParameter, BadRequest
 from onedraw.llm.llm import LLM
 from onedraw.server.config import ServerOptions
 from onedraw.settings import Settings
@@ -119,6 +122,31 @@ def test_weights_can_be_sent_as_a_body(trained: Trained, expected: tuple[Path, l
         refused = trained.served.http.post("/update_weights", content=bad, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
     assert trained.answer()["checksums"] == expected[1][1]["checksums"]
+
+
+def test_a_trainer_on_the_same_machine_sends_tensors(
+    trained: Trained, expected: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = expected[1][1]
+    tensors = load_file(trained.new / "model.safetensors")
+    monkeypatch.setattr(remote_weights, "SECONDS", 5.0)
+    assert onedraw.send_weights(trained.served.url, tensors.items(), token=TOKEN) == new["fingerprint"]
+    assert trained.answer() == new
+    with pytest.raises(BadRequest, match="invalid_update_token"):
+        onedraw.send_weights(trained.served.url, tensors.items(), token="wrong")
+    for bad, says in (
+        ({**tensors, WEIGHT: torch.zeros(64, 96)}, "shape"),
+        ({**tensors, "large": torch.zeros(1 << 23)}, "in use at most"),
+    ):
+        with pytest.raises(BadRequest, match=says):
+            onedraw.send_weights(trained.served.url, bad.items(), token=TOKEN)
+    with pytest.raises(BadParameter, match="int64"):
+        onedraw.send_weights(trained.served.url, [("ids", torch.arange(3))], token=TOKEN)
+    monkeypatch.setattr(remote_weights, "SECONDS", 0.2)
+    refused = trained.update(port=9)  # nobody listens there
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "weights_not_sent")
+    assert trained.answer() == new
+    trained.update(weight_dir="old")
 
 
 def changed(trained: Trained, name: str, change: Any) -> str:

@@ -55,9 +55,10 @@ class OpenAIWriter:
         first = index not in self._begun
         self._begun.add(index)
         prompt_ids = prepared.generation_of(index).prompt if first else None
+        scored = self._prompt_logprobs(index, piece.prompt_logprobs) if first else {}
         if first and prepared.kind == "chat":
             opening = self._choice(index, {"delta": {"role": "assistant", "content": ""}}, prompt_ids=prompt_ids)
-            written.append(self._chunk(opening, prompt_ids))
+            written.append(self._chunk(opening, prompt_ids) | (scored if index == 0 else {}))
             first, prompt_ids = False, None
         tokens = piece.tokens if prepared.shows_tokens else ()
         if prepared.kind == "chat":
@@ -68,7 +69,7 @@ class OpenAIWriter:
             shown = bool(delta)
         else:
             text = (prepared.echo_of(index) or "") + piece.text if first else piece.text
-            body, shown = {"text": text}, bool(text)
+            body, shown = {"text": text} | scored, bool(text or scored)
         self._sampled += len(piece.tokens)
         if shown or piece.finish is not None or (first and prepared.token_ids) or tokens:
             choice = self._choice(
@@ -136,7 +137,8 @@ class OpenAIWriter:
                 index,
                 {"message": self._message(index, reply)}
                 if chat
-                else {"text": (self._prepared.echo_of(index) or "") + reply.text},
+                else {"text": (self._prepared.echo_of(index) or "") + reply.text}
+                | self._prompt_logprobs(index, reply.prompt_logprobs),
                 tokens=reply.tokens,
                 echoed=self._echoed(index, reply.prompt_logprobs),
                 finish=reply.finish,
@@ -145,7 +147,8 @@ class OpenAIWriter:
             )
             choices.append(choice)
         whole = self._head | {"object": "chat.completion" if chat else "text_completion", "choices": choices}
-        return whole | {"usage": self._usage(usage)} | self._prompt_ids(self._prepared.generations[0].prompt)
+        scored = self._prompt_logprobs(0, replies[0].prompt_logprobs) if chat else {}
+        return whole | {"usage": self._usage(usage)} | self._prompt_ids(self._prepared.generations[0].prompt) | scored
 
     def _usage(self, usage: Usage) -> Json:
         """Return the usage of a whole reply. In a line of a batch it has no counts of cached tokens and drafts, which depend on
@@ -231,8 +234,27 @@ class OpenAIWriter:
             return []
         prompt = self._prepared.generation_of(index).prompt
         offsets = prompt_offsets(prompt, echo, self._tokenizer)
-        scored = (None, *(logprobs or ()))
+        most = self._prepared.choices[index].request.params.logprobs
+        scored = (None, *(replace(one, top=one.top[:most]) for one in logprobs or ()))
         return [ReplyToken(id, one, offset=offset) for id, one, offset in zip(prompt, scored, offsets, strict=True)]
+
+    def _prompt_logprobs(self, index: int, logprobs: Sequence[Logprobs] | None) -> Json:
+        """Return the field `prompt_logprobs` in vLLM's shape, if the request asks for it: null for the first token of the prompt,
+        then for each one an object that maps its id, and those of the likeliest tokens there, to their logprobs."""
+        most, prompt = self._prepared.prompt_logprobs, self._prepared.generation_of(index).prompt
+        if most is None or logprobs is None:
+            return {}
+        scored = [self._ranked(token, one, most) for token, one in zip(prompt[1:], logprobs, strict=True)]
+        return {"prompt_logprobs": [None, *scored]}
+
+    def _ranked(self, token: int, found: Logprobs, most: int) -> Json:
+        likeliest = found.top[:most]
+        ranks = {id: rank for rank, (id, _) in enumerate(likeliest, 1)}
+        shown = {token: found.logprob} | dict(likeliest)
+        return {
+            str(id): {"logprob": finite(logprob), "rank": ranks.get(id), "decoded_token": self._token_text(id)}
+            for id, logprob in shown.items()
+        }
 
     def chat_logprobs(self, tokens: Sequence[ReplyToken]) -> list[Json]:
         return [self._chat_entry(token) for token in tokens]

@@ -100,6 +100,17 @@ class Link:
                 self._broken = True
                 raise StateLost(f"{_process(to)} cannot be reached: {_first_line(error)}") from None
 
+    def flush(self) -> None:
+        """Wait until the other processes have received everything that was sent."""
+        with self._lock:
+            try:
+                while self._pending:
+                    self._pending.popleft()[0].wait(self._limit)
+                self._pending_bytes = 0
+            except RuntimeError as error:
+                self._broken = True
+                raise StateLost(f"the other process has gone: {_first_line(error)}") from None
+
     def receive(self, into: Tensor, source: int, tag: int, limit: timedelta | None = None) -> Tensor:
         """Wait for a tensor, and return it in `into`."""
         try:
