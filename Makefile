@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 AIDER := .venv-aider
+TRL := .venv-trl
 MODEL ?= smollm2
 ARGS ?=
 JOBS ?= 2
@@ -46,7 +47,7 @@ quick: check
 test: $(VENV)/.stamp-test
 	$(PYTEST) -m "not long and not device" $(ARGS)
 
-test-long: $(VENV)/.stamp-test $(CLIENTS)/.stamp $(AIDER)/.stamp
+test-long: $(VENV)/.stamp-test $(CLIENTS)/.stamp $(AIDER)/.stamp $(TRL)/.stamp
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=searching $(ARGS)
 	$(TEST_CLIENTS) -m long
 
@@ -81,7 +82,7 @@ docs: $(VENV)/.stamp-serve
 	$(BIN)/python -m tools.memory_table
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(AIDER) tests/clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(AIDER) $(TRL) tests/clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------- set-up
@@ -116,4 +117,10 @@ $(CLIENTS)/.stamp: tests/clients/requirements.txt tests/clients/node/package-loc
 $(AIDER)/.stamp: Makefile
 	@[ -x $(AIDER)/bin/python ] || $(PYTHON) -m venv $(AIDER)
 	$(AIDER)/bin/python -m pip install --disable-pip-version-check aider-chat==0.86.2
+	@touch $@
+
+# TRL needs torch and transformers, which no other client does.
+$(TRL)/.stamp: Makefile constraints.txt
+	@[ -x $(TRL)/bin/python ] || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --disable-pip-version-check -c constraints.txt trl==1.16.0 aiohttp requests
 	@touch $@

@@ -61,8 +61,9 @@ class Server:
 
 
 @contextmanager
-def running(*flags: str, model: Sequence[str] = ("fake", "--backend", "fake")) -> Iterator[Server]:
-    command = [PYTHON, "-m", "onedraw", "serve", *model, "--port", "0", "--api-key", KEY]
+def running(*flags: str, model: Sequence[str] = ("fake", "--backend", "fake"), key: str = KEY) -> Iterator[Server]:
+    """A server with this key; with none if it is empty."""
+    command = [PYTHON, "-m", "onedraw", "serve", *model, "--port", "0", *(("--api-key", key) if key else ())]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
@@ -73,9 +74,10 @@ def running(*flags: str, model: Sequence[str] = ("fake", "--backend", "fake")) -
             assert process.stdout is not None
             found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
             assert found is not None, "the server did not start"
-            with httpx.Client(base_url=found[0], headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE) as http:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            with httpx.Client(base_url=found[0], headers=headers, timeout=PATIENCE) as http:
                 document, models = http.get("/openapi.json").json(), http.get("/v1/models").json()
-            yield Server(found[0], KEY, models["data"][0]["id"], document)
+            yield Server(found[0], key, models["data"][0]["id"], document)
         finally:
             process.terminate()
             process.wait(PATIENCE)

@@ -1,0 +1,1 @@
+packed_nccl_broadcast_producer = None
