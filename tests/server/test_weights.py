@@ -99,8 +99,8 @@ def test_a_snapshot_of_the_old_weights_that_is_met_again_is_caught(
     trained: Trained, expected: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: the engine keeps the folder with the snapshots of the old weights."""
-    trained.answer()
-    wait_until(lambda: trained.served.llm.service.stats().snapshots_saved > 0)
+    # The counter of snapshots, which a thread writes, is published with the steps of a later answer.
+    wait_until(lambda: bool(trained.answer()) and trained.served.llm.service.stats().snapshots_saved > 0)
     with monkeypatch.context() as planted:
         planted.setattr(CheckpointOffload, "change_folder", lambda self, folder: folder.close())
         trained.update(weight_dir="new")
