@@ -66,8 +66,11 @@ def received_weights(port: int, *, most: int) -> Iterator[tuple[str, Tensor]]:
             link.flush()
         finally:
             link.close()
-    except StateLost as error:
-        raise BadRequest(f"port {port} of this machine does not send the weights: {error}", code="weights_not_sent") from None
+    except StateLost:
+        raise BadRequest(
+            f"no more weights come from port {port} of this machine; who calls `onedraw.send_weights` must run until it returns",
+            code="weights_not_sent",
+        ) from None
 
 
 def _connect(port: int, rank: int) -> Link:
