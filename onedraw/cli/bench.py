@@ -317,7 +317,7 @@ def measure_all(
 
 
 def _replayed(llm: LLM, generations: Sequence[Generation], plain: BenchRun, recorded: RecordedProposer) -> BenchRun:
-    """Run the same requests with their recorded answers as drafts, and raise if any token differs."""
+    """Run the same requests with their recorded answers as drafts, and raise if any token differs from the first run."""
     recorded.vocab = llm.card.vocab
     recorded.answers = {generation.prompt: timing.ids for generation, timing in zip(generations, plain.timings, strict=True)}
     again = _together(llm, generations)

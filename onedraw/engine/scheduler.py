@@ -141,7 +141,7 @@ class Scheduler:
         return self._size.shrink(rows=rows, tokens=tokens)
 
     def record_step(self, members: List[ScheduledRow], seconds: float) -> None:
-        """Record how long a step took."""
+        """Record how long a step took, which decides how much of a prompt later steps compute."""
         tokens = sum(len(member.row.tokens) for member in members if len(member.row.tokens) > 1)
         if self._size.record(prompt_tokens=tokens, seconds=seconds):
             self._full_with = None

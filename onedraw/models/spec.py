@@ -373,7 +373,7 @@ class SelectorSpec:
     """The candidate selector of a DFlash2 drafter, which scores a slot's likeliest tokens given the token drafted before it."""
 
     rank: int
-    top_k: int  # how many of a slot's tokens the selector scores
+    top_k: int  # how many of a slot's likeliest tokens the selector scores
 
     def shapes(self, hidden: int, vocab: int) -> Shapes:
         return {"predecessor": (vocab, self.rank), "successor": (vocab, self.rank), "selector": (self.rank, hidden)}

@@ -115,7 +115,7 @@ def _joins(character: str) -> bool:
 
 
 def _unknown(backend: tokenizers.Tokenizer, byte_level: dict[int, str] | None) -> list[int]:
-    """Return the bytes that belong to characters without a token, which the tokenizer may drop."""
+    """Return the bytes that may belong to characters without a token; the tokenizer may drop such characters."""
     if byte_level is not None:
         return [byte for byte in range(_BYTES) if backend.token_to_id(byte_level[byte]) is None]
     if getattr(backend.model, "byte_fallback", False) and all(

@@ -49,7 +49,8 @@ LABEL = "sample"
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What to train, from what, and for how long."""
+    """The options of a training run: its data, its folder, the limits on time, replies and steps, and the first drafter or the
+    size of a new one. The target model is in `Settings`."""
 
     data: str
     out: Path

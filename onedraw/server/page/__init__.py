@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # The browser may load scripts and styles from this server only, and may send requests nowhere else. Inline code is forbidden, and
-# so is every way to turn text into HTML or code (`innerHTML`, `eval`): trusted types without a policy refuse them.
+# so is every way to turn text into HTML or code (`innerHTML`, `eval`): Trusted Types are required
+# and no Trusted Types policy is allowed.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"

@@ -1,4 +1,4 @@
-// Replays of a reply: the same request with the same seed, and what the comparison says.
+// Replays a reply (the same request with the same seed), compares the tokens of both, and words the result.
 
 import { spelled } from "./dom.js";
 import { firstDifference, Reply } from "./reply.js";

@@ -120,7 +120,7 @@ class _Process:
 
     def __init__(self, setup: bytes) -> None:
         # The helper process finds packages in the same places as this one. It has a single malloc arena, because each arena
-        # reserves address space, which is limited.
+        # reserves address space, and the process limits its own.
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"}
         command = [sys.executable, "-P", "-m", "onedraw.text.constraints.check_process"]

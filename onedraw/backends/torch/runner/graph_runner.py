@@ -424,7 +424,8 @@ class GraphRunner:
 
 
 class ResultBuffers:
-    """Pinned host buffers for samples, used in turn. `count`: more than the number of steps in flight. Owner: GraphRunner."""
+    """Pinned host buffers for samples, used in turn. `count`: buffers per shape, more than there are
+    steps in flight. Owner: GraphRunner."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -44,7 +44,7 @@ class KeptPath:
 
     lane: int
     rollback_start: int  # slot of the row's first draft in the rollback buffer
-    stop: int  # slot of the row's first draft in its pages, which is the position after its known tokens
+    stop: int  # position after the row's known tokens, which is the slot of its first draft in its pages
     path: tuple[int, ...]  # indices of the kept drafts, in order of position
     pages: tuple[Sequence[int], ...]  # the row's pages in each group
 

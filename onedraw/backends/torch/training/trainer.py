@@ -46,9 +46,9 @@ class Recipe:
     """The recipe of a training run: loss, optimizer, learning rate and sizes. The defaults won the comparison in
     bench/RESULTS.md."""
 
-    loss: Literal["hard", "soft", "kept"] = (
-        "kept"  # cross-entropy with the sequence's or the target's tokens, or -log a (`loss.py`)
-    )
+    # "hard": cross-entropy with the sequence's tokens; "soft": with the target's likeliest next tokens; "kept": minus the
+    # logarithm of the probability that the draft is kept
+    loss: Literal["hard", "soft", "kept"] = "kept"
     weights: Literal["length", "decay"] = "length"
     optimizer: Literal["muon", "adamw"] = "muon"  # optimizer of the matrices; norms are always trained with AdamW
     rows: int = 8  # sequences per step

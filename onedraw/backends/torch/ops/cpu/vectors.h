@@ -1,4 +1,4 @@
-/* Vectors of 16 floats for delta.c, their sum in one fixed order, and silu. */
+/* Vectors of 16 floats for delta.c: load and store, the sum of one vector's floats in a fixed order, dot products; and silu. */
 
 #ifndef ONEDRAW_VECTORS_H
 #define ONEDRAW_VECTORS_H

@@ -45,7 +45,8 @@ UPPER_INT8_BF16, UPPER_INT8_F16, UPPER_FP8_BF16, UPPER_FP8_F16 = (_unpack_asm(*n
 
 @triton.jit
 def _dequantize(codes, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Codes (integers of any width) as values of `dtype`, without inline assembly, for the interpreter and for float32."""
+    """Convert codes, each held in an integer of any width, to values of `dtype` without inline assembly, for Triton's interpreter
+    and for float32."""
     if FP8:
         bits = codes.to(tl.int16)
         values = (((bits & 127) << 7) | ((bits & 128) << 8)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0

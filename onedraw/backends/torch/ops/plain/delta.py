@@ -62,7 +62,8 @@ def delta(projected: Tensor, spans: RecurrentSpans, *, weights: DeltaWeights, st
     heads, inner = spec.value_heads, spec.value_heads * spec.value_dim
     wide = projected.float()
     fed, z, a, b = torch.split(wide, [spec.channels, inner, heads, heads], dim=1)
-    # Taps are indices of these rows: the step's tokens, then the windows of all lanes, then a row of zeros (ZERO, which is -1).
+    # `spans.taps` has indices of these rows: the step's tokens, then the last inputs of every lane (its convolution window), then
+    # a row of zeros, index -1, for positions before the sequence.
     source = torch.cat([fed, store.windows.view(-1, spec.channels), fed.new_zeros(1, spec.channels)])
     gated = _gate(source, a, b, spans, weights, spec)
     out = fed.new_zeros(total, heads, spec.value_dim)

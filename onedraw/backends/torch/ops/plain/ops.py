@@ -53,8 +53,8 @@ class FloatOps:
 
 
 class RowOps(ABC):
-    """What operations in plain torch and the C kernels have in common: output gates, mixtures of experts, and the order of a
-    commit. Neither captures a step, and neither has kernels whose choice depends on the number of rows except its products."""
+    """The operations that plain torch (`TorchOps`) and the C kernels share: output gates, mixtures of experts, and the commit of
+    kept drafts. Steps of neither are captured in graphs, and only matrix products choose a kernel by the number of rows."""
 
     @property
     def capture(self) -> CaptureOps | None:

@@ -32,6 +32,6 @@ def replay_draft(state: Tensor, store: LaneStore, place: int) -> None:
 
 
 def advance_state(state: Tensor, decay: Tensor, key: Tensor, change: Tensor) -> None:
-    """Update a state in place: state ← state · decay + key ⊗ change. Each product is rounded before the sum, so a repeated update
-    has the same bits."""
+    """Update a state in place: state ← state · decay + key ⊗ change. Each product is rounded before the sum (no fused
+    multiply-add), so the update has the same bits when the commit repeats it."""
     state.mul_(decay[:, None, None]).add_(key.unsqueeze(2) * change.unsqueeze(1))

@@ -55,7 +55,7 @@ def has_minima(kind: str) -> bool:
 
 
 def empty_dequantized(weight: PackedWeight, count: int) -> DequantizedWeight:
-    """An uninitialized buffer for `count` outputs of a weight."""
+    """Uninitialized tensors for `count` output rows of a weight in dequantized form: codes as float16, scales and minima."""
     device, spans, whole = weight.units.device, weight.spans, weight.kind in SPAN_SCALE_KINDS
     minima, per_span = has_minima(weight.kind), 1 if whole else 8
     return DequantizedWeight(
