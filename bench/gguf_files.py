@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,14 +144,41 @@ LLAMA_LAYER = QWEN35_LAYER | {"mlp_norm": "ffn_norm.weight"}
 OUTER = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
 
 
-def write_random(path: Path, model: str) -> int:
-    """Write the model `random:SHAPE-MIXTURE` of the Llama 3 or Qwen3.5 family without experts. Return the size of the file."""
+def write_random(path: Path, model: str, *, tokenizer: bool = False) -> int:
+    """Write the model `random:SHAPE-MIXTURE` of the Llama 3 or Qwen3.5 family without experts, with a made-up tokenizer if
+    asked. Return the size of the file."""
     checkpoint = open_random(model)
     spec, config = read_model_info(checkpoint).spec, shape_config(model)
     hybrid = spec.recurrent
     metadata = {"general.architecture": "qwen35" if hybrid else "llama", "general.name": model}
     metadata |= _metadata(spec, config, "qwen35" if hybrid else "llama")
+    metadata |= vocabulary(spec.vocab) if tokenizer else {}
     return write_gguf(path, metadata, list(_tensors(spec, checkpoint, QWEN35_LAYER if hybrid else LLAMA_LAYER)))
+
+
+def vocabulary(size: int) -> dict[str, Any]:
+    """The metadata of a byte-level BPE with `size` tokens, of which the last ends a text: the bytes, and a token for each merge of
+    two shorter ones."""
+    tokens = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]  # they stand for the bytes
+    short, known, merges, rng = list(tokens), set(tokens), [], random.Random(7)
+    while len(tokens) < size - 1:
+        left, right = rng.choice(short), rng.choice(short)
+        if left + right in known:
+            continue
+        known.add(left + right)
+        tokens.append(left + right)
+        merges.append(f"{left} {right}")
+        if len(left + right) < 5:
+            short.append(left + right)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": [*tokens, "<|end|>"],
+        "tokenizer.ggml.token_type": [1] * len(tokens) + [3],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": len(tokens),
+        "tokenizer.ggml.add_bos_token": False,
+    }
 
 
 def _metadata(spec: ModelSpec, config: Mapping[str, Any], arch: str) -> dict[str, Any]:

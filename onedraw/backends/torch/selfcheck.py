@@ -49,9 +49,9 @@ def self_check(model: Transformer, states: Sequence[StageState], *, layout: Inpu
 
 
 def _checked(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> RowCheck:
-    rule = next(iter(_rules_that_agree(model, layout.rule)))
+    rule, products = _rule_that_agrees(model, layout.rule)
     model.obey(rule)
-    findings = [*check_products(model.linears(), rule), *check_experts(model.local_stages)]
+    findings = [*products, *check_experts(model.local_stages)]
     for remote in model.remote_stages:
         known = {finding.check for finding in findings if finding.passed}
         findings += [found for found in remote.use_rule(rule, check=True) if found.check not in known]
@@ -69,21 +69,29 @@ def _checked(model: Transformer, states: Sequence[StageState], layout: InputLayo
     return RowCheck(tuple(findings), rule)
 
 
-def _rules_that_agree(model: Transformer, first: RowRule) -> Iterator[RowRule]:
-    """Yield the row rules under which all products agree, in this process and in others, and finally the last candidate even if
-    they do not."""
+def _rule_that_agrees(model: Transformer, first: RowRule) -> tuple[RowRule, list[CheckResult]]:
+    """Return the first row rule under which all products agree, in this process and in others, or else the last candidate, and
+    the comparisons under that rule."""
     *rules, last = _candidates(first)
-    samples = _one_per_shape(model.linears())
     for rule in rules:
-        if all(_rows_agree(linear, rule) for linear in samples) and all(
-            found.passed for remote in model.remote_stages for found in remote.use_rule(rule, check=True)
-        ):
-            yield rule
-    yield last
+        found = []
+        for result in _compare_products(model.linears(), rule):
+            found.append(result)
+            if not result.passed:
+                break
+        else:
+            if all(other.passed for remote in model.remote_stages for other in remote.use_rule(rule, check=True)):
+                return rule, found
+    return last, check_products(model.linears(), last)
 
 
 def check_products(linears: list[Linear], rule: RowRule) -> list[CheckResult]:
-    return [CheckResult(_words(x), _rows_agree(x, rule)) for x in _one_per_shape(linears)]
+    return list(_compare_products(linears, rule))
+
+
+def _compare_products(linears: list[Linear], rule: RowRule) -> Iterator[CheckResult]:
+    for x in _one_per_shape(linears):
+        yield CheckResult(_words(x), _rows_agree(x, rule))
 
 
 def check_experts(stages: Sequence[Stage]) -> list[CheckResult]:

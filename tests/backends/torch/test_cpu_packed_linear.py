@@ -88,9 +88,10 @@ def test_a_product_is_close_to_the_reference(kind: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS)
 def test_sums_of_integers_are_exact(kind: str, path: str) -> None:
-    """With scales of 1 and integer activations up to 127 every sum is an integer that float32 represents."""
+    """With scales of 1 and integer activations up to 127 every sum is an integer that float32 represents. A third of the blocks
+    have the largest codes, and two rows have the largest activations, so that a sum in too few bits overflows."""
     rng = np.random.default_rng(2)
     width, height = 256, 48
     raw = random_blocks(kind, height, width, rng)
@@ -105,6 +106,11 @@ def test_sums_of_integers_are_exact(kind: str, path: str) -> None:
         blocks[1::3, 2:] = 127
     if kind == "Q6_K":
         blocks[:, 192:208] = rng.integers(0, 3, (len(blocks), 16)).astype(np.uint8)
+    if kind in ("Q4_K", "Q5_K"):  # scales and minima of 1, whose upper halves share bytes
+        blocks[:, 2:4], blocks[:, 4:12], blocks[:, 12:16] = one, 1, 0x11
+    codes = {"Q4_1": slice(4, None), "Q5_1": slice(4, None), "Q4_K": slice(16, None), "Q5_K": slice(16, None)}
+    if kind != "Q8_0":
+        blocks[2::3, codes.get(kind, slice(0, 192) if kind == "Q6_K" else slice(2, None))] = 255
     tensor = StoredTensor("w", (height, width), kind, blocks.reshape(-1))
     x = rng.integers(-127, 128, (13, width)).astype(np.float32)
     x[:, ::GROUP] = 127

@@ -7,17 +7,25 @@
 #include "gguf_blocks.h"
 #include "thread_pool.h"
 
-static inline uint64_t eight(const uint8_t *p) { uint64_t v; memcpy(&v, p, 8); return v; }
-#define LOW 0x0f0f0f0f0f0f0f0full
+typedef uint8_t sixteen __attribute__((vector_size(16)));
+INLINE sixteen take(const uint8_t *p) { sixteen v; memcpy(&v, p, 16); return v; }
+INLINE uint32_t four(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 
-/* Stores 32 codes of 4 bits of output n. `packed` has 16 bytes: input i in the low nibble of byte i, input 16 + i in its high
- * one. */
-static void put_codes(uint8_t *codes, long n, const uint8_t *packed) {
-    for (long j = 0; j < 4; j++) memcpy(codes + j * 64 + n * 4, packed + j * 4, 4);
+/* Stores 32 codes of 4 bits of output n: input i is in the low nibble of byte i, input 16 + i in its high one. */
+INLINE void put_codes(uint8_t *codes, long n, sixteen packed) {
+    uint32_t rows[4];
+    memcpy(rows, &packed, 16);
+    for (int j = 0; j < 4; j++) memcpy(codes + j * 64 + n * 4, rows + j, 4);
+}
+
+/* Stores the low or the high nibbles of 32 bytes, whose byte i belongs to input i, as the codes of output n. */
+INLINE void put_nibbles(uint8_t *codes, long n, const uint8_t *at, int high) {
+    sixteen first = take(at), second = take(at + 16);
+    put_codes(codes, n, high ? first >> 4 | (second & 0xf0) : (first & 15) | second << 4);
 }
 
 /* Stores one bit of each of 32 inputs of output n: bit i of `bits` belongs to input i. */
-static void put_bits(uint8_t *high, long n, uint32_t bits) {
+INLINE void put_bits(uint8_t *high, long n, uint32_t bits) {
     for (int r = 0; r < 4; r++) {
         uint32_t x = bits >> r & 0x11111111u;
         x = (x | x >> 3) & 0x03030303u;
@@ -27,59 +35,44 @@ static void put_bits(uint8_t *high, long n, uint32_t bits) {
 }
 
 /* Stores the codes of 32 inputs of output n. `block` is the stored block; for K types, `part` selects 32 of its 256 inputs. */
-static void put_group(const int kind, const uint8_t *block, long part, uint8_t *codes, uint8_t *high, long n) {
-    uint8_t made[16];
+INLINE void put_group(const int kind, const uint8_t *block, int part, uint8_t *codes, uint8_t *high, long n) {
     switch (kind) {
     case Q8_0:
-        for (long j = 0; j < 8; j++) memcpy(codes + j * 64 + n * 4, block + 2 + j * 4, 4);
+        for (int j = 0; j < 8; j++) memcpy(codes + j * 64 + n * 4, block + 2 + j * 4, 4);
         return;
-    case Q4_0: put_codes(codes, n, block + 2); return;
-    case Q4_1: put_codes(codes, n, block + 4); return;
+    case Q4_0: put_codes(codes, n, take(block + 2)); return;
+    case Q4_1: put_codes(codes, n, take(block + 4)); return;
     case Q5_0:
     case Q5_1: {
         const uint8_t *at = block + (kind == Q5_0 ? 2 : 4);
-        put_codes(codes, n, at + 4);
+        put_codes(codes, n, take(at + 4));
         put_bits(high, n, at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24);
         return;
     }
-    case Q4_K:
+    case Q4_K: put_nibbles(codes, n, block + 16 + part / 2 * 32, part % 2); return;
     case Q5_K: {
-        const uint8_t *at = block + (kind == Q4_K ? 16 : 48) + part / 2 * 32;
-        for (int i = 0; i < 2; i++) {
-            uint64_t a = eight(at + i * 8), b = eight(at + 16 + i * 8);
-            uint64_t both = part % 2 ? (a >> 4 & LOW) | (b & ~LOW) : (a & LOW) | (b & LOW) << 4;
-            memcpy(made + i * 8, &both, 8);
-        }
-        put_codes(codes, n, made);
-        if (kind == Q5_K) {
-            uint32_t bits = 0;
-            for (int i = 0; i < 32; i++) bits |= (uint32_t)(block[16 + i] >> part & 1) << i;
-            put_bits(high, n, bits);
-        }
+        put_nibbles(codes, n, block + 48 + part / 2 * 32, part % 2);
+        uint32_t bits = 0;
+        for (int g = 0; g < 8; g++) bits |= (four(block + 16 + 4 * g) >> part & 0x01010101u) << g;
+        memcpy(high + n * 4, &bits, 4);
         return;
     }
     case Q6_K: {
-        long half = part / 4, quarter = part % 4;
-        const uint8_t *low = block + half * 64 + quarter % 2 * 32, *top = block + 128 + half * 32;
-        for (int i = 0; i < 2; i++) {
-            uint64_t a = eight(low + i * 8), b = eight(low + 16 + i * 8);
-            uint64_t both = quarter / 2 ? (a >> 4 & LOW) | (b & ~LOW) : (a & LOW) | (b & LOW) << 4;
-            memcpy(made + i * 8, &both, 8);
+        int quarter = part % 4;
+        const uint8_t *top = block + 128 + part / 4 * 32;
+        put_nibbles(codes, n, block + part / 4 * 64 + quarter % 2 * 32, quarter / 2);
+        for (int h = 0; h < 2; h++) {
+            uint32_t bits = 0;
+            for (int j = 0; j < 4; j++) bits |= (four(top + 16 * h + 4 * j) >> 2 * quarter & 0x03030303u) << 2 * j;
+            memcpy(high + h * 64 + n * 4, &bits, 4);
         }
-        put_codes(codes, n, made);
-        for (int h = 0; h < 2; h++)
-            for (int r = 0; r < 4; r++) {
-                uint8_t bits = 0;
-                for (int j = 0; j < 4; j++) bits |= (uint8_t)((top[16 * h + 4 * j + r] >> 2 * quarter & 3) << 2 * j);
-                high[h * 64 + n * 4 + r] = bits;
-            }
         return;
     }
     }
 }
 
 /* Stores the scales of one stored block of output n, which has 32 inputs, or 256 for K types. */
-static void put_scales(const int kind, const uint8_t *block, uint8_t *scales, long n) {
+INLINE void put_scales(const int kind, const uint8_t *block, uint8_t *scales, long n) {
     switch (kind) {
     case Q4_1:
     case Q5_1:
@@ -91,19 +84,23 @@ static void put_scales(const int kind, const uint8_t *block, uint8_t *scales, lo
         memcpy(scales + n * 2, block + 208, 2);
         for (int i = 0; i < 16; i++) scales[32 + i * 16 + n] = block[192 + i];
         return;
-    default:
+    default: {
         memcpy(scales + n * 2, block, 2);
         memcpy(scales + 32 + n * 2, block + 2, 2);
         scales[32 + n * 2 + 1] ^= 0x80;  /* products add the minimum, while the format subtracts it */
-        for (int i = 0; i < 8; i++) {
-            const uint8_t *six = block + 4;
-            scales[64 + i * 16 + n] = i < 4 ? six[i] & 63 : (six[i + 4] & 15) | six[i - 4] >> 6 << 4;
-            scales[192 + i * 16 + n] = i < 4 ? six[i + 4] & 63 : six[i + 4] >> 4 | six[i] >> 6 << 4;
-        }
+        /* Twelve bytes have eight scales and eight minima of 6 bits: the first four of each as they are; of the last four, the
+         * lower bits in the last four bytes and the upper two bits above the first four of each. */
+        uint32_t a = four(block + 4), b = four(block + 8), c = four(block + 12);
+        uint32_t six[4] = {a & 0x3f3f3f3fu, (c & 0x0f0f0f0fu) | (a >> 6 & 0x03030303u) << 4,
+                           b & 0x3f3f3f3fu, (c >> 4 & 0x0f0f0f0fu) | (b >> 6 & 0x03030303u) << 4};
+        uint8_t each[16];
+        memcpy(each, six, 16);
+        for (int i = 0; i < 16; i++) scales[64 + i * 16 + n] = each[i];
+    }
     }
 }
 
-static long block_bytes(const int kind) {
+INLINE long block_bytes(const int kind) {
     switch (kind) {
     case Q4_0: return 18;
     case Q4_1: return 20;
@@ -124,19 +121,27 @@ typedef struct {
     long height;  /* rows of all panels together; rows that are not stored are zero */
 } packing;
 
-static void put_panel(const packing *p, const int kind, long first, uint8_t *panel) {
+/* Reorders 16 rows, block by block. */
+INLINE void put_panel(const packing *p, const int kind, long first, uint8_t *panel) {
     sections s = sections_of(kind, panel, p->in);
     uint8_t *codes = (uint8_t *)s.codes, *high = (uint8_t *)s.high, *scales = (uint8_t *)s.scales;
-    long per = is_super(kind) ? 256 : GROUP, width = p->in / per * block_bytes(kind), parts = per / GROUP;
-    for (long n = 0; n < LANE && first + n < p->rows; n++)
-        for (long i = 0; i < p->in / per; i++) {
-            const uint8_t *block = p->stored + (first + n) * width + i * block_bytes(kind);
+    const int parts = is_super(kind) ? 8 : 1;
+    long count = p->in / GROUP / parts, size = block_bytes(kind), rows = p->rows - first < LANE ? p->rows - first : LANE;
+    for (long i = 0; i < count; i++)
+        for (long n = 0; n < rows; n++) {
+            const uint8_t *block = p->stored + ((first + n) * count + i) * size;
             put_scales(kind, block, scales + i * scale_bytes(kind), n);
-            for (long part = 0; part < parts; part++) {
+            for (int part = 0; part < parts; part++) {
                 long b = i * parts + part;
                 put_group(kind, block, part, codes + b * code_bytes(kind), high + b * high_bytes(kind), n);
             }
         }
+}
+
+#define PANEL(kind) \
+    case kind: put_panel(p, kind, first, panel); return;
+static void put_rows(const packing *p, long first, uint8_t *panel) {
+    switch (p->kind) { PANEL(Q4_0) PANEL(Q4_1) PANEL(Q5_0) PANEL(Q5_1) PANEL(Q8_0) PANEL(Q4_K) PANEL(Q5_K) PANEL(Q6_K) }
 }
 
 static void put_plain(const packing *p, long first, uint8_t *panel) {
@@ -152,10 +157,10 @@ static void pack(const void *arguments, worker *m) {
     int plain = is_plain((int)p->kind);
     PARALLEL_FOR(m, units, 1, u, {
         uint8_t *at = p->panels + u * (plain ? 1 : 2) * size;
-        memset(at, 0, (plain ? 1 : 2) * size);
+        if (p->rows < (u + 1) * WIDE) memset(at, 0, (plain ? 1 : 2) * size);
         if (plain) put_plain(p, u * WIDE, at);
         else
-            for (long half = 0; half < 2; half++) put_panel(p, (int)p->kind, u * WIDE + half * LANE, at + half * size);
+            for (long half = 0; half < 2; half++) put_rows(p, u * WIDE + half * LANE, at + half * size);
     });
 }
 

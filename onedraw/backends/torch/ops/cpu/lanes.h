@@ -37,8 +37,8 @@ INLINE float bfloat_to_float(uint16_t b) {
 
 #define MOST_ROWS 8   /* rows of a tile with activations as codes */
 #define FLOAT_ROWS 12 /* rows of a tile with activations as floats */
-/* b_lift adds this to signed codes, because the dot instruction takes unsigned ones; the sum is corrected for it. */
-#define CODE_BIAS 128
+/* b_lift adds 2^CODE_LIFT to signed codes, because the dot instruction takes unsigned ones; the sum is corrected for it. */
+#define CODE_LIFT 7
 typedef __m512 floats;
 typedef __m512i ints;
 typedef __m512i bytes;
@@ -80,6 +80,10 @@ INLINE floats f_bfloats(const void *p) {
 INLINE floats f_unsigned(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p))); }
 INLINE floats f_signed(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))); }
 INLINE ints i_splat(int32_t x) { return _mm512_set1_epi32(x); }
+/* sum - number * 2^bits */
+INLINE ints i_less(ints sum, int32_t number, const int bits) {
+    return _mm512_sub_epi32(sum, _mm512_slli_epi32(_mm512_set1_epi32(number), bits));
+}
 INLINE floats i_floats(ints x) { return _mm512_cvtepi32_ps(x); }
 INLINE bytes b_load(const void *p) { return _mm512_loadu_si512(p); }
 INLINE bytes b_low(bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
@@ -97,12 +101,15 @@ INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
     bytes moved = left >= 0 ? _mm512_slli_epi16(bits, left >= 0 ? left : 0) : _mm512_srli_epi16(bits, left < 0 ? -left : 0);
     return _mm512_or_si512(x, _mm512_and_si512(moved, _mm512_set1_epi8((char)mask)));
 }
-/* Adds, in every lane, the products of its four codes (0 … 255) with the four signed bytes at `four` to the sum. */
-INLINE ints dot(ints sum, bytes codes, const int8_t *four) {
+/* dot adds, in every lane, the products of its four codes with the four signed bytes at `four` to `dots`, and i_collect adds
+ * `dots` to a sum in 32 bits. The numbers of `dots` may have only 16 bits, enough for eight steps with codes up to 15, four with
+ * codes up to 31, and two with codes up to 63. dot_lifted takes codes that b_lift returned, and adds to a sum itself. */
+INLINE ints dot(ints dots, bytes codes, const int8_t *four) {
     int32_t x;
     memcpy(&x, four, 4);
-    return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(x));
+    return _mm512_dpbusd_epi32(dots, codes, _mm512_set1_epi32(x));
 }
+INLINE ints i_collect(ints sum, ints dots) { return _mm512_add_epi32(sum, dots); }
 INLINE ints dot_lifted(ints sum, bytes codes, const int8_t *four) { return dot(sum, codes, four); }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -110,7 +117,7 @@ INLINE ints dot_lifted(ints sum, bytes codes, const int8_t *four) { return dot(s
 
 #define MOST_ROWS 4
 #define FLOAT_ROWS 3
-#define CODE_BIAS 0
+#define CODE_LIFT 0
 typedef struct { __m256 a, b; } floats;
 typedef struct { __m256i a, b; } ints;
 typedef struct { __m256i a, b; } bytes;
@@ -152,6 +159,10 @@ INLINE floats f_signed(const void *p) {
     return (floats){_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
 }
 INLINE ints i_splat(int32_t x) { __m256i v = _mm256_set1_epi32(x); return (ints){v, v}; }
+INLINE ints i_less(ints sum, int32_t number, const int bits) {
+    __m256i v = _mm256_slli_epi32(_mm256_set1_epi32(number), bits);
+    return (ints){_mm256_sub_epi32(sum.a, v), _mm256_sub_epi32(sum.b, v)};
+}
 INLINE floats i_floats(ints x) { return BOTH(floats, _mm256_cvtepi32_ps); }
 INLINE bytes b_load(const void *p) {
     const char *c = p;
@@ -176,14 +187,19 @@ INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
     return (bytes){_mm256_or_si256(x.a, b_mask(b_moved(bits.a, left), mask)),
                    _mm256_or_si256(x.b, b_mask(b_moved(bits.b, left), mask))};
 }
-/* maddubs adds two products in 16 bits: codes up to 63 times numbers up to 127 do not overflow them. dot_lifted takes signed
- * codes: it multiplies their magnitudes with numbers that have the codes' signs. */
-INLINE ints dot(ints sum, bytes codes, const int8_t *four) {
+/* maddubs adds two products in 16 bits, and `dots` are such sums. dot_lifted takes signed codes: it multiplies their magnitudes
+ * with numbers that have the codes' signs. */
+INLINE ints dot(ints dots, bytes codes, const int8_t *four) {
     int32_t x;
     memcpy(&x, four, 4);
-    __m256i v = _mm256_set1_epi32(x), one = _mm256_set1_epi16(1);
-    return (ints){_mm256_add_epi32(sum.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, v), one)),
-                  _mm256_add_epi32(sum.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, v), one))};
+    __m256i v = _mm256_set1_epi32(x);
+    return (ints){_mm256_add_epi16(dots.a, _mm256_maddubs_epi16(codes.a, v)),
+                  _mm256_add_epi16(dots.b, _mm256_maddubs_epi16(codes.b, v))};
+}
+INLINE ints i_collect(ints sum, ints dots) {
+    __m256i one = _mm256_set1_epi16(1);
+    return (ints){_mm256_add_epi32(sum.a, _mm256_madd_epi16(dots.a, one)),
+                  _mm256_add_epi32(sum.b, _mm256_madd_epi16(dots.b, one))};
 }
 INLINE __m256i sized(__m256i codes, __m256i v) { return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(v, codes)); }
 INLINE ints dot_lifted(ints sum, bytes codes, const int8_t *four) {
@@ -198,7 +214,7 @@ INLINE ints dot_lifted(ints sum, bytes codes, const int8_t *four) {
 
 #define MOST_ROWS 2
 #define FLOAT_ROWS 3
-#define CODE_BIAS 0
+#define CODE_LIFT 0
 typedef float floats __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
 typedef int16_t shorts __attribute__((vector_size(64)));
@@ -212,6 +228,8 @@ typedef int8_t signed16 __attribute__((vector_size(16)));
 INLINE floats f_zero(void) { return (floats){0}; }
 INLINE floats f_splat(float x) { return x - f_zero(); }  /* a subtraction, because adding 0 would turn -0 into 0 */
 INLINE ints i_splat(int32_t x) { return x - (ints){0}; }
+INLINE ints i_less(ints sum, int32_t number, const int bits) { return sum - i_splat(number * (1 << bits)); }
+INLINE ints i_collect(ints sum, ints dots) { return sum + dots; }
 INLINE floats f_load(const float *p) { LOADED(floats, p); return v; }
 INLINE void f_store(float *p, floats x) { memcpy(p, &x, 64); }
 INLINE floats f_add(floats x, floats y) { return x + y; }

@@ -58,7 +58,8 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
                        float *out) {
     long blocks = in / GROUP;
     sections s = sections_of(kind, panel, in);
-    const int lifted = kind == Q8_0 ? CODE_BIAS : centre(kind);
+    /* Codes are 2^lift above the values that are summed up, which is subtracted from the sums; 0: they are not above them. */
+    const int lift = kind == Q8_0 ? CODE_LIFT : kind == Q4_0 ? 3 : kind == Q5_0 ? 4 : kind == Q6_K ? 5 : 0;
     floats total[8];
     for (int m = 0; m < count; m++) total[m] = f_zero();
     for (long b = 0; b < blocks; b++) {
@@ -67,16 +68,9 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
         const uint8_t *coming = s.codes + b * (code_bytes(kind) + high_bytes(kind)) + AHEAD;
         for (long i = 0; i <= code_bytes(kind) + high_bytes(kind); i += 64) __builtin_prefetch(coming + i);
         shared common = shared_of(kind, s, b);
-        ints sum[8], second[8];
-        for (int m = 0; m < count; m++) {
-            const group *g = groups + m * blocks + b;
-            if (kind == Q6_K) {
-                sum[m] = i_splat(-lifted * g->first);
-                second[m] = i_splat(-lifted * g->second);
-            } else {
-                sum[m] = i_splat(lifted ? -lifted * (g->first + g->second) : 0);
-            }
-        }
+        /* `second` and `later` are for inputs 16 … 31 of Q6_K, which have a scale of their own. */
+        ints sum[8], second[8], dots[8], later[8];
+        for (int m = 0; m < count; m++) sum[m] = second[m] = dots[m] = later[m] = i_splat(0);
 #define STEP(g)                                                                                                     \
     {                                                                                                               \
         bytes codes = codes_of(kind, s, b, g);                                                                      \
@@ -84,19 +78,25 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
         for (int m = 0; m < count; m++) {                                                                           \
             const int8_t *four = at + m * in + 4 * g;                                                               \
             if (kind == Q8_0) sum[m] = dot_lifted(sum[m], codes, four);                                             \
-            else if (kind == Q6_K && g >= 4) second[m] = dot(second[m], codes, four);                               \
-            else sum[m] = dot(sum[m], codes, four);                                                                 \
+            else if (kind == Q6_K && g >= 4) later[m] = dot(later[m], codes, four);                                 \
+            else dots[m] = dot(dots[m], codes, four);                                                               \
         }                                                                                                           \
     }
-#if MOST_ROWS > 2
-        STEP(0) STEP(4) STEP(1) STEP(5) STEP(2) STEP(6) STEP(3) STEP(7)
-#else
-        for (int g = 0; g < 8; g++) STEP(g)
-#endif
+#define COLLECT                                                                                                     \
+    for (int m = 0; m < count; m++) {                                                                               \
+        if (kind != Q8_0) sum[m] = i_collect(sum[m], dots[m]);                                                      \
+        if (kind == Q6_K) second[m] = i_collect(second[m], later[m]);                                               \
+        dots[m] = later[m] = i_splat(0);                                                                            \
+    }
+        STEP(0) STEP(4) STEP(1) STEP(5) COLLECT STEP(2) STEP(6) STEP(3) STEP(7) COLLECT
 #undef STEP
+#undef COLLECT
         for (int m = 0; m < count; m++) {
             const group *g = groups + m * blocks + b;
             floats scale = f_splat(g->scale);
+            if (lift) sum[m] = i_less(sum[m], g->first, lift);
+            if (lift && kind == Q6_K) second[m] = i_less(second[m], g->second, lift);
+            else if (lift) sum[m] = i_less(sum[m], g->second, lift);
             total[m] = fused(i_floats(sum[m]), f_mul(common.scale, scale), total[m]);
             if (kind == Q6_K) total[m] = fused(i_floats(second[m]), f_mul(common.second, scale), total[m]);
             if (has_min(kind)) total[m] = fused(common.min, f_splat(g->sum), total[m]);
