@@ -1,7 +1,7 @@
 """Compare decode and prefill speed on a CPU with llama.cpp and with `transformers` in float32: one file, the same thread count.
 
     python -m bench.cpu_against_llamacpp [MODEL] [--threads 2] [--repeats 3] [--llama-python PYTHON]
-                                           [--path avx2] [--json]
+                                           [--path avx2] [--systems onedraw,llama.cpp] [--no-prompts] [--json]
 
 llama.cpp is used through `llama-cpp-python` (extra `peers`), in this environment or in that of the interpreter --llama-python.
 The systems are measured alternately, each in its own process. The best of the repeats counts for all of them, because other load
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def best(work: Any, times: int) -> float:
     return min(found)
 
 
-def measure_onedraw(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
+def measure_onedraw(path: str, *, threads: int, new_tokens: int, prompts: bool) -> dict[str, Any]:
     from bench.cpu_decode import onedraw_decode
     from onedraw.backends.torch import backend as imported  # noqa: F401  so that importing it is not timed
     from onedraw.build.llm import build_llm
@@ -49,7 +50,7 @@ def measure_onedraw(path: str, *, threads: int, new_tokens: int) -> dict[str, An
     opened = time.perf_counter() - begin
     onedraw_decode(llm, count=1, new_tokens=4)
     request_options = RequestOptions(temperature=0.0, max_tokens=1, ignore_eos=True, seed=1)
-    prefill = best(lambda: llm.run(make_generation(request_options, llm=llm, prompt=PROMPT)), 3)
+    prefill = best(lambda: llm.run(make_generation(request_options, llm=llm, prompt=PROMPT)), 3) if prompts else math.inf
     found: dict[str, Any] = {
         "open": opened,
         "prefill": len(PROMPT) / prefill,
@@ -96,7 +97,7 @@ def measure_rows(path: str, *, threads: int) -> dict[str, float]:
     return {"row of 1": best(lambda: step(0), 40), "row of 8": best(lambda: step(7), 40)}
 
 
-def measure_llamacpp(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
+def measure_llamacpp(path: str, *, threads: int, new_tokens: int, prompts: bool) -> dict[str, Any]:
     import llama_cpp
 
     begin = time.perf_counter()
@@ -116,7 +117,7 @@ def measure_llamacpp(path: str, *, threads: int, new_tokens: int) -> dict[str, A
             token = int(model.sample(temp=0.0))
         return new_tokens / (time.perf_counter() - begin)
 
-    prefill = best(lambda: prompt(len(PROMPT)), 3)
+    prefill = best(lambda: prompt(len(PROMPT)), 3) if prompts else math.inf
     return {
         "open": opened,
         "prefill": len(PROMPT) / prefill,
@@ -125,7 +126,7 @@ def measure_llamacpp(path: str, *, threads: int, new_tokens: int) -> dict[str, A
     }
 
 
-def measure_transformers(path: str, *, threads: int, new_tokens: int) -> dict[str, Any]:
+def measure_transformers(path: str, *, threads: int, new_tokens: int, prompts: bool) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -138,7 +139,8 @@ def measure_transformers(path: str, *, threads: int, new_tokens: int) -> dict[st
     opened = time.perf_counter() - begin
     transformers_decode(model, new_tokens=4)
     with torch.inference_mode():
-        prefill = best(lambda: model(torch.tensor([PROMPT]), use_cache=True, logits_to_keep=1), 3)
+        one = lambda: model(torch.tensor([PROMPT]), use_cache=True, logits_to_keep=1)  # noqa: E731
+        prefill = best(one, 3) if prompts else math.inf
     return {
         "open": opened,
         "prefill": len(PROMPT) / prefill,
@@ -154,6 +156,7 @@ def measure_in_subprocess(system: str, path: str, options: argparse.Namespace) -
     python = options.llama_python if system == "llama.cpp" else sys.executable
     arguments = ["--system", system, "--threads", str(options.threads), "--new-tokens", str(options.new_tokens)]
     arguments += ["--path", options.path] if options.path and system == "onedraw" else []
+    arguments += ["--no-prompts"] if options.no_prompts else []
     done = subprocess.run([python, __file__, path, *arguments], capture_output=True, text=True, env=_environment())
     if done.returncode:
         raise SystemExit(f"{system}: {done.stderr.strip().splitlines()[-1:]}")
@@ -186,50 +189,50 @@ def main() -> None:
     parser.add_argument(
         "--path", choices=("avx512", "avx2", "portable"), help="use the onedraw kernels of an older instruction set"
     )
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="which systems to measure; onedraw is one of them")
+    parser.add_argument("--no-prompts", action="store_true", help="do not measure the prompt of 512 tokens")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.path:
         from onedraw.backends.torch.ops.cpu import library
 
-        setattr(library, "instruction_sets", lambda: {options.path: ()})  # noqa: B010
+        setattr(library, "instruction_sets", lambda: {options.path: library.INSTRUCTION_SETS[options.path]})  # noqa: B010
     if options.system:
-        print(json.dumps(SYSTEMS[options.system](options.model, threads=options.threads, new_tokens=options.new_tokens)))
+        measure = SYSTEMS[options.system]
+        sizes = {"threads": options.threads, "new_tokens": options.new_tokens, "prompts": not options.no_prompts}
+        print(json.dumps(measure(options.model, **sizes)))
         return
     from onedraw.checkpoints.download import resolve_model
     from onedraw.settings import default_cache_dir
 
     path = str(resolve_model(options.model, default_cache_dir()))
     load = os.getloadavg()[0]  # a busy machine explains a bad figure
-    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
+    systems = [system for system in SYSTEMS if system in options.systems.split(",")]
+    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     for _ in range(options.repeats):
-        for system in SYSTEMS:
+        for system in systems:
             runs[system].append(measure_in_subprocess(system, path, options))
-    ours, llama, peer = (best_figures(runs[system]) for system in SYSTEMS)
-    ratios = {
-        "prefill / transformers": ours["prefill"] / peer["prefill"],
-        "decode / llama.cpp": ours["decode"] / llama["decode"],
-        "prefill / llama.cpp": ours["prefill"] / llama["prefill"],
+    found = {system: best_figures(runs[system]) for system in systems}
+    ours = found["onedraw"]
+    names = ["decode"] if options.no_prompts else ["decode", "prefill"]
+    ratios = {f"{name} / {peer}": ours[name] / found[peer][name] for name in names for peer in systems[1:]}
+    ratios |= {
         "8 requests / 1 request": ours["decode 8"] / ours["decode"],
         "row of 8 / row of 1": ours["row of 8"] / ours["row of 1"],
     }
     if options.json:
-        print(
-            json.dumps(
-                {"load": load, "onedraw": ours, "llama.cpp": llama, "transformers": peer, "ratios": ratios, "runs": runs},
-                indent=2,
-            )
-        )
+        print(json.dumps({"load": load, **found, "ratios": ratios, "runs": runs}, indent=2))
         return
     print(f"load {load:.1f}, {options.threads} threads, best of {options.repeats}")
-    print(*(found["fingerprint"] for found in (ours, llama, peer)), sep="\n")
-    for name in ("decode", "prefill"):
-        others = f"llama.cpp {llama[name]:7.1f}: {ratios[name + ' / llama.cpp']:.2f} x, transformers {peer[name]:7.1f}"
+    print(*(figures["fingerprint"] for figures in found.values()), sep="\n")
+    for name in names:
+        others = ", ".join(f"{peer} {found[peer][name]:7.1f}: {ratios[f'{name} / {peer}']:.2f} x" for peer in systems[1:])
         print(f"{name:8s} {ours[name]:7.1f} tok/s, {others}")
     print(f"8 requests {ours['decode 8']:.1f} tok/s: {ratios['8 requests / 1 request']:.2f} x one")
     rows = ratios["row of 8 / row of 1"]
     print(f"step with a row of 8 {ours['row of 8'] * 1e3:.2f} ms, with a row of 1 {ours['row of 1'] * 1e3:.2f} ms: {rows:.2f} x")
-    print(f"opened in {ours['open']:.2f} s, llama.cpp {llama['open']:.2f} s")
+    print("opened in " + ", ".join(f"{figures['open']:.2f} s ({system})" for system, figures in found.items()))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m bench.cpu_products [--kinds Q4_K,Q5_K,Q6_K,Q8_0] [--threads 2] [--path avx2] [--shapes 1536x8960,8960x1536]
 
 The weights are random blocks, so many of them that no cache holds them. The bandwidth is that of a C loop in the same number of
-threads that adds up a gigabyte in huge pages. The best of the repeats counts, because other load on the machine can only add time.
+threads that adds up a gigabyte in huge pages. The best of the repeats counts, because other load can only add time.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
 """Write GGUF files for benchmarks: a known shape with random weights, or the first layers of a real file.
 
+    python -m bench.gguf_files 1.5b-q4_k_m FILE
+
 In: a shape with a quantization mixture, or a file. Out: a file that every GGUF reader opens. Only the standard library and numpy
 are needed. A file of 17 GB takes seconds, since each tensor repeats a few megabytes of random blocks and several threads write.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import random
 import re
 import struct
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,7 +93,9 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """Encode a metadata value: the number of its type, then the value."""
+    """Encode a metadata value: the number of its type, then the value. Signed numbers are given as an array of int32."""
+    if isinstance(value, np.ndarray):
+        return struct.pack("<IIQ", 9, 5, len(value)) + value.astype("<i4").tobytes()
     if isinstance(value, list):
         code, _ = _scalar(value[0])
         return struct.pack("<IIQ", 9, code, len(value)) + b"".join(_scalar(one)[1] for one in value)
@@ -132,6 +139,8 @@ def cut_gguf(source: Path, path: Path, *, layers: int) -> int:
 
 # ------------------------------------------------------------------ a random model of the Qwen3.5 or the Llama family
 
+# The widths of Qwen2.5 with 0.5, 1.5 and 3 billion parameters, as models of the Llama family.
+SMALL = {"0.5b": (896, 4864, 24, 14), "1.5b": (1536, 8960, 28, 12), "3b": (2048, 11_008, 36, 16)}
 QWEN35_LAYER = {
     **{"attn_norm": "attn_norm.weight", "mlp_norm": "post_attention_norm.weight"},
     **{"q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight", "o": "attn_output.weight"},
@@ -157,8 +166,8 @@ def write_random(path: Path, model: str, *, tokenizer: bool = False) -> int:
 
 
 def vocabulary(size: int) -> dict[str, Any]:
-    """The metadata of a byte-level BPE with `size` tokens, of which the last ends a text: the bytes, and a token for each merge of
-    two shorter ones."""
+    """The metadata of a byte-level BPE with `size` tokens: the bytes, a token for each merge of two shorter ones, and one that
+    ends a text."""
     tokens = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]  # they stand for the bytes
     short, known, merges, rng = list(tokens), set(tokens), [], random.Random(7)
     while len(tokens) < size - 1:
@@ -174,7 +183,7 @@ def vocabulary(size: int) -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
         "tokenizer.ggml.tokens": [*tokens, "<|end|>"],
-        "tokenizer.ggml.token_type": [1] * len(tokens) + [3],
+        "tokenizer.ggml.token_type": np.array([1] * len(tokens) + [3], np.int32),
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": len(tokens),
         "tokenizer.ggml.add_bos_token": False,
@@ -233,3 +242,41 @@ def _content(tensor: Any, shape: tuple[int, ...]) -> Callable[[], Bytes]:
         return random_blocks(tensor.kind, rows, shape[-1], np.random.default_rng(7), tensor.std).reshape(-1)
 
     return content
+
+
+def small_config(name: str) -> dict[str, Any]:
+    """The config.json of a shape of SMALL."""
+    hidden, intermediate, layers, heads = SMALL[name]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help=f"one of {', '.join(SMALL)}, and a mixture, as in 1.5b-q4_k_m; or random:SHAPE-MIXTURE")
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args()
+    shape, _, mixture = options.model.partition("-")
+    if shape not in SMALL:
+        write_random(options.file, options.model, tokenizer=True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(small_config(shape)))
+        write_random(options.file, f"random:{config}-{mixture}", tokenizer=True)
+
+
+if __name__ == "__main__":
+    main()

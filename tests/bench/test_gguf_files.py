@@ -10,12 +10,13 @@ import gguf
 import numpy as np
 import pytest
 
-from bench.gguf_files import TensorToWrite, cut_gguf, write_gguf, write_random
+from bench.gguf_files import TensorToWrite, cut_gguf, vocabulary, write_gguf, write_random
 from onedraw.backends.packing import plan_weight_storage
 from onedraw.checkpoints.gguf import read_file
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_weights import SHAPES
 from onedraw.models.registry import read_model_info
+from onedraw.text.tokenizer import Tokenizer
 from tests.support import tiny
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -91,3 +92,15 @@ def test_an_nvfp4_weight_is_multiplied_by_its_stored_scale(tmp_path: Path) -> No
     storage = plan_weight_storage(info.weights, "packed-bf16")
     assert dict(storage.kept)["NVFP4"] == 1
     assert not any(kind == "NVFP4" for kind, *_ in storage.converted)
+
+
+def test_a_written_vocabulary_is_read_as_a_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    write_gguf(path, {"general.architecture": "x", **vocabulary(2000)}, [])
+    tokenizer = Tokenizer.from_gguf(read_file(path).metadata)
+    assert tokenizer.vocab_size == 2000
+    assert tokenizer.eos_id == 1999
+    metadata = read_file(path).metadata
+    first, second = metadata["tokenizer.ggml.merges"][1500].split(" ")
+    text = b"".join(map(tokenizer.token_bytes, map(metadata["tokenizer.ggml.tokens"].index, (first, second))))
+    assert tokenizer.token_bytes(1500 + 256) == text

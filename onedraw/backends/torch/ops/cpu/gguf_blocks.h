@@ -34,6 +34,10 @@ INLINE long high_bytes(const int kind) {
 INLINE long scale_bytes(const int kind) {  /* bytes of scales per 32 inputs, or per 256 inputs of a K type */
     return is_super(kind) ? (kind == Q6_K ? 288 : 320) : has_min(kind) ? 64 : 32;
 }
+/* Bytes of a quantized panel per block of 32 inputs, rounded up. */
+INLINE long block_share(const int kind) {
+    return code_bytes(kind) + high_bytes(kind) + (is_super(kind) ? (scale_bytes(kind) + 7) / 8 : scale_bytes(kind));
+}
 INLINE long plain_bytes(const int kind) { return kind == F32 ? 4 : 2; }
 
 INLINE long panel_bytes(const int kind, long in) {

@@ -60,13 +60,15 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
     sections s = sections_of(kind, panel, in);
     /* Codes are 2^lift above the values that are summed up, which is subtracted from the sums; 0: they are not above them. */
     const int lift = kind == Q8_0 ? CODE_LIFT : kind == Q4_0 ? 3 : kind == Q5_0 ? 4 : kind == Q6_K ? 5 : 0;
+    const long share = block_share(kind);
     floats total[8];
     for (int m = 0; m < count; m++) total[m] = f_zero();
     for (long b = 0; b < blocks; b++) {
         const int8_t *at = x + b * GROUP;
-        /* This address may be past the end, which is harmless, because a prefetch is only a hint. */
-        const uint8_t *coming = s.codes + b * (code_bytes(kind) + high_bytes(kind)) + AHEAD;
-        for (long i = 0; i <= code_bytes(kind) + high_bytes(kind); i += 64) __builtin_prefetch(coming + i);
+        /* This address may be past the end, which is harmless, because a prefetch is only a hint. The panel is prefetched as a
+         * whole, whatever section comes next, and so is the beginning of the next panel. */
+        const uint8_t *coming = panel + b * share + AHEAD;
+        for (long i = 0; i < share; i += 64) __builtin_prefetch(coming + i);
         shared common = shared_of(kind, s, b);
         /* `second` and `later` are for inputs 16 … 31 of Q6_K, which have a scale of their own. */
         ints sum[8], second[8], dots[8], later[8];
