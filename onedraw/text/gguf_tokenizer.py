@@ -241,12 +241,10 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         raise CorruptFile(
             "the GGUF file has no tokenizer.ggml.merges, which its kind of tokenizer needs; convert the model again"
         )
-    merges = []
-    for line in lines:
-        cut = line.find(" ", 1)
-        if cut < 0:
-            raise CorruptFile(f"tokenizer.ggml.merges: {line!r} is not two tokens with a space between; convert the model again")
-        merges.append((line[:cut], line[cut + 1 :]))
+    merges = [(line[:cut], line[cut + 1 :]) for line in lines if (cut := line.find(" ", 1)) > 0]
+    if len(merges) < len(lines):
+        bad = next(line for line in lines if line.find(" ", 1) < 0)
+        raise CorruptFile(f"tokenizer.ggml.merges: {bad!r} is not two tokens with a space between; convert the model again")
     return merges
 
 

@@ -30,6 +30,7 @@ from onedraw.backends.torch.state.recurrent_state import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
 ROWS = (1, 2, 5, 16, 64)
+MOST_OUTPUTS = 8192  # outputs compared of a product that can be cut, whose outputs are all computed alike; a multiple of 32
 DEPTH = 2  # fewest layers that the comparison of whole steps runs; more, if it takes more to have every kind of mixer
 STEP_LENGTH = 270  # positions that a generated token sees: more than one split of attention
 MOST_STEPS = 256  # the most generated tokens of one compared step
@@ -134,6 +135,7 @@ def _rows_agree(linear: Linear, rule: RowRule) -> bool:
     counts = _rows_compared(linear.borders, max(LOGITS_BYTES // (4 * linear.out_features), max(ROWS)))
     whole = -(-(counts[-1] + 1) // 64) * 64
     x = torch.randn(max(whole, max(ROWS) + 64), linear.in_features, generator=generator).to(linear.dtype).to(linear.device)
+    linear = linear.first_outputs(MOST_OUTPUTS)
     kept, linear.rule = linear.rule, rule
     try:
         with current_device(linear.device):
