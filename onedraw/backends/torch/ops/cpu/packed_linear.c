@@ -9,7 +9,7 @@
 
 #include <math.h>
 
-#define AHEAD 8192             /* distance in bytes of the prefetch of weights */
+#define AHEAD 16384            /* distance in bytes of the prefetch of weights */
 #define ROW_BYTES (384 * 1024) /* bytes of activations in a band of rows, which stay in the cache while panels are read */
 
 void INTERNAL(onedraw_dequantize)(long kind, const uint8_t *panel, long in, long b, float *out);
