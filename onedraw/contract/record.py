@@ -282,7 +282,7 @@ def _read_file(file: Path) -> Iterator[Record | str]:
     for number, line in enumerate(lines, start=1):
         try:
             yield _record(json.loads(line), f"{file.name}:{number}")
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError, OnedrawError) as error:
+        except (ValueError, ArithmeticError, KeyError, IndexError, TypeError, RecursionError, OnedrawError) as error:
             yield f"{file}:{number}: not a record ({type(error).__name__}: {error})"
     if rest:
         yield f"{file}:{len(lines) + 1}: an incomplete last line"

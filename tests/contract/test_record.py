@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -234,6 +235,17 @@ def test_a_damaged_line_is_named_and_the_others_are_read(llm: RecordingLLM, tmp_
     assert [record.where for record in read_records(tmp_path, damaged=named.append)] == [f"{file.name}:1", f"{file.name}:3"]
     (fault,) = named
     assert fault.startswith(f"{file}:2: not a record (")
+
+
+def test_a_number_that_is_no_token_costs_its_line_alone(llm: RecordingLLM, tmp_path: Path) -> None:
+    """An infinite number ended `onedraw replay` with an unexpected error."""
+    llm.run(generation(llm, seed=1), generation(llm, seed=2))
+    file = tmp_path / "requests-000001.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text(json.dumps({**json.loads(first), "reply": [math.inf]}) + f"\n{second}\n")
+    named: list[str] = []
+    assert [record.where for record in read_records(tmp_path, damaged=named.append)] == [f"{file.name}:2"]
+    assert "OverflowError" in named[0]
 
 
 def test_an_edited_line_is_refused(llm: RecordingLLM, tmp_path: Path) -> None:
