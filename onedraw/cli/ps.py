@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   onedraw ps --json
 """
 FOLDER = "servers"  # the folder of these files, inside the cache folder
+FACTS = {"pid", "model", "device", "url", "started"}  # what every file has
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,8 @@ def running_servers(cache_dir: Path) -> list[dict[str, Any]]:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    found.append(json.load(file))
+                    if isinstance(facts := json.load(file), dict) and facts.keys() >= FACTS:
+                        found.append(facts)
                 else:
                     path.unlink(missing_ok=True)
         except (OSError, ValueError):  # The server ended just now, or has not written its facts yet.

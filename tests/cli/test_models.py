@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import signal
@@ -78,7 +79,12 @@ def test_a_cache_that_cannot_be_written_does_not_keep_a_server_from_running(tmp_
 def test_servers_with_the_same_process_id_are_all_listed(tmp_path: Path) -> None:
     """In two containers that share the cache folder both servers are process 1: the second one waited forever for the lock on
     the file of the first."""
-    with registered(tmp_path, model="a"), registered(tmp_path, model="b"):
+    where = {"device": "cpu", "url": "http://127.0.0.1:1"}
+    with registered(tmp_path, model="a", **where), registered(tmp_path, model="b", **where):
+        (tmp_path / "servers" / "0.json").write_text("[]")
+        with (tmp_path / "servers" / "0.json").open() as damaged:  # or of another version
+            fcntl.flock(damaged, fcntl.LOCK_EX)
+            assert {server["model"] for server in running_servers(tmp_path)} == {"a", "b"}
         assert {server["model"] for server in running_servers(tmp_path)} == {"a", "b"}
     assert list((tmp_path / "servers").iterdir()) == []
 

@@ -21,10 +21,12 @@ import pytest
 from onedraw import limits
 from onedraw.build.engine_process import EngineProcess
 from onedraw.build.llm import build_llm
+from onedraw.errors import BadSetting
 from onedraw.server.auth import ApiKey
 from onedraw.server.batch import batches, lines
 from onedraw.server.batch.endpoints import BatchEndpoints
 from onedraw.server.batch.lines import BatchLine, LineResult
+from onedraw.server.batch.offline import run_file
 from onedraw.server.batch.results import ForeignResults, ResultLog
 from onedraw.server.batch.run import run_lines
 from onedraw.server.config import ServerOptions
@@ -483,6 +485,21 @@ def test_damaged_and_half_written_files_of_the_folder_are_left_out(tmp_path: Pat
                 *(f"{batch.output_file_id}{kind}" for kind in (".json", ".jsonl")),
                 *(f"{batch.input_file_id}{kind}" for kind in (".json", ".jsonl")),
             }
+
+
+def test_the_output_of_a_file_replaces_files_alone(tmp_path: Path) -> None:
+    """`onedraw batch IN /dev/stdout` by root replaced the device by a file; a folder was noticed after all lines had run."""
+    source, target, link = tmp_path / "in", tmp_path / "out", tmp_path / "link"
+    source.write_bytes(encoded(line("a")))
+    os.mkfifo(tmp_path / "pipe")
+    link.symlink_to(target)
+    with fake_llm() as llm:
+        for output in (tmp_path, tmp_path / "pipe"):
+            with pytest.raises(BadSetting, match="name a file"):
+                asyncio.run(run_file(llm, source, output))
+        asyncio.run(run_file(llm, source, link))
+    assert link.is_symlink()
+    assert target.read_bytes().count(b"\n") == 1
 
 
 def test_a_batch_that_fails_unexpectedly_does_not_keep_others_waiting(tmp_path: Path) -> None:

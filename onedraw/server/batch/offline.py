@@ -77,8 +77,11 @@ async def run_file(
     notify: Callable[[int, int], None] = lambda done, total: None,
 ) -> BatchSummary:
     """Answer all lines of a file. `notify` gets the number of lines that are done, and of all."""
+    output = output.resolve()  # What it links to is replaced at the end, never a link such as /dev/stdout.
     options, failures = ServerOptions(), errors_path(output)
     for path in (output, failures):
+        if path.exists() and not path.is_file():
+            raise BadSetting(f"{path} is a folder or a device; name a file, which is written when all lines are done")
         if path.resolve() == source.resolve():
             raise BadSetting(f"{path} is the input file; write the output elsewhere")
     total, faults = _checked(source, options)
