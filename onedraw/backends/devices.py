@@ -182,10 +182,13 @@ def product_precision(devices: Iterable[Device], *, requested: str = "auto") -> 
 
 
 def kv_precision(requested: str, *, products: str, devices: Iterable[Device] = ()) -> str:
-    """Dtype of keys and values: the requested one, else that of the products. BadSetting if a device does not support it."""
+    """Dtype of keys and values: the requested one, else that of the products, or f16 if a CPU rounds their activations to 8 bits.
+    BadSetting if a device does not support it."""
     own = float_dtype(products)
-    if requested in ("auto", own) or (own == "f32" and requested in PRECISIONS):
-        return own if requested == "auto" else requested
+    if requested == "auto":
+        return "f16" if products == "packed" else own
+    if requested == own or (own == "f32" and requested in PRECISIONS):
+        return requested
     if requested not in KV_QUANT_DTYPES:
         raise BadSetting(f"--kv-dtype: {requested} does not fit {own} products; use auto, fp8 or int8")
     for device in devices if requested == "fp8" else ():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from onedraw.backends.devices import float_dtype
+from onedraw.backends.devices import float_dtype, kv_precision
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, STATE_BYTES, LayerSpec, ModelSpec, MoeSpec
 
@@ -121,7 +121,7 @@ def memory_plan(
     `kv_memory` None: pages for `max_batch` full sequences, at most `default_kv_bytes`.
     `drafts`: maximum drafts per lane, 0 without speculative decoding; only recurrent layers need memory for them.
     """
-    kv_dtype = kv_dtype or float_dtype(dtype)
+    kv_dtype = kv_dtype or kv_precision("auto", products=dtype)
     if kv_dtype not in KV_BYTES:
         raise BadSetting(f"--dtype: memory cannot be planned for {dtype!r}; use one of {', '.join(DTYPE_BYTES)}")
 

@@ -56,7 +56,7 @@ def test_the_memory_plan_counts_packed_weights(tied: bool) -> None:
     assert storage.weights.total == matrices + norms + head
     plan = memory_plan(spec, dtype="packed", weights=storage.weights, max_batch=1, page_size=16)
     assert plan.weight_bytes == storage.weights.total
-    assert plan.kv_dtype == "f32"
+    assert plan.kv_dtype == "f16"
     assert dict(storage.kept) == {"Q4_1": 15 if tied else 16}
     assert not storage.converted
 

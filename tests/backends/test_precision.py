@@ -73,8 +73,8 @@ def test_float32_products_have_a_float32_residual_stream_by_default() -> None:
 
 
 def test_keys_and_values_have_the_dtype_of_the_products_or_a_narrower_one() -> None:
-    assert [kv_precision("auto", products=p) for p in ("f32", "bf16", "packed", "packed-bf16", "f16")] == [
-        "f32", "bf16", "f32", "bf16", "f16",
+    assert [kv_precision("auto", products=p) for p in ("f32", "bf16", "packed", "packed-f32", "packed-bf16", "f16")] == [
+        "f32", "bf16", "f16", "f32", "bf16", "f16",
     ]  # fmt: skip
     assert [kv_precision(kind, products="packed") for kind in ("f32", "bf16", "f16", "fp8", "int8")] == [
         "f32", "bf16", "f16", "fp8", "int8",

@@ -54,11 +54,12 @@ def test_the_fake_backend_rejects_a_kv_dtype() -> None:
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
-        ({}, "packed"),
+        ({}, "packed-kv-f16"),
+        ({"kv_dtype": "f32"}, "packed"),
         ({"cpu_activations": "f32"}, "packed-f32"),
         ({"dtype": "f32"}, "f32"),
         ({"kv_dtype": "int8"}, "packed-kv-int8"),
-        ({"devices": "cpu,cpu", "split": "1,2"}, "packed"),
+        ({"devices": "cpu,cpu", "split": "1,2"}, "packed-kv-f16"),
     ],
 )
 def test_a_packed_file_stays_packed_on_a_cpu_by_default(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:

@@ -202,7 +202,7 @@ def test_fused_layers_have_the_bits_of_separate_operations(name: str, stream: st
 def test_float_activations_have_the_bits_of_float32_weights(name: str) -> None:
     assert LIBRARY is not None
     exact = hidden_of(name, CpuOps(LIBRARY, threads=2), "f32")
-    assert torch.equal(hidden_of(name, ops_of(coded=False)), exact)
+    assert torch.equal(hidden_of(name, ops_of(coded=False), "packed-f32"), exact)
     coded = hidden_of(name, ops_of())
     assert not torch.equal(coded, exact)
     assert (coded - exact).norm() / exact.norm() < 0.05

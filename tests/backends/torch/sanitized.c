@@ -137,6 +137,28 @@ static void check_attention(thread_pool *t, long dim) {
     free(rope_table); free(qkv); free(out); free(keys); free(values); free(norm); free(bias); free(hidden); free(memory);
 }
 
+/* One token over 800 positions in pages of 8, whose spans the threads share: in rounds of two spans, of all, and not at all. */
+static void check_long_attention(thread_pool *t) {
+    enum { POSITIONS = 800, PAGES = 100, HEADS = 6, KV = 2, DIM = 20, WIDTH = (HEADS + 2 * KV) * DIM };
+    int64_t position = POSITIONS - 1, first = 30, row = 0, table[PAGES];
+    for (int i = 0; i < PAGES; i++) table[i] = PAGES - 1 - i;
+    float *rope_table = floats_of(POSITIONS * DIM), *qkv = floats_of(WIDTH), *keys = floats_of(PAGES * KV * 8 * DIM);
+    float *values = floats_of(PAGES * KV * 8 * DIM), *found[3];
+    const long results = HEADS * (32 + 2), rooms[3] = {3 * results, 9 * results, 0};
+    for (int i = 0; i < 3; i++) {
+        float *own = malloc(WIDTH * 4), *waiting = malloc(rooms[i] * 4 + 4);
+        memcpy(own, qkv, WIDTH * 4);
+        attention a = {HEADS, KV, DIM, DIM, 8, PAGES, 0, WIDTH, 1, 0, 0, 0.2f, 1e-6f, 0, 0, rope_table, &position, &position, &first,
+                       &position, &row, table, 0, 0, keys, values, 0, 0, 0, waiting, rooms[i]};
+        found[i] = floats_of(HEADS * DIM);
+        INTERNAL(onedraw_attention)(own, found[i], &a, 1, t);
+        if (memcmp(found[i], found[0], HEADS * DIM * 4)) abort();
+        free(own); free(waiting);
+    }
+    for (int i = 0; i < 3; i++) free(found[i]);
+    free(rope_table); free(qkv); free(keys); free(values);
+}
+
 /* A lane with a prompt of 70, two known tokens and a tree of three drafts, then two of them brought home. */
 static void check_delta(thread_pool *t, int threads) {
     enum { PROMPT = 70, KNOWN = 72, DRAFTS = 3, TOKENS = KNOWN + DRAFTS, CONV = 4 };
@@ -198,6 +220,7 @@ int main(int count, char **arguments) {
         check_rows(t);
         check_attention(t, 64);
         check_attention(t, 20);
+        check_long_attention(t);
         check_delta(t, threads);
         check_sampling(t, threads);
         onedraw_pool_free(t);

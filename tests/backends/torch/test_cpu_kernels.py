@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,15 +81,27 @@ def test_an_activation_with_extreme_gates_is_finite() -> None:
     assert ((found - expected).abs() <= 1e-5 * (1 + expected.abs())).all()
 
 
+BROKEN = 100  # the position whose value a test makes infinite
+
+
 def attention_case(
-    ops: Ops, spec: AttentionSpec, cuts: list[int], seed: int = 0, beside: int = 0, kept: torch.dtype = torch.float32
+    ops: Ops,
+    spec: AttentionSpec,
+    cuts: list[int],
+    seed: int = 0,
+    beside: int = 0,
+    kept: torch.dtype = torch.float32,
+    broken: float | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of one text in parts, with `beside` other rows in every step and a KV cache of dtype `kept`."""
+    """Compute the attention of one text in parts, with `beside` other rows in every step and a KV cache of dtype `kept`. `broken`
+    replaces a value of the first KV head at position BROKEN."""
     generator = torch.Generator().manual_seed(seed)
     length, page_size = cuts[-1], 8
     per = -(-length // page_size)
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     qkv = torch.randn(length, width, generator=generator)
+    if broken is not None:
+        qkv[BROKEN, (spec.heads + spec.kv_heads) * spec.head_dim + 3] = broken
     norms = [torch.randn(spec.head_dim, generator=generator) if spec.qk_norm else None for _ in range(2)]
     store = PageStore(spec, pages=per * (1 + beside), page_size=page_size, dtype=kept, device=torch.device("cpu"))
     turns = rope_table(spec.rope, length, dtype=torch.float32, device=torch.device("cpu"))
@@ -140,6 +153,53 @@ def test_attention_equals_plain_torch_and_chunks_change_no_bit(name: str) -> Non
     assert torch.equal(whole, attention_case(ours, spec, [0, 1, 40, 63, 64, 65, 130, 149, 150]))
     assert torch.equal(whole, attention_case(ours, spec, [0, 90, 150], beside=2))
     assert torch.equal(whole, attention_case(kernels(threads=1), spec, [0, 150]))
+
+
+LONG = [0, 700, 701, 702, 900, 901]  # steps of one token, whose spans threads share, and prompts, whose tiles they share
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("name", ["grouped", "norms, odd width"])
+def test_spans_that_threads_share_change_no_bit(name: str, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS[name]
+    whole = attention_case(kernels(threads=1), spec, [0, 901], kept=kept)
+    assert torch.equal(whole, attention_case(kernels(), spec, LONG, kept=kept))
+    assert torch.equal(whole, attention_case(kernels(threads=5), spec, LONG, beside=1, kept=kept))
+    monkeypatch.setattr(builder, "WAITING", 3 * spec.heads * (32 + 2))  # room for the results of two or three spans
+    assert torch.equal(whole, attention_case(kernels(), spec, LONG, kept=kept))
+
+
+def test_spans_that_are_merged_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Planted fault: threads that share a context merge its last span first."""
+    folder = tmp_path / "sources"
+    shutil.copytree(builder.FOLDER, folder)
+    source = folder / "attention.c"
+    right, wrong = "waiting(a, d, tokens, s), at, width)", "waiting(a, d, tokens, count - 1 - s), at, width)"
+    assert right in source.read_text()
+    source.write_text(source.read_text().replace(right, wrong))
+    for name in ("ONCE", "SOURCES"):
+        monkeypatch.setattr(builder, name, tuple(folder / file.name for file in getattr(builder, name)))
+    monkeypatch.setattr(builder, "INSTRUCTION_SETS", {"portable": ()})  # the quickest to compile
+    built = build(tmp_path)
+    if built.library is None:
+        pytest.skip(built.reason)
+    spec = SPECS["grouped"]
+    whole, shared = (attention_case(CpuOps(built.library, threads=n), spec, LONG) for n in (1, 2))
+    assert torch.equal(whole[:700], shared[:700])
+    assert not torch.equal(whole, shared)
+
+
+def test_a_value_that_is_not_finite_reaches_only_the_queries_that_see_it() -> None:
+    """Tokens of a tile multiply its values by zero where they do not attend to them, so no value may be stored that is not
+    finite."""
+    spec = SPECS["grouped"]
+    for kept in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
+        clean = attention_case(kernels(), spec, [0, 150], kept=kept)
+        for broken in (float("nan"), float("inf"), 1e38):
+            found = attention_case(kernels(), spec, [0, 150], kept=kept, broken=broken)
+            assert torch.equal(found[:BROKEN], clean[:BROKEN]), (kept, broken)
+            if broken != 1e38 or kept == torch.float16:  # other dtypes hold this number
+                assert found[BROKEN:, : 3 * spec.head_dim].isnan().all(), (kept, broken)
 
 
 def test_a_sliding_window_changes_the_result() -> None:

@@ -1,61 +1,67 @@
-/* Attention over KV pages: keys are read in blocks of 64 absolute positions, in order, with an online softmax. The operations
- * of a query head of a token are in one fixed order, so batch, prompt chunk, page size and draft tree change no bit. The plain
- * implementation is ../plain/attention.py. A place is the offset in a page store at which a head's key or value begins; [low,
- * high) are the positions of a block that a token attends to. */
+/* Attention over KV pages. The key and value of a position are read once for a tile: the query heads of one KV head, for
+ * several neighbouring tokens of one sequence. Keys are read in blocks of 64 absolute positions, in order, with an online
+ * softmax. Four blocks form a span; the results of spans are merged in order, so that threads can share a long context. The
+ * operations of a query head of a token are in one fixed order, so batch, prompt chunk, tile, page size, draft tree and threads
+ * change no bit. The plain implementation is ../plain/attention.py. A place is the offset in a page store at which a head's key
+ * or value begins. A query is one query head of one token. */
 
 #include "attention.h"
 
 #include "kv_quant.h"
 #include "rowwise.h"
 
-#define BLOCK 64  /* keys per block */
-#define SHARED 16 /* the most query heads of one KV head that are computed together */
+#define BLOCK 64    /* keys per block */
+#define SPAN 256    /* keys per span */
+#define QUERIES 64  /* the most queries of a tile */
+#define ALIGNED __attribute__((aligned(64)))
+
+static long smaller(long a, long b) { return a < b ? a : b; }
+static long larger(long a, long b) { return a > b ? a : b; }
+static long padded_dim(const attention *a) { return (a->dim + 15) / 16 * 16; }
+
+/* ------------------------------------------------------------------ queries, and keys and values that are written */
 
 static void norm_and_rope_head(float *x, const attention *a, long position, const float *weight) {
     if (weight) norm_row(x, weight, x, a->dim, a->eps);
     rotate_head(x, a->rope_table + position * a->rotary, a->rotary / 2);
 }
 
-/* Writes one head's key and value to pages that are not float32. 8-bit codes have no NaN, so if key or value is not finite,
- * the key's scale is NaN. */
-static void write_narrow_head(float *key, const float *value, const attention *a, long position, long head) {
+/* Writes one head's key and value to its page. If the value is not finite as stored, zeros are stored in its place and NaN in
+ * place of the key: a query that sees the key gets NaN, and others, which multiply the value by zero, are not affected. 8-bit
+ * codes have no NaN, so there the key's scale is NaN, for a key that is not finite too. */
+static void write_head(float *key, float *value, const attention *a, long head) {
     long place = head * a->dim;
-    float own[a->dim];
-    if (a->norm_values) norm_row(value, 0, own, a->dim, a->eps);
-    else memcpy(own, value, a->dim * sizeof(float));
-    norm_and_rope_head(key, a, position, a->k_norm);
-    if (a->kv_dtype == KV_BF16 || a->kv_dtype == KV_F16) {
-        uint16_t *keys = (uint16_t *)a->keys + place, *values = (uint16_t *)a->values + place;
-        for (long d = 0; d < a->dim; d++) keys[d] = a->kv_dtype == KV_F16 ? float_to_half(key[d]) : float_to_bfloat(key[d]);
-        for (long d = 0; d < a->dim; d++) values[d] = a->kv_dtype == KV_F16 ? float_to_half(own[d]) : float_to_bfloat(own[d]);
+    if (a->key_scales) {
+        int finite = head_is_finite(key, a->dim) && head_is_finite(value, a->dim);
+        for (long d = 0; !finite && d < a->dim; d++) key[d] = value[d] = 0.0f;
+        float scale = put_codes(key, a->keys, a->kv_dtype, place, a->dim);
+        a->key_scales[head] = finite ? scale : NAN;
+        a->value_scales[head] = put_codes(value, a->values, a->kv_dtype, place, a->dim);
         return;
     }
-    int finite = head_is_finite(key, a->dim) && head_is_finite(own, a->dim);
-    for (long d = 0; !finite && d < a->dim; d++) key[d] = own[d] = 0.0f;
-    float scale = put_codes(key, a->keys, a->kv_dtype, place, a->dim);
-    a->key_scales[head] = finite ? scale : NAN;
-    a->value_scales[head] = put_codes(own, a->values, a->kv_dtype, place, a->dim);
+    if (!put_numbers(value, a->values, a->kv_dtype, place, a->dim)) {
+        for (long d = 0; d < a->dim; d++) key[d] = NAN, value[d] = 0.0f;
+        put_numbers(value, a->values, a->kv_dtype, place, a->dim);
+    }
+    put_numbers(key, a->keys, a->kv_dtype, place, a->dim);
 }
 
 /* Normalizes and rotates the queries and keys of token t in place, and writes its keys and values to its page. */
 static void prepare_token(float *qkv, const attention *a, long t) {
     long position = a->positions[t], slot = a->slots[t];
     long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
-    float *row = qkv + t * a->width;
+    float *row = qkv + t * a->width, own[a->dim];
     for (long h = 0; h < a->heads; h++) norm_and_rope_head(row + h * a->dim, a, position, a->q_norm);
     for (long h = 0; a->writes && h < a->kv_heads; h++) {
         float *key = row + (a->heads + h) * a->dim, *value = a->keys_as_values ? key : key + a->kv_heads * a->dim;
-        long head = (page * a->kv_heads + h) * a->page_size + slot % a->page_size, place = head * a->dim;
-        if (a->kv_dtype != KV_F32) {
-            write_narrow_head(key, value, a, position, head);
-            continue;
-        }
-        if (a->norm_values) norm_row(value, 0, a->values + place, a->dim, a->eps);
-        else memcpy(a->values + place, value, a->dim * sizeof(float));
+        if (a->norm_values) norm_row(value, 0, own, a->dim, a->eps);
+        else memcpy(own, value, a->dim * sizeof(float));
         norm_and_rope_head(key, a, position, a->k_norm);
-        memcpy(a->keys + place, key, a->dim * sizeof(float));
+        write_head(key, own, a, (page * a->kv_heads + h) * a->page_size + slot % a->page_size);
     }
 }
+
+/* ------------------------------------------------------------------ blocks of keys and values */
 
 /* Finds the offsets in the stores at which the keys and values of positions start + [low, high) begin, for token t and one KV
  * head. */
@@ -72,146 +78,333 @@ static void places_of(const attention *a, long t, long head, long start, long lo
     for (long j = high; j % 16; j++) places[j] = places[low];
 }
 
-/* Computes weights[j] = q · key j for the positions [low, high), widened to multiples of sixteen. */
-INLINE void scores_of(const float *q, const float *keys, const long *places, long low, long high, const long dim, float *weights) {
+/* Requests the cache lines of a head of a store, which are read soon. */
+INLINE void fetch(const void *store, const long kind, long place, long dim) {
+    const char *from = (const char *)store + place * kv_bytes(kind);
+    for (long byte = 0; byte < dim * kv_bytes(kind); byte += 64) __builtin_prefetch(from + byte);
+}
+
+/* Reads the keys of a block at the positions [low, high), widened to multiples of sixteen, as floats: to[d][position]. */
+INLINE void load_keys(float *to, const attention *a, const long kind, const long *places, long low, long high) {
     for (long j = low / 16 * 16; j < high; j += 16) {
-        floats sums[16];
-        for (int i = 0; i < 16; i++) {
-            const float *key = keys + places[j + i];
-            floats sum = f_zero();
-            for (long d = 0; d + 16 <= dim; d += 16) sum = fused(f_load(q + d), f_load(key + d), sum);
-            sums[i] = sum;
-        }
-        floats found = f_sums(sums);
-        f_store(weights + j, found);
-        for (long d = dim / 16 * 16; d < dim; d++)
-            for (int i = 0; i < 16; i++) weights[j + i] += q[d] * keys[places[j + i] + d];
-    }
-}
-
-/* Updates out = out * fade + sum over j of weights[j] * value j, added key by key in order. */
-INLINE void add_values(float *out, float fade, const float *values, const long *places, const float *weights, long low, long high,
-                       const long dim) {
-    long d = 0;
-    for (; d + 64 <= dim; d += 64) {
-        floats by = f_splat(fade), s0 = f_mul(f_load(out + d), by), s1 = f_mul(f_load(out + d + 16), by);
-        floats s2 = f_mul(f_load(out + d + 32), by), s3 = f_mul(f_load(out + d + 48), by);
-        for (long j = low; j < high; j++) {
-            const float *value = values + places[j] + d;
-            floats w = f_splat(weights[j]);
-            s0 = fused(w, f_load(value), s0);
-            s1 = fused(w, f_load(value + 16), s1);
-            s2 = fused(w, f_load(value + 32), s2);
-            s3 = fused(w, f_load(value + 48), s3);
-        }
-        f_store(out + d, s0); f_store(out + d + 16, s1); f_store(out + d + 32, s2); f_store(out + d + 48, s3);
-    }
-    for (; d + 16 <= dim; d += 16) {
-        floats s = f_mul(f_load(out + d), f_splat(fade));
-        for (long j = low; j < high; j++) s = fused(f_splat(weights[j]), f_load(values + places[j] + d), s);
-        f_store(out + d, s);
-    }
-    for (; d < dim; d++) {
-        float s = out[d] * fade;
-        for (long j = low; j < high; j++) s += weights[j] * values[places[j] + d];
-        out[d] = s;
-    }
-}
-
-/* Keys and values of a block as floats, and the scales of 8-bit codes by position in the block, or null. */
-typedef struct {
-    const float *keys, *values, *key_scales, *value_scales;
-} block;
-
-/* Adds one block of keys to the online softmax of one query head: its maximum *peak, its sum *total, and its weighted values
- * `out`. */
-INLINE void block_of(const float *q, float *out, const attention *a, const block b, const long *places, long low, long high,
-                     const long dim, float *peak, float *total) {
-    float weights[BLOCK], best = *peak;
-    scores_of(q, b.keys, places, low, high, dim, weights);
-    for (long j = low; j < high; j++) {
-        weights[j] *= b.key_scales ? a->scale * b.key_scales[j] : a->scale;
-        best = weights[j] > best ? weights[j] : best;
-    }
-    for (long j = 0; j < low; j++) weights[j] = -INFINITY;
-    for (long j = high; j < BLOCK; j++) weights[j] = -INFINITY;
-    float fade = exponential(*peak - best);
-    for (long j = 0; j < BLOCK; j++) weights[j] = weights[j] == -INFINITY ? 0.0f : exponential(weights[j] - best);
-    floats sum = f_zero();
-    for (long j = 0; j < BLOCK; j += 16) sum = f_add(sum, f_load(weights + j));
-    *total = *total * fade + f_sum(sum);
-    for (long j = low; b.value_scales && j < high; j++) weights[j] *= b.value_scales[j];
-    add_values(out, fade, b.values, places, weights, low, high, dim);
-    *peak = best;
-}
-
-/* Converts the keys and values of the positions [low, high) of a block to floats in `keys` and `values`, and sets `places` to
- * their offsets there. Where pages are quantized, it also copies their scales to `scales`: those of the keys, then those of the
- * values. */
-static block load_block(const attention *a, long *places, long low, long high, float *keys, float *values, float *scales) {
-    for (long j = low; j < high; j++) {
-        get_head(keys + j * a->dim, a->keys, a->kv_dtype, places[j], a->dim);
-        get_head(values + j * a->dim, a->values, a->kv_dtype, places[j], a->dim);
+        floats scales = f_zero();
+        for (int i = 0; i < 16; i++) fetch(a->values, kind, places[j + i], a->dim);
         if (a->key_scales) {
-            scales[j] = a->key_scales[places[j] / a->dim];
-            scales[BLOCK + j] = a->value_scales[places[j] / a->dim];
+            float found[16];
+            for (int i = 0; i < 16; i++) found[i] = a->key_scales[places[j + i] / a->dim];
+            scales = f_load(found);
+        }
+        long d = 0;
+        for (; d + 16 <= a->dim; d += 16) {
+            floats x[16];
+            for (int i = 0; i < 16; i++) x[i] = get_numbers(a->keys, kind, places[j + i] + d);
+            f_transpose(x);
+            for (int i = 0; i < 16; i++) f_store(to + (d + i) * BLOCK + j, a->key_scales ? f_mul(x[i], scales) : x[i]);
+        }
+        for (; d < a->dim; d++) {
+            float x[16];
+            for (int i = 0; i < 16; i++) x[i] = get_number(a->keys, kind, places[j + i] + d);
+            f_store(to + d * BLOCK + j, a->key_scales ? f_mul(f_load(x), scales) : f_load(x));
         }
     }
-    for (long j = 0; j < BLOCK; j++) places[j] = (j < low || j >= high ? low : j) * a->dim;
-    return (block){keys, values, a->key_scales ? scales : 0, a->key_scales ? scales + BLOCK : 0};
 }
 
-/* Attention of query heads [h, h + count) of token t, which share a KV head; count <= SHARED. out: [heads][dim] of the token.
- * `room`: scratch memory for the keys and values of a block if pages are not float32, otherwise null. */
-INLINE void attend_heads(const float *row, float *out, const attention *a, long t, long h, long count, const long dim, float *room) {
-    long head = h / (a->heads / a->kv_heads), first = a->firsts[t], end = a->ends[t], places[BLOCK];
-    float peak[SHARED], total[SHARED], scales[2 * BLOCK];
-    for (long g = 0; g < count; g++) {
-        peak[g] = -INFINITY;
-        total[g] = 0.0f;
-        for (long d = 0; d < dim; d++) out[(h + g) * dim + d] = 0.0f;
+/* Reads the values of a block at the positions [low, high) as floats: to[position][dimension, padded with zeros]. The keys of
+ * the next block are at next[0 … 63], if next is not null. */
+INLINE void load_values(float *to, const attention *a, const long kind, const long *places, const long *next, long low, long high) {
+    long width = padded_dim(a);
+    for (long j = low; j < high; j++) {
+        if (next) fetch(a->keys, kind, next[j], a->dim);
+        floats scale = f_splat(a->value_scales ? a->value_scales[places[j] / a->dim] : 1.0f);
+        long d = 0;
+        for (; d + 16 <= a->dim; d += 16) {
+            floats x = get_numbers(a->values, kind, places[j] + d);
+            f_store(to + j * width + d, a->value_scales ? f_mul(x, scale) : x);
+        }
+        if (d == a->dim) continue;
+        float x[16] = {0};
+        for (int i = 0; d + i < a->dim; i++) x[i] = get_number(a->values, kind, places[j] + d + i);
+        f_store(to + j * width + d, a->value_scales ? f_mul(f_load(x), scale) : f_load(x));
     }
-    for (long start = first / BLOCK * BLOCK; start <= end; start += BLOCK) {
-        long low = start < first ? first - start : 0, high = end - start + 1 < BLOCK ? end - start + 1 : BLOCK;
-        places_of(a, t, head, start, low, high, places);
-        block b = {a->keys, a->values, 0, 0};
-        if (room) b = load_block(a, places, low, high, room, room + BLOCK * dim, scales);
-        for (long g = 0; g < count; g++)
-            block_of(row + (h + g) * dim, out + (h + g) * dim, a, b, places, low, high, dim, peak + g, total + g);
-    }
-    for (long g = 0; g < count; g++)
-        for (long d = 0; d < dim; d++) out[(h + g) * dim + d] /= total[g];
 }
 
-typedef void (*attend_function)(const float *row, float *out, const attention *a, long t, long h, long count);
-#define ATTEND(name, dim)                                                                                           \
-    static void name(const float *row, float *out, const attention *a, long t, long h, long count) {                \
-        attend_heads(row, out, a, t, h, count, dim, 0);                                                             \
-    }
-ATTEND(attend_64, 64) ATTEND(attend_128, 128) ATTEND(attend_any, a->dim)
-
-static void attend_narrow(const float *row, float *out, const attention *a, long t, long h, long count) {
-    float room[2 * BLOCK * a->dim];
-    attend_heads(row, out, a, t, h, count, a->dim, room);
+static void load_block(float *keys, float *values, const attention *a, const long *places, const long *next, long low, long high) {
+#define LOAD(kind) \
+    case kind: load_keys(keys, a, kind, places, low, high); load_values(values, a, kind, places, next, low, high); break
+    switch (a->kv_dtype) { LOAD(KV_F32); LOAD(KV_BF16); LOAD(KV_F16); LOAD(KV_FP8); LOAD(KV_INT8); }
+#undef LOAD
 }
 
-/* The number of query heads that one item of work computes: those of a KV head, or fewer if there would be too few items for
- * all threads. */
-static long heads_per_item(const attention *a, const worker *m, long tokens) {
-    long count = a->heads / a->kv_heads;
-    while (count > 1 && (count > SHARED || (a->heads / a->kv_heads) % count || tokens * a->heads / count < 4 * m->count)) count--;
-    return count;
+/* ------------------------------------------------------------------ products of a tile with a block */
+
+/* A product of `rows` queries with a block: out[row][column] = out[row][column] * fades[row], or 0 without fades, plus the sum
+ * over k in [start, stop) of left[row][k] * right[k][column], added in order of k. Strides are the floats of a row. */
+typedef struct {
+    const float *left, *right, *fades;
+    float *out;
+    long left_stride, right_stride, out_stride, start, stop;
+} product;
+
+INLINE void multiply_piece(const int rows, const int vectors, const product *p, long row, long column) {
+    const float *left = p->left + row * p->left_stride, *right = p->right + column;
+    float *out = p->out + row * p->out_stride + column;
+    floats sums[QUERY_ROWS][QUERY_VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            sums[i][v] = p->fades ? f_mul(f_load(out + i * p->out_stride + 16 * v), f_splat(p->fades[row + i])) : f_zero();
+    for (long k = p->start; k < p->stop; k++) {
+        floats x[QUERY_VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) x[v] = f_load(right + k * p->right_stride + 16 * v);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            floats by = f_splat(left[i * p->left_stride + k]);
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) sums[i][v] = fused(by, x[v], sums[i][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) f_store(out + i * p->out_stride + 16 * v, sums[i][v]);
+}
+
+INLINE void multiply_columns(const int rows, const product *p, long row, long columns) {
+    long column = 0;
+    for (; column + 16 * QUERY_VECTORS <= columns; column += 16 * QUERY_VECTORS) multiply_piece(rows, QUERY_VECTORS, p, row, column);
+    for (; column < columns; column += 16) multiply_piece(rows, 1, p, row, column);
+}
+
+/* Computes the product in pieces of up to QUERY_ROWS rows, of about equal heights. `columns` is a multiple of sixteen. */
+static void multiply(const product *p, long rows, long columns) {
+    for (long row = 0, pieces = (rows + QUERY_ROWS - 1) / QUERY_ROWS; pieces; pieces--) {
+        long height = (rows - row) / pieces;
+#define HEIGHT(n) case n: multiply_columns(n <= QUERY_ROWS ? n : 1, p, row, columns); break
+        switch (height) { HEIGHT(1); HEIGHT(2); HEIGHT(3); HEIGHT(4); HEIGHT(5); HEIGHT(6); }
+#undef HEIGHT
+        row += height;
+    }
+}
+
+/* ------------------------------------------------------------------ softmax */
+
+/* Adds the scores of a block at the positions [low, high) to the online softmax of a query, and replaces the scores of the block
+ * by their weights: zeros outside of the range. Returns the factor for sums of earlier blocks. */
+static float add_scores(float *scores, long low, long high, float *peak, float *total) {
+    for (int j = 0; j < (int)low && j < BLOCK; j++) scores[j] = -INFINITY;
+    for (int j = (int)larger(high, 0); j < BLOCK; j++) scores[j] = -INFINITY;
+    if (low >= high) {
+        for (int j = 0; j < BLOCK; j++) scores[j] = 0.0f;
+        return 1.0f;
+    }
+    floats most = f_splat(*peak);
+    for (int j = 0; j < BLOCK; j += 16) most = f_max(f_load(scores + j), most);
+    float best = f_most(most), fade = exponential(*peak - best);
+    for (int j = 0; j < BLOCK; j++) scores[j] = scores[j] == -INFINITY ? 0.0f : exponential(scores[j] - best);
+    floats sum = f_zero();
+    for (int j = 0; j < BLOCK; j += 16) sum = f_add(sum, f_load(scores + j));
+    *total = *total * fade + f_sum(sum);
+    *peak = best;
+    return fade;
+}
+
+/* Results of queries over some of their keys: for each the maximum of its scores, the sum of their weights, and the sum of the
+ * weighted values, [query][dimension, padded]. */
+typedef struct {
+    float *peaks, *totals, *sums;
+} results;
+
+static void clear(results r, long queries, long width) {
+    for (long i = 0; i < queries; i++) r.peaks[i] = -INFINITY, r.totals[i] = 0.0f;
+    memset(r.sums, 0, queries * width * sizeof(float));
+}
+
+/* Merges the results of query `from` of the next span into those of query i over the spans before it. */
+static void merge(results all, long i, results next, long from, long width) {
+    float best = next.peaks[from] > all.peaks[i] ? next.peaks[from] : all.peaks[i];
+    float fade = exponential(all.peaks[i] - best), by = exponential(next.peaks[from] - best);
+    float *sums = all.sums + i * width, *added = next.sums + from * width;
+    all.totals[i] = all.totals[i] * fade + next.totals[from] * by;
+    for (long d = 0; d < width; d += 16)
+        f_store(sums + d, fused(f_load(added + d), f_splat(by), f_mul(f_load(sums + d), f_splat(fade))));
+    all.peaks[i] = best;
+}
+
+/* Writes the attention of query i. Adding zero turns -0 into 0, since products with values that are not attended to may have
+ * done so too. */
+static void finish(float *out, results all, long i, long dim, long width) {
+    for (long d = 0; d < dim; d++) out[d] = all.sums[i * width + d] / all.totals[i] + 0.0f;
+}
+
+/* ------------------------------------------------------------------ tiles */
+
+/* Queries that read the same places: heads [head, head + heads) of tokens [token, token + tokens). Query i is head
+ * head + i % heads of token token + i / heads. */
+typedef struct {
+    long token, tokens, head, heads;
+} tile;
+
+static int sees(const attention *a, long t, long span) { return a->firsts[t] < (span + 1) * SPAN && a->ends[t] >= span * SPAN; }
+
+/* Whether token t reads every position from the place that token t + 1 reads. */
+static int shares_places(const attention *a, long t) {
+    return a->rows[t] == a->rows[t + 1] && (!a->tails || (a->ends[t] < a->tails[t] && a->ends[t + 1] < a->tails[t + 1]));
+}
+
+/* Copies the queries of a tile to q, [query][dim], multiplied by the scale of scores. */
+static void copy_queries(float *q, const float *qkv, const attention *a, tile w) {
+    for (long i = 0; i < w.tokens * w.heads; i++) {
+        const float *from = qkv + (w.token + i / w.heads) * a->width + (w.head + i % w.heads) * a->dim;
+        for (long d = 0; d < a->dim; d++) q[i * a->dim + d] = from[d] * a->scale;
+    }
+}
+
+/* Computes the results of a tile over one span. */
+static void attend_span(const float *q, const attention *a, tile w, long span, results to) {
+    long width = padded_dim(a), queries = w.tokens * w.heads, first = (span + 1) * SPAN, end = span * SPAN - 1;
+    long head = w.head / (a->heads / a->kv_heads), two[2][BLOCK], *places = two[0], *next = two[1];
+    ALIGNED float keys[BLOCK * a->dim], values[BLOCK * width], scores[queries * BLOCK], fades[queries];
+    for (long t = w.token; t < w.token + w.tokens; t++) {
+        first = smaller(first, larger(a->firsts[t], span * SPAN));
+        end = larger(end, smaller(a->ends[t], (span + 1) * SPAN - 1));
+    }
+    clear(to, queries, width);
+    long start = first / BLOCK * BLOCK, low = first - start;
+    if (start <= end) places_of(a, w.token, head, start, low, smaller(end - start + 1, BLOCK), places);
+    for (; start <= end; start += BLOCK, low = 0) {
+        long high = smaller(end - start + 1, BLOCK), after = smaller(end - start - BLOCK + 1, BLOCK), *read = places;
+        if (after > 0) places_of(a, w.token, head, start + BLOCK, 0, after, next);
+        load_block(keys, values, a, read, after == BLOCK ? next : 0, low, high);
+        places = next, next = read;
+        product scoring = {q, keys, 0, scores, a->dim, BLOCK, BLOCK, 0, a->dim};
+        multiply(&scoring, queries, BLOCK);
+        for (long i = 0; i < queries; i++) {
+            long t = w.token + i / w.heads;
+            fades[i] = add_scores(scores + i * BLOCK, larger(a->firsts[t] - start, 0), smaller(a->ends[t] - start + 1, BLOCK),
+                                  to.peaks + i, to.totals + i);
+        }
+        product mixing = {scores, values, fades, to.sums, BLOCK, width, width, low, high};
+        multiply(&mixing, queries, width);
+    }
+}
+
+/* Computes the attention of a tile, over its spans in order. */
+static void attend_tile(const float *qkv, float *out, const attention *a, tile w) {
+    long width = padded_dim(a), queries = w.tokens * w.heads, first = a->firsts[w.token], end = a->ends[w.token];
+    ALIGNED float q[queries * a->dim], sums[queries * width], next_sums[queries * width];
+    float peaks[queries], totals[queries], next_peaks[queries], next_totals[queries];
+    results all = {peaks, totals, sums}, next = {next_peaks, next_totals, next_sums};
+    copy_queries(q, qkv, a, w);
+    clear(all, queries, width);
+    for (long t = w.token; t < w.token + w.tokens; t++) first = smaller(first, a->firsts[t]), end = larger(end, a->ends[t]);
+    for (long span = first / SPAN; span <= end / SPAN; span++) {
+        attend_span(q, a, w, span, next);
+        for (long i = 0; i < queries; i++)
+            if (sees(a, w.token + i / w.heads, span)) merge(all, i, next, i, width);
+    }
+    for (long i = 0; i < queries; i++)
+        finish(out + ((w.token + i / w.heads) * a->heads + w.head + i % w.heads) * a->dim, all, i, a->dim, width);
+}
+
+/* ------------------------------------------------------------------ division of the work */
+
+/* An item of work is one range of tokens and some query heads of one KV head. If there are too few items for the threads, an item
+ * is one span of them, and its results wait in a->waiting until the spans of a round are merged. */
+typedef struct {
+    long height;         /* tokens of a range */
+    long parts;          /* into which the query heads of a KV head are divided */
+    long items;          /* without spans */
+    long base, spans;    /* the first span, and their number */
+    long round;          /* spans whose results wait together; 0 if items are not divided into spans */
+} division;
+
+static division divide(const attention *a, const worker *m, long tokens) {
+    long per = a->heads / a->kv_heads, most = larger(smaller(QUERIES, 8192 / a->dim), 1), low = INT64_MAX, high = 0;
+    for (long t = 0; t < tokens; t++) low = smaller(low, a->firsts[t]), high = larger(high, a->ends[t]);
+    division d = {.parts = (per + most - 1) / most, .base = low / SPAN, .spans = high / SPAN - low / SPAN + 1};
+    long groups = a->kv_heads * d.parts, each = (per + d.parts - 1) / d.parts;
+    d.height = larger(1, smaller(most / each, tokens * groups * d.spans / (4 * m->count)));
+    d.items = (tokens + d.height - 1) / d.height * groups;
+    long fitting = a->room / (tokens * a->heads * (padded_dim(a) + 2)) - 1;
+    if (d.items < 4 * m->count && m->count > 1 && d.spans > 1 && fitting > 1) d.round = smaller(fitting, d.spans);
+    return d;
+}
+
+/* Finds the tokens and heads of an item. The tokens may be of several sequences. */
+static tile item_of(const attention *a, const division *d, long tokens, long item) {
+    long groups = a->kv_heads * d->parts, per = a->heads / a->kv_heads, group = item % groups, token = item / groups * d->height;
+    long head = group / d->parts * per + per * (group % d->parts) / d->parts;
+    long stop = group / d->parts * per + per * (group % d->parts + 1) / d->parts;
+    return (tile){token, smaller(d->height, tokens - token), head, stop - head};
+}
+
+/* Takes the first tokens of an item that read the same places. */
+static tile first_tile(const attention *a, tile item) {
+    tile w = item;
+    for (w.tokens = 1; w.tokens < item.tokens && shares_places(a, w.token + w.tokens - 1); w.tokens++) {}
+    return w;
+}
+
+/* The results in a->waiting of the queries of a step: over span `number` of a round, or, for number d->round, over all spans
+ * before. */
+static results waiting(const attention *a, const division *d, long tokens, long number) {
+    long queries = tokens * a->heads;
+    float *peaks = a->waiting, *totals = peaks + (d->round + 1) * queries, *sums = totals + (d->round + 1) * queries;
+    return (results){peaks + number * queries, totals + number * queries, sums + number * queries * padded_dim(a)};
+}
+
+static void attend_item(const float *qkv, float *out, const attention *a, tile item) {
+    while (item.tokens) {
+        tile w = first_tile(a, item);
+        attend_tile(qkv, out, a, w);
+        item.token += w.tokens, item.tokens -= w.tokens;
+    }
+}
+
+/* The place of the results of head h of token t among those of a step: those of the item that computes them are together. */
+static long query_place(tile item, long tokens, long t, long h) { return tokens * item.head + t * item.heads + h - item.head; }
+
+static void attend_item_span(const float *qkv, const attention *a, tile item, long tokens, long span, results to) {
+    while (item.tokens) {
+        tile w = first_tile(a, item);
+        long at = query_place(w, tokens, w.token, w.head);
+        ALIGNED float q[w.tokens * w.heads * a->dim];
+        copy_queries(q, qkv, a, w);
+        attend_span(q, a, w, span, (results){to.peaks + at, to.totals + at, to.sums + at * padded_dim(a)});
+        item.token += w.tokens, item.tokens -= w.tokens;
+    }
+}
+
+static void attend_in_rounds(worker *m, const float *qkv, float *out, const attention *a, const division *d, long tokens) {
+    long stop = d->base + d->spans, width = padded_dim(a), groups = a->kv_heads * d->parts;
+    results all = waiting(a, d, tokens, d->round);
+    for (long start = d->base; start < stop; start += d->round) {
+        long count = smaller(d->round, stop - start);
+        PARALLEL_FOR(m, d->items * count, 1, i, {
+            attend_item_span(qkv, a, item_of(a, d, tokens, i % d->items), tokens, start + i / d->items,
+                             waiting(a, d, tokens, i / d->items));
+        });
+        PARALLEL_FOR(m, tokens * groups, 1, i, {
+            tile w = item_of(a, d, tokens, i % groups);
+            for (long h = w.head, t = i / groups; h < w.head + w.heads; h++) {
+                long at = query_place(w, tokens, t, h);
+                if (start == d->base) all.peaks[at] = -INFINITY, all.totals[at] = 0.0f, memset(all.sums + at * width, 0, width * 4);
+                for (long s = 0; s < count; s++)
+                    if (sees(a, t, start + s)) merge(all, at, waiting(a, d, tokens, s), at, width);
+                if (start + count == stop) finish(out + (t * a->heads + h) * a->dim, all, at, a->dim, width);
+            }
+        });
+    }
 }
 
 void INTERNAL(onedraw_attend)(worker *m, float *qkv, float *out, const attention *a, long tokens) {
-    attend_function attend = a->kv_dtype != KV_F32 ? attend_narrow : a->dim == 64 ? attend_64 : a->dim == 128 ? attend_128 : attend_any;
     PARALLEL_FOR(m, tokens, 1 + tokens / 64, t, { prepare_token(qkv, a, t); });
-    if (!a->heads) return;
-    long count = heads_per_item(a, m, tokens), items = a->heads / count;
-    PARALLEL_FOR(m, tokens * items, 1, i, {
-        long t = i / items;
-        attend(qkv + t * a->width, out + t * a->heads * a->dim, a, t, i % items * count, count);
-    });
+    if (!a->heads || !tokens) return;
+    division d = divide(a, m, tokens);
+    if (d.round) attend_in_rounds(m, qkv, out, a, &d, tokens);
+    else PARALLEL_FOR(m, d.items, 1, i, { attend_item(qkv, out, a, item_of(a, &d, tokens, i)); });
 }
 
 typedef struct {

@@ -24,6 +24,9 @@ typedef struct {
     float *keys, *values;  /* [page][kv_head][slot][dim], of the type that kv_dtype says */
     float *key_scales, *value_scales;  /* of 8-bit codes: [page][kv_head][slot]; otherwise null */
     long kv_dtype;  /* type of keys and values, an enum of kv_quant.h */
+    /* Scratch memory for `room` floats, in which results wait when threads share a long context. Its size changes no bit. */
+    float *waiting;
+    long room;
 } attention;
 
 /* Computes attention: qkv [tokens][width], which begins with the heads of q, k and v → out [tokens][heads][dim]. All keys and

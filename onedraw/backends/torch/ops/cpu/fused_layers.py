@@ -35,6 +35,8 @@ class AttentionArguments(ctypes.Structure):
         *((name, POINTER) for name in ("q_norm", "k_norm", "rope_table", "positions", "slots", "firsts", "ends")),
         *((name, POINTER) for name in ("rows", "table", "tails", "paths", "keys", "values", "key_scales", "value_scales")),
         ("kv_dtype", LONG),
+        ("waiting", POINTER),
+        ("room", LONG),
     )
 
 

@@ -13,6 +13,8 @@
 
 enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8 }; /* in the order of KV_DTYPES in fused_layers.py */
 
+INLINE long kv_bytes(long kind) { return kind == KV_F32 ? 4 : kind == KV_BF16 || kind == KV_F16 ? 2 : 1; }
+
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -70,21 +72,40 @@ INLINE float put_codes(const float *x, void *store, long kind, long place, long 
     return scale;
 }
 
-/* Reads one head of a page as floats; codes are not multiplied by their scale. */
-INLINE void get_head(float *out, const void *store, long kind, long place, long dim) {
-    long d = 0;
-    if (kind == KV_INT8) {
-        const int8_t *codes = (const int8_t *)store + place;
-        for (; d + 16 <= dim; d += 16) f_store(out + d, f_signed(codes + d));
-        for (; d < dim; d++) out[d] = (float)codes[d];
-    } else if (kind == KV_FP8) {
-        const uint8_t *codes = (const uint8_t *)store + place;
-        for (; d < dim; d++) out[d] = fp8_to_float(codes[d]);
-    } else {
-        const uint16_t *numbers = (const uint16_t *)store + place;
-        for (; d + 16 <= dim; d += 16) f_store(out + d, kind == KV_F16 ? f_halves(numbers + d) : f_bfloats(numbers + d));
-        for (; d < dim; d++) out[d] = kind == KV_F16 ? half_to_float(numbers[d]) : bfloat_to_float(numbers[d]);
+/* Reads sixteen numbers, or one, at offset `at` of a store as floats; codes are not multiplied by their scale. */
+INLINE floats get_numbers(const void *store, const long kind, long at) {
+    switch (kind) {
+        case KV_F32: return f_load((const float *)store + at);
+        case KV_BF16: return f_bfloats((const uint16_t *)store + at);
+        case KV_F16: return f_halves((const uint16_t *)store + at);
+        case KV_INT8: return f_signed((const int8_t *)store + at);
     }
+    float x[16];
+    for (int i = 0; i < 16; i++) x[i] = fp8_to_float(((const uint8_t *)store)[at + i]);
+    return f_load(x);
+}
+
+INLINE float get_number(const void *store, const long kind, long at) {
+    switch (kind) {
+        case KV_F32: return ((const float *)store)[at];
+        case KV_BF16: return bfloat_to_float(((const uint16_t *)store)[at]);
+        case KV_F16: return half_to_float(((const uint16_t *)store)[at]);
+        case KV_INT8: return ((const int8_t *)store)[at];
+    }
+    return fp8_to_float(((const uint8_t *)store)[at]);
+}
+
+/* Writes one head x at offset `place` of a store of floats, of 32 or 16 bits. Returns whether all of them are finite as stored. */
+INLINE int put_numbers(const float *x, void *store, long kind, long place, long dim) {
+    if (kind == KV_F32) {
+        memcpy((float *)store + place, x, dim * sizeof(float));
+        return head_is_finite(x, dim);
+    }
+    uint16_t *to = (uint16_t *)store + place;
+    int infinite = kind == KV_F16 ? 0x7c00 : 0x7f80, finite = 1;
+    for (long d = 0; d < dim; d++) to[d] = kind == KV_F16 ? float_to_half(x[d]) : float_to_bfloat(x[d]);
+    for (long d = 0; d < dim; d++) finite &= (to[d] & infinite) != infinite;
+    return finite;
 }
 
 #endif

@@ -37,6 +37,8 @@ INLINE float bfloat_to_float(uint16_t b) {
 
 #define MOST_ROWS 8   /* rows of a tile with activations as codes */
 #define FLOAT_ROWS 12 /* rows of a tile with activations as floats */
+#define QUERY_ROWS 6    /* rows and vectors of columns of a piece of attention's products */
+#define QUERY_VECTORS 4
 /* b_lift adds 2^CODE_LIFT to signed codes, because the dot instruction takes unsigned ones; the sum is corrected for it. */
 #define CODE_LIFT 7
 typedef __m512 floats;
@@ -72,6 +74,32 @@ INLINE floats f_sums(const floats *x) {
     for (int i = 0; i < 4; i++) y[i] = f_fold(y[2 * i], y[2 * i + 1], low4, _mm512_add_epi32(low4, _mm512_set1_epi32(4)));
     for (int i = 0; i < 2; i++) y[i] = f_fold(y[2 * i], y[2 * i + 1], low2, _mm512_add_epi32(low2, _mm512_set1_epi32(2)));
     return f_fold(y[0], y[1], low1, _mm512_add_epi32(low1, _mm512_set1_epi32(1)));
+}
+/* The larger number of each lane; y's if x's is NaN. */
+INLINE floats f_max(floats x, floats y) { return _mm512_max_ps(x, y); }
+INLINE float f_most(floats x) { return _mm512_reduce_max_ps(x); }
+/* Lane j of vector i becomes lane i of vector j. */
+INLINE void f_transpose(floats *x) {
+    floats y[16];
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {  /* the lanes 4 * k + 2 * j, and the next ones, of four vectors */
+            __m512d low = _mm512_castps_pd(y[i + j]), high = _mm512_castps_pd(y[i + j + 2]);
+            x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    for (int i = 0; i < 4; i++) {
+        floats a = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88), b = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xdd);
+        floats c = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88), d = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xdd);
+        y[i] = _mm512_shuffle_f32x4(a, c, 0x88);
+        y[4 + i] = _mm512_shuffle_f32x4(b, d, 0x88);
+        y[8 + i] = _mm512_shuffle_f32x4(a, c, 0xdd);
+        y[12 + i] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) x[i] = y[i];
 }
 INLINE floats f_halves(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 INLINE floats f_bfloats(const void *p) {
@@ -117,6 +145,8 @@ INLINE ints dot_lifted(ints sum, bytes codes, const int8_t *four) { return dot(s
 
 #define MOST_ROWS 4
 #define FLOAT_ROWS 3
+#define QUERY_ROWS 6
+#define QUERY_VECTORS 1
 #define CODE_LIFT 0
 typedef struct { __m256 a, b; } floats;
 typedef struct { __m256i a, b; } ints;
@@ -138,6 +168,31 @@ INLINE float f_sum(floats x) {
     __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
     z = _mm_add_ps(z, _mm_movehl_ps(z, z));
     return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+}
+INLINE floats f_max(floats x, floats y) { return (floats){_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE void f_transpose8(__m256 *x) {
+    __m256 y[8];
+    for (int i = 0; i < 8; i += 2) {
+        y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+        y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            __m256d low = _mm256_castps_pd(y[i + j]), high = _mm256_castps_pd(y[i + j + 2]);
+            x[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+            x[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+        }
+    for (int i = 0; i < 4; i++) {
+        y[i] = _mm256_permute2f128_ps(x[i], x[4 + i], 0x20);
+        y[4 + i] = _mm256_permute2f128_ps(x[i], x[4 + i], 0x31);
+    }
+    for (int i = 0; i < 8; i++) x[i] = y[i];
+}
+INLINE void f_transpose(floats *x) {
+    __m256 parts[4][8];  /* the rows 0 to 7, then 8 to 15; of each, the lanes 0 to 7, then 8 to 15 */
+    for (int i = 0; i < 16; i++) parts[i / 8 * 2][i % 8] = x[i].a, parts[i / 8 * 2 + 1][i % 8] = x[i].b;
+    for (int i = 0; i < 4; i++) f_transpose8(parts[i]);
+    for (int i = 0; i < 16; i++) x[i] = (floats){parts[i / 8][i % 8], parts[2 + i / 8][i % 8]};
 }
 INLINE floats f_halves(const void *p) {
     const char *c = p;
@@ -214,6 +269,8 @@ INLINE ints dot_lifted(ints sum, bytes codes, const int8_t *four) {
 
 #define MOST_ROWS 2
 #define FLOAT_ROWS 3
+#define QUERY_ROWS 3
+#define QUERY_VECTORS 1
 #define CODE_LIFT 0
 typedef float floats __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
@@ -250,12 +307,44 @@ INLINE float f_sum(floats x) {
         for (int i = 0; i < width; i++) v[i] += v[i + width];
     return v[0];
 }
+INLINE floats f_max(floats x, floats y) {
+    ints above = x > y;
+    return (floats)(((ints)x & above) | ((ints)y & ~above));
+}
+typedef float four __attribute__((vector_size(16)));
+INLINE void f_transpose(floats *x) {
+    four from[16][4], to[16][4];
+    memcpy(from, x, sizeof from);
+    for (int i = 0; i < 16; i += 4)  /* four vectors by four lanes at a time */
+        for (int j = 0; j < 4; j++) {
+            four a = __builtin_shufflevector(from[i][j], from[i + 1][j], 0, 4, 1, 5);
+            four b = __builtin_shufflevector(from[i + 2][j], from[i + 3][j], 0, 4, 1, 5);
+            four c = __builtin_shufflevector(from[i][j], from[i + 1][j], 2, 6, 3, 7);
+            four d = __builtin_shufflevector(from[i + 2][j], from[i + 3][j], 2, 6, 3, 7);
+            to[4 * j][i / 4] = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+            to[4 * j + 1][i / 4] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+            to[4 * j + 2][i / 4] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
+            to[4 * j + 3][i / 4] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+        }
+    memcpy(x, to, sizeof to);
+}
 INLINE floats i_floats(ints x) { return __builtin_convertvector(x, floats); }
-INLINE floats f_halves(const void *p) {  /* the same conversion as half_to_float */
-    LOADED(words16, p);
-    ints h = __builtin_convertvector(v, ints), rest = (h & 0x7fff) << 13;
-    ints bits = (ints)((floats)rest * 0x1p112f) | ((rest >= 0x0f800000) & 0x7f800000) | (h & 0x8000) << 16;
-    return (floats)bits;
+/* The same conversion as half_to_float. It is not inlined, because compilers use vectors for its loops then. */
+static __attribute__((noinline, unused)) void halves_to_floats(const void *p, float *out) {
+    uint16_t h[16];
+    uint32_t bits[16];
+    memcpy(h, p, 32);
+    for (int i = 0; i < 16; i++) bits[i] = (uint32_t)(h[i] & 0x7fff) << 13;
+    memcpy(out, bits, 64);
+    for (int i = 0; i < 16; i++) out[i] *= 0x1p112f;
+    memcpy(bits, out, 64);
+    for (int i = 0; i < 16; i++) bits[i] |= ((h[i] & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u) | (uint32_t)(h[i] & 0x8000) << 16;
+    memcpy(out, bits, 64);
+}
+INLINE floats f_halves(const void *p) {
+    float out[16];
+    halves_to_floats(p, out);
+    return f_load(out);
 }
 INLINE floats f_bfloats(const void *p) { LOADED(words16, p); return (floats)(__builtin_convertvector(v, ints) << 16); }
 INLINE floats f_unsigned(const void *p) { LOADED(bytes16, p); return __builtin_convertvector(v, floats); }
@@ -283,6 +372,13 @@ INLINE ints dot_lifted(ints sum, bytes c, const int8_t *x) { return dot_pairs(su
 #endif
 
 #ifndef __AVX512VNNI__
+INLINE float f_most(floats x) {
+    float v[16], most;
+    f_store(v, x);
+    most = v[0];
+    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
 INLINE floats f_sums(const floats *x) {
     float out[16];
     for (int i = 0; i < 16; i++) out[i] = f_sum(x[i]);

@@ -144,6 +144,7 @@ def _run(command: list[str]) -> str:
 
 
 ARENA_BYTES = 32 * 2**20
+WAITING = 2**20  # floats of scratch memory in which threads that share a long context leave results
 POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "packed_bytes": (LONG, [LONG, LONG, LONG]),
@@ -195,6 +196,7 @@ class Kernels:
             raise MemoryError("no memory for the thread pool")
         # The pool is not freed at interpreter exit, because another thread may still be running a kernel then.
         weakref.finalize(self, library.onedraw_pool_free, self.thread_pool).atexit = False
+        self.waiting = torch.empty(WAITING, dtype=torch.float32, device="cpu")  # results of attention that are not merged yet
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._arena, self._taken = torch.empty(0, dtype=torch.uint8), 0
 

@@ -236,6 +236,8 @@ class CpuOps(RowOps):
             table=table.data_ptr(),
             tails=None if tails is None else tails.data_ptr(),
             paths=None if paths is None else paths.data_ptr(),
+            waiting=self._kernels.waiting.data_ptr(),
+            room=self._kernels.waiting.numel(),
         )
         return CpuAttentionInputs(self._kernels, arguments, inputs, table, firsts, rope_table)
 
