@@ -1,13 +1,17 @@
 """Compare decode and prefill speed on a CPU with llama.cpp and with `transformers` in float32: one file, the same thread count.
 
     python -m bench.cpu_against_llamacpp [MODEL] [--threads 2] [--repeats 3] [--llama-python PYTHON]
-                                           [--path avx2] [--systems onedraw,llama.cpp] [--no-prompts] [--json]
+                                           [--path avx2] [--systems onedraw,llama.cpp] [--no-prompts]
+                                           [--context 512,2048,7600] [--json]
 
 llama.cpp is used through `llama-cpp-python` (extra `peers`), in this environment or in that of the interpreter --llama-python.
 The systems are measured alternately, each in its own process. The best of the repeats counts for all of them, because other load
 on the machine can only add time. Targets: decode of one request at least 1.0 x llama.cpp; a prompt of 512 tokens at least
 2 x llama.cpp and 0.8 x transformers; 8 concurrent requests at least 2.5 x one; a step with a row of 8 tokens at most 2.5 x a step
 with a row of one token; the model opened within 0.5 s.
+
+With --context only prompts of these lengths, and decode after each, are measured against llama.cpp. Targets: decode at least
+1.3 x llama.cpp at every length, the longest prompt at least 2.5 x.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +131,59 @@ def measure_llamacpp(path: str, *, threads: int, new_tokens: int, prompts: bool)
     }
 
 
+def long_prompt(tokens: int) -> tuple[int, ...]:
+    return tuple((7 * i) % 4000 + 100 for i in range(tokens))
+
+
+def onedraw_contexts(path: str, *, threads: int, new_tokens: int, contexts: Sequence[int], kv_dtype: str) -> dict[str, Any]:
+    """Return tokens per second of each prompt, and of decode after it."""
+    from onedraw.build.llm import build_llm
+    from onedraw.llm.request_options import RequestOptions, make_generation
+    from onedraw.settings import Settings
+
+    length = max(contexts) + new_tokens + 1
+    kept: dict[str, Any] = {"max_context": length, "draft": ("none",), "prefix_cache": False, "kv_dtype": kv_dtype}
+    llm = build_llm(Settings(model=path, device="cpu", threads=threads, max_batch=1, **kept))
+    request_options = RequestOptions(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, seed=1)
+    found: dict[str, Any] = {"fingerprint": llm.card.fingerprint}
+    for context in (64, *contexts):
+        stamps = [time.perf_counter()]
+        for piece in llm.pieces(llm.prepare(make_generation(request_options, llm=llm, prompt=long_prompt(context)))):
+            stamps += [time.perf_counter()] * len(piece.tokens)
+        if context in contexts:
+            found[f"prompt of {context}"] = context / (stamps[1] - stamps[0])
+            found[f"decode at {context}"] = (len(stamps) - 2) / (stamps[-1] - stamps[1])
+    llm.close()
+    return found
+
+
+def llamacpp_contexts(path: str, *, threads: int, new_tokens: int, contexts: Sequence[int]) -> dict[str, Any]:
+    import llama_cpp
+
+    length = max(contexts) + new_tokens + 1
+    model = llama_cpp.Llama(path, n_ctx=length, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+    found: dict[str, Any] = {"fingerprint": f"llama-cpp-python {llama_cpp.__version__}"}
+    for context in (64, *contexts):
+        model.reset()
+        stamps = [time.perf_counter()]
+        model.eval(list(long_prompt(context)))
+        for _ in range(new_tokens):
+            token = int(model.sample(temp=0.0))
+            stamps.append(time.perf_counter())
+            model.eval([token])
+        if context in contexts:
+            found[f"prompt of {context}"] = context / (stamps[1] - stamps[0])
+            found[f"decode at {context}"] = (new_tokens - 1) / (stamps[-1] - stamps[1])
+    return found
+
+
+def measure_contexts(system: str, path: str, options: argparse.Namespace) -> dict[str, Any]:
+    common = {"threads": options.threads, "new_tokens": options.new_tokens, "contexts": options.context}
+    if system == "llama.cpp":
+        return llamacpp_contexts(path, **common)
+    return onedraw_contexts(path, kv_dtype=options.kv_dtype, **common)
+
+
 def measure_transformers(path: str, *, threads: int, new_tokens: int, prompts: bool) -> dict[str, Any]:
     import torch
     import transformers
@@ -157,6 +215,7 @@ def measure_in_subprocess(system: str, path: str, options: argparse.Namespace) -
     arguments = ["--system", system, "--threads", str(options.threads), "--new-tokens", str(options.new_tokens)]
     arguments += ["--path", options.path] if options.path and system == "onedraw" else []
     arguments += ["--no-prompts"] if options.no_prompts else []
+    arguments += ["--context", ",".join(map(str, options.context)), "--kv-dtype", options.kv_dtype] if options.context else []
     done = subprocess.run([python, __file__, path, *arguments], capture_output=True, text=True, env=_environment())
     if done.returncode:
         raise SystemExit(f"{system}: {done.stderr.strip().splitlines()[-1:]}")
@@ -176,7 +235,26 @@ def best_figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _better(name: str, values: list[Any]) -> Any:
     if isinstance(values[0], str):
         return values[0]
-    return max(values) if name in HIGHER_IS_BETTER else min(values)
+    return max(values) if name in HIGHER_IS_BETTER or name.startswith(("prompt of", "decode at")) else min(values)
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def compare_contexts(path: str, options: argparse.Namespace) -> None:
+    runs: dict[str, list[dict[str, Any]]] = {"onedraw": [], "llama.cpp": []}
+    for _ in range(options.repeats):
+        for system, found in runs.items():
+            found.append(measure_in_subprocess(system, path, options))
+    if options.json:
+        print(json.dumps(runs, indent=2))
+        return
+    ours, llama = (best_figures(found) for found in runs.values())
+    print(f"load {os.getloadavg()[0]:.1f}, {options.threads} threads, best of {options.repeats}")
+    print(ours.pop("fingerprint"), llama.pop("fingerprint"), sep="\n")
+    for name, value in ours.items():
+        print(f"{name:16s} {value:7.1f} tok/s, llama.cpp {llama[name]:7.1f}: {value / llama[name]:.2f} x")
 
 
 def main() -> None:
@@ -191,6 +269,8 @@ def main() -> None:
     )
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which systems to measure; onedraw is one of them")
     parser.add_argument("--no-prompts", action="store_true", help="do not measure the prompt of 512 tokens")
+    parser.add_argument("--context", type=lengths, default=(), metavar="N,N…", help="measure at these lengths, and nothing else")
+    parser.add_argument("--kv-dtype", default="auto", help="with --context: dtype of onedraw's keys and values")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -198,6 +278,9 @@ def main() -> None:
         from onedraw.backends.torch.ops.cpu import library
 
         setattr(library, "instruction_sets", lambda: {options.path: library.INSTRUCTION_SETS[options.path]})  # noqa: B010
+    if options.system and options.context:
+        print(json.dumps(measure_contexts(options.system, options.model, options)))
+        return
     if options.system:
         measure = SYSTEMS[options.system]
         sizes = {"threads": options.threads, "new_tokens": options.new_tokens, "prompts": not options.no_prompts}
@@ -207,6 +290,9 @@ def main() -> None:
     from onedraw.settings import default_cache_dir
 
     path = str(resolve_model(options.model, default_cache_dir()))
+    if options.context:
+        compare_contexts(path, options)
+        return
     load = os.getloadavg()[0]  # a busy machine explains a bad figure
     systems = [system for system in SYSTEMS if system in options.systems.split(",")]
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}

@@ -2,7 +2,7 @@
 
 Each run submits all requests at once in one event loop, as clients do. Every request has a prompt of its own, so that the prefix
 cache is never hit, and generates its full number of tokens. With drafts the table also shows how many were kept (equal to the
-sampled token); on a GPU, the share of the floor: the least time a step can take, which is the bytes it reads divided by the
+sampled token); on one device, the share of the floor: the least time a step can take, which is the bytes it reads divided by the
 memory bandwidth. A row is the work of one sequence in a step. `--draft replay:K` runs everything twice: without drafts, then with
 the recorded answers as drafts of which K are kept. `--guided-json` holds replies, or some of each batch, to a JSON schema that no
 reply can complete early.
@@ -23,6 +23,7 @@ from typing import Any
 from onedraw.checkpoints.random_weights import SHAPES
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_request_options, add_settings, argument_type, read_request_options, read_settings, token_ids
+from onedraw.cli.svg_plot import Line, Panel, draw
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, OnedrawError
 from onedraw.lab.recorded_drafts import DEFAULT_LENGTH, RecordedProposer
@@ -145,7 +146,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="measure this library too, with weights of the same shape; show the ratio",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="plot throughput over batch size and latency over context (needs matplotlib)"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="plot the time of a step over batch size and over context, beside the floor, as FILE.svg",
     )
     add_request_options(parser, leave_out=SET_HERE)
     add_settings(parser, leave_out=("served_name", "queue_limit"))
@@ -160,8 +164,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadSetting("--batch, --prompt-tokens, --new-tokens and --repeats: must be at least 1")
     if arguments.prompts is not None:
         return _over_prompts(arguments)
-    if arguments.plot is not None:
-        require_matplotlib()
+    if arguments.plot is not None and arguments.plot.suffix != ".svg":
+        raise BadSetting(f"--plot: {arguments.plot} does not end in .svg, the only format; name a file that does")
     recorded, needed = _recorded(arguments), arguments.prompt_tokens + arguments.new_tokens
     settings = read_settings(
         arguments,
@@ -191,9 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
             measures = [replace(m, peer_tokens_per_second=rates[m.batch]) for m in measures]
     title = f"{card.name} · {card.device} · {card.dtype} · {arguments.prompt_tokens} + {arguments.new_tokens} tokens"
     if arguments.plot is not None:
-        peer = [(m.batch, m.peer_tokens_per_second) for m in measures if m.peer_tokens_per_second is not None]
-        throughput = [(m.batch, m.decode_tokens_per_second) for m in measures]
-        draw_plots(arguments.plot, title, throughput=throughput, latency=contexts, peer=peer)
+        arguments.plot.write_text(step_plot(title, measures, contexts, floor=floor, arguments=arguments), encoding="utf-8")
     if arguments.json:
         _print(measures, card, arguments)
     else:
@@ -460,42 +462,29 @@ def _show(measures: Sequence[Measure], *, title: str) -> None:
     terminal.table(title, heads, rows)
 
 
-def require_matplotlib() -> None:
-    """Raise at once if matplotlib is missing, rather than after the measurement."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise BadSetting("--plot: needs matplotlib; pip install 'onedraw[plot]'") from None
-
-
-def draw_plots(
-    path: Path,
+def step_plot(
     title: str,
+    measures: Sequence[Measure],
+    contexts: Sequence[tuple[int, float]],
     *,
-    throughput: Sequence[tuple[int, float]],
-    latency: Sequence[tuple[int, float]],
-    peer: Sequence[tuple[int, float]] = (),
-) -> None:
-    """Plot tokens per second over batch size, and milliseconds per token over context length, into a file."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    figure.suptitle(title)
-    left.plot(*zip(*throughput, strict=True), marker="o", label="onedraw")
+    floor: Callable[[int, int], float] | None,
+    arguments: argparse.Namespace,
+) -> str:
+    """Draw the milliseconds of a step over the batch size, and one request's milliseconds per token over its context, beside the
+    floor of both."""
+    middle = arguments.prompt_tokens + arguments.new_tokens // 2
+    steps = [(m.batch, 1e3 * m.batch * m.tokens_per_turn / max(m.decode_tokens_per_second, 1e-9)) for m in measures]
+    batch, context = [Line("onedraw", steps)], [Line("onedraw", contexts)]
+    if floor is not None:
+        batch.append(Line("floor", [(m.batch, 1e3 * floor(m.batch, middle)) for m in measures], dashed=True))
+        context.append(Line("floor", [(length, 1e3 * floor(1, length)) for length, _ in contexts], dashed=True))
+    peer = [(m.batch, 1e3 * m.batch / m.peer_tokens_per_second) for m in measures if m.peer_tokens_per_second]
     if peer:
-        left.plot(*zip(*peer, strict=True), marker="s", label="transformers")
-        left.legend(frameon=False)
-    left.set(xlabel="requests at once", ylabel="decoded tokens per second, all together", ylim=(0, None))
-    left.set_xscale("log", base=2)
-    left.set_xticks([batch for batch, _ in throughput], [str(batch) for batch, _ in throughput])
-    left.minorticks_off()
-    right.plot(*zip(*latency, strict=True), marker="o")
-    right.set(xlabel="tokens of context", ylabel="milliseconds per token, one request", xlim=(0, None), ylim=(0, None))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    pyplot.close(figure)
+        batch.append(Line("transformers", peer))
+    return draw(
+        title,
+        [
+            Panel("requests at once", "milliseconds per step", batch),
+            Panel("tokens of context, one request", "milliseconds per token", context),
+        ],
+    )

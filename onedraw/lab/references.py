@@ -62,26 +62,30 @@ def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
 
 def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
     """Return a function of (rows, context) that gives the least seconds of a decode step by the measured memory bandwidth. None
-    unless the model runs on one GPU."""
-    if settings.backend != "torch":
+    unless the model runs on one device."""
+    if settings.backend != "torch" or len(settings.device_names) > 1:
         return None
-    from onedraw.backends.torch.device import copy_bandwidth, find_devices, why_no_gpu_kernels
+    from onedraw.backends.torch.device import copy_bandwidth, find_devices, read_bandwidth, why_no_cpu_kernels, why_no_gpu_kernels
 
     device = find_devices(settings.device_names)[0]
-    if device.kind == "cpu" or len(settings.device_names) > 1:
-        return None
-    reason = why_no_gpu_kernels() if packed_kernels(device) == "tensor cores" else ""
+    on_cpu = device.kind == "cpu"
+    kernels = packed_kernels(device)
+    reason = ""
+    if on_cpu:
+        reason = why_no_cpu_kernels(default_cache_dir())
+    elif kernels == "tensor cores":
+        reason = why_no_gpu_kernels()
     checkpoint = find_checkpoint(settings)
     try:
         info = read_model_info(checkpoint)
         spec, kinds = info.spec, matrix_kinds(info.weights)
-        stream = {"activations": "f32", "stream": "auto"}
-        no_kernels = {"tensor cores": reason} if reason else {}
+        stream = {"activations": settings.cpu_activations, "stream": "auto"}
+        no_kernels: dict[str, str] = {kernels: reason} if kernels and reason else {}
         (dtype,) = product_dtypes([device], requested=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
         sizes = matrix_sizes(info.weights, dtype)
     finally:
         checkpoint.close()
-    bandwidth = copy_bandwidth(device.name)
+    bandwidth = read_bandwidth() if on_cpu else copy_bandwidth(device.name)
     kv_dtype = kv_precision(settings.kv_dtype, products=dtype)
     return lambda rows, context: step_bytes(spec, sizes, dtype=kv_dtype, rows=rows, context=context) / bandwidth
 

@@ -7,6 +7,7 @@ compute on them; or an error that lists what exists. A processor is a CPU core a
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -115,6 +116,17 @@ def copy_bandwidth(name: str) -> float:
     end.record()
     end.synchronize()
     return 20 * size / (float(begin.elapsed_time(end)) / 1e3)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that torch's threads read from the CPU's memory, in the best of several sums over a large array."""
+    numbers = torch.ones(2**26, dtype=torch.float32, device="cpu")
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        numbers.sum()
+        seconds.append(time.perf_counter() - begin)
+    return numbers.nbytes / min(seconds)
 
 
 def hardware_name(device: torch.device) -> str:
