@@ -25,7 +25,7 @@ RAY = "ray:"  # begins the name of a device of a Ray cluster: ray:NODE/DEVICE
 EXAMPLES = "cpu, cpu:0-3, cuda:0, ray:NODE/cuda:0, or a description such as cuda/sm86/24GiB, hip/gfx90a/64GiB or cpu/64GiB"
 
 Precision = Literal["f32", "f16", "bf16"]
-PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # what every device supports comes first
+PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # from the least to the best: every device supports f32
 # Dtypes with packed (quantized) weights, and the dtype of everything else. On a CPU activations are quantized to 8 bits
 # ("packed") or float32 ("packed-f32"); the others are for GPUs.
 PACKED: dict[str, Precision] = {
@@ -38,7 +38,7 @@ NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 NATIVE_F16 = ("gfx9", "gfx10")
 TENSOR_CORES = (8, 0)  # the compute capability from which the kernels for NVIDIA's tensor cores run
 OLDEST_TRITON = (6, 0)  # the oldest compute capability that Triton compiles for
-TRITON_HIP = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx103", "gfx11", "gfx12")  # AMD architectures that it compiles for
+TRITON_HIP = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx103", "gfx11", "gfx12")  # AMD architectures that Triton compiles for
 
 # Kernels that read packed weights: those in C for CPUs, those for tensor cores, and those in Triton for other GPUs.
 PackedKernels = Literal["cpu", "tensor cores", "triton"]

@@ -1,10 +1,10 @@
 """A backend without weights or device, for host tests and client development: logits are a hash of everything the engine manages.
 
 In: plans. Out: outcomes sampled with `sampling/law.py`. The logits of a position depend on every token read back through the
-pages of every layer group (with a window: the last tokens), and, if `recurrent`, on a state with two forms: chunked on absolute
-multiples for prompt positions, recurrent for generated ones. So an engine error with pages, lanes, chunks, checkpoints or
-drafts changes the tokens. A row is the work of one sequence in one step; a lane is the slot of its state. A group is the layers
-that keep the same positions in pages.
+pages of every layer group (with a window: the last tokens), and, if `recurrent`, on a state, which prompt positions update in
+chunks that begin at multiples of the chunk size, generated ones one by one. So an engine error with pages, lanes, chunks,
+checkpoints or drafts changes the tokens. A row is the work of one sequence in one step; a lane is the slot of its state. A group
+is the layers that keep the same positions in pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onedraw.sampling.verify import draft_paths, draft_prefixes
 from onedraw.types import CheckpointSave, Logprobs, Outcome, Plan, Row, RowOutcome, SampledToken
 
 Logits = npt.NDArray[np.float32]
-_RECURRENT_FORM = 2**32  # added to the page entry of a generated position, which differs from that of a prompt position
+_RECURRENT_FORM = 2**32  # added to page entries of generated positions, so that they differ from those of prompt positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class FakeBackend:
         return replace(row, tokens=(token,))
 
     def run(self, row: Row) -> RowOutcome:
-        """Restore, write, compute states, sample after every position, commit the known tokens. Checkpoints and kept drafts are
-        committed when the plan is collected, as late as pipeline stages with several plans in flight may do it."""
+        """Compute a row: restore its checkpoint, write its tokens to pages, compute states, sample, and commit the known tokens.
+        Checkpoints are saved and kept drafts committed only when the plan is collected, as late as pipeline stages may do it."""
         self.copy(row)
         if row.restore is not None:
             self.restore(row)
@@ -236,7 +236,7 @@ class FakeBackend:
     def _states(self, row: Row) -> list[bytes]:
         """The states of a row: states[i] after i known tokens, states[known + 1 + i] after draft i, from its parent's state.
 
-        Prompt positions use the chunked form on absolute multiples, the others the recurrent form.
+        Prompt positions are computed in chunks that begin at multiples of the chunk size, the others one by one.
         """
         known = len(row.tokens)
         if not self._capacity.recurrent:
@@ -266,7 +266,8 @@ class FakeBackend:
         return (2.0 * gumbel(key, 0, self._capacity.vocab) + self._bias).astype(np.float32)
 
     def _seen(self, row: Row, group: int, stop: int, path: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Page entries of a group that the last position of a path after `stop` attends to: the last window, or all."""
+        """Page entries of a group that the last of these positions attends to, which are [0, stop) and then those of `path`: the
+        entries in its window, or all."""
         size, window = self._capacity.page_size, self._capacity.groups[group].window
         first = 0 if window is None else max(stop + len(path) - window, 0)
         low = min(first, stop) // size

@@ -81,13 +81,13 @@ def product_dtypes(
     if --dtype is packed, or if it is auto and packed weights save memory there. If weights stay packed nowhere, one dtype serves
     all devices.
 
-    `kinds`: of the model's matrices. `no_kernels`: why kernels for packed weights cannot run here, by `packed_kernels`; those
-    that can are missing."""
+    `kinds`: the tensor kinds of the model's matrices. `no_kernels`: for each result of `packed_kernels` whose kernels cannot run
+    here, the reason."""
     if requested not in ("auto", "packed"):
         return (requested,) * len(devices)
     kinds, gpus = set(kinds), [device for device in devices if device.kind != "cpu"]
     quantized = not SPAN_BYTES.keys().isdisjoint(kinds)
-    # GPUs have one dtype among them, except those that compute well in float32 only.
+    # All GPUs have the same dtype, except GPUs that compute well in float32 only, which have float32.
     narrow = weakest(found for found in map(device_precision, gpus) if found != "f32")
     narrow = "f16" if stream == "f16" else narrow
     found: list[str] = []
@@ -123,7 +123,7 @@ def plan_weight_storage(weights: ModelWeights, dtype: str) -> WeightStorage:
     layers, ends, tied_embed = [0] * len(spec.layers), {"first": 0, "last": 0}, 0
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
-    together: Counter[tuple[object, int]] = Counter()  # outputs that may be one product: (layer, input width)
+    together: Counter[tuple[object, int]] = Counter()  # (layer, input width) → outputs, which may be one product
     for (layer, weight), shape in weight_shapes(spec).items():
         tensor = weights.tensor(layer, weight)
         embeds = layer is None and weight == "embed" and not spec.tied

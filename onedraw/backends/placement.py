@@ -1,10 +1,10 @@
 """Placement: which layers run on which device, and the bytes of every pipeline stage. Nothing is allocated here.
 
 In: a spec, its MemoryPlan, devices, and `--split` (`auto`, `24,8` or `0.75,0.25`). Out: a SplitPlan with one contiguous range
-of layers per device, or an error that names a split or a context that works. One device is a split of one.
-A layer that reads the keys and values of another layer stays on its device. The embedding is on the first device, the last norm
-and the head are on the last. A device may be named twice. A split is the division of the layers among devices, a cut the layer
-before which one device's layers end, and a boundary the place where activations cross from one device to the next.
+of layers per device, or an error that names a split or a context that works. One device is a split with one range.
+A layer that reads the keys and values of another layer is on the same device as that layer. The embedding is on the first device,
+the last norm and the head are on the last. A device may be named twice. A split is the division of the layers among devices, a
+cut the layer before which one device's layers end, and a boundary the place where activations cross from one device to the next.
 """
 
 from __future__ import annotations
@@ -259,8 +259,8 @@ def legal_cuts(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
 def place_layers(
     loads: StageLoads | Sequence[StageLoads], devices: Sequence[Device], *, cuts: Sequence[int], split: str = "auto"
 ) -> Ranges:
-    """One range per device, or an error if the layers do not fit into a device's memory. `loads`: those of all devices, or of
-    each."""
+    """One range per device, or an error if the layers do not fit into a device's memory. `loads`: the same for all devices, or
+    one per device."""
     loads = [loads] * len(devices) if isinstance(loads, StageLoads) else loads
     total, count = len(loads[0].layers), len(devices)
     if count - 1 > len(cuts):

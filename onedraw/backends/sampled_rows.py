@@ -46,8 +46,8 @@ class SamplingPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CountedHistory:
-    """The tokens that a lane's count buffer contains: this request's prompt and this many known tokens. A decode step then adds
-    only the new ones."""
+    """How far a lane's token counts go: they include the request's prompt and its output up to `known` tokens of the history. A
+    decode step then adds only the new ones."""
 
     request_id: str
     prompt: tuple[int, ...]

@@ -4,7 +4,7 @@ In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. A plan
 steps run as captured CUDA graphs where all devices can be captured: `submit` starts them and does not wait. All other steps run
 eagerly, kernel by kernel, in `submit` or on the threads of their stages; then several may be in flight, each in one stage at a
 time. A row is the work of one sequence in one step; a lane is the slot of a sequence's state. A row awaits a token if the step in
-flight before it samples that token. A slot of a plan in flight is its part of the rollback buffer, which holds drafts.
+flight before it samples that token. A slot is the part of the rollback buffer, which holds drafts, that a plan in flight uses.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class InFlightStep:
     sample_late: Callable[[], StepResult] | None = None  # starts sampling; None if it was started with the layers
 
     def ensure_sampled(self) -> None:
-        """Start sampling if only the layers were started. The step before is committed by now: its tokens are in the histories
-        that constraints, DRY and bad words read."""
+        """Start sampling if only the layers were started. Call it when the step before has been committed, so that its tokens are
+        in the histories that constraints, DRY and bad words read."""
         if self.sample_late is None or self.running.done():
             return
         try:
@@ -247,7 +247,8 @@ class TorchBackend:
             snapshots=Snapshots(states, None if drafter is None else drafter.state, logits, model.dtype),
         )
         self._feature_layers = () if drafter is None else drafter.feature_layers
-        # A drafter reads a step's results before the next one runs, and a thread of its own would read histories late.
+        # Steps are not submitted ahead beside a drafter, which reads a step's results before the next one runs, nor beside stages
+        # on threads, which would read histories too late.
         waits = drafter is not None or max_in_flight > 1 or pipeline is not None
         self._capacity = _capacity(
             spec,
@@ -418,7 +419,7 @@ class TorchBackend:
 
     def replace_weights(self, source: WeightSource) -> None:
         """Replace the weights of the model in place, and check again that batching does not change results. A drafter keeps its
-        own weights, and follows in what it shares with the model."""
+        own weights; those that it shares with the model, such as the head, are replaced."""
         if self.model.remote_stages:
             raise Unsupported("weights cannot be replaced while layers are in other processes; restart the server with them")
         assert not self._in_flight.steps, "a step in flight reads the weights"
@@ -486,9 +487,9 @@ class TorchBackend:
 
 
 def layers_by_kind(names: Sequence[str], dtypes: Sequence[str], stops: Sequence[int]) -> list[str]:
-    """The kinds of devices of a split: the name of the only one, since a split over devices of one kind changes no bits; or each
-    in order with the number of its layers, because then the place of a cut decides the bits. `stops`: the layer before which
-    each stage stops."""
+    """The kinds of devices of a split. One kind: its name alone, since a split over equal devices changes no bits. Several: each
+    in order with its number of layers, because the layer before which the model is cut then affects the bits. `stops`: the layer
+    before which each stage stops."""
     kinds = list(zip(names, dtypes, strict=True))
     if len(set(kinds)) == 1:
         return [names[0]]

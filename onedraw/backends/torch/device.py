@@ -82,7 +82,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 @contextmanager
 def on_cores(cores: Collection[int]) -> Iterator[None]:
-    """Pin the calling thread, and with it the threads that it starts, to these processors; none named: unchanged."""
+    """Pin the calling thread, and with it the threads that it starts, to these processors; if there are none, change nothing."""
     if not cores:
         yield
         return
@@ -154,7 +154,8 @@ def why_no_triton() -> str:
 
 
 def set_threads(count: int | None, ops: Iterable[Ops], cores: Collection[int] = ()) -> None:
-    """Pin the calling thread to these processors, where some are named, and set the number of torch's threads; None: unchanged.
+    """Pin the calling thread to these processors, unless there are none, and set the number of torch's threads, unless it is
+    None.
 
     Beside kernels with their own thread pool torch gets one thread: idle threads of its pool spin for a while after every
     operation, on the processors that the kernels need.

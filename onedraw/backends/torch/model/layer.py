@@ -1,10 +1,10 @@
 """One layer: its weights on a device, and the tokens of a step through it.
 
 In: weights by name; then the residual stream x [T, E] and the layer's store. Out: x [T, E], with the keys and values or the
-recurrent state of the tokens in the store. A layer is a mixer and a feed-forward, each after a norm. What only some families have
-(norms after them, parallel experts, an input of the layer's own, a factor) is a field that may be None. Axes: T tokens of a step,
-E hidden width, H query heads and K key heads of size D. q, k, v are the projections of attention; qkv, z, a, b those of Gated
-DeltaNet (formulas: `ops/plain/delta.py`).
+recurrent state of the tokens in the store. A layer is a mixer and a feed-forward, each after a norm. Parts that only some
+families have (norms after mixer and feed-forward, parallel experts, an input of the layer's own, a factor) are fields that may be
+None. Axes: T tokens of a step, E hidden width, H query heads and K key heads of size D. q, k, v are the projections of attention;
+qkv, z, a, b those of Gated DeltaNet (formulas: `ops/plain/delta.py`).
 """
 
 from __future__ import annotations

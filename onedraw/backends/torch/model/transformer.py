@@ -134,8 +134,8 @@ class Transformer:
     """A model: all layers, on one device or several. When it is constructed, all weights are loaded.
 
     `device`, `ops` and `dtype`, the dtype of weights and products, are those of the last stage, where hidden states come out and
-    drafters run. `stage_dtypes`: that of each stage, if they differ. `activation`: that of the residual stream. `rows`: tokens of
-    a step at most, where there are several stages.
+    drafters run. `stage_dtypes`: the dtype of each stage, if they differ. `activation`: the dtype of the residual stream. `rows`:
+    tokens of a step at most, where there are several stages.
     """
 
     def __init__(
@@ -248,9 +248,9 @@ class Transformer:
     # ------------------------------------------------------------------ one step
 
     def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
-        """The embeddings of tokens, [T, E] on their device, looked up where the only table is: on the first stage, or on the last
-        one if the first is in another process. `by`: the operations whose threads read the rows, since those of the head may be
-        busy with another step."""
+        """The embeddings of tokens, [T, E], on the device of the only table, which is that of the first stage, or of the last one
+        if the first is in another process. `by`: the operations whose threads read the rows, since those of the head may be busy
+        with another step."""
         with current_device(self.embed_device):
             x = self._embedding(tokens, None if by is None else by.thread_pool)
             return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)

@@ -33,7 +33,7 @@ class WeightUpdate:
     def __init__(self) -> None:
         self._ranges: list[MemoryRange] = []
         self._opaque: dict[int, tuple[Tensor, Tensor]] = {}  # tensors whose address cannot be read: (in use, new), by id
-        self._tables: list[tuple[Any, str, Any]] = []  # tensors that stay in a checkpoint: (owner, attribute, new value)
+        self._tables: list[tuple[Any, str, Any]] = []  # tables that stay in a checkpoint file: (owner, attribute, new value)
 
     def match(self, old: object, new: object, path: str = "") -> None:
         """Add the weights of a part of the model. Raise if the two differ in more than the content of their tensors."""

@@ -164,7 +164,7 @@ static void recur(const run *r, const delta *d, long h, float *out, float *work)
     if (r->drafts) draft(r, d, h, state, out, work);
 }
 
-/* Computes the layer's output at token t from the state's output, rms(out) * weight * silu(z), for all heads. */
+/* Computes the layer's output at token t, RMSNorm(out) * silu(z), for all heads. out: the state's output, which is replaced. */
 static void close_token(const float *projected, const delta *d, long t, float *out) {
     long dv = d->value_dim;
     const float *z = projected + t * d->width + d->channels;
@@ -204,7 +204,7 @@ void EXPORT(onedraw_delta)(const float *projected, float *out, const delta *d, f
     long before = d->conv - 1;
     call own = {projected, out, work, window, d, work_size};
     onedraw_pool_run(t, run_delta, &own, 0);
-    for (long r = 0; r < d->runs; r++) { /* windows are written last, when all reads of the old ones are done */
+    for (long r = 0; r < d->runs; r++) { /* convolution windows are written last, after all reads of the old ones */
         const run *one = d->run + r;
         for (long s = 0; s < one->saves; s++) {
             long save = one->save_first + s;
@@ -237,8 +237,8 @@ static void replay_drafts(const void *arguments, worker *m) {
     });
 }
 
-/* Commits kept drafts to one lane: applies the increments in slots places [count] of the rollback buffer, in order, to its
- * states, and moves its convolution window. window: scratch memory of the window's size. */
+/* Commits kept drafts to one lane: applies their increments to the lane's states, in order, and moves the lane's convolution
+ * window. places [count]: the drafts' slots in the rollback buffer; window: scratch memory of the window's size. */
 void EXPORT(onedraw_delta_commit)(const delta *d, long lane, const int64_t *places, long count, float *window, thread_pool *t) {
     long before = d->conv - 1, row = d->channels;
     commit_arguments arguments = {d, places, lane, count};

@@ -18,8 +18,8 @@ typedef struct {
     float eps;
     const float *conv_weight, *decay_weight, *bias, *norm;
     /* Sources of convolution windows: rows of the step's tokens, followed by conv - 1 window rows per lane; negative: zeros.
-     * taps: [tokens][conv], the inputs of each token's convolution; closings and kept: the windows after the known
-     * tokens of each run, and of each save (a checkpoint). */
+     * taps: [tokens][conv], the inputs of each token's convolution; closings: the window after the known tokens of each run;
+     * kept: the window that each checkpoint saves. */
     const int64_t *taps, *closings, *kept;
     const int64_t *parents;                /* [tokens]: for a draft, the index of its parent among the drafts of its
                                             * row, or -1 if it follows the last known token; -1 for known tokens */

@@ -1,4 +1,4 @@
-"""The CPU kernels as a model's operations: float32 beside a residual stream of any dtype, for any number of rows; no row depends
+"""The CPU kernels as a model's operations. They compute in float32, whatever the dtype of the residual stream, and no row depends
 on another.
 
 In: the loaded library. Out: `CpuOps`, whose sampler is `CpuSampler`. The kernels read raw pointers, so tensors passed to them
@@ -129,8 +129,8 @@ class CpuDeltaInputs:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The form of weights: `as_stored`, in their quantized blocks, else float32. `coded`: activations are quantized to 8 bits
-    too."""
+    """How weights are stored: in their quantized blocks if `as_stored`, else in float32. `coded`: activations are quantized too,
+    to 8 bits."""
 
     as_stored: bool = False
     coded: bool = False
@@ -177,7 +177,7 @@ class CpuOps(RowOps):
         return PlainExpertBank(tuple(first), tuple(second), activation, self.gated)
 
     def packed_table(self, tensor: LazyTensor) -> None:
-        """Return None: there is no packed table, because rows are read from the output projection's weight or from the mapped
+        """Return None: the embedding needs no table, because its rows are read from the weight of the head or from the mapped
         file."""
 
     def _side_by_side(
@@ -294,8 +294,8 @@ class _SamplingArguments(ctypes.Structure):
 
 
 class CpuSampler(Sampler):
-    """The sampler with its vocabulary-wide steps in one call into C (sampling.c): the same tokens, with the exponentials and
-    logarithms of the kernels. As in every sampler, bias, penalties, bans and sets of allowed tokens are applied to the scores
+    """The sampler with its vocabulary-wide steps in one call into C (sampling.c). The sampling rule is the same; exponentials and
+    logarithms are computed in C. As in every sampler, bias, penalties, bans and sets of allowed tokens are applied to the scores
     before, and logprobs are computed afterwards."""
 
     def __init__(self, kernels: Kernels, *, vocab: int, lanes: int, device: torch.device) -> None:

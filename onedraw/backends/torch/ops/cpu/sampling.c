@@ -1,10 +1,11 @@
-/* Sampling by the rule of `onedraw/sampling/law.py`, from scores on: deficits, the filters as one limit, noise, the best
- * token. A deficit is the best score minus a token's score, divided by the temperature; the limit is the largest deficit that is
- * kept.
+/* Sampling by the rule of `onedraw/sampling/law.py`, given the scores: deficits, then all filters as one limit, then noise, then
+ * the best token. A deficit is the best score minus a token's score, divided by the temperature; the limit is the largest deficit
+ * that is kept.
  *
  * A row is one item of work of the thread pool: its result depends on its own scores alone, and is computed in one order on
- * any thread. Sums are sums of integers. The noise is that of `onedraw/sampling/noise.py`: its integers exactly, its
- * logarithms within two units in the last place. A row whose scores are not a distribution gets the token -1. */
+ * any thread. Only integers are summed, which is exact in any order. The noise is that of `onedraw/sampling/noise.py`: its
+ * integers exactly, its logarithms within two units in the last place. A row whose scores are not a distribution gets the token
+ * -1. */
 
 #include <math.h>
 #include <string.h>

@@ -368,7 +368,7 @@ def gated_norm(
     sources: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """The layer's output from the state's output: rms(out) · weight · silu(z), with z after the first `channels` columns of
+    """The layer's output from the state's output: RMSNorm(out) · silu(z), with z after the first `channels` columns of
     `projected`: [T, Hv * Dv] in the dtype of `projected`. The same launch shifts the windows as `shift_conv_windows` does,
     because no later kernel of the step reads them."""
     count, heads, dim = out.shape

@@ -78,8 +78,9 @@ class TritonLinear(Linear):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Row counts at which the Triton kernel changes its tile, and those of cuBLAS, each of which is a range of one count."""
-        # Triton's interpreter would take seconds for so many rows.
+        """Row counts from which another tile or library computes the product. cuBLAS computes single counts, so each count and
+        the next one are borders."""
+        # On a CPU Triton's interpreter runs the kernels; it would take seconds for so many rows.
         if self.device.type != "cuda":
             return ()
         tiles = tile_borders(self.out_features, self.in_features, self.dtype, shared_memory(self.device))
@@ -258,7 +259,7 @@ class TritonBank:
 
     @property
     def linears(self) -> list[Linear]:
-        """Empty, because the grouped kernels accept any number of rows, so the self-check need not find one (`Linear.rule`)."""
+        """Empty: the self-check looks for the row counts that products need (`Linear.rule`), and grouped kernels accept any."""
         return []
 
     def borders(self, used: int) -> tuple[int, ...]:

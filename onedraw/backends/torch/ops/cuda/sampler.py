@@ -149,7 +149,7 @@ class TritonSampler(Sampler):
         return self._sample_slab(logits, inputs, slice(0, len(positions)))
 
     def _columns(self, positions: Sequence[SamplingPosition]) -> int:
-        """How many integers describe a sample: one of few numbers, so that captured steps share a layout."""
+        """The number of columns of the samples: one of a few numbers, so that captured steps share a layout."""
         counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
         if counts:
             return TOP + next(capacity for capacity in TOP_CAPACITIES if capacity >= max(counts))
@@ -216,7 +216,8 @@ class TritonSampler(Sampler):
         return samples
 
     def _write_kept(self, samples: Tensor, logits: Tensor, result: SamplingResult, requests: Tensor) -> None:
-        """Fill the columns of the mode "both": mass and deficit among the kept tokens, then the mass without a limit."""
+        """Fill the columns of logprobs mode "both" (before and after the filters): mass and deficit among the kept tokens, then
+        the mass of all tokens."""
         unlimited = replace(result, limits=torch.full_like(result.limits, torch.inf))
         for described, columns in ((result, (KEPT_TOTAL, KEPT_SAMPLED)), (unlimited, (ALL_TOTAL,))):
             found = torch.zeros(len(samples), TOP + TOP_CAPACITIES[0], dtype=torch.int64, device=self._device)

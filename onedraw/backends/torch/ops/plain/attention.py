@@ -163,7 +163,8 @@ def _group(tiles: list[tuple[int, int]], height: int, window: int | None, inputs
     pair_tile = np.repeat(np.arange(len(tiles)), last_block - first_block + 1)
     pair_block = np.concatenate([np.arange(a, b + 1) for a, b in zip(first_block, last_block, strict=True)])
     spans = int((last_block // SPAN - base_span).max()) + 1
-    # With one span, the smallest power of two that covers all blocks; shorter sums have the same bits, as zeros are left out.
+    # With one span, as many as the smallest power of two that covers all blocks: leaving out blocks of zeros changes no bit of a
+    # sum.
     leaves = SPAN if spans > 1 else 1 << int((last_block % SPAN).max()).bit_length()
     local = pair_block - base_span[pair_tile] * SPAN
     keep = np.arange(height)[None] < count[:, None]

@@ -9,7 +9,7 @@ until the commit (`recurrent_rollback.py`). a, b and z are projections of the in
     recurrent  S ← e^g S;  d = β (v - Sᵀk);  S ← S + k dᵀ;  o = Sᵀq
     chunked    Γ = cumsum(g), D_ij = e^(Γi - Γj):  (I + tril₋₁(β KKᵀ D)) V' = β (V - e^Γ KS);
                O = e^Γ QS + tril(QKᵀ D) V';  S ← e^Γn S + (K e^(Γn - Γ))ᵀ V'
-    output     rms(o) · weight · silu(z)
+    output     RMSNorm(o) · silu(z)
 
 Value head i uses key head i // (value_heads // key_heads). Everything is float32.
 """

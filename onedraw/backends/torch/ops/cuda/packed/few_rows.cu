@@ -203,7 +203,7 @@ extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ Produ
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
     const BlockItems own_items = block_items(p, segments);
-    // One unit of each warp, then the distributed items and the received carry.
+    // Sums in shared memory: one unit per warp, then the distributed items, then the received carry.
     float4 *stored = (float4 *)(rows + segments * bytes) + lane;
     const word barriers = (word)__cvta_generic_to_shared(rows) + p.barriers, counter = barriers + segments * 8;
     int row_offsets[TILES];

@@ -157,7 +157,7 @@ def _few_rows_kernel(kind: str, device: torch.device, tiles: int, whole_k: bool)
 
 @cache
 def _experts_kernel(kind: str, device: torch.device, tiles: int) -> Kernel:
-    shared = shared_memory(device) - RESERVED_SHARED  # the rest is for the static shared memory of the kernel
+    shared = shared_memory(device) - RESERVED_SHARED  # what is subtracted is for the kernel's static shared memory
     return Module(EXPERTS_SOURCE, device, experts_defines(kind, tiles)).kernel("experts_product", shared)
 
 

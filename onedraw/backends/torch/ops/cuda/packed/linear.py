@@ -5,9 +5,9 @@ each with its own quantization type; neighbours of one type form one weight. A w
 matrix of the model's dtype.
 
 Products of few rows read the quantized blocks directly (few_rows.py). For many rows the weight is dequantized to float16, a slice
-of outputs at a time, in a buffer of the workspace, and multiplied there (many_rows_hopper.py, many_rows.py). Both follow the
-arithmetic of activations.py, so their results are bitwise equal. A segment is 1,024 inputs, whose partial sums are added in
-order. Axes: T rows, N outputs, K inputs.
+of outputs at a time, in a buffer of the workspace, and multiplied there (many_rows_hopper.py, many_rows.py). Products of few and
+of many rows follow the arithmetic of activations.py, so their results are bitwise equal. A segment is 1,024 inputs, whose partial
+sums are added in order. Axes: T rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class PackedLinear(Linear):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        # The CPU emulator of tests would take seconds for the row counts at these borders.
+        # On a CPU only tests run these kernels, in an emulator that would take seconds for so many rows.
         return self.all_borders() if self.device.type == "cuda" else ()
 
     def all_borders(self) -> tuple[int, ...]:

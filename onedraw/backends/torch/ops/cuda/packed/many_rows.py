@@ -1,5 +1,5 @@
-"""Products of many rows with dequantized weights, in Triton: for GPUs other than Hopper, which has `many_rows_hopper.cu`, and the
-reference that tests compare both with.
+"""Products of many rows with dequantized weights, in Triton: for GPUs other than Hopper, which has `many_rows_hopper.cu`. Tests
+compare the other kernels with this one.
 
 In: `PackedActivations` and a dequantized slice of outputs (activations.py, which defines the arithmetic). Out: [T, N]. A program
 computes one tile of rows and outputs, with inputs in order; tile sizes do not change the result. A span is 256 inputs. Axes: T

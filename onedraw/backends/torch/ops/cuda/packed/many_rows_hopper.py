@@ -1,8 +1,8 @@
 """Products of many rows with dequantized weights on Hopper: launches `many_rows_hopper.cu`.
 
 In: `PackedActivations` and a dequantized slice of outputs (activations.py). Out: [T, N], with bias and residual. X is the
-activations, W the weights. A span is 256 inputs; a stage and a slot are buffers in shared memory, for a tile of X and W and for
-the scales of a span. TMA is the GPU's unit that copies tiles. Axes: T rows, N outputs, S spans.
+activations, W the weights. A span is 256 inputs; a stage is a buffer in shared memory for a tile of X and one of W, a slot is one
+for the scales of a span. TMA is the GPU's unit that copies tiles. Axes: T rows, N outputs, S spans.
 """
 
 from __future__ import annotations

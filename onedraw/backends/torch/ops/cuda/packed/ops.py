@@ -65,13 +65,13 @@ class PackedExpertBank:
 
     @property
     def linears(self) -> list[Linear]:
-        """Empty, because expert products accept any number of rows, so the self-check need not find one (`Linear.rule`)."""
+        """Empty: the self-check looks for the row counts that products need (`Linear.rule`), and expert products accept any."""
         return []
 
     def borders(self, used: int) -> tuple[int, ...]:
         """Row counts from which pairs are grouped by sorting, row tiles are larger, or a program packs two segments."""
         device, count = self._down.units.device, self._down.count
-        if device.type != "cuda":  # the CPU emulator of tests would take seconds for so many rows
+        if device.type != "cuda":  # tests emulate the kernels on a CPU, which takes seconds for so many rows
             return ()
         found = {route_borders(count, used)[0], pack_border(self._gate_up[0].width)}
         found.update(pairs // used + 1 for pairs in expert_borders(count, shared=shared_memory(device)))
@@ -143,8 +143,8 @@ class PackedOps(TritonOps):
         return y
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """The borders of the Triton kernels and FEW_ROWS + 1, because up to FEW_ROWS rows several programs share a row of a
-        norm."""
+        """Row counts from which other kernels run: those of the Triton kernels, and FEW_ROWS + 1, because up to FEW_ROWS rows
+        several programs share a row of a norm."""
         known = super().kernel_borders(mixers)
         return tuple(sorted({*known, FEW_ROWS + 1})) if known else ()
 

@@ -30,7 +30,7 @@ from onedraw.models.source import LazyTensor, StackItem
 from onedraw.models.spec import Activation
 
 TILE_ROWS, TILE_OUTPUTS = 16, 64
-# The number by which the kernels know a type; those that have a scale for sixteen inputs come last.
+# The index of a type is its number in the kernels (KIND). Types with a scale for sixteen inputs come last.
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "MXFP4", "Q6_K", "NVFP4")
 SIXTEEN = ("Q6_K", "NVFP4")
 
