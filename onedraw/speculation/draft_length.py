@@ -31,6 +31,7 @@ PRIOR_CATCH_UP_SHARE = 0.01  # the cost of catching up by one token as a share o
 REFINEMENTS = 3  # rounds: the best drafts depend on the speed of the step, and the speed of the step on the drafts
 PROBE_TOKENS = 2  # number of drafts of a proposer's probe
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
+PLAIN_STEPS = 2.0  # the cost of steps without drafts, for a number of rows, is known after this many of them
 BATCH_WEIGHT = 64.0  # the cost of steps of a number of rows is the mean of about this many of the latest
 PROBE_SHARE = 0.005  # the probes of a source take at most this share of the time
 PROBE_SAVINGS = 8.0  # the most time for a source's probes that can be saved up, as a multiple of the base cost of a step
@@ -290,18 +291,25 @@ class BatchCost:
     draft_seconds: float = 0.0
     plain_weight: float = 0.0
     draft_weight: float = 0.0
+    drafted: int = 0  # number of steps with drafts that were observed before the cost without drafts was known
+
+    @property
+    def known(self) -> bool:
+        return self.plain_weight >= PLAIN_STEPS
 
     def observe(self, *, drafts: int, seconds: float, prior: float) -> None:
         """`prior`: the seconds of a draft, assumed until they are measured."""
         usual = self.plain_seconds + drafts * self.draft(prior)
         if seconds * 8.0 < usual:
             self.plain_weight = self.draft_weight = 0.0  # as in `CostMeter`, those before must have been warm-up
-        elif self.plain_weight > 4.0:
+        elif self.known:
             seconds = min(seconds, 2.0 * usual)
         if not drafts:
             self.plain_weight = min(self.plain_weight + 1.0, BATCH_WEIGHT)
             self.plain_seconds += (seconds - self.plain_seconds) / self.plain_weight
-        elif self.plain_weight > 4.0:
+        elif not self.known:
+            self.drafted += 1
+        else:
             self.draft_weight = min(self.draft_weight + 1.0, BATCH_WEIGHT)
             self.draft_seconds += ((seconds - self.plain_seconds) / drafts - self.draft_seconds) / self.draft_weight
 
@@ -331,11 +339,17 @@ class StepCosts:
             batch = self._batches[rows] = BatchCost()
         batch.observe(drafts=tokens - rows, seconds=seconds, prior=self.fit.cost.token_seconds)
 
+    def needs_plain_step(self, rows: int) -> bool:
+        """Whether the next step with this number of rows should have no drafts, to measure what drafts add to it. Until that is
+        known, every other step has none."""
+        batch = self._batches.get(rows)
+        return batch is not None and not batch.known and batch.drafted > batch.plain_weight
+
     def of(self, rows: int) -> RowCost:
         """Return the cost of steps with this number of rows. Only for these is it right: what their rows cost without drafts is
         not divided further, and the seconds of a row are what a token costs less, so they may be negative."""
         fitted, batch = self.fit.cost, self._batches.get(rows)
-        if batch is None or batch.plain_weight <= 4.0:
+        if batch is None or not batch.known:
             return fitted
         draft = batch.draft(fitted.token_seconds)
         return RowCost(0.0, draft, batch.plain_seconds / rows - draft)

@@ -157,7 +157,8 @@ class Speculator:
         proposal = NO_PROPOSAL
         if running != state.running:  # Another number of rows may make drafts pay off.
             state.running, state.ask_at = running, 0
-        if own or state.step >= state.ask_at:
+        waits = self._forced is None and self._steps.needs_plain_step(running)
+        if own or (state.step >= state.ask_at and not waits):
             proposal = self._decide(state, request, history, own[:room], room, running, tentative)
         self._seconds += perf_counter() - begin
         return proposal
@@ -175,7 +176,7 @@ class Speculator:
         for state in states:
             state.drafter_step += 1
             asks = asks or state.drafter_step >= state.plan_at
-        if asks:
+        if asks and not self._steps.needs_plain_step(len(requests)):
             counts = self._drafter_counts(requests, states, limit)
             for index, (request, state) in enumerate(zip(requests, states, strict=True)):
                 if request.speculate:

@@ -326,3 +326,16 @@ def test_the_cost_of_steps_forgets_a_warm_up() -> None:
         costs.observe(tokens=2, rows=2, seconds=0.01)
     cost = costs.of(2)
     assert seconds_of(cost, 2) == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_cost_of_drafts_is_measured_at_a_new_number_of_rows_although_every_step_could_have_some() -> None:
+    """With few rows a draft was nearly free, as where memory bounds the speed; it once was taken to be so with many rows too."""
+    costs, drafted = StepCosts(), 0
+    for rows, each in ((1, 1e-5), (4, 0.004)):
+        for _ in range(40):
+            drafts = 0 if costs.needs_plain_step(rows) else 4
+            drafted += bool(drafts)
+            costs.observe(tokens=rows + drafts, rows=rows, seconds=0.02 + each * drafts)
+    assert drafted > 60
+    assert costs.of(1).token_seconds < 0.001
+    assert costs.of(4).token_seconds > 0.003

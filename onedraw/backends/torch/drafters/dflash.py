@@ -144,6 +144,7 @@ class DflashDrafter:
         self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=self._device)
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes, *drafting_sampler(target, lanes, None if vocab == spec.draft_vocab else vocab))
+        self._feature_bytes = len(self.feature_layers) * spec.target_hidden * target.activation.itemsize  # of a position
         self._numbers = [self.feature_layers.index(layer) for layer in spec.target_layers]
         self._waiting: dict[int, Context] = {}  # by lane, context that is not written yet
         self._drafted_for: dict[int, str] = {}  # by lane, the last request that the drafter drafted for
@@ -189,7 +190,7 @@ class DflashDrafter:
         rows, features = step.plan.rows, step.features  # features: [T, Et] each
         # What waits keeps the features of its whole step in memory, unless most of them are of prompts or rejected drafts.
         generated = sum(1 + len(outcome.kept) for row, outcome in zip(rows, step.rows, strict=True) if len(row.tokens) == 1)
-        shared = len(features[0]) <= 4 * generated
+        shared = len(step.inputs.host_tokens) <= 4 * generated
         for index, (row, span, outcome) in enumerate(zip(rows, step.inputs.spans, step.rows, strict=False)):
             first = span.first + len(row.tokens)
             indices = [*range(span.first, first), *(first + draft for draft in outcome.kept)]
@@ -215,9 +216,8 @@ class DflashDrafter:
                 self._waiting[row.lane] = waited
             elif waited.count:  # a row without tokens was restored whole from a checkpoint
                 ready.append(waited)
-        size = len(features) * features[0].shape[1] * features[0].element_size()
         waiting = [self._waiting[row.lane] for row in rows if row.lane in self._waiting]
-        if sum(context.count for context in waiting) * size > MOST_WAITING_BYTES:
+        if sum(context.count for context in waiting) * self._feature_bytes > MOST_WAITING_BYTES:
             ready += waiting
             for context in waiting:
                 del self._waiting[context.row.lane]
