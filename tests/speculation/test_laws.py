@@ -219,6 +219,29 @@ def test_several_proposers_and_the_backends_drafter_never_change_an_answer() -> 
     exercised(law, "rejected", "kept by prediction", "kept by ngram", f"kept by {DEVICE}")
 
 
+class LyingClock(Speculator):
+    """Learns random times of steps, so that it begins, stops and probes drafts at random."""
+
+    def __init__(self, proposers: list[Proposer], seed: int) -> None:
+        super().__init__(proposers)
+        self.dice = np.random.default_rng(seed)
+
+    def record_step(self, *, seconds: float, drafter_seconds: float = 0.0, **work: int) -> None:
+        lies = self.dice.choice([0.0, 1e-9, 1e-3, 1.0, 1e6], 2).tolist()
+        super().record_step(seconds=lies[0], drafter_seconds=lies[1], **work)
+
+
+def test_no_clock_can_change_an_answer() -> None:
+    def law(seed: int, length: int | None) -> Counter[str]:
+        requests, numbers, schedule, expected = random_scenario(seed)
+        backend = GuessingBackend(**numbers)
+        backend.answers = adversary_for(requests, expected).answers
+        speculator = LyingClock([PredictionProposer(), NgramProposer(3, 2)], seed)
+        return hold(backend, requests, schedule, expected, speculator)
+
+    exercised(law, "rejected", "kept by ngram", f"kept by {DEVICE}")
+
+
 # ---------------------------------------------------------------------- a planted fault
 
 
