@@ -53,7 +53,8 @@ def copy_to_memory(checkpoint: Checkpoint) -> InMemoryCheckpoint:
 
 
 def with_tensors(checkpoint: InMemoryCheckpoint, tensors: Mapping[str, StoredTensor]) -> InMemoryCheckpoint:
-    """A checkpoint with the same configuration and other tensors. No snapshot of its state is found by another start."""
+    """A checkpoint with the same configuration and other tensors. Its identity of files is random, so no later start of the
+    server finds snapshots of its state."""
     return replace(checkpoint, tensors=tensors, identity=fingerprint(tensors, checkpoint.config), files=secrets.token_hex(8))
 
 

@@ -156,7 +156,7 @@ _SAFETENSORS = WeightNames(
     | name_table("layers.{layer}.", "attn_gate=self_attn.g_proj.weight")
     | name_table("layers.{layer}.attention_conv.", "attn_conv=base_kernel attn_conv_proj=kernel_projection.weight")
     | name_table("layers.{layer}.mlp_conv.", "mlp_conv=base_kernel mlp_conv_proj=kernel_projection.weight"),
-    ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d repeats what d2t says, and d2t is read
+    ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d follows from d2t, which is read
 )
 _SAFETENSORS = replace(
     _SAFETENSORS,
@@ -387,7 +387,7 @@ def _layers(keys: ConfigReader, origin: str) -> tuple[LayerSpec, ...]:
 
 
 def _laguna_layers(layers: tuple[LayerSpec, ...], keys: ConfigReader, origin: str) -> tuple[LayerSpec, ...]:
-    """Layers with Laguna's gate, and its keys that other drafters do not have."""
+    """Add Laguna's gate to the layers, and read the keys that only Laguna drafters have."""
     keys.expect("num_experts", 0)
     keys.expect("rope_style", "rotate-half")
     keys.expect("mlp_layer_types", ["dense"] * len(layers))
@@ -444,7 +444,8 @@ def _refuse_switches(keys: ConfigReader) -> None:
 
 
 def _from_metadata(source: ModelSource, layout: DrafterLayout, depth: int | None) -> DrafterSpec:
-    """The spec of a GGUF file of llama.cpp, or of Lucebox (`gguf-draft`), where its own keys begin with `dflash.` once more."""
+    """The spec of a GGUF file of llama.cpp, or of Lucebox (`gguf-draft`), whose additional keys have `dflash.` after the
+    prefix."""
     metadata, tensors, origin, arch = source.config, source.tensors, source.path.name, _name(source)
     lucebox = layout == "gguf-draft"
     own, second = ("dflash.", "dflash.dflash2.") if lucebox else ("", "")
@@ -602,8 +603,8 @@ def _zero_based(ids: Any, name: str, *, offset: int, origin: str) -> tuple[int, 
 
 
 def _with_own_tensors(spec: DrafterSpec, source: ModelSource, *, embed: str, head: str) -> DrafterSpec:
-    """The spec with the fields that say whether the drafter has its own embedding, head and id map. Its tensors show it, since
-    the configuration does not."""
+    """The spec with `own_embedding`, `own_head` and `mapped` set by which tensors the file has, since the configuration has no
+    keys for them."""
     tensors = source.tensors
     return replace(spec, own_embedding=embed in tensors, own_head=head in tensors, mapped="d2t" in tensors)
 

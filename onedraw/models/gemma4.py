@@ -3,7 +3,7 @@
 In: the config of the text model or of the multimodal model around it, in the form published on the hub or rewritten by
 transformers, or the metadata of a GGUF file. Out: ModelSpec. Images and audio are not supported.
 
-The sizes differ: full layers of 31B and 26B-A4B have no v projection; 26B-A4B has experts in parallel with each feed-forward;
+The models differ: full layers of 31B and 26B-A4B have no v projection; 26B-A4B has experts in parallel with each feed-forward;
 the last layers of E4B and E2B reuse the keys and values of earlier layers, and every layer has an input embedding.
 """
 

@@ -8,7 +8,7 @@ known:
     h      = rms(x_t) · hidden_norm             x_t: the target's hidden state after its final norm (the input of its head);
                                                 from the second draft on, the output of this head at the previous position
     y_t    = layer(fc · [e, h])                 one attention layer like the target's, with its own keys and values
-    draft  = target's head of rms(y_t) · norm, which is also the next x
+    draft  = target's head of rms(y_t) · norm, which is also x for the next draft
 
 Weights, float32, matrices as [outputs, inputs]
     outer      fc [E, 2·E]  embed_norm [E]  hidden_norm [E]  norm [E]; embedding and head are the target's

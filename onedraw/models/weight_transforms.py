@@ -64,7 +64,7 @@ def as_row(name: str) -> WeightTransform:
 
 
 def by_mixer(*, attention: WeightTransform, delta: WeightTransform) -> WeightTransform:
-    """A transform that is another one in attention layers and in Gated DeltaNet layers."""
+    """A transform that applies `attention` in attention layers and `delta` in Gated DeltaNet layers."""
 
     def transform(lookup: WeightLookup) -> LazyTensor:
         is_delta = lookup.layer is not None and isinstance(lookup.layer.mixer, DeltaSpec)

@@ -1,1 +1,2 @@
-"""Training of drafters as users run it: data, the run and its saved state, and what a drafter gains in the real engine."""
+"""Training of drafters as users run it: data, the run with its saved state, and tokens per step of a drafter in the real
+engine."""

@@ -4,8 +4,8 @@ In: RunOptions, which name a model, data and a folder. Out: a drafter in the fol
 RunReport. Everything that a killed run needs to go on is in the folder `training` inside it: `run.json` says what is trained,
 `records` has the sampled replies, `state.safetensors` the weights, replaced as a whole. The same command goes on from there.
 
-The target is the model that is drafted for. Replies are sampled exactly, so which of them exist already does not change the
-others.
+The target is the model that is drafted for. A reply depends on its request alone, so it is the same in whichever run it is
+sampled.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ Notify = Callable[[RunProgress], None]
 
 
 def train(settings: Settings, options: RunOptions, notify: Notify) -> RunReport:
-    """Run, or go on with, the training that the folder holds."""
+    """Begin a training run, or continue the one whose state is in the output folder."""
     folder = options.out / "training"
     _begin(settings, options, folder)
     data = read_data(options.data)
@@ -127,7 +127,8 @@ def train(settings: Settings, options: RunOptions, notify: Notify) -> RunReport:
 
 
 def _begin(settings: Settings, options: RunOptions, folder: Path) -> None:
-    """Write down what is trained, or check that the folder holds a run of the same."""
+    """Write the settings that decide what is trained to the folder; if it has a run already, check that its settings are
+    equal."""
     wanted = {
         "model": settings.model,
         "data": options.data if not Path(options.data).exists() else str(Path(options.data).resolve()),
@@ -167,7 +168,7 @@ def _begin(settings: Settings, options: RunOptions, folder: Path) -> None:
 def _sampled(
     settings: Settings, options: RunOptions, data: list[NamedPrompt] | list[Record], folder: Path, notify: Notify
 ) -> list[Record]:
-    """Return the records that the data are, or those of replies that the target samples to its prompts."""
+    """Return the data if they are records; if they are prompts, return records of replies that the target samples to them."""
     records = [one for one in data if isinstance(one, Record)]
     if records:
         return records
@@ -241,8 +242,8 @@ async def _sample(
 
 
 def _requests(llm: LLM, prompts: Sequence[NamedPrompt], options: RunOptions, known: set[str]) -> Iterator[Generation]:
-    """The requests of a run in order: all prompts, each in every round at the next temperature, without those already
-    answered."""
+    """The requests of a run in order: in every round all prompts, each at its next temperature. Requests with a sampled reply are
+    left out."""
     temperatures = options.temperatures
     for number in range(len(prompts) * MOST_ROUNDS):
         round_, index = divmod(number, len(prompts))
@@ -375,7 +376,8 @@ class TrainingRun:
         return kept
 
     def _read_next(self) -> None:
-        """Read the next sequences into the buffer, all in turn, in an order that follows from the seed."""
+        """Read features of the next sequences into the buffer. Each round reads all sequences, in an order that depends on the
+        seed."""
         chosen = []
         for _ in range(min(READ_AHEAD, len(self._examples))):
             round_, index = divmod(self._next, len(self._examples))
@@ -412,8 +414,8 @@ class TrainingRun:
         replace_file(self._state, data)
 
     def _saved(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-        """The saved state: where the run is, and its arrays. The mask token is one that no data had when the run began; it stays,
-        though replies that were sampled later may have it."""
+        """The saved state: a header that says how far the run is, and arrays. The mask token was in no data when the run began;
+        it is kept even if replies sampled later contain it."""
         if not self._state.exists():
             return None
         try:
@@ -488,7 +490,7 @@ def _write_gguf(folder: Path) -> Path | None:
 
 
 def _card(settings: Settings, options: RunOptions, report: RunReport) -> str:
-    """The README of a drafter: what it is for, how it was trained, and what it gave."""
+    """The README of a drafter: its target, how it was trained, and the measured tokens per step."""
 
     def shown(name: str, found: TokensPerStep | None) -> str:
         if found is None:

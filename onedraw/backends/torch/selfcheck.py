@@ -169,7 +169,8 @@ def _experts_agree(experts: MixtureOfExperts, ops: Ops) -> bool:
 def _batches_agree(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> bool:
     """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position.
 
-    They fit into the pages and the context that exist, since kernels do not check bounds. Fewer pages, fewer sequences.
+    They fit into the pages and the context that exist, since kernels do not check bounds. If there are too few pages for three
+    sequences, there are fewer sequences.
     """
     pages = min(layout.scratch)  # the scratch page comes after the others
     count = min(3, pages, *([states[0].sizes.lanes] if model.spec.recurrent else []))

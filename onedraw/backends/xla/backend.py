@@ -363,9 +363,9 @@ class CheckSequence:
 def self_check(backend: Backend) -> SelfCheck:
     """Whether a row's results on this machine are independent of the other rows.
 
-    A few sequences run through the backend: alone, in chunks, and together with others; the last token in a decode step and in a
-    mixed step. Tokens and checksums must be equal. The check leaves data in pages, lanes and counts, which is harmless, because
-    requests write these before they read them.
+    A few sequences run through the backend: alone, in chunks, and together with others. The last token is computed in a decode
+    step and again in a mixed step. Tokens and checksums must be equal. The check leaves data in pages, lanes and counts, which is
+    harmless, because requests write these before they read them.
     """
     sequences = _sequences(backend.capacity)
     if not sequences:

@@ -77,7 +77,8 @@ def sample(
 
 def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs: XlaSamplingInputs, *, vocab: int) -> Array:
     """Return a result row per position, [C, 7 + n] int64: token, checksum, then the columns of `sampling/logprobs.py` (total
-    mass, deficit of the token, three for the mode "both", and the n most likely tokens, as many as can be asked for)."""
+    mass, deficit of the token, three for the logprobs mode "both", and the n most likely tokens, the most that may be
+    requested)."""
     scores = adjusted(logits, counts, inputs)
     best = _top(scores)
     valid = (best > -jnp.inf) & (best < jnp.inf) & (logits.max(1) < jnp.inf)
@@ -192,8 +193,8 @@ def masses(deficit: Array) -> Array:
 
 
 def _kept_columns(filtered: Array, deficit: Array, token: Array, wanted: Array) -> Array:
-    """Columns for the mode "both", [C, 3]: the mass of the kept tokens, the deficit of the token among them, and the mass before
-    the filters; zeros if no row has that mode."""
+    """Columns for the logprobs mode "both" (before and after the filters), [C, 3]: the mass of the kept tokens, the deficit of
+    the token among them, and the mass before the filters; zeros if no row has that mode."""
 
     def found() -> Array:
         sampled = jnp.take_along_axis(filtered, token[:, None], axis=1)

@@ -27,8 +27,8 @@ from onedraw.types import Draft, Row, RowOutcome
 
 
 class DraftingModel(Protocol):
-    """A model that drafts. `late`: at position t it reads token t + 1, and the hidden state at t of the target (after the first
-    draft, its own)."""
+    """A model that drafts. `late`: at position t it reads token t + 1 and a hidden state of position t: the target's, or after
+    the first draft its own."""
 
     @property
     def name(self) -> str: ...

@@ -31,7 +31,8 @@ class StageHost(Protocol):
         ...
 
     def serve(self, place: Rendezvous, *, source: int, target: int) -> None:
-        """Have the process leave its link, if it has one, and join the processes of a new incarnation. Returns at once."""
+        """Have the process leave its link, if it has one, and connect anew to the other processes, by a new process group.
+        Returns at once."""
         ...
 
     def close(self) -> None:

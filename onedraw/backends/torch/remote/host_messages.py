@@ -72,7 +72,7 @@ class LoadedStage(msgspec.Struct, frozen=True):
 
 
 class ServeStage(msgspec.Struct, frozen=True):
-    """The order to connect to the other processes of an incarnation of the link, and the address on which to listen."""
+    """The order to connect to the other processes, where to find them, and the address on which to listen."""
 
     host: str
     port: int

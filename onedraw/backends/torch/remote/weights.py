@@ -45,7 +45,7 @@ class WeightSender:
         link.receive_message(RECEIVER, REPLY)  # the receiver has accepted the list
         for _, tensor in self._tensors:
             link.send(_as_bytes(tensor), RECEIVER, STREAM)
-        link.receive_message(RECEIVER, REPLY)  # it has all of them; until then they must not be taken back
+        link.receive_message(RECEIVER, REPLY)  # the receiver has all tensors; until then their memory must be kept
 
     def close(self) -> None:
         if self._link is not None:

@@ -41,7 +41,8 @@ from onedraw.types import PENDING_TOKEN, Constraint, Draft, History, Plan, Row, 
 
 STAGE_BYTES = 16 * 2**20  # size of the staging buffer of a stage
 SAMPLING_BYTES = 16 * 2**20  # size of the staging buffer of sampling; token masks take a bit per token and position
-# Warm-up stops capturing shapes of a kind this many seconds after its start: short contexts, long contexts, and drafts.
+# Seconds after the start of warm-up when it stops capturing shapes: NEAR for short contexts, FAR for long ones, DRAFTS for
+# drafts.
 NEAR_SECONDS, FAR_SECONDS, DRAFTS_SECONDS = 40, 15, 25
 MOST_WARM_UP = 96  # shapes that are warmed up; each has a graph of the layers, and the cache keeps more graphs than that
 WARM_UP_PARAMS = (
@@ -111,7 +112,7 @@ class GraphStage:
         return GraphStageInputs(bucket, own, ready, staging.put(rows), staging.put(parents))
 
     def send(self, probed: Hashable) -> Hashable:
-        """Copy the staging buffer to the device; the signature of the step's graphs."""
+        """Copy the staging buffer to the device, and return the signature of the step's graphs."""
         self.staging.note(probed)
         with current_device(self.device):
             return self.staging.send()
@@ -409,7 +410,7 @@ class GraphRunner:
                 continue
             notify(f"capturing CUDA graphs, {number} of {len(shapes)}")
             kinds: list[tuple[SamplingParams, Constraint | None]] = [(params, None) for params in WARM_UP_PARAMS]
-            if not shape.drafts:  # verify steps sample in one graph per shape: rarer kinds are captured at their first use
+            if not shape.drafts:  # each shape with drafts has sampling graphs of its own: rarer kinds wait for their first use
                 kinds += [(WARM_UP_LOGPROBS, None), (SamplingParams(temperature=1.0), AnyToken(self._model.spec.vocab))]
             for params, constraint in kinds:
                 start(Plan(tuple(self._warm_up_row(lane, shape, params, constraint) for lane in range(shape.rows))))

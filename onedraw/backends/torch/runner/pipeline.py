@@ -294,8 +294,8 @@ class StageBoundary:
     """Buffers between two stages, allocated once. Owner: the second stage. Rows are valid until the next step crosses.
 
     In: the residual stream [T, E] on the first device, and the inputs of later layers. Out: the same bits on the second device.
-    One buffer sends (in pinned host memory where only one side is a GPU), one receives: the sender's tensors are free as soon as
-    they are in the first.
+    One buffer sends (in pinned host memory where only one side is a GPU), one receives: the sender's tensors are free once copied
+    to the sending buffer.
     """
 
     def __init__(

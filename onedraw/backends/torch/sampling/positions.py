@@ -67,7 +67,8 @@ class PositionSampler:
         return sampled
 
     def _logits_at(self, wanted: Sequence[RowPosition], hidden: Tensor) -> Tensor:
-        """Logits [C, V'] of these positions, computed or from checkpoints. Those of a checkpoint that is being saved are kept."""
+        """Logits [C, V'] of these positions, computed or from checkpoints. Logits at the position of a checkpoint that is being
+        saved are stored with it."""
         computed = [one.token for one in wanted if one.token is not None]
         logits = self.logits(hidden, computed) if computed else self._kept.rows[:0]
         if len(computed) < len(wanted):

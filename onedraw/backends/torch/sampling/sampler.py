@@ -298,7 +298,8 @@ class Sampler:
         return answers
 
     def _chosen(self, raw: Tensor, scores: Tensor, positions: Sequence[SamplingPosition]) -> tuple[FilteredScores, Tensor]:
-        """The filtered scores and the tokens; if none is left, an arbitrary one. `scores` are adjusted, or `raw` itself."""
+        """The filtered scores and each row's token, an arbitrary one where the filters leave none. `scores`: adjusted, or `raw`
+        itself."""
         law = self._law(raw, scores, positions)
         return law, first_best(self._values(law, positions))
 

@@ -36,7 +36,8 @@ class SlotLabels:
 def keep_log_probability(logits: Tensor, labels: SlotLabels) -> Tensor:
     """log a(p, q) of every slot, [M], from the drafter's logits [M, V].
 
-    The sums run over the target's likeliest tokens, and all other tokens count as one. A token of a greedy request is certain.
+    The sums run over the target's likeliest tokens, and all other tokens count as one. For a greedy request the target's
+    distribution is one token with probability 1.
     """
     greedy = labels.temperature == 0
     temperature = torch.where(greedy, 1.0, labels.temperature)[:, None]

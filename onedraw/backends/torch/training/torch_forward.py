@@ -266,7 +266,7 @@ class TorchForward(nn.Module):
         return self.batch_logprobs([(prompt, reply)])[0]
 
     def batch_logprobs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-        """The same for several pairs of prompt and reply, in one pass."""
+        """The `logprobs` of several pairs of prompt and reply, in one pass."""
         if not all(prompt and reply for prompt, reply in pairs):
             raise BadParameter("reply", "prompt and reply need at least one token each")
         found = self([[*prompt, *reply[:-1]] for prompt, reply in pairs])
