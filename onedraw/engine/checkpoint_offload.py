@@ -28,8 +28,8 @@ MIN_TOKENS = 64  # Computing a prompt shorter than this takes less time than rea
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMatch:
-    """A snapshot that covers the first `position` tokens of a prompt. With `slot`, its recurrent state and logits are used
-    too."""
+    """A snapshot that covers the first `position` tokens of a prompt. If `slot` is true, not only its pages are used but also
+    its recurrent state and logits."""
 
     snapshot: Snapshot
     position: int
@@ -61,11 +61,11 @@ class CheckpointOffload:
             firsts, pages = [first for first, _ in held], [pages for _, pages in held]
             try:
                 arrays = self._backend.export_checkpoint(checkpoint.slot, pages)
-            except Exception as error:  # Without a snapshot a later prompt is computed, which costs time but changes no reply.
+            except Exception as error:  # No snapshot: a later prompt is computed again, which costs only time.
                 log.warning("a checkpoint could not be exported to a snapshot: %s", error)
                 return
             if not checkpoint.logits:
-                arrays.pop("logits", None)  # These are the logits of an earlier checkpoint in the same slot.
+                arrays.pop("logits", None)  # It was saved without logits; the slot still has those of an earlier checkpoint.
             self._folder.write(tokens, arrays, logits=checkpoint.logits, firsts=firsts)
 
     def fetch(self, history: History) -> None:
@@ -96,8 +96,9 @@ class CheckpointOffload:
         self.restored += 1
 
     def _find(self, history: History) -> SnapshotMatch | None:
-        """Return the best usable snapshot: of the whole prompt with its logits; else, for a model with recurrent state, the
-        longest at a chunk boundary; for other models, the one with the most full pages."""
+        """Return the best usable snapshot, or None. One of the whole prompt with its logits is best. The second best is, for a
+        model with recurrent state, the longest that ends at a chunk boundary, and for other models the one with the most full
+        pages."""
         prompt, rules, size = history.prompt, self._allocator.rules, self._allocator.page_size
         has_slots = self._allocator.checkpoint_slots.count > 0
         whole = self._folder.longest_whole(prompt, lengths=[len(prompt)]) if has_slots and not history.output else None
@@ -153,8 +154,9 @@ def reusable_length(allocator: Allocator, history: History) -> int:
 def checkpoint_pages(allocator: Allocator, checkpoint: PrefixCheckpoint) -> list[tuple[int, list[int]]] | None:
     """Return for each layer group the index of the first page to store, and the pages from there to the checkpoint's position.
 
-    These are the pages that this position attends to. Those that the end of the last full page attends to are added if the cache
-    has them, since the next prompt of a conversation resumes there. None if the checkpoint or a needed page was evicted.
+    These are the pages that this position attends to. The next prompt of a conversation resumes at the end of the last full
+    page, so the pages that this end attends to are added if the cache has them. None if the checkpoint or a needed page was
+    evicted.
     """
     if checkpoint.node.checkpoints.get(checkpoint.tail) is not checkpoint:
         return None

@@ -1,7 +1,7 @@
 """The client interface of the engine, which is the same in whichever process or on whichever machine the engine runs.
 
 Everything above the engine (`llm`, `server`, `contract`, `cli`) knows it as an EngineClient. Requests and events are plain data;
-a constraint crosses as its description. What can be refused without the engine's state is decided by `check_request` and
+a constraint is sent as its description. What can be refused without the engine's state is decided by `check_request` and
 `check_count`, on the caller's side, so every client refuses the same requests with the same errors before anything is sent."""
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def _check_beginning(name: str, given: tuple[int, ...], request: Request, constr
 
 
 def _legal(given: tuple[int, ...], constraint: Constraint, params: SamplingParams) -> int:
-    """Return how many of these leading tokens the constraint allows. A last one that ends the reply is looked up in the mask
-    before it, since a grammar that is complete need not read it."""
+    """Return how many of these leading tokens the constraint allows. If the last one is a stop id, it is looked up in the mask
+    of its position, since a constraint whose grammar is complete need not accept a stop id as input."""
     if given[-1] not in params.stop_ids:
         return constraint.legal(given)
     before = given[:-1]

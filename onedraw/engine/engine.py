@@ -195,7 +195,7 @@ class Engine:
                 return
 
     def _submit_ahead(self) -> None:
-        """Submit the step after the only one in flight, although the tokens it samples are not known yet."""
+        """Submit the step after the only one in flight, before the tokens that the one in flight samples are known."""
         if len(self._in_flight) == 1:
             self._submit(self.scheduler.plan_ahead(self._in_flight[0][1]), "steps_ahead", True)
 
@@ -216,8 +216,8 @@ class Engine:
         return True
 
     def _returns_at_once(self, members: list[ScheduledRow]) -> bool:
-        """Whether `submit` returns before this plan is computed. It does so only if the same holds for every plan in flight,
-        because these occupy the device first."""
+        """Whether the backend's `submit` returns before this plan is computed. It can only do so if it did so for every plan in
+        flight, because the device computes those first."""
         plans = [members, *(others for _, others in self._in_flight)]
         return all(self.backend.capacity.submits_async([member.row for member in plan]) for plan in plans)
 

@@ -9,7 +9,7 @@ These are pure functions from numbers to an order, on which the scheduler acts.
     turn     the number of tokens that a row samples before another of equal rank may take its lane
 
 Requests in the background, such as the lines of a batch, come after all others, the interactive ones: they get the lanes and
-prompt tokens that are left, and their rows are preempted first. The rules below hold among each of the two kinds.
+prompt tokens that are left, and their rows are preempted first. The rules below hold within each kind (background, interactive).
 
 Callers share the lanes evenly, and so do the requests of one caller. The rank of a row is the number of rows that its caller
 holds before it, counted round robin over the caller's requests. A waiting request displaces (preempts) a row of higher rank than

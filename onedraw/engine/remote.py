@@ -115,7 +115,8 @@ class Frames:
 
 
 class RemoteEngine(FixedWeights):
-    """The EngineClient of an engine in another process. The process has sent Started, and its further messages are read here."""
+    """The EngineClient of an engine in another process. The process has sent its first message (Started); all later ones are
+    read here."""
 
     where = "an engine in a process of its own"
 
@@ -333,7 +334,7 @@ class EngineServer:
         self._builders = ThreadPoolExecutor(BUILDERS, thread_name_prefix="onedraw-constraints")
 
     def run(self, incoming: SimpleQueue[bytes | None]) -> None:
-        """Handle messages until one is None, since the client has ended or the engine is closed."""
+        """Handle messages until one is None, which means that the client has ended or closed the engine."""
         engine = self._engine
         self._channel.send(encode(Started(engine.capacity, engine.max_requests, engine.stats(), self._fingerprint)))
         while (data := incoming.get()) is not None:
@@ -374,7 +375,7 @@ class EngineServer:
         except BaseException:  # also a panic in native code
             log.exception("the constraint of a request cannot be built")
             error = StepFailed("the constraint on this reply cannot be built; see the server's log")
-        with self._lock:  # An earlier cancellation is in `_building`; a later one finds the request.
+        with self._lock:  # A cancellation before this is noted in `_building`; one after it finds the request in the engine.
             if error is None:
                 self._accept(checked)
             else:

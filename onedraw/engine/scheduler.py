@@ -11,9 +11,9 @@ stops at a multiple of the backend's chunk, the number of positions that recurre
 KV pages and none is free, a sequence without a row in this plan is preempted. A sequence whose whole prompt comes from a
 checkpoint (saved state and last logits) generates at once, with a row that has no tokens to compute.
 
-If the backend takes several plans at once, each plan gets an even share of the sequences, or more if more rows cost no extra
-time, so that the next plan has sequences too. A row is in flight from its submission until its outcome is collected; meanwhile
-its sequence gets no second row and is not preempted.
+If the backend takes several plans at once, each plan gets only an even share of the sequences, so that the next plan has some
+too. It gets more than that if more rows cost no extra time. A row is in flight from its submission until its outcome is
+collected; meanwhile its sequence gets no second row and is not preempted.
 
 With asynchronous scheduling, `plan_ahead` follows a plan of plain decode rows with a plan of the same sequences, one token
 further, before the first one is collected. If there is anything else to do, the next plan waits until then.

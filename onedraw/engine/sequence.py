@@ -6,10 +6,11 @@ work of the sequence in one step: n known tokens, then drafts, of which `kept` a
     known    = len(history)                 prompt and everything sampled so far
     computed <= known                       positions whose state is committed
     row      = [computed, computed + n) and drafts, drafts only if the row reaches `known`
-    after    : computed += n + kept;  known += len(sampled) = kept + 1, or 0 for a middle chunk
+    after    : computed += n + kept;  known += len(sampled) = kept + 1, or 0 if the row ends inside the prompt
 
-The tokens that a request gives are output from the beginning. Such a sequence starts like one that was preempted after them.
-The tokens that a request forces are its drafts, all of which are right, because sampling takes them whatever the noise.
+A request may give the first tokens of its reply. The sequence then starts as if it had sampled them and been preempted. A
+request may also force tokens, to have them scored. They are its drafts, and all are kept, because sampling takes a forced token
+whatever the noise is.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Sequence:
     scored: list[Logprobs] = field(default_factory=list)
     next_drafts: tuple[Draft, ...] = ()  # drafts for the next row, made by a drafter on the device
     looked_up: bool = False  # whether the disk was searched for a snapshot of the prompt, which happens once
-    ended: bool = False  # whether the sink has got its last event; a row may still be in flight
+    ended: bool = False  # whether the request's last event was delivered; a row may still be in flight
     lost: bool = False  # whether its state on the device is undefined: it is preempted when it has no row in flight
     logprobs_sent: bool = False  # whether the prompt's logprobs were sent: after preemption they are not computed again
     key: TurnKey = field(init=False)  # the caller and request that it belongs to

@@ -28,8 +28,8 @@ log = logging.getLogger("onedraw.engine")
 class Service:
     """Builds, runs and closes an engine on a thread of its own. It is the EngineClient of an engine in this process.
 
-    The engine is built on that thread as well, so that the OpenMP pool of a CPU backend belongs to it: two pools on one machine
-    would slow each other down by a third.
+    The engine is built on the thread that runs its steps, because OpenMP makes a pool for each thread that uses it. Two pools of
+    a CPU backend would slow each other down by a third.
     """
 
     def __init__(

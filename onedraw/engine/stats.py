@@ -26,7 +26,7 @@ class DraftStats:
 @dataclass(frozen=True, slots=True)
 class DraftingEstimates:
     """The present estimates of cost and acceptance, from which the number of drafts is computed. A cost is three durations in
-    seconds: of a step (or of a call of the drafter), and in addition of each row and each token in it."""
+    seconds: per step (or call of the drafter), plus per row in it, plus per token in it."""
 
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a step without drafting
     drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a call of the backend's drafter, per drafted token

@@ -1,8 +1,8 @@
 """How large a step may be: the most rows and tokens, and the most tokens of prompts while replies are generated.
 
 A large step computes prompts with the least overhead, but every running reply waits for its end. While replies are generated,
-prompts therefore get only as many tokens of a step as the device computes in `seconds`, by the measured speed of the steps so
-far. After the device had no memory for a step, all steps are at most half as large for a while.
+prompts therefore get only as many tokens of a step as the device computes in the given time, by the measured speed of the steps
+so far. After the device had no memory for a step, all steps are at most half as large for a while.
 
 Sizes decide when a token is computed, never which token it is.
 """
@@ -16,7 +16,8 @@ DECAY = 0.7  # In the measured speed, each step with a prompt weights the steps 
 
 
 class StepSize:
-    """The limits on the next step. The scheduler owns it. `seconds` None: prompts have no limit but the tokens of a step."""
+    """The limits on the next step. The scheduler owns it. `seconds` is how long the prompts of a step may take while replies are
+    generated; None: prompts may use all tokens of a step."""
 
     def __init__(self, *, rows: int, tokens: int, chunk: int, seconds: float | None = None) -> None:
         self.rows, self.tokens = rows, tokens  # the present limits

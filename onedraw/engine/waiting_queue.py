@@ -1,8 +1,8 @@
 """The queue of waiting sequences, which knows in which order they are to be admitted.
 
 The sequences of one call (its choices) have the same key and wait in order of arrival. The keys of one caller are in a ring: the
-one that was admitted last goes to the end. So are the callers. If all sequences have the same key, the order is that of arrival.
-Background sequences come after all others.
+one that was admitted last goes to the end. The callers are in such a ring too. If all sequences have the same key, the order is
+that of arrival. Background sequences come after all others.
 """
 
 from __future__ import annotations

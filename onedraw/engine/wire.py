@@ -43,7 +43,7 @@ class WireError(Exception):
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Requests that are accepted or refused together. Entry i of `constraints` describes the constraint of request i, whose own
-    field is None."""
+    field `constraint` is None."""
 
     requests: tuple[Request, ...]
     constraints: tuple[bytes | None, ...]
