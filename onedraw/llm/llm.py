@@ -175,7 +175,7 @@ class LLM:
         return self.card
 
     def receive_weights(self, port: int) -> ModelCard:
-        """Do the same with tensors that another process of this machine sends, see `onedraw.send_weights`."""
+        """Replace the weights by tensors that another process of this machine sends, see `onedraw.send_weights`."""
         self._updates.from_process(port, self._accept)
         return self.card
 
@@ -341,7 +341,8 @@ class LLM:
     # ------------------------------------------------------------------ inside
 
     def _choices(self, generation: Generation, turn: Mapping[str, Any]) -> list[PreparedChoice]:
-        """Return the choices of a generation. `turn` has the fields of their requests that decide when they run."""
+        """Return the choices of a generation. `turn` has the request fields that decide when a request runs: `caller`,
+        `parent` (one id for all requests of a call of `prepare`) and `background`."""
         if generation.n < 1:
             raise BadParameter("n", f"must be at least 1, not {generation.n}")
         if generation.n > self.service.max_requests:

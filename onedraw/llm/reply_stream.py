@@ -35,8 +35,9 @@ class OpenPiece:
 class ReplyStream:
     """Turns the events of one request into pieces. It has state; the caller that reads the events owns it.
 
-    Tokens that the generation gives are read first, so that detokenizer, parser and stop strings are in the state that they had
-    after them. Their pieces are in `begun`. Text that waits for later tokens there is part of the first piece that is pushed.
+    The tokens that the generation gives (`Generation.given`) are read first, which brings detokenizer, parser and stop strings
+    into the state after them. Their pieces are in `begun`; the part of their text that waits for later tokens comes with the
+    first piece that `push` returns.
     """
 
     def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer) -> None:
@@ -198,7 +199,8 @@ class Generation:
     thinking_budget: int | None = None  # most tokens of reasoning before the end marker is forced; None: no limit
     response_format: ReplyFormat | None = field(default=None, metadata={"key": "guide"})
     origin: str = ""  # hash of the prompt's text; empty if the reply is not cached for its tool calls
-    # The first tokens of the reply, already settled. A recorded request has this field only if there are any.
+    # The first tokens of the reply, which the caller has already; generation continues after them. A recorded request has this
+    # field only if there are any.
     given: tuple[int, ...] = field(default=(), metadata={"optional": True})
     # The first tokens of the reply, beginning with those of `given`. They are taken instead of sampled ones, so that those after
     # `given` get logprobs.

@@ -81,7 +81,7 @@ class RequestOptions:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    continue_ids: tuple[int, ...] = ()  # the first tokens of the reply, already settled; the reply holds only those after them
+    continue_ids: tuple[int, ...] = ()  # the first tokens of the reply, which the caller has; only those after them are returned
     reply_ids: tuple[int, ...] = ()  # a reply, after `continue_ids`, whose tokens are scored instead of sampling others
     system_fingerprint: str | None = None  # the fingerprint that the model must have; None: any
     ignore_eos: bool = False
@@ -126,7 +126,8 @@ def generation_from_keywords(llm: LLM, prompt: Prompt, options: Mapping[str, Any
 
 
 def score_options(reply: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with which a request scores a reply instead of sampling one. `reply` follows `continue_ids`."""
+    """Return the options with which a request scores a reply instead of sampling one. `reply` comes after the tokens of
+    the option `continue_ids`."""
     if not reply:
         raise BadRequest("the reply is empty; it needs at least one token", param=REPLY_IDS, code="empty_reply")
     count = len(options.get(CONTINUE_IDS) or ()) + len(reply)
