@@ -183,9 +183,9 @@ class Allocator:
         return frozenset(page for page, holders in held.items() if self.pools[group].holders(page) == holders)
 
     def _reserved(self, group: int, without: Sequence[Lease]) -> int:
-        """Return how many more pages of a group with a sliding window the running sequences will need. Their windows free pages
-        and take others, so the number they hold now is no bound. The positions of one step are counted for the new sequence
-        alone, since all rows of a step share its token budget."""
+        """Return how many more pages of a group with a sliding window the running sequences will need. As a window moves on, its
+        sequence frees pages and takes others, so the number held now is no bound. The positions of one step are counted for the
+        new sequence alone, since all rows of a step share its token budget."""
         window = self.pools[group].window
         if window is None:
             return 0

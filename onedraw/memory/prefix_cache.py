@@ -250,8 +250,8 @@ def _page_availability(path: list[Node], rules: ReuseRules) -> Callable[[int], b
     return available
 
 
-MIN_INTERVAL = 8  # The regular checkpoints of a long prompt are at least this many chunks apart.
-MAX_SHARE = 4  # The regular checkpoints of one prompt take at most 1 / MAX_SHARE of the slots.
+MIN_INTERVAL = 8  # The checkpoints that a long prompt saves at equal intervals are at least this many chunks apart.
+MAX_SHARE = 4  # Those checkpoints of one prompt take at most 1 / MAX_SHARE of the slots.
 
 
 class Slots:
