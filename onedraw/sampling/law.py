@@ -41,7 +41,7 @@ class Filters:
     """The parameters of temperature, min-p, top-k and top-p (steps 4 to 7) in the form in which fast samplers use them."""
 
     divisor: float = 1.0  # the temperature, by which scores are divided
-    limit: float = math.inf  # min-p as a number: tokens whose deficit (best score - score) is larger are excluded
+    limit: float = math.inf  # min-p as a bound: tokens whose deficit (best score - score) is larger are excluded
     top_k: int = 0  # top-k; 0 turns it off
     top_p: float = 1.0  # top-p; 1 turns it off
 

@@ -18,9 +18,10 @@ from onedraw.types import Logprobs
 
 MASS_BITS = 40  # probabilities are counted in units of 2^-40 of the best token's
 
-# Columns of a device sampler's row that hold logprobs: the sum of all masses, the bits of the sampled token's deficit, and from
-# TOP on the most likely tokens, each as (bits of its deficit) << 32 | token id. With the mode "both" these are of the logits, and
-# the same two numbers of the kept scores follow, then the sum of all masses before the filters.
+# Columns of a device sampler's row that hold logprobs. TOTAL: the sum of all masses. SAMPLED: the bits of the sampled token's
+# deficit. From TOP on: the most likely tokens, each as (bits of its deficit) << 32 | token id. With the mode "both" these are of
+# the logits; KEPT_TOTAL and KEPT_SAMPLED are the same two numbers of the scores that the filters keep, and ALL_TOTAL is the sum
+# of all masses before the filters.
 TOTAL, SAMPLED, KEPT_TOTAL, KEPT_SAMPLED, ALL_TOTAL, TOP = 2, 3, 4, 5, 6, 7
 
 Integers = npt.NDArray[np.int64]
