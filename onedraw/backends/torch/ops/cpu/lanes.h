@@ -311,16 +311,16 @@ INLINE floats f_max(floats x, floats y) {
     ints above = x > y;
     return (floats)(((ints)x & above) | ((ints)y & ~above));
 }
-typedef float four __attribute__((vector_size(16)));
+typedef float floats4 __attribute__((vector_size(16)));
 INLINE void f_transpose(floats *x) {
-    four from[16][4], to[16][4];
+    floats4 from[16][4], to[16][4];
     memcpy(from, x, sizeof from);
     for (int i = 0; i < 16; i += 4)  /* four vectors by four lanes at a time */
         for (int j = 0; j < 4; j++) {
-            four a = __builtin_shufflevector(from[i][j], from[i + 1][j], 0, 4, 1, 5);
-            four b = __builtin_shufflevector(from[i + 2][j], from[i + 3][j], 0, 4, 1, 5);
-            four c = __builtin_shufflevector(from[i][j], from[i + 1][j], 2, 6, 3, 7);
-            four d = __builtin_shufflevector(from[i + 2][j], from[i + 3][j], 2, 6, 3, 7);
+            floats4 a = __builtin_shufflevector(from[i][j], from[i + 1][j], 0, 4, 1, 5);
+            floats4 b = __builtin_shufflevector(from[i + 2][j], from[i + 3][j], 0, 4, 1, 5);
+            floats4 c = __builtin_shufflevector(from[i][j], from[i + 1][j], 2, 6, 3, 7);
+            floats4 d = __builtin_shufflevector(from[i + 2][j], from[i + 3][j], 2, 6, 3, 7);
             to[4 * j][i / 4] = __builtin_shufflevector(a, b, 0, 1, 4, 5);
             to[4 * j + 1][i / 4] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
             to[4 * j + 2][i / 4] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
