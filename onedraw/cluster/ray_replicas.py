@@ -4,12 +4,13 @@ In: settings, and how many replicas. Out: the ReplicaSet of engines that run as 
 actor that ends is replaced, on whichever node Ray finds room. This process has the HTTP app, the tokenizer and the texts, and no
 weights.
 
-The replicas are plain actors and no Ray Serve deployment. A handle of Serve chooses the replica of each call itself, while a
-request here goes to the replica that has its prompt's beginning, and its cancellation must reach the same one after it. A stream
-through a handle costs one message per token of each request, while an actor sends all events of an engine step in one message.
+The replicas are plain actors and no Ray Serve deployment. A handle of Serve chooses the replica of each call itself. Here a
+request must go to the replica whose prefix cache has the beginning of its prompt, and a cancellation to the replica that has the
+request. A stream through a handle costs one message per token of each request, while an actor sends all events of an engine step
+in one message.
 
-One call of an actor, `serve`, yields the messages of its engine as long as it runs; `deliver` gives it those of its client, in
-the order in which they were sent. They are the bytes of `engine/wire.py`.
+An actor's method `serve` yields the messages of its engine as long as the engine runs; its method `deliver` takes the messages
+of the engine's client, in the order in which they were sent. All messages are bytes in the format of `engine/wire.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class ReplicaActor:
         self._incoming: SimpleQueue[bytes | None] = SimpleQueue()
 
     def place(self) -> tuple[int, bool]:
-        """The process, and whether its node asks those who call it for a token."""
+        """Return the process id, and whether calls to processes of this Ray node need a token."""
         return os.getpid(), uses_token()
 
     def deliver(self, message: bytes) -> None:
@@ -147,7 +148,7 @@ class ActorChannel:
 
 
 class RayReplicas:
-    """Starts replicas and keeps their number. The EngineSource of one LLM, whose client owns it once there is one."""
+    """Starts replicas, and replaces each one that ends. The EngineSource of one LLM, whose client owns it once there is one."""
 
     def __init__(self, settings: Settings, options: ReplicaOptions) -> None:
         if options.count < 1:

@@ -266,8 +266,8 @@ class ReplicaSet(FixedWeights):
     # ------------------------------------------------------------------ streams to replicas
 
     def _assign(self, batch: Sequence[Stream], *, with_room: bool = False) -> Replica | None:
-        """Choose a replica for streams with the same prompt and note them as its own. None if there is no replica, or, where that
-        is asked for, none with room in its queue."""
+        """Choose a replica for streams with the same prompt and note them as its own. None if there is no replica, or, if
+        `with_room` is set, no replica with room in its queue."""
         with self._changed:
             if self._capacity is None:
                 return None
@@ -374,7 +374,7 @@ class ReplicaSet(FixedWeights):
             moving = [(stream, stream.attempt_id) for stream in replica.streams]
             for stream, _ in moving:
                 stream.losses += lost
-                stream.waits_since = None  # Its wait begins again now, although the lost replica may have sent no event.
+                stream.waits_since = None  # It waits anew from now on, even if the lost replica has sent no event of it.
                 self._wait(stream)
             if lost:
                 log.warning("replica %s died; %d requests continue on other replicas", name, len(moving))
