@@ -54,7 +54,7 @@ class Answer:
     seed: int | None = None
     tokens: int = 0
     scores: tuple[float, ...] = ()
-    right_normalized: bool | None = None  # with logprobs divided by the characters of the choices
+    right_normalized: bool | None = None  # `right` if each logprob is divided by the length of its choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _jobs(llm: LLM, question: Question, options: Mapping[str, Any], *, seed: int
 
 def _scored(llm: LLM, prompt: Prompt, choice: str) -> Generation:
     """Return the generation that scores a choice as the reply. After a text, prompt and choice are tokenized together, since the
-    tokens of a text may depend on what follows; then the choice has the tokens behind those that the prompt has alone."""
+    tokens of a text may depend on what follows. If the prompt alone has k tokens, the choice has those after the first k."""
     if isinstance(prompt, str):
         whole, alone = llm.encode(prompt + choice), llm.encode(prompt)
         prompt, reply = whole[: len(alone)], whole[len(alone) :]

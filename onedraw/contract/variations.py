@@ -87,7 +87,8 @@ Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "a
 CUTS = 3  # places in which each reply is cut
 SMALL_STEP = 16  # the most tokens that a step computes in the variation "small steps"
 RUN_AHEAD = ("model", "mtp")  # drafters that draft token by token, so that their drafts are chains and never trees
-TREE_BUDGET, WHOLE_TREE = 16, 64  # number of nodes of a draft tree; a forced draft length that is larger than any tree's depth
+# TREE_BUDGET: the number of nodes of a draft tree. WHOLE_TREE: a forced draft length that is larger than the depth of any tree.
+TREE_BUDGET, WHOLE_TREE = 16, 64
 SNAPSHOT_BYTES = 2**30  # the value of --cache-budget in variations with snapshots on disk
 DRAFT_TOKENS = 4  # Rows carry this many drafts unless --draft-tokens is given, even if drafting does not pay off.
 
@@ -218,7 +219,8 @@ def ahead(base: Settings) -> tuple[Variation, ...]:
 
 def splits(base: Settings) -> tuple[Variation, ...]:
     """Return variations with the layers in two stages on the same device, without and with overlap. If the settings name several
-    devices, the plain run is split already, and only the overlap varies; with devices of a Ray cluster, so does a run without."""
+    devices, the plain run is split already, and only the overlap varies. If some of them are on nodes of a Ray cluster, a
+    further variation has all layers in this process."""
     twice: Mapping[str, Any] = {} if base.devices else {"device": "auto", "devices": f"{base.device},{base.device}"}
     halves = Variation(
         "split in two",
