@@ -35,7 +35,7 @@ DrafterBytes = Callable[[MemoryPlan], int]
 
 
 LARGE_MEMORY = 40 << 30  # An accelerator with at least this much memory gets the larger of the sizes below.
-# The default --turn-tokens and --max-batch of accelerators, with large memory and with less.
+# The defaults on accelerators: --turn-tokens (step tokens) and --max-batch (lanes), each with large memory and with less.
 LARGE_STEP_TOKENS, STEP_TOKENS = 8192, 1024
 LARGE_LANES, LANES = 64, 16
 LANE_SHARE = 16  # Recurrent states of all lanes take at most one part in this many of an accelerator's memory by default.
@@ -131,7 +131,7 @@ class DeviceFit:
 
 
 def step_memory(settings: Settings, info: ModelInfo, stored: StoredWeights, devices: Sequence[Device]) -> StepBytes:
-    """Return the workspace of a step on each of these devices that stores weights so, which the memory plan does not contain."""
+    """Return the workspace of a step on each of these devices, with weights in the form `stored`. The memory plan lacks it."""
     recorded = len(devices) == 1  # Memory of CUDA graphs is planned for a single device only.
     return step_bytes(info.spec, stored.dtype, step_tokens=settings.step_tokens, weights=stored.packed, recorded=recorded)
 

@@ -64,10 +64,10 @@ def build_llm(
     start_engine: StartEngine | None = None,
     sender: EventSender | None = None,
 ) -> LLM:
-    """Load a model and start its engine. `progress` receives one line for each stage of loading. With `warm_up`, CUDA graphs
-    are captured before the first request, on devices that use them. `start_engine` starts an engine elsewhere, such as
-    `EngineProcess` in a process of its own; the weights are there, and it gets the settings only. `sender` is given in the
-    process of such an engine, for the events."""
+    """Load a model and start its engine. `progress` receives one line for each stage of loading. With `warm_up`, CUDA graphs are
+    captured before the first request, on devices that use them. `start_engine` starts an engine elsewhere, such as
+    `EngineProcess` in a process of its own, which gets only the settings and loads the weights itself. In that process
+    `build_llm` is called with `sender`, which sends the engine's events to the client."""
     notify = progress or (lambda line: None)
     _require_snapshot_dir(settings)
     match settings.backend:

@@ -170,7 +170,7 @@ class TargetReader:
         capacity = self._backend.capacity
         self.max_context: int = capacity.max_context
         scheduler = Scheduler(
-            allocator=Allocator(capacity, reuse=False),  # No step computes a cached prefix, so it has no features.
+            allocator=Allocator(capacity, reuse=False),  # A cached prefix would not be computed, so it would have no features.
             capacity=capacity,
             speculator=Speculator([], draft_tokens=None, tree_nodes=0),
             step_tokens=settings.step_tokens,
