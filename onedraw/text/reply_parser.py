@@ -96,7 +96,7 @@ class ReplyParser:
         return self._counter.count
 
     def count_token(self, token: bytes) -> None:
-        """Count a token as part of the reasoning if it belongs to it. `token` is the token's bytes."""
+        """Count a token if it belongs to the reasoning. `token` is the token's bytes."""
         self._counter.push(token)
 
     def push(self, text: str) -> list[ReplyPart]:

@@ -80,8 +80,8 @@ def _check_size(schema: Any, param: str) -> None:
 
 
 def _check_depth(schema: Any, param: str) -> None:
-    """Raise BadParameter if a compiler that walks the schema recursively would get too deep. It is assumed to follow each `$ref`
-    at once, and to walk each value only where it meets it first."""
+    """Raise BadParameter if a compiler that walks the schema recursively would get too deep. The compiler is assumed to
+    follow each `$ref` at once, and to walk a value only the first time that it gets there."""
     seen: set[int] = set()
     path: list[Iterator[Any]] = [iter((schema,))]
     while path:

@@ -331,8 +331,8 @@ _STACK_SIZE_LOCK = threading.Lock()
 
 
 def _with_stack(call: Callable[[], ResultT]) -> ResultT:
-    """Return the result of a call that runs on a thread with twice the stack that the helper process had for it. The stacks that
-    the system gives to other threads may be smaller."""
+    """Return the result of a call, which runs on a thread with twice the stack of the helper process, so that a format which
+    compiled there compiles here too. The stack of the calling thread may be smaller."""
     result: Future[ResultT] = Future()
 
     def run() -> None:

@@ -271,8 +271,8 @@ class _TaggedArguments:
     def _value(self, write: Callable[[str], object], goes_on: Callable[[str], bool]) -> Generator[None, str, str]:
         """Read a value and write its text in parts as soon as they are certain.
 
-        A closing tag ends the value if one of the texts that can come next follows, after white space. It does not if `goes_on`,
-        which is called with the text that is not written yet up to the white space, returns True.
+        A closing tag ends the value if one of the texts that can come next follows it, perhaps after white space, and `goes_on`
+        returns False. `goes_on` is called with the text that is not written yet, up to the end of that white space.
         """
         ends = ("\n" + self._close, self._close) if self._trim else (self._close,)
         again = deque[str]()  # characters to read again, because the closing tag before them turned out to be part of the value

@@ -62,9 +62,9 @@ class ToolCallParser:
         return _merged(out)
 
     def finish(self, *, cut: bool = False) -> list[CallEvent | Content]:
-        """Return the text that was held back, at the end of the reply. `cut` means that max_tokens ended the reply. Then the text
-        of a call without its name is dropped, and so is the beginning of a marker, unless it is one character of a reply that
-        need not be a call."""
+        """Return the text that was held back, at the end of the reply. `cut` means that max_tokens ended the reply. Then a call
+        whose name is not complete is dropped, and so is the beginning of an opening marker at the end of the text. In a reply
+        that need not be a call, a single character of a marker is kept as content."""
         out: list[CallEvent | Content] = []
         if self._call is not None and cut and not self._call.started and (self._opens is not None or self._required):
             self._call = None

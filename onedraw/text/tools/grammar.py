@@ -323,8 +323,8 @@ class _LiteralGrammar:
         return self._sequence(parts, extra)
 
     def _extra_member(self, schema: dict[str, Any], path: str) -> str | None:
-        """Write a member that is not one of the properties; None if there may be none. Without `additionalProperties`, they are
-        written for objects that have no properties."""
+        """Write a member that is not one of the properties; None if there may be none. Without `additionalProperties`,
+        such members are allowed only in objects whose schema has no properties."""
         style, properties = self._style, schema.get("properties") or {}
         allowed = schema.get("additionalProperties", not properties)
         if allowed is False:
