@@ -113,7 +113,7 @@ def _object_or_mode(value: Any) -> ToolChoice | Mapping[str, Any]:
 
 
 def _allowed(value: object, at: str, inside: str | None) -> ToolChoice:
-    """Parse the list of allowed tools. `inside` is the field of each entry that contains the name; None if it is the entry."""
+    """Parse the list of allowed tools. `inside` is the field of an entry that holds the tool's name; None: the entry has it."""
     if not isinstance(value, dict):
         raise PydanticCustomError("choice", "must be an object with mode and tools", {"at": at})
     _only(value, ("mode", "tools"), at)

@@ -24,7 +24,8 @@ Result = TypeVar("Result")
 
 
 class Turns:
-    """A number of slots that callers take in turn, the first one that waits first. It belongs to an event loop."""
+    """A number of slots. Callers take turns for them; the requests of one caller get theirs in order of arrival. It belongs to
+    an event loop."""
 
     def __init__(self, most: int) -> None:
         self._free = most

@@ -77,7 +77,7 @@ async def run_file(
     notify: Callable[[int, int], None] = lambda done, total: None,
 ) -> BatchSummary:
     """Answer all lines of a file. `notify` gets the number of lines that are done, and of all."""
-    output = output.resolve()  # What it links to is replaced at the end, never a link such as /dev/stdout.
+    output = output.resolve()  # If it is a link, such as /dev/stdout, the file behind it is replaced, not the link.
     options, failures = ServerOptions(), errors_path(output)
     for path in (output, failures):
         if path.exists() and not path.is_file():

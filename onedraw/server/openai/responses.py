@@ -159,7 +159,8 @@ def check_query(request: Request, known: Mapping[str, Sequence[str]]) -> None:
 def page_of(
     request: Request, *, also: Sequence[str] = ("include", "include[]"), most: int = MAX_PAGE, usual: int = 20
 ) -> ItemPage:
-    """Read the query of a listing. `also` names its further parameters; a page has `most` items, `usual` without a limit."""
+    """Read the query of a listing. `also` names further parameters that it may have. A page has at most `most` items, and
+    `usual` items if the query has no `limit`."""
     check_query(request, {"limit": (), "order": ("desc", "asc"), "after": (), **dict.fromkeys(also, ())})
     limit = request.query_params.get("limit", str(usual))
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= most):

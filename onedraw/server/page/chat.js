@@ -115,7 +115,7 @@ export class Chat {
     }
   }
 
-  // The messages before an entry, to which it is the answer.
+  // The messages that an entry answers: those of all entries before it.
   messages(entry, system) {
     const before = this.conversationOf(entry).path(entry).slice(0, -1);
     return [...(system ? [{ role: "system", content: system }] : []), ...before.flatMap(message)];
@@ -167,7 +167,7 @@ export class Chat {
     this.begin(this.conversation.path().at(-1), this.fields());
   }
 
-  // Another reply beside one: the panel's parameters, and a seed that the server draws.
+  // Requests another reply to the same message, with the panel's parameters and a seed that the server draws.
   again(entry) {
     if (!this.ready()) return;
     const fields = this.fields();

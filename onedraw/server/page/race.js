@@ -113,7 +113,7 @@ export class Race {
     }
   }
 
-  // The run without drafts, live, with the other lane played back at its recorded times.
+  // The run without drafts, live, while the run with drafts is played back in the other lane at its recorded times.
   async second(drafted, plain, messages, request) {
     const fast = drafted.reply;
     const slow = plain.reply;

@@ -57,7 +57,8 @@ export class Aligner {
   }
 }
 
-// The request's fields without its messages, the system message among them: with the conversation before it, it is the whole request.
+// A reply and its request: `fields` are those of the request without its messages, `system` is the system message. Together with
+// the earlier messages of the conversation they are the whole request.
 export class Reply {
   constructor({ fields, system = "" }, now = () => performance.now()) {
     this.fields = fields;
@@ -135,7 +136,7 @@ export class Reply {
     this.done = true;
   }
 
-  // Continues a reply that broke off. Its next chunks hold what follows its tokens.
+  // Continues a reply that broke off. The next chunks hold what follows the tokens that it has.
   resume() {
     this.since = this.now();
     this.error = null;
