@@ -14,7 +14,7 @@ from html import escape
 WIDTH, HEIGHT = 480, 320  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 48, 48  # margins of a panel
 COLOURS = ("#1f5fa8", "#b3541e", "#4d7c2a")
-TICKS = 5  # about as many per axis
+TICKS = 5  # ticks of an axis, approximately
 
 
 @dataclass(frozen=True, slots=True)
