@@ -165,7 +165,7 @@ def plan_devices(
     fit, plan = _fit(settings, info, devices, drafter=drafter, no_kernels=no_kernels)
     try:
         split = plan_or_advise(lambda context: fit.split(context, drafter=drafter), plan.max_context)
-        if len({stage.dtype for stage in split.stages}) > 1:  # then the bytes of weights follow from where the layers are
+        if len({stage.dtype for stage in split.stages}) > 1:  # then a layer's bytes depend on its device
             extra = 0 if drafter is None else drafter(plan)
             plan = replace(plan, weight_bytes=sum(stage.weight_bytes for stage in split.stages) - extra)
         return plan, split
