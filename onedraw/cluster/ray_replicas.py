@@ -148,7 +148,8 @@ class ActorChannel:
 
 
 class RayReplicas:
-    """Starts replicas, and replaces each one that ends. The EngineSource of one LLM, whose client owns it once there is one."""
+    """Starts replicas, and replaces each one that ends. It is an EngineSource (starts engines outside of this process) for one
+    LLM. Once `client` has returned a client, that client owns and closes it."""
 
     def __init__(self, settings: Settings, options: ReplicaOptions) -> None:
         if options.count < 1:
