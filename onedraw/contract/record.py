@@ -38,7 +38,7 @@ DEFAULT_SIZE = 64 * 2**20  # When a file has this many bytes, the next record be
 LEARNING_SIZE = 256 * 2**20  # bytes of all files that --learn-draft keeps
 LEARNING_FILES = 8  # files that these bytes are divided into, so that an eighth of what was learned from is forgotten at a time
 LEAST_LEARNED = 2  # tokens of a reply that a drafter can learn from
-LEARNED = "learned"  # the id of records of --learn-draft, which say nothing about the client's request
+LEARNED = "learned"  # the id of every record of --learn-draft, in place of the request's own id
 NAME = "requests-{number:06d}.jsonl"  # names of files; a higher number is newer
 
 
