@@ -80,7 +80,7 @@ class RequestTrace:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Note why no complete reply was sent. An error that is not the server's or the caller's is a client that is gone."""
+        """Note why no complete reply was sent. Anything but an OnedrawError counts as "cancelled": the client is gone."""
         self._failed = True
         self._set({"error.type": error.code if isinstance(error, OnedrawError) else "cancelled"})
 

@@ -3,7 +3,7 @@
 The input is an LLM and the server's options; the output is the handlers. Those that change anything need `--update-token`, which
 trainers send as a bearer token, in the header `x-update-token`, or as the password of the server's URL. Weights come from a
 folder below `--weight-dir`, as the body of the request, or from another process of this machine. TRL and other trainers call the
-paths of vLLM; the transfer over NCCL, which these stand for, is refused by name.
+paths of vLLM; a transfer over NCCL, which some of them start in vLLM, is refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // Conversations as trees of entries, their storage in this browser, and their files.
 //
-// An edit or a new reply never replaces an entry: it becomes its sibling in the tree. The conversation shows one path from a first
-// entry to a leaf. What comes before an entry therefore never changes, so that a stored reply can always be replayed.
+// An edit or a new reply never replaces an entry: it becomes its sibling in the tree. The conversation shows one path from a
+// first entry to a leaf. What comes before an entry therefore never changes, so that a stored reply can always be replayed.
 
 import { restoreReply, serializeReply } from "./reply.js";
 
