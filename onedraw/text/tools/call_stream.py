@@ -63,8 +63,8 @@ class ToolCallParser:
 
     def finish(self, *, cut: bool = False) -> list[CallEvent | Content]:
         """Return the text that was held back, at the end of the reply. `cut` means that max_tokens ended the reply. Then a call
-        whose name is not complete is dropped, and so is the beginning of an opening marker at the end of the text. In a reply
-        that need not be a call, a single character of a marker is kept as content."""
+        whose name is not complete is dropped, and so is the beginning of an opening marker at the end of the text. But in a
+        reply that need not be a call, a call without markers, or a single character of a marker, is kept as content."""
         out: list[CallEvent | Content] = []
         if self._call is not None and cut and not self._call.started and (self._opens is not None or self._required):
             self._call = None
