@@ -1,10 +1,12 @@
 """Measure how packed weights, 8-bit activations and KV cache dtypes change quality: perplexity and greedy replies.
 
-    python -m bench.cpu_quality [MODEL] [--kv] [--new-tokens 40] [--json]
+    python -m bench.cpu_quality [MODEL] [--kv [DTYPE …]] [--window 512] [--new-tokens 40] [--json]
 
 Runs one model file in three configurations: float32, packed weights with float32 activations (which must give the same bits), and
-packed weights with 8-bit activations, the default on a CPU. With --kv it runs float32 with every KV cache dtype instead.
-Perplexity is measured on `bench/prompts/prose.txt`, in independent windows of 512 tokens.
+packed weights with 8-bit activations, the default on a CPU. With --kv it runs float32 with every KV cache dtype instead, or with
+those that are named. Perplexity is measured on `bench/prompts/prose.txt`, in independent windows of 512 tokens. For longer
+windows the texts of `bench/prompts/conversations.jsonl` follow it. The divergence (KL) from float32 is that of the likeliest
+tokens of both and of all others together, a lower bound on that of all tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,12 @@ from onedraw.build.llm import build_llm
 from onedraw.llm.llm import LLM
 from onedraw.llm.request_options import RequestOptions, make_generation
 from onedraw.settings import Settings
+from onedraw.types import Logprobs
 
 TEXT = Path(__file__).parent / "prompts" / "prose.txt"
+CONVERSATIONS = TEXT.with_name("conversations.jsonl")
 WINDOW = 512
+ALTERNATIVES = 100  # likeliest tokens of a position that the divergence compares
 OPENINGS = (
     "The capital of France is",
     "Once upon a time there was a",
@@ -34,23 +40,46 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "packed, f32 activations": {"dtype": "packed", "cpu_activations": "f32"},
     "packed, int8 activations": {"dtype": "packed"},
 }
-KV_CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "f32"},
-    **{f"float32, kv {kind}": {"dtype": "f32", "kv_dtype": kind} for kind in ("bf16", "f16", "int8", "fp8")},
-}
+KV_KINDS = ("bf16", "f16", "int8", "fp8", "int4")
 
 
-def logprobs(llm: LLM) -> list[float]:
-    """Return the logprob of every token of the text except the first of each window."""
-    ids = llm.encode(TEXT.read_text(encoding="utf-8"), add_special=False)
-    request_options = RequestOptions(temperature=0.0, max_tokens=0, prompt_logprobs=0, seed=1)
-    found: list[float] = []
-    for start in range(0, len(ids), WINDOW):
-        part = ids[start : start + WINDOW]
+def kv_configurations(kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+    narrow = {f"float32, kv {kind}": {"dtype": "f32", "kv_dtype": kind} for kind in kinds or KV_KINDS}
+    return {"float32": {"dtype": "f32"}, **narrow}
+
+
+def text_of(window: int) -> str:
+    """Return the text for windows of this length: for long ones, so much more that they are full."""
+    text = TEXT.read_text(encoding="utf-8")
+    if window > WINDOW:
+        for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines():
+            conversation = json.loads(line)
+            turns = [f"{turn['user'].strip()}\n{turn['reply']}" for turn in conversation["turns"]]
+            text += "\n\n" + "\n\n".join([conversation["system"], *turns])
+    return text
+
+
+def logprobs(llm: LLM, window: int) -> list[Logprobs]:
+    """Return the logprobs of every token of the text except the first of each window."""
+    ids = llm.encode(text_of(window), add_special=False)
+    ids = ids[:window] if window > WINDOW else ids
+    request_options = RequestOptions(temperature=0.0, max_tokens=0, prompt_logprobs=ALTERNATIVES, seed=1)
+    found: list[Logprobs] = []
+    for start in range(0, len(ids), window):
+        part = ids[start : start + window]
         if len(part) > 1:
             (reply,) = llm.run(make_generation(request_options, llm=llm, prompt=part))
-            found += [one.logprob for one in reply.prompt_logprobs or ()]
+            found += reply.prompt_logprobs or ()
     return found
+
+
+def divergence(exact: Logprobs, found: Logprobs) -> float:
+    """Return the KL divergence of two distributions over the tokens that are among the likeliest of both, and all others."""
+    first, second = dict(exact.top), dict(found.top)
+    both = first.keys() & second.keys()
+    p, q = ([*(math.exp(side[token]) for token in both)] for side in (first, second))
+    p, q = ([*side, max(1.0 - sum(side), 1e-9)] for side in (p, q))
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
 
 
 def replies(llm: LLM, new_tokens: int) -> list[tuple[tuple[int, ...], str]]:
@@ -60,12 +89,14 @@ def replies(llm: LLM, new_tokens: int) -> list[tuple[tuple[int, ...], str]]:
     return [(tuple(c.token for c in reply.tokens), reply.text) for reply in llm.run(*generations)]
 
 
-def measure(model: str, settings: dict[str, Any], new_tokens: int) -> dict[str, Any]:
-    with build_llm(Settings(model=model, device="cpu", draft=("none",), max_context=1024, **settings)) as llm:
-        found = logprobs(llm)
+def measure(model: str, settings: dict[str, Any], new_tokens: int, window: int = WINDOW) -> dict[str, Any]:
+    with build_llm(Settings(model=model, device="cpu", draft=("none",), max_context=max(1024, window), **settings)) as llm:
+        scored = logprobs(llm, window)
+        found = [one.logprob for one in scored]
         completions = replies(llm, new_tokens)
         return {
             "fingerprint": llm.card.fingerprint,
+            "logprobs": scored,
             "tokens": len(found),
             "perplexity": math.exp(-sum(found) / len(found)),
             "replies": [text for _, text in completions],
@@ -84,20 +115,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--new-tokens", type=int, default=40)
-    parser.add_argument("--kv", action="store_true", help="compare KV cache dtypes instead of weight formats")
+    parser.add_argument("--kv", nargs="*", metavar="DTYPE", help="compare KV cache dtypes instead of weight formats")
+    parser.add_argument("--window", type=int, default=WINDOW, help="tokens of the text that are scored together")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    configurations = KV_CONFIGURATIONS if options.kv else CONFIGURATIONS
-    found = {name: measure(options.model, settings, options.new_tokens) for name, settings in configurations.items()}
+    configurations = CONFIGURATIONS if options.kv is None else kv_configurations(options.kv)
+    found = {
+        name: measure(options.model, settings, options.new_tokens, options.window) for name, settings in configurations.items()
+    }
     base = found["float32"]
+    exact = base["logprobs"]
     for result in found.values():
+        pairs = zip(exact, result.pop("logprobs"), strict=True)
+        result["divergence"] = sum(divergence(a, b) for a, b in pairs) / len(exact)
         result["ratio"] = result["perplexity"] / base["perplexity"]
         result["agrees_for"] = agreement(base["reply_tokens"], result["reply_tokens"])
     if options.json:
         print(json.dumps(found, indent=2))
         return
     for name, result in found.items():
-        print(f"{name:26s} perplexity {result['perplexity']:.4f} over {result['tokens']} tokens, {result['ratio']:.5f} x")
+        compared = f"{result['ratio']:.5f} x, KL {result['divergence']:.5f}"
+        print(f"{name:26s} perplexity {result['perplexity']:.4f} over {result['tokens']} tokens, {compared}")
         print(f"{'':26s} greedy replies agree with float32 for {result['agrees_for']} of {options.new_tokens} tokens")
     for number, opening in enumerate(OPENINGS):
         for name in ("float32", list(configurations)[-1]):

@@ -81,7 +81,7 @@ class Bench:
         def make(target: Any, sampler: Any, layout: Any) -> Any:
             arrange = lambda candidates: build_tree(candidates, budget)  # noqa: E731
             spec, weights = self.drafter.spec, self.drafter.weights
-            sizes = {"lanes": 1, "max_context": CONTEXT, "width": CANDIDATES if budget else 1}
+            sizes: dict[str, Any] = {"lanes": 1, "max_context": CONTEXT, "width": CANDIDATES if budget else 1}
             return DflashDrafter(spec, weights, target=target, layout=layout, arrange=arrange, **sizes)
 
         return make

@@ -32,7 +32,7 @@ PACKED: dict[str, Precision] = {
     **{"packed": "f32", "packed-f32": "f32"},
     **{"packed-bf16": "bf16", "packed-f16": "f16", "packed-gpu-f32": "f32"},
 }
-KV_QUANT_DTYPES = ("fp8", "int8")  # 8-bit keys and values with scales
+KV_QUANT_DTYPES = ("fp8", "int8", "int4")  # keys and values as codes with scales
 FP8_CAPABILITY = (8, 9)  # first NVIDIA compute capability with fp8 conversion
 NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 NATIVE_F16 = ("gfx9", "gfx10")
@@ -190,7 +190,7 @@ def kv_precision(requested: str, *, products: str, devices: Iterable[Device] = (
     if requested == own or (own == "f32" and requested in PRECISIONS):
         return requested
     if requested not in KV_QUANT_DTYPES:
-        raise BadSetting(f"--kv-dtype: {requested} does not fit {own} products; use auto, fp8 or int8")
+        raise BadSetting(f"--kv-dtype: {requested} does not fit {own} products; use auto, fp8, int8 or int4")
     for device in devices if requested == "fp8" else ():
         if device.kind == "hip" or (device.kind == "cuda" and (compute_capability(device.arch) or (0, 0)) < FP8_CAPABILITY):
             raise BadSetting(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from onedraw.backends.devices import float_dtype, kv_precision
 from onedraw.errors import BadSetting, OutOfMemory
-from onedraw.models.spec import DTYPE_BYTES, KV_BYTES, STATE_BYTES, LayerSpec, ModelSpec, MoeSpec
+from onedraw.models.spec import DTYPE_BYTES, KV_BITS, STATE_BYTES, AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 
 DEFAULT_KV_BYTES = 2**30  # KV pages without --kv-memory; one sequence of full length always fits
 DEFAULT_DRAFT_BYTES = 2**30  # maximum of the rollback buffer without --draft-memory
@@ -28,6 +28,9 @@ WINDOW_STEP_TOKENS = 512
 DEQUANT_BYTES = 256 * 2**20  # buffer for dequantized slices of packed weights (products with many rows on a GPU)
 PARTIAL_SUM_BYTES = 160 * 2**20  # partial sums of a packed product with few rows; a larger product runs in slices of its outputs
 RUNTIME_RESERVE = 0.05  # share of an accelerator's memory left to its runtime
+# Positions that a layer of a DFlash drafter sees at most: drafters are trained with contexts of about this length.
+DRAFTER_WINDOW = 4096
+INT4_MULTIPLE = 8  # of which the size of a head must be a multiple: 4-bit codes are moved in words of 32 bits
 MIN_DEFAULT_CONTEXT = 4096  # the default context is not shortened below this to save pages
 
 
@@ -122,8 +125,9 @@ def memory_plan(
     `drafts`: maximum drafts per lane, 0 without speculative decoding; only recurrent layers need memory for them.
     """
     kv_dtype = kv_dtype or kv_precision("auto", products=dtype)
-    if kv_dtype not in KV_BYTES:
+    if kv_dtype not in KV_BITS:
         raise BadSetting(f"--dtype: memory cannot be planned for {dtype!r}; use one of {', '.join(DTYPE_BYTES)}")
+    check_heads(spec, kv_dtype)
 
     def needs(context: int) -> list[tuple[int, int]]:
         """For each group, the pages that one sequence of this length needs, and the bytes of a page."""
@@ -165,6 +169,26 @@ def memory_plan(
         checkpoints=_checkpoints(checkpoint_bytes, checkpoint_memory),
         checkpoint_bytes=checkpoint_bytes,
     )
+
+
+def drafter_window(window: int | None) -> int:
+    """The window of a drafter's layer, where None stands for a layer that sees all positions."""
+    return min(window or DRAFTER_WINDOW, DRAFTER_WINDOW)
+
+
+def drafter_pages(window: int, *, target_pages: int, lanes: int, block: int, page_size: int) -> int:
+    """Pages of a drafter's layers with this window: enough for the windows and blocks of all lanes, and no more than the target
+    has."""
+    return min(target_pages, lanes * (pages_for(window + block, page_size) + 1))
+
+
+def check_heads(spec: ModelSpec, kv_dtype: str) -> None:
+    """Raise BadSetting if heads of this model cannot be stored in this dtype."""
+    for mixer in (layer.mixer for layer in spec.layers):
+        if kv_dtype == "int4" and isinstance(mixer, AttentionSpec) and mixer.head_dim % INT4_MULTIPLE:
+            raise BadSetting(
+                f"--kv-dtype int4: {mixer.head_dim}, the size of a head, is no multiple of {INT4_MULTIPLE}; use int8"
+            )
 
 
 def page_budget(plan: MemoryPlan, spec: ModelSpec, *, memory: int, step_tokens: int, drafter_bytes: int = 0) -> int:

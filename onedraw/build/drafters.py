@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from onedraw.backends.devices import float_dtype
-from onedraw.backends.memory_plan import MemoryPlan
+from onedraw.backends.memory_plan import INT4_MULTIPLE, MemoryPlan, drafter_pages, drafter_window
 from onedraw.backends.packing import gpu_packed_savings, is_gpu_packed
 from onedraw.build.checkpoint import Progress, cache_folder, open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
@@ -30,7 +30,7 @@ from onedraw.models.dflash import check_drafter_fits, is_drafter, read_drafter_i
 from onedraw.models.mtp import MtpSpec, has_mtp, read_mtp_info
 from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.models.source import ModelSource
-from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec
+from onedraw.models.spec import DTYPE_BYTES, AttentionSpec, DrafterSpec, ModelSpec, kv_head_bytes
 from onedraw.settings import DRAFT_WORDS, Settings
 from onedraw.speculation.draft_tree import build_tree
 from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Proposer
@@ -143,14 +143,26 @@ def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
             own.close()
     else:
         spec = read_mtp_info(checkpoint, info).spec
-    numbers = sum(2 * m.kv_heads * m.head_dim for layer in spec.layers if isinstance(m := layer.mixer, AttentionSpec))
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
 
     def size(plan: MemoryPlan) -> int:
-        weights = DTYPE_BYTES[float_dtype(plan.dtype)] * (spec.parameters + twice) - (saved if is_gpu_packed(plan.dtype) else 0)
-        # A drafter's keys and values are never quantized: they are small.
-        return weights + DTYPE_BYTES[float_dtype(plan.dtype)] * numbers * plan.page_size * (plan.pages[0] + 1)
+        dtype = float_dtype(plan.dtype)
+        weights = DTYPE_BYTES[dtype] * (spec.parameters + twice) - (saved if is_gpu_packed(plan.dtype) else 0)
+        pages = [plan.pages[0]] * len(mixers)  # a draft model or an MTP head has the target's pages
+        if isinstance(spec, DrafterSpec):
+            given = {"target_pages": plan.pages[0], "lanes": plan.max_batch, "block": spec.block, "page_size": plan.page_size}
+            pages = [drafter_pages(drafter_window(mixer.window), **given) for mixer in mixers]
+            dtype = drafter_kv_dtype(spec, plan.kv_dtype)
+        slots = [2 * mixer.kv_heads * kv_head_bytes(mixer.head_dim, dtype) * plan.page_size for mixer in mixers]
+        return weights + sum(size * (count + 1) for size, count in zip(slots, pages, strict=True))
 
     return size
+
+
+def drafter_kv_dtype(spec: DrafterSpec, target: str) -> str:
+    """Return the dtype of a DFlash drafter's keys and values: the target's, where the drafter's heads can have it."""
+    narrow = target == "int4" and any(layer.attention.head_dim % INT4_MULTIPLE for layer in spec.layers)
+    return "int8" if narrow else target
 
 
 class DeviceDrafter(Protocol):
@@ -205,6 +217,7 @@ class DrafterBuilder:
         from onedraw.backends.torch.drafters.draft_model import DraftingModel, DraftModel, MtpHead, SmallModel
         from onedraw.backends.torch.model.transformer import Transformer
         from onedraw.backends.torch.runner.pipeline import StageDevice
+        from onedraw.backends.torch.state.kv_pages import KV_DTYPES
 
         sizes = {"lanes": settings.lanes, "max_context": max_context}
 
@@ -222,8 +235,16 @@ class DrafterBuilder:
                     check_drafter_fits(drafter.spec, target.spec)
                     arrange = lambda candidates: build_tree(candidates, settings.tree_budget)  # noqa: E731
                     width = CANDIDATES if settings.tree_budget else 1
+                    kept = "" if settings.kv_dtype == "auto" else drafter_kv_dtype(drafter.spec, settings.kv_dtype)
                     return DflashDrafter(
-                        drafter.spec, drafter.weights, target=transformer, layout=layout, arrange=arrange, width=width, **sizes
+                        drafter.spec,
+                        drafter.weights,
+                        target=transformer,
+                        layout=layout,
+                        arrange=arrange,
+                        width=width,
+                        kv_dtype=KV_DTYPES.get(kept),
+                        **sizes,
                     )
                 model = read_model_info(checkpoint)
                 self._check_model(self.source, checkpoint, model, target)

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from onedraw.backends.devices import KV_QUANT_DTYPES, Device, activation_precision, float_dtype, kv_precision
+from onedraw.backends.devices import Device, activation_precision, float_dtype, kv_precision
 from onedraw.backends.memory_plan import (
     DEFAULT_KV_BYTES,
     DRAFTS_PER_LANE,
     RUNTIME_RESERVE,
     MemoryPlan,
     StepBytes,
+    check_heads,
     human_bytes,
     memory_plan,
     page_budget,
@@ -28,7 +29,7 @@ from onedraw.backends.packing import PACKED_DTYPES, matrix_kinds, plan_weight_st
 from onedraw.backends.placement import SplitPlan, StoredWeights, longest_context, plan_or_advise, plan_split
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.registry import ModelInfo
-from onedraw.models.spec import ModelSpec
+from onedraw.models.spec import KV_BITS, ModelSpec
 from onedraw.settings import DEFAULT_LANES, Settings
 
 DrafterBytes = Callable[[MemoryPlan], int]
@@ -175,10 +176,8 @@ def plan_devices(
                 f"--kv-memory {human_bytes(settings.kv_memory)} does not fit here; lower or omit it. In detail: {error}"
             ) from None
         others: dict[str, Callable[[int], SplitPlan]] = {}
-        smaller = smaller_kv_dtypes(plan, devices)
-        if smaller:
-            how = f"with --kv-dtype {' or '.join(smaller)}"
-            others[how] = lambda context: fit.split(context, smaller[0], drafter=drafter)
+        for names in smaller_kv_dtypes(plan, info.spec, devices):
+            others[f"with --kv-dtype {' or '.join(names)}"] = partial(fit.split, kv_dtype=names[0], drafter=drafter)
         if drafter is not None:
             others["without a drafter (--draft none)"] = lambda context: fit.split(context)
         longest = {how: longest_context(make, plan.max_context) for how, make in others.items()}
@@ -245,7 +244,7 @@ def _fit(
     plan = fit.plan(settings)
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
         given = {"memory": devices[0].memory, "step_tokens": settings.step_tokens}
-        for _ in range(2):  # twice, because a drafter has as many pages as the model, and the first plan decides their number
+        for _ in range(2):  # twice, because a drafter's pages depend on the model's, and the first plan decides their number
             kv_bytes = page_budget(plan, info.spec, drafter_bytes=0 if drafter is None else drafter(plan), **given)
             fit = replace(fit, kv_bytes=kv_bytes)
             plan = fit.plan(settings)
@@ -295,19 +294,23 @@ def longest_contexts(
     fit, plan = _fit(replace(settings, max_batch=1, kv_memory=None), info, devices, drafter=None)
     fit = replace(fit, kv_bytes=0)
     found = []
-    for kv_dtype in (plan.kv_dtype, *smaller_kv_dtypes(plan, devices)[:1]):
+    for kv_dtype in (plan.kv_dtype, *(names[0] for names in smaller_kv_dtypes(plan, info.spec, devices))):
         for name, size in {"": None, **drafters}.items():
             make = partial(fit.split, kv_dtype=kv_dtype, drafter=size)
             found.append(ContextLimit(kv_dtype, name, longest_context(make, info.spec.max_context)))
     return tuple(found)
 
 
-def smaller_kv_dtypes(plan: MemoryPlan, devices: Sequence[Device]) -> list[str]:
-    """Return the KV dtypes that these devices support and that are smaller than the plan's. All of them have the same size."""
-    found = []
-    for name in ("int8", "fp8") if plan.kv_dtype not in KV_QUANT_DTYPES else ():
+def smaller_kv_dtypes(plan: MemoryPlan, spec: ModelSpec, devices: Sequence[Device]) -> list[list[str]]:
+    """Return the KV dtypes that model and devices support and that are smaller than the plan's: lists of the same size, the
+    largest first."""
+    found: dict[int, list[str]] = {}
+    for name in ("int8", "fp8", "int4"):
         try:
-            found.append(kv_precision(name, products=plan.dtype, devices=devices))
+            check_heads(spec, name)
+            kv_precision(name, products=plan.dtype, devices=devices)
         except BadSetting:
             continue
-    return found
+        if KV_BITS[name] < KV_BITS[plan.kv_dtype]:
+            found.setdefault(KV_BITS[name], []).append(name)
+    return list(found.values())

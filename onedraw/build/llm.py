@@ -417,7 +417,9 @@ def _torch_backend_on(
             pipeline=pipeline,
             max_in_flight=len(stage_devices) if overlap else 1,
             ahead={"auto": None, "on": True, "off": False}[settings.ahead],
-            make_drafter=None if drafter is None else drafter.maker(settings, info, max_context=plan.max_context),
+            make_drafter=None
+            if drafter is None
+            else drafter.maker(replace(settings, kv_dtype=plan.kv_dtype), info, max_context=plan.max_context),
             progress=partial(report_layers, notify),
         )
     except BaseException:

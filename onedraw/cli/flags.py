@@ -46,9 +46,9 @@ SETTINGS_HELP: Mapping[str, str] = {
     "step_seconds": "how long a step may compute prompts while replies are generated, which wait for its end; 0: no limit",
     "page_size": "positions per KV page; a divisor of 64",
     "kv_memory": "memory for KV pages, like 512MiB or 2GiB",
-    "kv_dtype": "dtype of the KV cache; fp8 and int8 store 8 bits with a scale per token and head, half the bytes of bf16; bf16 "
-    "and f16 may be combined with products in f32; auto: the dtype of the products, or f16 with packed weights on a CPU "
-    "(default: ONEDRAW_KV_DTYPE, or auto)",
+    "kv_dtype": "dtype of the KV cache; fp8 and int8 store 8 bits with a scale per token and head, half the bytes of bf16, and "
+    "int4 stores 4 bits; bf16 and f16 may be combined with products in f32; auto: the dtype of the products, or f16 with packed "
+    "weights on a CPU (default: ONEDRAW_KV_DTYPE, or auto)",
     "state_dtype": "dtype of recurrent state; only f32 keeps answers exact",
     "draft_memory": "memory for rolling back drafts on recurrent layers, like 1GiB; it limits the drafts of a step",
     "checkpoint_memory": "memory for checkpoints of prompts (recurrent state, last logits), reused by equal prefixes; 0: off",

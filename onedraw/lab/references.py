@@ -25,7 +25,7 @@ from onedraw.checkpoints.download import resolve_model
 from onedraw.checkpoints.random_weights import is_random, shape_config
 from onedraw.errors import BadSetting
 from onedraw.models.registry import read_model_info
-from onedraw.models.spec import KV_BYTES, KV_SCALE_BYTES, STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec
+from onedraw.models.spec import STATE_BYTES, AttentionSpec, ModelSpec, MoeSpec, kv_head_bytes
 from onedraw.models.weight_names import WeightKey, weight_shapes
 from onedraw.settings import Settings, default_cache_dir
 
@@ -56,7 +56,7 @@ def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
     mixer = spec.layers[index].mixer
     if isinstance(mixer, AttentionSpec):
         positions = context if mixer.window is None else min(context, mixer.window)
-        return 2 * positions * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
+        return 2 * positions * mixer.kv_heads * kv_head_bytes(mixer.head_dim, dtype)
     return 2 * STATE_BYTES * mixer.value_heads * mixer.key_dim * mixer.value_dim  # The state is read and written.
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
-KV_BYTES = {**DTYPE_BYTES, "fp8": 1, "int8": 1}  # bytes of one element of a cached key or value
-KV_SCALE_BYTES = {"fp8": 4, "int8": 4}  # bytes per head and position of the scale of a quantized key or value
+KV_BITS = {"f32": 32, "bf16": 16, "f16": 16, "fp8": 8, "int8": 8, "int4": 4}  # bits of one element of a cached key or value
+KV_SCALE_BYTES = {"fp8": 4, "int8": 4, "int4": 4}  # bytes per head and position of the scale of a quantized key or value
 
 STATE_BYTES = 4  # recurrent states are float32 for every model dtype
 
@@ -28,6 +28,11 @@ Norm = Literal["narrow", "wide"]
 Gate = Literal["sigmoid", "softplus"]
 DrafterLayout = Literal["z-lab", "speculators", "gguf", "gguf-draft"]
 Shapes = dict[str, tuple[int, ...]]
+
+
+def kv_head_bytes(head_dim: int, dtype: str) -> int:
+    """Bytes of one cached head of a key or of a value, with its scale if it is quantized."""
+    return head_dim * KV_BITS[dtype] // 8 + KV_SCALE_BYTES.get(dtype, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +336,7 @@ class ModelSpec:
         mixer = self.layers[index].mixer
         if isinstance(mixer, DeltaSpec) or mixer.reuses is not None:
             return 0
-        return 2 * page_size * mixer.kv_heads * (mixer.head_dim * KV_BYTES[dtype] + KV_SCALE_BYTES.get(dtype, 0))
+        return 2 * page_size * mixer.kv_heads * kv_head_bytes(mixer.head_dim, dtype)
 
     def lane_bytes(self, index: int) -> int:
         """Bytes of recurrent state per lane in one layer; 0 for attention."""

@@ -76,11 +76,11 @@ def test_keys_and_values_have_the_dtype_of_the_products_or_a_narrower_one() -> N
     assert [kv_precision("auto", products=p) for p in ("f32", "bf16", "packed", "packed-f32", "packed-bf16", "f16")] == [
         "f32", "bf16", "f16", "f32", "bf16", "f16",
     ]  # fmt: skip
-    assert [kv_precision(kind, products="packed") for kind in ("f32", "bf16", "f16", "fp8", "int8")] == [
-        "f32", "bf16", "f16", "fp8", "int8",
+    assert [kv_precision(kind, products="packed") for kind in ("f32", "bf16", "f16", "fp8", "int8", "int4")] == [
+        "f32", "bf16", "f16", "fp8", "int8", "int4",
     ]  # fmt: skip
     for products, requested in (("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("packed-f16", "f32")):
-        with pytest.raises(BadSetting, match="use auto, fp8 or int8"):
+        with pytest.raises(BadSetting, match="use auto, fp8, int8 or int4"):
             kv_precision(requested, products=products)
 
 

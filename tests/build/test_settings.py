@@ -75,7 +75,7 @@ def test_device_names_is_a_list_for_one_device_too() -> None:
         ({"backend": "xla", "dtype": "f16"}, "--dtype f16: the xla backend"),
         ({"backend": "xla", "activation_dtype": "f16"}, "--activation-dtype f16: the xla backend"),
         ({"backend": "xla", "kv_dtype": "int8"}, "--kv-dtype: the xla backend"),
-        ({"kv_dtype": "int4"}, "--kv-dtype: 'int4' is not one of auto, f32, bf16, f16, fp8, int8"),
+        ({"kv_dtype": "int3"}, "--kv-dtype: 'int3' is not one of auto, f32, bf16, f16, fp8, int8, int4"),
         ({"backend": "xla", "threads": 2}, "--threads: XLA uses all available cores"),
         ({"backend": "xla", "overlap": "on"}, "--overlap on: the xla backend"),
         ({"backend": "xla", "draft": ("mtp",)}, "--draft mtp: the xla backend runs no device drafters"),

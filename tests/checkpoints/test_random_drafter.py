@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from onedraw.backends.devices import parse_device
 from onedraw.backends.packing import gpu_packed_savings
 from onedraw.build.drafters import drafter_bytes
-from onedraw.build.fit_devices import plan_devices
+from onedraw.build.fit_devices import memory_plan_for, plan_devices
 from onedraw.build.llm import build_llm
 from onedraw.checkpoints.random_weights import DRAFTER_SHAPES, SHAPES, open_random, open_random_drafter
 from onedraw.errors import ModelNotFound, OutOfMemory
@@ -61,9 +62,23 @@ def test_random_drafts_change_no_token(tmp_path: Path) -> None:
     assert drafted > 20
 
 
+@pytest.mark.parametrize(("kv_dtype", "lanes"), [("bf16", 1), ("int8", 1), ("int4", 1), ("int4", 8)])
+def test_keys_and_values_of_a_drafter_take_a_small_part_of_a_long_context(kv_dtype: str, lanes: int) -> None:
+    checkpoint = open_random("random:qwen3.6-27b-q4_k_m")
+    info = read_model_info(checkpoint)
+    size = drafter_bytes(Path("random:qwen3.6-27b-dflash-q4_k_m"), info, checkpoint)
+    assert size is not None
+    settings = Settings(max_context=131_072, max_batch=lanes, kv_memory=9 * 2**30 if kv_dtype == "bf16" else 5 * 2**30)
+    if kv_dtype == "int4":
+        settings = dataclasses.replace(settings, kv_memory=2_164 * 2**20)
+    plan = memory_plan_for(settings, info, dtype="packed-bf16", kv_dtype=kv_dtype)
+    empty = dataclasses.replace(plan, groups=tuple(dataclasses.replace(group, pages=0) for group in plan.groups))
+    assert 0 < size(plan) - size(empty) < 0.06 * plan.kv_bytes
+
+
 @pytest.mark.parametrize(("drafter", "fits"), [("-q4_k_m", True), ("-q8_0", True), ("", False)])
 def test_a_24_gigabyte_gpu_fits_a_quantized_drafter_with_a_quantized_model(drafter: str, fits: bool) -> None:
-    context = 32_768
+    context = 49_152
     checkpoint = open_random("random:qwen3.6-27b-q4_k_m")
     info, path = read_model_info(checkpoint), Path(f"random:qwen3.6-27b-dflash{drafter}")
     settings = Settings(model="random:qwen3.6-27b-q4_k_m", max_context=context, max_batch=1, checkpoint_memory=0)

@@ -239,6 +239,7 @@ def test_the_longest_context_that_fits_is_stated_with_and_without_a_drafter(term
     fits = {(fit["kv_dtype"], bool(fit["drafter"])): fit["context"] for fit in terminal.json(*model, "--json")["fits"]}
     assert fits["int8", False] > 131_072 > fits["bf16", False] > fits["bf16", True] > 32_768
     assert fits["int8", False] > fits["int8", True] > fits["bf16", True]
+    assert fits["int4", True] > 131_072
     given = ("--max-batch", "1")
     assert terminal.run(*model, *given, "--max-context", str(fits["bf16", False])) == 0
     assert terminal.run(*model, *given, "--max-context", str(fits["bf16", False] + 64)) != 0
@@ -267,7 +268,9 @@ def test_a_dtype_of_keys_and_values_is_planned_with_its_scales(terminal: Termina
     assert "--kv-dtype fp8: cuda/sm86/24GiB (sm86) has no fp8 conversion" in terminal.err
     ada = ("inspect", "random:qwen3.6-27b-q4_k_m", "--devices", "cuda/sm89/24GiB", "--max-context", "131072")
     assert terminal.run(*ada) != 0
-    assert " with --kv-dtype int8 or fp8" in terminal.err
+    assert re.search(r" with --kv-dtype int8 or fp8 and \d+ with --kv-dtype int4", terminal.err)
+    report = terminal.json(*model, "--kv-dtype", "int4", "--json")["memory"]
+    assert report["groups"][0]["page_bytes"] == 16 * attending * 2 * kv_heads * (dim // 2 + 4)
 
 
 CARDS = ("--devices", "cuda/sm86/24GiB,cuda/sm86/24GiB", "--max-context", "262144")

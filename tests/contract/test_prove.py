@@ -191,7 +191,7 @@ def some_rows(monkeypatch: pytest.MonkeyPatch, *wanted: str) -> None:
 HALVES, TOGETHER = "split in two", "split in two, overlapped"
 
 
-@pytest.mark.parametrize(("name", "kv"), [("qwen3", "auto"), ("qwen3_5", "auto"), ("qwen3", "fp8")])
+@pytest.mark.parametrize(("name", "kv"), [("qwen3", "auto"), ("qwen3_5", "auto"), ("qwen3", "fp8"), ("qwen3_5", "int4")])
 def test_splits_and_restarts_of_a_real_model_are_the_same(
     name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""8-bit KV cache: codes and scales that are written, attention over them, and equal bits for any batch, chunk or tile.
+"""Quantized KV cache: codes and scales that are written, attention over them, and equal bits for any batch, chunk or tile.
 
 On a GPU; without one the kernels alone, under Triton's interpreter.
 """
@@ -18,13 +18,14 @@ from torch import Tensor
 from onedraw.backends.torch.ops.cuda.attention import attend
 from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape, stage_attention_inputs
 from onedraw.backends.torch.ops.cuda.commit import move_kept_kv, verify_drafts
-from onedraw.backends.torch.ops.cuda.kv_quant import unpack_pairs
+from onedraw.backends.torch.ops.cuda.hadamard import transform_outputs
+from onedraw.backends.torch.ops.cuda.kv_quant import unpack_words
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
 from onedraw.backends.torch.ops.plain.elementwise import rms_norm, rope_table, rotate
 from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.inputs import InputLayout, Inputs, Span, lay_out
-from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore, encode
+from onedraw.backends.torch.state.kv_pages import KV_DTYPES, PageStore, code_values, encode, transformed
 from onedraw.models.spec import AttentionSpec, RopeSpec
 from onedraw.types import Draft
 
@@ -35,7 +36,7 @@ pytestmark = [
 ]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's numpy has no bf16
-KINDS = ("int8", "fp8")  # the interpreter's rounding to fp8 loses a carry, so its codes differ from plain torch's
+KINDS = ("int8", "fp8", "int4")  # the interpreter's rounding to fp8 loses a carry, so its codes differ from plain torch's
 PAGE = 16
 PAGES = 60 if INTERPRETED else 700
 LONG = 100 if INTERPRETED else 2300
@@ -83,6 +84,7 @@ class AttentionCase:
         store = PageStore(self.spec, pages=PAGES, page_size=PAGE, dtype=self.kind, device=DEVICE)
         for number, (codes, scales) in enumerate(((store.keys, store.key_scales), (store.values, store.value_scales))):
             heads = normal(len(codes) * PAGE, self.spec.head_dim, seed=21 + number) * (0.1 + number)
+            heads = transformed(heads, kept=True) if store.transforms else heads
             found, scale = encode(heads, self.kind)
             assert scales is not None
             codes.copy_(found.view(codes.shape))
@@ -108,9 +110,11 @@ def slow_attention(case: AttentionCase, inputs: Inputs, qkv: Tensor, store: Page
     assert store.value_scales is not None
     pairs = ((store.keys, store.key_scales), (store.values, store.value_scales))
     keys, values = (
-        codes.float().view(-1, spec.kv_heads, PAGE, spec.head_dim).double() * scales.view(-1, spec.kv_heads, PAGE, 1).double()
+        code_values(codes.view(-1, spec.kv_heads, PAGE, store.width)).double() * scales.view(-1, spec.kv_heads, PAGE, 1).double()
         for codes, scales in pairs
     )
+    if store.transforms:  # the transform of a transform is the head itself
+        keys, values = (transformed(heads, kept=False).double() for heads in (keys, values))
     firsts, out = inputs.host_firsts(spec.window), []
     for token in range(len(qkv)):
         slots = np.arange(firsts[token], inputs.host_ends[token] + 1)
@@ -126,27 +130,36 @@ def slow_attention(case: AttentionCase, inputs: Inputs, qkv: Tensor, store: Page
 
 
 @triton.jit
-def _unpack(pairs, lower, upper, kind: tl.constexpr, FP8: tl.constexpr, N: tl.constexpr):
+def _unpack(words, out, kind: tl.constexpr, KV_QUANT: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, N)
-    low, up = unpack_pairs(tl.load(pairs + at), kind, FP8)
-    tl.store(lower + at, low)
-    tl.store(upper + at, up)
+    parts = unpack_words(tl.load(words + at), kind, KV_QUANT)
+    for part in tl.static_range(PARTS):
+        tl.store(out + part * N + at, parts[part])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
 def test_every_code_is_unpacked_to_its_value(kind: str, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-    pairs = torch.stack([codes, codes.flip(0)], 1).view(torch.int16).view(-1).to(DEVICE)
-    found = [torch.empty(256, dtype=dtype, device=DEVICE) for _ in range(2)]
-    _unpack[(1,)](pairs, *found, kind=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, FP8=kind == "fp8", N=256)
-    for got, given in zip(found, (codes, codes.flip(0)), strict=True):
-        expected = given.view(KV_DTYPES[kind]).float()
-        sound = torch.isfinite(expected)  # fp8 has two NaN codes, which are never written
-        assert torch.equal(got.cpu().float()[sound], expected[sound])
+    words = torch.stack([codes, codes.flip(0)], 1)
+    expected = code_values(words.view(KV_DTYPES[kind])).float()  # [256, codes of a word]
+    found = torch.empty(expected.T.shape, dtype=dtype, device=DEVICE)
+    numbers = {"KV_QUANT": 1 + KINDS.index(kind), "PARTS": len(found), "N": 256}
+    given = words.view(torch.int16).view(-1).to(DEVICE)
+    _unpack[(1,)](given, found, kind=tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, **numbers)
+    sound = torch.isfinite(expected)  # fp8 has two NaN codes, which are never written
+    assert torch.equal(found.T.cpu().float()[sound], expected[sound])
 
 
-@pytest.mark.parametrize("kind", KINDS[:1] if INTERPRETED else KINDS)
+@pytest.mark.parametrize("dim", [32, 96, 256])
+def test_outputs_are_transformed_as_in_plain_torch(dim: int) -> None:
+    heads = normal(3, 5 * dim, seed=6)
+    expected = transformed(heads.view(3, 5, dim), kept=False).to(DTYPE).view(3, -1)
+    transform_outputs(heads, heads=5, dim=dim, pdl=False)
+    assert torch.equal(heads, expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "fp8" or not INTERPRETED])
 @pytest.mark.parametrize("index", range(len(SPECS)))
 def test_codes_and_scales_are_written_as_in_plain_torch(index: int, kind: str) -> None:
     case = AttentionCase(SPECS[index], kind)
@@ -245,7 +258,7 @@ def test_a_kept_draft_is_moved_with_its_scales(kind: str) -> None:
     verified = verify_drafts(samples, tokens=tokens, parents=parents, rows=rows, longest=1 + len(TREE))
     assert verified.kept[0, :4].tolist() == [1, 4, 5, -1]
     table = torch.tensor([case.tables[0]], dtype=torch.int32, device=DEVICE)
-    for pair, head_bytes in ((("keys", "values"), spec.head_dim), (("key_scales", "value_scales"), 4)):
+    for pair, head_bytes in ((("keys", "values"), store.width), (("key_scales", "value_scales"), 4)):
         stores = torch.tensor([[store.parts()[name].data_ptr() for name in pair]], device=DEVICE)
         sizes = {"kv_heads": spec.kv_heads, "head_bytes": head_bytes, "page_size": PAGE}
         move_kept_kv(stores, verified, rows=rows, page_table=table, **sizes)

@@ -292,6 +292,18 @@ def test_context_that_waits_while_prompts_come_keeps_none_of_theirs() -> None:
     assert all(always[at] == drafts for at, drafts in now_and_then.items())
 
 
+def test_a_drafter_with_pages_for_its_windows_drafts_as_one_with_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply of 28 pages, of which a window sees six. With fewer pages than that, a window loses positions."""
+    monkeypatch.setattr("onedraw.backends.memory_plan.DRAFTER_WINDOW", 32)
+    found = listen(1)
+    monkeypatch.setattr("onedraw.backends.torch.drafters.context_pages.drafter_pages", lambda window, **given: 200)
+    expected = listen(1)
+    assert len(expected) > 150
+    assert found == expected
+    monkeypatch.setattr("onedraw.backends.torch.drafters.context_pages.drafter_pages", lambda window, **given: 3)
+    assert listen(1) != expected
+
+
 class CountingDrafter(DflashDrafter):
     """Counts the positions whose context is written."""
 

@@ -1,4 +1,5 @@
-"""The contract with 8-bit keys and values: quantized once when written, with one scale per vector, and read by every kernel."""
+"""The contract with keys and values of 8 and 4 bits: quantized once when written, with a scale per vector, and read by every
+kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from onedraw.backends.torch.backend import TorchBackend
 from onedraw.backends.torch.ops.plain.ops import TorchAttentionInputs
-from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state import kv_pages
+from onedraw.backends.torch.state.kv_pages import PageStore, encode
 from onedraw.models.spec import AttentionSpec
 from tests.laws.harness import Answer, KnownAnswerProposer, Schedule, plain, run, same
 from tests.laws.test_modern import LATE, PAGES
@@ -21,7 +23,7 @@ from tests.laws.test_snapshots import folder_of
 from tests.support import tiny
 from tests.support.torch_backend import make_backend
 
-KINDS = ("int8", "fp8")
+KINDS = ("int8", "fp8", "int4")
 FAMILIES = ("llama", "qwen3_5_odd", "gemma4_e2b", "laguna_odd")
 REQUESTS = [CONVERSATION[i] for i in (0, 2, 3, 4)]  # first messages, a second turn, a prompt that shares a part of the first one
 
@@ -49,6 +51,7 @@ COVERED = [
     *((name, kind, "kernels") for name in FAMILIES for kind in KINDS),
     ("llama", "fp8", "torch"),
     ("gemma4_e2b", "int8", "torch"),
+    ("llama", "int4", "torch"),
 ]
 
 
@@ -107,21 +110,37 @@ def without_scales(name: str) -> Any:
     return faulty
 
 
-@pytest.mark.parametrize("fault", ["copy_pages", "move", "fill"])
+@pytest.mark.parametrize(("fault", "kind"), [("copy_pages", "int8"), ("move", "int8"), ("fill", "int8"), ("move", "int4")])
 def test_a_scale_that_is_not_copied_with_its_page_is_caught(
-    folders: dict[str, Path], tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], tmp_path: Path, fault: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders["llama"]
-    expected = plain_answers(folder, "int8")
-    run(backend_of(folder, "int8"), REQUESTS[:1], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
+    expected = plain_answers(folder, kind)
+    run(backend_of(folder, kind), REQUESTS[:1], Schedule(reuse=True, snapshots=folder_of(tmp_path)))
     monkeypatch.setattr(PageStore, fault, without_scales(fault))
     schedule = {
         "copy_pages": Schedule(reuse=True, arrivals=LATE, snapshots=folder_of(tmp_path)),
         "move": Schedule(proposer=drafts_of(expected, tree=True)),
         "fill": Schedule(reuse=True, arrivals=LATE, snapshots=folder_of(tmp_path)),
     }[fault]
-    got, _ = run(backend_of(folder, "int8"), REQUESTS, schedule)
+    got, _ = run(backend_of(folder, kind), REQUESTS, schedule)
     assert not same(got, expected)
+
+
+def test_a_scale_that_all_heads_of_a_step_share_is_caught(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of a step get one scale together, which a neighbour with a larger key changes."""
+    folder = folders["llama"]
+    expected = plain_answers(folder, "int4", kernels=False)
+    monkeypatch.setattr(kv_pages, "encode", with_one_scale)
+    alone = plain_answers(folder, "int4", kernels=False)
+    batch, _ = run(backend_of(folder, "int4", kernels=False), REQUESTS, Schedule())
+    assert not same(alone, expected)
+    assert not same(batch, alone)
+
+
+def with_one_scale(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    codes, scales = encode(heads.flatten(), dtype)
+    return codes.view(*heads.shape[:-1], -1), scales.expand(heads.shape[:-1])
 
 
 def test_a_chunk_that_reads_its_own_keys_before_they_are_quantized_is_caught(

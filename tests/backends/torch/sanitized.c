@@ -106,19 +106,19 @@ static void check_attention(thread_pool *t, long dim) {
     INTERNAL(onedraw_attention)(qkv, out, &a, TOKENS, t);
     INTERNAL(onedraw_attention)(qkv, out, &a, 1, t);
     /* And over pages of every kind, in memory that is no larger than they need. */
-    const long bytes[5] = {4, 2, 2, 1, 1};
-    for (long kept = 1; kept < 5; kept++) {
+    const long bits[6] = {32, 16, 16, 8, 8, 4};
+    for (long kept = 1; kept < 6; kept++) {
         attention narrow = a;
         narrow.kv_dtype = kept;
-        narrow.keys = calloc(store, bytes[kept]);
-        narrow.values = calloc(store, bytes[kept]);
-        if (bytes[kept] == 1) {
+        narrow.keys = calloc(store * bits[kept] / 8, 1);
+        narrow.values = calloc(store * bits[kept] / 8, 1);
+        if (bits[kept] <= 8) {
             narrow.key_scales = floats_of(store / dim);
             narrow.value_scales = floats_of(store / dim);
         }
         INTERNAL(onedraw_attention)(qkv, out, &narrow, TOKENS, t);
         free(narrow.keys); free(narrow.values);
-        if (bytes[kept] == 1) { free(narrow.key_scales); free(narrow.value_scales); }
+        if (bits[kept] <= 8) { free(narrow.key_scales); free(narrow.value_scales); }
     }
     /* The same turn through a layer whose weights are of four kinds. */
     part parts[3] = {packed(4, heads * dim, 256, 0, t), packed(10, kv * dim, 256, heads * dim, t),

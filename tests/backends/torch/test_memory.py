@@ -18,7 +18,14 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("name", "kv"),
-    [("qwen3_5_odd", "f32"), ("qwen3_5_moe", "bf16"), ("gemma4_e2b", "f32"), ("gemma4_e2b", "int8"), ("laguna", "fp8")],
+    [
+        ("qwen3_5_odd", "f32"),
+        ("qwen3_5_moe", "bf16"),
+        ("gemma4_e2b", "f32"),
+        ("gemma4_e2b", "int8"),
+        ("laguna", "fp8"),
+        ("qwen3_5_odd", "int4"),
+    ],
 )
 def test_the_backend_allocates_the_planned_bytes(name: str, kv: str) -> None:
     spec = tiny_modern.spec(name)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from onedraw.backends.torch.ops.cuda import attention, delta_chunked, experts, linear, tree_attention
+from onedraw.backends.torch.ops.cuda import attention, delta_chunked, experts, hadamard, linear, rope, tree_attention
 from onedraw.backends.torch.ops.cuda.attention_inputs import AttentionShape
 from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, choose_tile
 from tests.backends.torch.compiling import compiled
@@ -32,6 +32,8 @@ def test_products_fit_on_small_cards(rows: int, n: int, k: int) -> None:
         *((h, k, d, "bf16") for h, k, d in ((32, 8, 64), (32, 8, 128), (24, 4, 256), (32, 4, 512))),
         (24, 4, 256, "int8"),
         (32, 8, 128, "fp8"),
+        (24, 4, 256, "int4"),
+        (32, 8, 64, "int4"),
     ],
 )
 @pytest.mark.parametrize("tree", [False, True])
@@ -40,7 +42,7 @@ def test_attention_fits_on_small_cards(heads: int, kv_heads: int, dim: int, kept
     """Float and quantized KV caches; the tallest tile, and the lowest one for tree nodes."""
     small, shared = capability == SM86, SMALL_SHARED if capability == SM86 else HOPPER_SHARED
     height = AttentionShape(heads, kv_heads, dim, None, 200, small_shared_memory=small).tile_heights[0 if tree else -1]
-    kv_quant = {"bf16": 0, "int8": 1, "fp8": 2}[kept]
+    kv_quant = {"bf16": 0, "int8": 1, "fp8": 2, "int4": 3}[kept]
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("keys", "values"), "*i16" if kv_quant else "*bf16")
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     pointers |= dict.fromkeys(("split_acc", "split_max", "split_sum"), "*fp32") | {"scale": "fp32"}
@@ -83,3 +85,18 @@ def test_chunked_delta_and_experts_fit_on_small_cards() -> None:
             numbers["BLOCK_N"] = columns // 2 if gate else columns
             kernel = compiled(experts._grouped_gemm, kinds, numbers, capability=SM86, num_warps=4, num_stages=3)
             assert kernel.metadata.shared <= SMALL_SHARED
+
+
+@pytest.mark.parametrize("dim", [64, 96, 256])
+@pytest.mark.parametrize("capability", [75, SM86])
+def test_transforms_of_heads_for_keys_and_values_of_4_bits_compile(dim: int, capability: int) -> None:
+    dtype, block = "*fp16" if capability == 75 else "*bf16", triton.next_power_of_2(dim)
+    sizes = {"HEADS": 6, "D": dim, "BLOCK_D": block, "BLOCK_HEADS": 4, "EXPONENT": hadamard.exponent_of(dim), "PDL": False}
+    options = {"capability": capability, "num_warps": 4}
+    assert compiled(hadamard._transform_outputs, {"x": dtype}, sizes, **options).metadata.shared <= SMALL_SHARED
+    kinds = dict.fromkeys(("x", "queries", "cos_sin", "q_norm", "k_norm"), dtype) | dict.fromkeys(("keys", "values"), "*u8")
+    kinds |= dict.fromkeys(("key_scales", "value_scales"), "*fp32") | {"eps": "fp32"}
+    kinds |= dict.fromkeys(("positions", "rows", "slots", "page_table"), "*i32")
+    sizes |= {"KV_HEADS": 2, "ROTARY_HALF": dim // 2, "PAGE_SIZE": 16, "LARGEST": 15.0, "SCALES": 16.5}
+    flags = {"Q_NORM": True, "K_NORM": True, "FP32_WEIGHT": False, "V_NORM": False, "KEYS_AS_VALUES": False}
+    assert compiled(rope._norm_rope_and_cache, kinds, {**sizes, **flags}, **options).metadata.shared <= SMALL_SHARED

@@ -95,6 +95,7 @@ def test_captured_stages_pass_under_the_interpreter(tmp_path: Path) -> None:
 def test_a_quantized_cache_passes_under_the_interpreter(tmp_path: Path) -> None:
     tests = [
         "test_every_code_is_unpacked_to_its_value",
+        "test_outputs_are_transformed_as_in_plain_torch",
         "test_codes_and_scales_are_written_as_in_plain_torch",
         "test_a_value_that_is_not_finite_affects_only_its_row",
         "test_quantized_attention_is_right_and_no_batch_chunk_or_tile_changes_a_bit",

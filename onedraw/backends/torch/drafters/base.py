@@ -22,7 +22,7 @@ from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.model.transformer import Transformer
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
-from onedraw.backends.torch.state.model_state import ModelState
+from onedraw.backends.torch.state.model_state import StageState
 from onedraw.sampling.draft_ranking import HistoryCounts, rank_candidates
 from onedraw.types import Draft, History, Plan, Row, RowOutcome, SamplingParams
 
@@ -55,8 +55,8 @@ class Drafter(Protocol):
         ...
 
     @property
-    def state(self) -> ModelState:
-        """The drafter's KV pages, which have the numbers of the target's first page group."""
+    def state(self) -> StageState:
+        """The drafter's KV pages, by the numbers of the target's first page group."""
         ...
 
     def open(self, rows: Sequence[Row]) -> None:

@@ -1,9 +1,9 @@
 """A DFlash drafter on the device: features of the target's committed tokens in, drafts for the next row out.
 
 In: after every step, the captured residual streams and the kept tokens. Out: drafts per row. Context keys and values are
-written once per committed position, into pages numbered like the target's; a block of [last token, mask …] then drafts several
-positions in one pass, through the target's own embedding and head. The block's keys are past the committed positions, where the
-next commit overwrites them before anything reads them.
+written once per committed position, into pages of the drafter's own that hold its windows (`context_pages.py`); a block of [last
+token, mask …] then drafts several positions in one pass, through the target's own embedding and head. The block's keys are past
+the committed positions, where the next commit overwrites them before anything reads them.
 
 The target is the model that is drafted for. A feature is its residual stream at a position after one of the layers that the
 drafter names; the context is the drafter's keys and values of committed positions, computed from their features. A lane is the
@@ -20,7 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from onedraw.backends.memory_plan import drafter_window
 from onedraw.backends.torch.drafters.base import CompletedStep, DraftedPosition, Ranker, drafting_sampler, room_ahead
+from onedraw.backends.torch.drafters.context_pages import ContextPages
 from onedraw.backends.torch.model.block_convolution import LayerConvolutions
 from onedraw.backends.torch.model.layer import AttentionMixer, Layer, load_layer, rope_tables, run_layer
 from onedraw.backends.torch.model.transformer import Transformer
@@ -29,10 +31,9 @@ from onedraw.backends.torch.ops.base import PreparedInputs
 from onedraw.backends.torch.ops.plain.linear import Linear
 from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
 from onedraw.backends.torch.state.kv_pages import PageStore
-from onedraw.backends.torch.state.model_state import ModelState, StateSizes
 from onedraw.models.dflash import DrafterWeights
 from onedraw.models.source import LazyTensor
-from onedraw.models.spec import DrafterSpec
+from onedraw.models.spec import DrafterSpec, LayerSpec
 from onedraw.types import Draft, Row, RowOutcome
 
 # On a CPU the drafter proposes the first third of the vocabulary, at least this many tokens: BPE vocabularies begin with the most
@@ -71,6 +72,10 @@ class Context:
     def count(self) -> int:
         return len(self.places)
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
 
 @dataclass(frozen=True, slots=True)
 class CandidateSelector:
@@ -107,9 +112,12 @@ class DflashDrafter:
         max_context: int,
         arrange: Arrange,
         width: int = 1,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """Load the drafter. `arrange` gets `width` candidates per position, or more: one for a chain, CANDIDATES for a tree."""
-        self._spec, self._target, self._layout, self._arrange = spec, target, layout.alone, arrange
+        """Load the drafter. `arrange` gets `width` candidates per position, or more: one for a chain, CANDIDATES for a tree.
+        `kv_dtype`: that of its keys and values, by default of the target's products."""
+        spec = replace(spec, layers=tuple(map(_with_window, spec.layers)))
+        self._spec, self._target, self._arrange = spec, target, arrange
         self._max_context = max_context
         self._ops, self._device = target.ops, target.device
         loader = WeightLoader(weights, ops=self._ops, dtype=target.dtype, device=self._device)
@@ -140,8 +148,10 @@ class DflashDrafter:
                 made = replace(made, convolutions=LayerConvolutions.load(index, spec.convolution, loader), fused=None)
             self._layers.append(made)
             self._contexts.append(loader.linear(index, "k", "v"))
-        sizes = StateSizes(pages=self._layout.scratch, page_size=layout.page_size)
-        self.state = ModelState(spec.layers, sizes, dtype=target.dtype, device=self._device)
+        self.state = ContextPages(
+            spec.layers, target=layout, lanes=lanes, block=spec.block, dtype=kv_dtype or target.dtype, device=self._device
+        )
+        self._layout = self.state.layout
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes, *drafting_sampler(target, lanes, None if vocab == spec.draft_vocab else vocab))
         self._feature_bytes = len(self.feature_layers) * spec.target_hidden * target.activation.itemsize  # of a position
@@ -229,7 +239,7 @@ class DflashDrafter:
             return
         firsts = np.cumsum([0, *(context.count for context in contexts)]).tolist()
         spans = [Span(first, context.count, context.start) for first, context in zip(firsts, contexts, strict=False)]
-        pages = [context.row.pages[:1] for context in contexts]
+        pages = [self.state.tables(context.row.pages[0], start=context.start, stop=context.stop) for context in contexts]
         placed = lay_out([0] * firsts[-1], spans, pages, layout=self._layout, device=self._device)
         joined = self._joined([place for context in contexts for place in context.places], len(placed.host_tokens))
         if self._feature_norms is not None:
@@ -269,7 +279,10 @@ class DflashDrafter:
         tokens = [token for block in blocks for token in (block.sampled[-1], *[mask] * (block.count - 1))]
         firsts = np.cumsum([0, *(block.count for block in blocks)]).tolist()
         spans = [Span(first, block.count, block.start, anchored=True) for first, block in zip(firsts, blocks, strict=False)]
-        pages = [block.row.pages[:1] for block in blocks]
+        pages = [
+            self.state.tables(block.row.pages[0], start=block.start, stop=block.start + block.count, seen=block.start)
+            for block in blocks
+        ]
         placed = {
             causal: lay_out(
                 tokens, [replace(span, whole=not causal) for span in spans], pages, layout=self._layout, device=self._device
@@ -342,6 +355,11 @@ class DflashDrafter:
                 ranked.append(self._ranker.rank(block.row, ids[slot], scores, position=block.start + depth, arm=arm))
                 before = ranked[-1][0][0]
         return ranked
+
+
+def _with_window(layer: LayerSpec) -> LayerSpec:
+    """The layer with the window that it has here, also if its file gives it none."""
+    return replace(layer, mixer=replace(layer.attention, window=drafter_window(layer.attention.window)))
 
 
 def _ends(row: Row, outcome: RowOutcome) -> bool:

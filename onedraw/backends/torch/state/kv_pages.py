@@ -1,9 +1,13 @@
 """Keys and values of one layer in pages, and the place of each token in them.
 
 In: the step's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, with one scratch page more
-than the allocator lends: padding tokens write there, and blocks past a sequence's end read it under a mask. 8-bit codes (int8,
-fp8) are keys and values divided by a scale; the scales are in pages of their own under the same numbers, and whatever moves a
+than the allocator lends: padding tokens write there, and blocks past a sequence's end read it under a mask. Codes (int8, fp8,
+int4) are keys and values divided by a scale; the scales are in pages of their own under the same numbers, and whatever moves a
 page moves both. A slot is a position within a page. Axes: T tokens, P pages, S slots of a page, K key heads of size D.
+
+Keys and values of 4 bits are those of a Walsh-Hadamard transform of every head, which spreads a large number over the whole head,
+so that one scale serves all of them. Queries are transformed too, which leaves every score as it was, and so is the output of
+attention, which undoes the transform of the values.
 """
 
 from __future__ import annotations
@@ -17,14 +21,19 @@ from torch import Tensor
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import AttentionSpec
 
-# The largest magnitude of each 8-bit dtype. These dtypes have one scale per token and key head.
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+INT4 = torch.uint8  # a byte has the 4-bit codes of two neighbouring numbers, the first in its lower half
+# The largest magnitude of the codes of each dtype, and the number of scales that the largest number of a head is taken for. These
+# dtypes have one scale per token and key head. Codes of 4 bits stand for the odd numbers from -15 to 15; the largest numbers of a
+# head are cut by up to a tenth, which makes the error of all others smaller.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, INT4: 15.0}
+SCALES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, INT4: 16.5}
 KV_DTYPES = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
     "f16": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
+    "int4": INT4,
 }
 
 
@@ -33,12 +42,40 @@ def coded(dtype: torch.dtype) -> bool:
     return dtype in LARGEST
 
 
+def transformed(heads: Tensor, *, kept: bool) -> Tensor:
+    """The Walsh-Hadamard transform of heads [..., D], in float32, in blocks of the largest power of two that divides D.
+
+    The product of a transformed query and a transformed key (`kept`) is that of query and key. Both are multiplied by a power of
+    two, which rounds nothing, so for a block of 2^n numbers their factors are 2^-(n/2) with n/2 rounded down and up.
+    """
+    dim, x, half = heads.shape[-1], heads.float(), 1
+    block = dim & -dim
+    while half < block:
+        first, second = x.view(*heads.shape[:-1], -1, 2, half).unbind(-2)
+        x = torch.stack((first + second, first - second), -2)
+        half *= 2
+    exponent = block.bit_length() - 1
+    return x.view(heads.shape) * 2.0 ** -((exponent + 1) // 2 if kept else exponent // 2)
+
+
 def encode(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize heads of finite numbers [..., D]: their 8-bit codes [..., D], and their scales [...]. Ties go to the even code."""
+    """Quantize heads of finite numbers [..., D]: their codes [..., D], of 4 bits [..., D / 2]; and their scales [...]. Ties go to
+    the even code. 4-bit codes are those of heads that are transformed already."""
     wide, largest = heads.float(), LARGEST[dtype]
-    scales = wide.abs().amax(-1) / largest
+    scales = wide.abs().amax(-1) / SCALES[dtype]
     ratios = torch.where(scales.unsqueeze(-1) > 0, wide / scales.unsqueeze(-1), 0.0).clamp_(-largest, largest)
+    if dtype == INT4:
+        codes = ratios.add_(largest).mul_(0.5).round_().to(torch.uint8)
+        return codes[..., 0::2] | codes[..., 1::2] << 4, scales
     return (ratios.round_() if dtype == torch.int8 else ratios).to(dtype), scales
+
+
+def code_values(codes: Tensor) -> Tensor:
+    """The numbers that codes stand for, before they are multiplied by their scale: of 4-bit codes [..., D / 2], numbers
+    [..., D]."""
+    if codes.dtype != INT4:
+        return codes
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) * 2 - 15
 
 
 def bits(store: Tensor) -> Tensor:
@@ -47,11 +84,13 @@ def bits(store: Tensor) -> Tensor:
 
 
 class PageStore:
-    """Keys and values of one layer, each [P * K, S * D] with a row per page and head; and scales of 8-bit codes, [P * K, S]."""
+    """Keys and values of one layer, each [P * K, S * D] with a row per page and head (S * D / 2 bytes of 4-bit codes); and scales
+    of codes, [P * K, S]."""
 
     def __init__(self, spec: AttentionSpec, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         rows = (pages + 1) * spec.kv_heads
-        shape = (rows, page_size * spec.head_dim)
+        self.width = spec.head_dim // 2 if dtype == INT4 else spec.head_dim  # elements of the stores for one head
+        shape = (rows, page_size * self.width)
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
         if rows * page_size >= 2**31:  # a slot number would not fit into the 32 bits that kernels use
@@ -67,12 +106,16 @@ class PageStore:
                 f"{pages} pages of {page_size} positions do not fit into the memory of {device}; "
                 f"lower --kv-memory, --max-context or --max-batch"
             ) from None
-        self.dim = spec.head_dim
         self._page_size, self._heads = page_size, spec.kv_heads
 
     @property
+    def transforms(self) -> bool:
+        """Whether heads are transformed (`transformed`) before they are quantized."""
+        return self.keys.dtype == INT4
+
+    @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Scales of keys and of values; None unless they are 8-bit codes."""
+        """Scales of keys and of values; None unless they are codes."""
         return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     def parts(self) -> dict[str, Tensor]:
@@ -118,6 +161,8 @@ class PageStore:
         have no NaN, so there it is the key's scale that is NaN, for a key that is not finite too.
         """
         if self.key_scales is not None and self.value_scales is not None:
+            if self.transforms:
+                keys, values = transformed(keys, kept=True), transformed(values, kept=True)
             sound = (torch.isfinite(keys) & torch.isfinite(values)).all(-1)
             for given, store, scales in ((keys, self.keys, self.key_scales), (values, self.values, self.value_scales)):
                 codes, found = encode(given.masked_fill(~sound.unsqueeze(-1), 0.0), store.dtype)
@@ -131,7 +176,7 @@ class PageStore:
         self._put(self.values, values.masked_fill(broken, 0.0), places)
 
     def _put(self, store: Tensor, heads: Tensor, places: Tensor) -> None:
-        store.view(-1, self.dim).index_copy_(0, places, heads.reshape(-1, self.dim))
+        store.view(-1, self.width).index_copy_(0, places, heads.reshape(-1, self.width))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

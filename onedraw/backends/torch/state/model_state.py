@@ -228,7 +228,7 @@ class Snapshots:
     are reinterpreted as bf16. Owner: the backend."""
 
     def __init__(
-        self, states: Sequence[StageState], drafter: ModelState | None, kept: CheckpointLogits, dtype: torch.dtype
+        self, states: Sequence[StageState], drafter: StageState | None, kept: CheckpointLogits, dtype: torch.dtype
     ) -> None:
         self._named: list[tuple[str, StageState]] = [("layer", state) for state in states]
         if drafter is not None:

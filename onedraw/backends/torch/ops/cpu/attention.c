@@ -27,11 +27,12 @@ static void norm_and_rope_head(float *x, const attention *a, long position, cons
 }
 
 /* Writes one head's key and value to its page. If the value is not finite as stored, zeros are stored in its place and NaN in
- * place of the key: a query that sees the key gets NaN, and others, which multiply the value by zero, are not affected. 8-bit
- * codes have no NaN, so there the key's scale is NaN, for a key that is not finite too. */
+ * place of the key: a query that sees the key gets NaN, and others, which multiply the value by zero, are not affected. Codes
+ * have no NaN, so there the key's scale is NaN, for a key that is not finite too. */
 static void write_head(float *key, float *value, const attention *a, long head) {
     long place = head * a->dim;
     if (a->key_scales) {
+        if (a->kv_dtype == KV_INT4) transform_head(key, a->dim, 1), transform_head(value, a->dim, 1);
         int finite = head_is_finite(key, a->dim) && head_is_finite(value, a->dim);
         for (long d = 0; !finite && d < a->dim; d++) key[d] = value[d] = 0.0f;
         float scale = put_codes(key, a->keys, a->kv_dtype, place, a->dim);
@@ -51,7 +52,10 @@ static void prepare_token(float *qkv, const attention *a, long t) {
     long position = a->positions[t], slot = a->slots[t];
     long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
     float *row = qkv + t * a->width, own[a->dim];
-    for (long h = 0; h < a->heads; h++) norm_and_rope_head(row + h * a->dim, a, position, a->q_norm);
+    for (long h = 0; h < a->heads; h++) {
+        norm_and_rope_head(row + h * a->dim, a, position, a->q_norm);
+        if (a->kv_dtype == KV_INT4) transform_head(row + h * a->dim, a->dim, 0);
+    }
     for (long h = 0; a->writes && h < a->kv_heads; h++) {
         float *key = row + (a->heads + h) * a->dim, *value = a->keys_as_values ? key : key + a->kv_heads * a->dim;
         if (a->norm_values) norm_row(value, 0, own, a->dim, a->eps);
@@ -80,8 +84,8 @@ static void places_of(const attention *a, long t, long head, long start, long lo
 
 /* Requests the cache lines of a head of a store, which are read soon. */
 INLINE void fetch(const void *store, const long kind, long place, long dim) {
-    const char *from = (const char *)store + place * kv_bytes(kind);
-    for (long byte = 0; byte < dim * kv_bytes(kind); byte += 64) __builtin_prefetch(from + byte);
+    const char *from = (const char *)store + place * kv_bits(kind) / 8;
+    for (long byte = 0; byte < dim * kv_bits(kind) / 8; byte += 64) __builtin_prefetch(from + byte);
 }
 
 /* Reads the keys of a block at the positions [low, high), widened to multiples of sixteen, as floats: to[d][position]. */
@@ -131,7 +135,7 @@ INLINE void load_values(float *to, const attention *a, const long kind, const lo
 static void load_block(float *keys, float *values, const attention *a, const long *places, const long *next, long low, long high) {
 #define LOAD(kind) \
     case kind: load_keys(keys, a, kind, places, low, high); load_values(values, a, kind, places, next, low, high); break
-    switch (a->kv_dtype) { LOAD(KV_F32); LOAD(KV_BF16); LOAD(KV_F16); LOAD(KV_FP8); LOAD(KV_INT8); }
+    switch (a->kv_dtype) { LOAD(KV_F32); LOAD(KV_BF16); LOAD(KV_F16); LOAD(KV_FP8); LOAD(KV_INT8); LOAD(KV_INT4); }
 #undef LOAD
 }
 
@@ -234,8 +238,9 @@ static void merge(results all, long i, results next, long from, long width) {
 
 /* Writes the attention of query i. Adding zero turns -0 into 0, since products with values that are not attended to may have
  * done so too. */
-static void finish(float *out, results all, long i, long dim, long width) {
-    for (long d = 0; d < dim; d++) out[d] = all.sums[i * width + d] / all.totals[i] + 0.0f;
+static void finish(float *out, const attention *a, results all, long i, long width) {
+    for (long d = 0; d < a->dim; d++) out[d] = all.sums[i * width + d] / all.totals[i] + 0.0f;
+    if (a->kv_dtype == KV_INT4) transform_head(out, a->dim, 0);
 }
 
 /* ------------------------------------------------------------------ tiles */
@@ -305,7 +310,7 @@ static void attend_tile(const float *qkv, float *out, const attention *a, tile w
             if (sees(a, w.token + i / w.heads, span)) merge(all, i, next, i, width);
     }
     for (long i = 0; i < queries; i++)
-        finish(out + ((w.token + i / w.heads) * a->heads + w.head + i % w.heads) * a->dim, all, i, a->dim, width);
+        finish(out + ((w.token + i / w.heads) * a->heads + w.head + i % w.heads) * a->dim, a, all, i, width);
 }
 
 /* ------------------------------------------------------------------ division of the work */
@@ -393,7 +398,7 @@ static void attend_in_rounds(worker *m, const float *qkv, float *out, const atte
                 if (start == d->base) all.peaks[at] = -INFINITY, all.totals[at] = 0.0f, memset(all.sums + at * width, 0, width * 4);
                 for (long s = 0; s < count; s++)
                     if (sees(a, t, start + s)) merge(all, at, waiting(a, d, tokens, s), at, width);
-                if (start + count == stop) finish(out + (t * a->heads + h) * a->dim, all, at, a->dim, width);
+                if (start + count == stop) finish(out + (t * a->heads + h) * a->dim, a, all, at, width);
             }
         });
     }

@@ -21,8 +21,8 @@ typedef struct {
     const float *rope_table;           /* [positions][2][rotary / 2] cos and sin */
     const int64_t *positions, *slots, *firsts, *ends, *rows, *table;
     const int64_t *tails, *paths;  /* null if no token is a node of a draft tree */
-    float *keys, *values;  /* [page][kv_head][slot][dim], of the type that kv_dtype says */
-    float *key_scales, *value_scales;  /* of 8-bit codes: [page][kv_head][slot]; otherwise null */
+    float *keys, *values;  /* [page][kv_head][slot][dim], of the type that kv_dtype says; codes of 4 bits share bytes */
+    float *key_scales, *value_scales;  /* of codes: [page][kv_head][slot]; otherwise null */
     long kv_dtype;  /* type of keys and values, an enum of kv_quant.h */
     /* Scratch memory for `room` floats, in which results wait when threads share a long context. Its size changes no bit. */
     float *waiting;

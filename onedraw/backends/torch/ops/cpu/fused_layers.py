@@ -19,7 +19,7 @@ from onedraw.backends.torch.ops.base import AttentionInputs, DenseLayer
 from onedraw.backends.torch.ops.cpu.library import FLOAT, LONG, POINTER, Kernels
 from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear
 from onedraw.backends.torch.runner.inputs import Inputs
-from onedraw.backends.torch.state.kv_pages import PageStore
+from onedraw.backends.torch.state.kv_pages import INT4, PageStore
 from onedraw.models.spec import AttentionSpec
 
 # ------------------------------------------------------------------ attention
@@ -41,7 +41,7 @@ class AttentionArguments(ctypes.Structure):
 
 
 # The dtypes of KV pages and of the residual stream; the index of a dtype is its number in the enum of kv_quant.h.
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, INT4)
 
 
 def point_to_pages(arguments: Any, store: PageStore) -> None:

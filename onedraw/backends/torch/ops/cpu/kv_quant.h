@@ -1,6 +1,6 @@
-/* Conversion of keys and values to and from the formats of KV pages: float32, bf16, f16, or 8-bit codes with a scale per token
- * and head. Heads are converted one at a time. A code is an 8-bit number that is multiplied by the scale. The reference in
- * plain torch is ../../state/kv_pages.py. */
+/* Conversion of keys and values to and from the formats of KV pages: float32, bf16, f16, or codes with a scale per token and
+ * head. Heads are converted one at a time. A code is a number of 8 or 4 bits that is multiplied by the scale; those of 4 bits
+ * are codes of transformed heads. The reference in plain torch is ../../state/kv_pages.py. */
 
 #ifndef ONEDRAW_KV_QUANT_H
 #define ONEDRAW_KV_QUANT_H
@@ -11,9 +11,9 @@
 
 #include "lanes.h"
 
-enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8 }; /* in the order of KV_DTYPES in fused_layers.py */
+enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8, KV_INT4 }; /* in the order of KV_DTYPES in fused_layers.py */
 
-INLINE long kv_bytes(long kind) { return kind == KV_F32 ? 4 : kind == KV_BF16 || kind == KV_F16 ? 2 : 1; }
+INLINE long kv_bits(long kind) { return kind == KV_F32 ? 32 : kind == KV_BF16 || kind == KV_F16 ? 16 : kind == KV_INT4 ? 4 : 8; }
 
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
@@ -52,16 +52,45 @@ INLINE float fp8_to_float(uint8_t code) {
     return x * 0x1p120f;
 }
 
+/* The Walsh-Hadamard transform of a head in blocks of the largest power of two that divides dim, in place. `kept` is 1 for keys
+ * and values, and 0 for queries and outputs of attention; their factors are powers of two whose product makes the transform
+ * of both undo itself. */
+INLINE void transform_head(float *x, long dim, int kept) {
+    long block = dim & -dim, exponent = __builtin_ctzl((unsigned long)dim);
+    for (long half = 1; half < block; half *= 2)
+        for (long start = 0; start < dim; start += 2 * half)
+            for (long d = start; d < start + half; d++) {
+                float first = x[d], second = x[d + half];
+                x[d] = first + second;
+                x[d + half] = first - second;
+            }
+    float factor = 1.0f / (float)(1L << (exponent + kept) / 2);
+    for (long d = 0; d < dim; d++) x[d] *= factor;
+}
+
 INLINE int head_is_finite(const float *x, long dim) {
     int finite = 1;
     for (long d = 0; d < dim; d++) finite &= (bits_of(x[d]) & 0x7fffffff) < 0x7f800000;
     return finite;
 }
 
+/* The code of a number that is divided by its scale, |ratio| <= 15: codes 0 ... 15 stand for the odd numbers -15 ... 15. */
+INLINE uint8_t four_bits(float x, float scale) {
+    float ratio = scale > 0.0f ? x / scale : 0.0f;
+    ratio = ratio > 15.0f ? 15.0f : ratio < -15.0f ? -15.0f : ratio;
+    return (uint8_t)rintf((ratio + 15.0f) * 0.5f);
+}
+
 /* Quantizes one head x to codes at offset `place` of the store; returns the scale. */
 INLINE float put_codes(const float *x, void *store, long kind, long place, long dim) {
     float largest = 0.0f, most = kind == KV_INT8 ? 127.0f : 448.0f;
     for (long d = 0; d < dim; d++) largest = fabsf(x[d]) > largest ? fabsf(x[d]) : largest;
+    if (kind == KV_INT4) {
+        float scale = largest / 16.5f;
+        uint8_t *pairs = (uint8_t *)store + place / 2;
+        for (long d = 0; d < dim; d += 2) pairs[d / 2] = (uint8_t)(four_bits(x[d], scale) | four_bits(x[d + 1], scale) << 4);
+        return scale;
+    }
     float scale = largest / most;
     for (long d = 0; d < dim; d++) {
         float ratio = scale > 0.0f ? x[d] / scale : 0.0f;
@@ -80,6 +109,13 @@ INLINE floats get_numbers(const void *store, const long kind, long at) {
         case KV_F16: return f_halves((const uint16_t *)store + at);
         case KV_INT8: return f_signed((const int8_t *)store + at);
     }
+    if (kind == KV_INT4) {
+        const uint8_t *pairs = (const uint8_t *)store + at / 2;
+        int8_t codes[16];
+        for (int i = 0; i < 8; i++) codes[2 * i] = (int8_t)(2 * (pairs[i] & 15) - 15);
+        for (int i = 0; i < 8; i++) codes[2 * i + 1] = (int8_t)(2 * (pairs[i] >> 4) - 15);
+        return f_signed(codes);
+    }
     float x[16];
     for (int i = 0; i < 16; i++) x[i] = fp8_to_float(((const uint8_t *)store)[at + i]);
     return f_load(x);
@@ -91,6 +127,7 @@ INLINE float get_number(const void *store, const long kind, long at) {
         case KV_BF16: return bfloat_to_float(((const uint16_t *)store)[at]);
         case KV_F16: return half_to_float(((const uint16_t *)store)[at]);
         case KV_INT8: return ((const int8_t *)store)[at];
+        case KV_INT4: return (float)(2 * (((const uint8_t *)store)[at / 2] >> 4 * (at % 2) & 15) - 15);
     }
     return fp8_to_float(((const uint8_t *)store)[at]);
 }

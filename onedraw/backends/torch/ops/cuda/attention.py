@@ -10,8 +10,8 @@ A tile holds a few neighbouring queries of one row, times the query heads that s
 blocks are accumulated in order by online softmax, and splits are merged from front to back. Either one program processes all
 splits of its tile (`SEQUENTIAL`), or each split has its own program and `merge_splits` merges them: the same operations in the
 same order. The row sum of the softmax is computed by `tl.dot` like the weighted values, since the order of `tl.sum` depends on
-the tile's layout. Masked keys add exact zeros. Quantized keys and values (8-bit codes with a scale per head and position) enter
-as (q · code) times the key's scale, and as the softmax weight times the value's scale. So batch size, prompt chunking, tile
+the tile's layout. Masked keys add exact zeros. Quantized keys and values (codes with a scale per head and position) enter as
+(q · code) times the key's scale, and as the softmax weight times the value's scale. So batch size, prompt chunking, tile
 height and split parallelism never change a bit of a row.
 
 The nodes of a verify tree share all key blocks that end before the drafts begin (TREE_PREFIX): tiles of many nodes read these and
@@ -32,11 +32,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.ops.cuda.hadamard import transform_outputs
+from onedraw.backends.torch.ops.cuda.kv_quant import FP8, INT4, INT8, join_columns, split_columns
 from onedraw.backends.torch.ops.cuda.linear import SMALL_SHARED, launch_options, shared_memory
 from onedraw.backends.torch.ops.cuda.online_softmax import (
     accumulate,
     accumulate_quantized,
     key_slots,
+    load_query_parts,
     merge_split,
     merge_splits,
     quantized_scores,
@@ -159,11 +162,10 @@ def _attend(
     next_slots = key_slots(start_key, row_pages, head, table_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
     wait_for_inputs(PDL)
     dtype = q.dtype.element_ty
-    if KV_QUANT:  # even and odd dimensions are multiplied separately, see `quantized_scores`
-        pair = tl.arange(0, BLOCK_D // 2)
-        pair_mask = live[:, None] & (pair < D // 2)[None, :]
-        even_query = tl.load(q_ptrs + 2 * pair[None, :], mask=pair_mask, other=0.0)
-        odd_query = tl.load(q_ptrs + 2 * pair[None, :] + 1, mask=pair_mask, other=0.0)
+    PARTS: tl.constexpr = 4 if KV_QUANT == INT4 else 2  # codes in a word of 16 bits
+    if KV_QUANT:
+        word = tl.arange(0, BLOCK_D // PARTS)
+        queries = load_query_parts(q_ptrs, word, live[:, None] & (word < D // PARTS)[None, :], PARTS)
     else:
         query = tl.load(q_ptrs + d[None, :], mask=live[:, None] & d_mask[None, :], other=0.0)
     ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=dtype)
@@ -175,7 +177,7 @@ def _attend(
         sums_s = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
         acc_s = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         if KV_QUANT:
-            even, odd = tl.split(tl.reshape(acc_s, (BLOCK_M, BLOCK_D // 2, 2)))
+            accs = split_columns(acc_s, PARTS)
         start_key = tl.maximum(split_start(split, FIRST_SPLIT), low // BLOCK_KEYS * BLOCK_KEYS)
         stop_key = tl.minimum(split_start(split + 1, FIRST_SPLIT), high + 1)
         # The blocks that no query masks come first, then the others. The slots of the next block are loaded while one is
@@ -200,12 +202,10 @@ def _attend(
             next_slots = key_slots(start + BLOCK_KEYS, row_pages, head, table_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)
             visible = (position[None, :] >= first_key[:, None]) & (position[None, :] <= last_key[:, None])
             if KV_QUANT:
-                scores = quantized_scores(
-                    keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE
-                )
+                scores = quantized_scores(keys, key_scales, queries, slots, in_range, word, scale, D, KV_QUANT, IEEE)
                 scores = tl.where(visible, scores, float("-inf"))
-                row_max_s, sums_s, even, odd = accumulate_quantized(
-                    scores, values, value_scales, slots, in_range, pair, ones, row_max_s, sums_s, even, odd, D, KV_QUANT, IEEE
+                row_max_s, sums_s, accs = accumulate_quantized(
+                    scores, values, value_scales, slots, in_range, word, ones, row_max_s, sums_s, accs, D, KV_QUANT, IEEE
                 )
             else:
                 offsets = slots.to(tl.int64) * D
@@ -215,7 +215,7 @@ def _attend(
                 scores = tl.where(visible, scores, float("-inf"))
                 row_max_s, sums_s, acc_s = accumulate(scores, value, ones, row_max_s, sums_s, acc_s, IEEE)
         if KV_QUANT:
-            acc_s = tl.reshape(tl.join(even, odd), (BLOCK_M, BLOCK_D))
+            acc_s = join_columns(accs, PARTS)
         row_sum_s = tl.max(sums_s, 1)
         if SEQUENTIAL:
             row_max, row_sum, acc = merge_split(row_max, row_sum, acc, row_max_s, row_sum_s, acc_s)
@@ -250,14 +250,15 @@ def attend(
     pdl: bool = False,
 ) -> Tensor:
     """Attention of q [T, H * D] (rows of stride 1) over KV pages [P * K, S * D] → [T, H * D]. `scales`: those of quantized keys
-    and values, [P * K, S] each."""
+    and values, [P * K, S] each. If they are of 4 bits, q is transformed like the keys, and the output is transformed back."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
-    block_d = triton.next_power_of_2(dim) if scales is None else max(triton.next_power_of_2(dim), 32)
+    kv_quant = 0 if scales is None else {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.uint8: INT4}[keys.dtype].value
+    # A product needs 16 columns, for each place in a word of codes.
+    block_d = max(triton.next_power_of_2(dim), {0: 1, INT4.value: 64}.get(kv_quant, 32))
     splits = max((tile_set.splits for tile_set in tile_sets if not tile_set.sequential), default=0)
     merge_count = sum(len(tile_set.merge_tokens) for tile_set in tile_sets)
     split_max, split_sum = (torch.empty(splits, merge_count, heads, dtype=torch.float32, device=q.device) for _ in range(2))
     split_acc = torch.empty(splits, merge_count, heads, dim, dtype=torch.float32, device=q.device)
-    kv_quant = 0 if scales is None else 1 if keys.dtype == torch.int8 else 2
     stores = (keys, values) if scales is None else (keys.view(torch.int16), values.view(torch.int16))
     tensors = (q, *stores, *(scales or (None, None)), out, split_acc, split_max, split_sum)
     key_ranges, strides, scale = (
@@ -318,6 +319,8 @@ def attend(
                 SPLITS_PER_LOAD=splits_per_load,
                 num_warps=max(1, min(4, block_d // 64)),
             )
+    if kv_quant == INT4.value:
+        transform_outputs(out, heads=heads, dim=dim, pdl=pdl)
     return out
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from onedraw.backends.torch.ops.cuda.kv_quant import unpack_pairs
+from onedraw.backends.torch.ops.cuda.kv_quant import INT4, unpack_words
 from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, load_int32, wait_for_inputs
 
 # ------------------------------------------------------------------ key blocks
@@ -67,37 +67,49 @@ def accumulate(scores, value, ones, row_max, sums, acc, IEEE: tl.constexpr):
 
 
 @triton.jit
-def quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D: tl.constexpr,
-                     KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    """Scores of a block of quantized keys. A 16-bit load has the codes of two neighbouring dimensions, so even and odd dimensions
-    are multiplied separately."""
-    mask = in_range[:, None] & (pair < D // 2)[None, :]
-    pair_offsets = (slots.to(tl.int64) * (D // 2))[:, None] + pair[None, :]
-    lower, upper = unpack_pairs(tl.load(keys + pair_offsets, mask=mask, other=0), even_query.dtype, KV_QUANT == 2)
-    scores = tl.dot(even_query, tl.trans(lower), input_precision="ieee" if IEEE else "tf32")
-    scores = tl.dot(odd_query, tl.trans(upper), scores, input_precision="ieee" if IEEE else "tf32")
+def load_query_parts(q_ptrs, word, mask, PARTS: tl.constexpr):
+    """Load the columns of a query by their place in a word of codes: PARTS arrays [ROWS, words], see `quantized_scores`."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts = parts + (tl.load(q_ptrs + PARTS * word[None, :] + part, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
+def quantized_scores(keys, key_scales, queries, slots, in_range, word, scale, D: tl.constexpr, KV_QUANT: tl.constexpr,
+                     IEEE: tl.constexpr):  # fmt: skip
+    """Scores of a block of quantized keys. A word of 16 bits has the codes of two or four neighbouring dimensions, so dimensions
+    are multiplied separately by their place in a word."""
+    PARTS: tl.constexpr = 4 if KV_QUANT == INT4 else 2
+    mask = in_range[:, None] & (word < D // PARTS)[None, :]
+    offsets = (slots.to(tl.int64) * (D // PARTS))[:, None] + word[None, :]
+    parts = unpack_words(tl.load(keys + offsets, mask=mask, other=0), queries[0].dtype, KV_QUANT)
+    scores = tl.dot(queries[0], tl.trans(parts[0]), input_precision="ieee" if IEEE else "tf32")
+    for part in tl.static_range(1, PARTS):
+        scores = tl.dot(queries[part], tl.trans(parts[part]), scores, input_precision="ieee" if IEEE else "tf32")
     return scores * (tl.load(key_scales + slots, mask=in_range, other=0.0) * scale)[None, :]
 
 
 @triton.jit
-def accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D: tl.constexpr,
+def accumulate_quantized(scores, values, value_scales, slots, in_range, word, ones, row_max, sums, accs, D: tl.constexpr,
                          KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    """Add a block of quantized values, like `accumulate`: the even and the odd one of two neighbouring columns have separate
-    accumulators."""
+    """Add a block of quantized values, like `accumulate`: columns have separate accumulators by their place in a word."""
+    PARTS: tl.constexpr = 4 if KV_QUANT == INT4 else 2
     dtype = ones.dtype
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(row_max - safe_max)
     probs = tl.exp2(scores - safe_max[:, None])
     sums = tl.dot(probs.to(dtype), ones, sums * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
-    pair_offsets = (slots.to(tl.int64) * (D // 2))[:, None] + pair[None, :]
-    lower, upper = unpack_pairs(
-        tl.load(values + pair_offsets, mask=in_range[:, None] & (pair < D // 2)[None, :], other=0), dtype, KV_QUANT == 2
-    )
+    offsets = (slots.to(tl.int64) * (D // PARTS))[:, None] + word[None, :]
+    mask = in_range[:, None] & (word < D // PARTS)[None, :]
+    parts = unpack_words(tl.load(values + offsets, mask=mask, other=0), dtype, KV_QUANT)
     scaled_probs = (probs * tl.load(value_scales + slots, mask=in_range, other=0.0)[None, :]).to(dtype)
-    even = tl.dot(scaled_probs, lower, even * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
-    odd = tl.dot(scaled_probs, upper, odd * rescale[:, None], input_precision="ieee" if IEEE else "tf32")
-    return new_max, sums, even, odd
+    found = ()
+    for part in tl.static_range(PARTS):
+        acc = accs[part] * rescale[:, None]
+        found = found + (tl.dot(scaled_probs, parts[part], acc, input_precision="ieee" if IEEE else "tf32"),)
+    return new_max, sums, found
 
 
 # ------------------------------------------------------------------ splits

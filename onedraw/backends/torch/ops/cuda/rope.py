@@ -4,8 +4,9 @@ In: the projections of a step [T, ≥ (H + 2K) * D], positions, and the slot of 
 values are written to their pages. Results are rounded where separate operations would round. Axes: T tokens, H query heads, K key
 and value heads, D the size of a head.
 
-A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. 8-bit pages store
-codes and scales (`kv_quant.py`); codes have no NaN, so there the key's scale is NaN. PDL is programmatic dependent launch: a
+A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. Quantized pages
+store codes and scales (`kv_quant.py`); codes have no NaN, so there the key's scale is NaN. For codes of 4 bits, queries, keys and
+values are transformed (`hadamard.py`). PDL is programmatic dependent launch: a
 kernel may start while the one before it ends, and waits before it reads what that one writes.
 """
 
@@ -17,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onedraw.backends.torch.ops.cuda.hadamard import exponent_of, transform_heads
 from onedraw.backends.torch.ops.cuda.kv_quant import quantize_heads
 from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
-from onedraw.backends.torch.state.kv_pages import LARGEST, PageStore
+from onedraw.backends.torch.state.kv_pages import LARGEST, SCALES, PageStore
 
 HEADS_PER_PROGRAM = 4
 
@@ -43,24 +45,30 @@ def _all_finite(x):
 
 
 @triton.jit
-def _write_kv(keys, values, key_scales, value_scales, key, value, offsets, head_slot, mask, head_mask, dtype: tl.constexpr,
-              QUANT_MAX: tl.constexpr):  # fmt: skip
-    """Store a token's keys and values, quantized if QUANT_MAX > 0. A head that is not finite is stored as NaN keys and zero
-    values."""
-    finite = _all_finite(value)
-    if QUANT_MAX > 0:
-        key = key.to(tl.float32)
-        finite = finite & _all_finite(key)
+def _write_kv(keys, values, key_scales, value_scales, key, value, d, head_slot, head_mask, dtype: tl.constexpr, D: tl.constexpr,
+              LARGEST: tl.constexpr, SCALES: tl.constexpr, EXPONENT: tl.constexpr):  # fmt: skip
+    """Store a token's keys and values, quantized if LARGEST > 0 and transformed before if EXPONENT > 0. A head that is not finite
+    is stored as NaN keys and zero values."""
+    if LARGEST > 0:
+        key, value = key.to(tl.float32), value.to(dtype).to(tl.float32)
+        if EXPONENT > 0:
+            key, value = transform_heads(key, EXPONENT, 1), transform_heads(value, EXPONENT, 1)
+        finite = _all_finite(value) & _all_finite(key)
         code_dtype: tl.constexpr = keys.dtype.element_ty
-        key_codes, key_scale = quantize_heads(tl.where(finite[:, None], key, 0.0), code_dtype, QUANT_MAX)
-        value_codes, value_scale = quantize_heads(
-            tl.where(finite[:, None], value.to(dtype).to(tl.float32), 0.0), code_dtype, QUANT_MAX
-        )
+        key_codes, key_scale = quantize_heads(tl.where(finite[:, None], key, 0.0), code_dtype, LARGEST, SCALES)
+        value_codes, value_scale = quantize_heads(tl.where(finite[:, None], value, 0.0), code_dtype, LARGEST, SCALES)
+        WIDTH: tl.constexpr = D // 2 if EXPONENT > 0 else D  # bytes of the codes of a head
+        place = tl.arange(0, key_codes.shape[1])
+        offsets = head_slot[:, None] * WIDTH + place[None, :]
+        mask = head_mask[:, None] & (place < WIDTH)[None, :]
         tl.store(keys + offsets, key_codes, mask=mask)
         tl.store(values + offsets, value_codes, mask=mask)
         tl.store(key_scales + head_slot, tl.where(finite, key_scale, float("nan")), mask=head_mask)
         tl.store(value_scales + head_slot, value_scale, mask=head_mask)
     else:
+        finite = _all_finite(value)
+        offsets = head_slot[:, None] * D + d[None, :]
+        mask = head_mask[:, None] & (d < D)[None, :]
         tl.store(keys + offsets, tl.where(finite[:, None], key, float("nan")).to(dtype), mask=mask)
         tl.store(values + offsets, tl.where(finite[:, None], value, 0.0).to(dtype), mask=mask)
 
@@ -95,7 +103,9 @@ def _norm_rope_and_cache(
     FP32_WEIGHT: tl.constexpr,
     V_NORM: tl.constexpr,
     KEYS_AS_VALUES: tl.constexpr,
-    QUANT_MAX: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SCALES: tl.constexpr,
+    EXPONENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Process some heads of one token. Columns of x: HEADS query heads, then KV_HEADS key heads, then KV_HEADS value heads. HEADS
@@ -139,12 +149,13 @@ def _norm_rope_and_cache(
     sin_part = (paired * sin[None, :]).to(dtype).to(tl.float32)
     rotated = tl.where(is_rotary[None, :], cos_part + sin_part, current).to(dtype)
     if is_query:
+        if EXPONENT > 0:
+            rotated = transform_heads(rotated.to(tl.float32), EXPONENT, 0).to(dtype)
         tl.store(queries + token * (HEADS * D) + head[:, None] * D + d[None, :], rotated, mask=mask)
     else:
         slot = tl.load(slots + token)
         page = tl.load(page_table + tl.load(rows + token).to(tl.int64) * table_width + slot // PAGE_SIZE).to(tl.int64)
         head_slot = (page * KV_HEADS + head) * PAGE_SIZE + slot % PAGE_SIZE
-        offsets = head_slot[:, None] * D + d[None, :]
         if KEYS_AS_VALUES:
             value = raw
         else:
@@ -153,7 +164,9 @@ def _norm_rope_and_cache(
             square = mean if KEYS_AS_VALUES else tl.sum(value * value, 1) * (1.0 / D)
             value = _scale_to_rms(value, square, k_norm, d, inside, eps, dtype, False, FP32_WEIGHT)
         head_mask = head < limit
-        _write_kv(keys, values, key_scales, value_scales, rotated, value, offsets, head_slot, mask, head_mask, dtype, QUANT_MAX)
+        _write_kv(
+            keys, values, key_scales, value_scales, rotated, value, d, head_slot, head_mask, dtype, D, LARGEST, SCALES, EXPONENT
+        )
 
 
 def norm_rope_and_cache(
@@ -213,7 +226,9 @@ def norm_rope_and_cache(
             FP32_WEIGHT=weight is not None and weight.dtype == torch.float32,
             V_NORM=v_norm,
             KEYS_AS_VALUES=keys_as_values,
-            QUANT_MAX=LARGEST.get(store.keys.dtype, 0.0),
+            LARGEST=LARGEST.get(store.keys.dtype, 0.0),
+            SCALES=SCALES.get(store.keys.dtype, 0.0),
+            EXPONENT=exponent_of(dim) if store.transforms else 0,
             PDL=pdl,
             num_warps=4,
             enable_fp_fusion=False,

@@ -16,9 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from onedraw.backends.torch.ops.cuda.kv_quant import INT4, join_columns, split_columns
 from onedraw.backends.torch.ops.cuda.online_softmax import (
     accumulate,
     accumulate_quantized,
+    load_query_parts,
     merge_split,
     merge_split_range,
     path_key_slots,
@@ -51,13 +53,14 @@ def _path_block(start, low, high, tree_start, path, row_pages, head, path_width,
 
 
 @triton.jit
-def _accumulate_quantized(scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, acc, D: tl.constexpr,
+def _accumulate_quantized(scores, values, value_scales, slots, in_range, word, ones, row_max, sums, acc, D: tl.constexpr,
                           KV_QUANT: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    even, odd = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
-    row_max, sums, even, odd = accumulate_quantized(
-        scores, values, value_scales, slots, in_range, pair, ones, row_max, sums, even, odd, D, KV_QUANT, IEEE
+    PARTS: tl.constexpr = 4 if KV_QUANT == INT4 else 2
+    accs = split_columns(acc, PARTS)
+    row_max, sums, accs = accumulate_quantized(
+        scores, values, value_scales, slots, in_range, word, ones, row_max, sums, accs, D, KV_QUANT, IEEE
     )
-    return row_max, sums, tl.reshape(tl.join(even, odd), (acc.shape[0], acc.shape[1]))
+    return row_max, sums, join_columns(accs, PARTS)
 
 
 @triton.jit(do_not_specialize=["merge_count", "path_width", "table_width"])
@@ -120,12 +123,11 @@ def attend_tree_paths(
     start_key = tl.maximum(split_start(begin_split, FIRST_SPLIT), low // BLOCK_KEYS * BLOCK_KEYS)
     dtype = q.dtype.element_ty
     q_ptrs = q + token.to(tl.int64) * q_stride + query_head[:, None] * D
-    if KV_QUANT:  # even and odd dimensions are multiplied separately, see `quantized_scores`
-        pair = tl.arange(0, BLOCK_D // 2)
-        pair_mask = live[:, None] & (pair < D // 2)[None, :]
-        even_query = tl.load(q_ptrs + 2 * pair[None, :], mask=pair_mask, other=0.0)
-        odd_query = tl.load(q_ptrs + 2 * pair[None, :] + 1, mask=pair_mask, other=0.0)
-        column_pair = tl.program_id(2) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    PARTS: tl.constexpr = 4 if KV_QUANT == INT4 else 2  # codes in a word of 16 bits
+    if KV_QUANT:
+        word = tl.arange(0, BLOCK_D // PARTS)
+        queries = load_query_parts(q_ptrs, word, live[:, None] & (word < D // PARTS)[None, :], PARTS)
+        column_word = tl.program_id(2) * (COLUMNS // PARTS) + tl.arange(0, COLUMNS // PARTS)
     else:
         query = tl.load(q_ptrs + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
     ones = tl.full((BLOCK_KEYS, 8), 1.0, dtype=dtype)
@@ -135,7 +137,7 @@ def attend_tree_paths(
         start_key, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS
     )
     if KV_QUANT:
-        scores = quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE)
+        scores = quantized_scores(keys, key_scales, queries, slots, in_range, word, scale, D, KV_QUANT, IEEE)
     else:
         offsets = slots.to(tl.int64) * D
         key = tl.load(keys + offsets[:, None] + d[None, :], mask=in_range[:, None] & (d < D)[None, :], other=0.0)
@@ -169,7 +171,7 @@ def attend_tree_paths(
     row_max, row_sum, acc = _repeat_rows(row_max, row_sum, acc, BLOCK_M // MERGE_HEADS)
     if KV_QUANT:
         row_max_s, sums_s, acc_s = _accumulate_quantized(
-            scores, values, value_scales, slots, in_range, column_pair, ones, row_max_s, sums_s, acc_s, D, KV_QUANT, IEEE
+            scores, values, value_scales, slots, in_range, column_word, ones, row_max_s, sums_s, acc_s, D, KV_QUANT, IEEE
         )
     else:
         row_max_s, sums_s, acc_s = accumulate(scores, value, ones, row_max_s, sums_s, acc_s, IEEE)
@@ -184,10 +186,10 @@ def attend_tree_paths(
             start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS, PAGE_SIZE, BLOCK_KEYS
         )
         if KV_QUANT:
-            scores = quantized_scores(keys, key_scales, even_query, odd_query, slots, in_range, pair, scale, D, KV_QUANT, IEEE)
+            scores = quantized_scores(keys, key_scales, queries, slots, in_range, word, scale, D, KV_QUANT, IEEE)
             scores = tl.where(live[:, None] & visible[None, :], scores, float("-inf"))
             row_max_s, sums_s, acc_s = _accumulate_quantized(
-                scores, values, value_scales, slots, in_range, column_pair, ones, row_max_s, sums_s, acc_s, D, KV_QUANT, IEEE
+                scores, values, value_scales, slots, in_range, column_word, ones, row_max_s, sums_s, acc_s, D, KV_QUANT, IEEE
             )
         else:
             offsets = slots.to(tl.int64) * D

@@ -1,6 +1,6 @@
 """Paged attention in one form for all rows: prompt chunks, single tokens, drafts.
 
-In: queries q [T, H, D], the layer's KV pages (in q's dtype or a narrower one, or 8-bit codes with scales), and the step's tiles.
+In: queries q [T, H, D], the layer's KV pages (in q's dtype or a narrower one, or codes with scales), and the step's tiles.
 Out: [T, H * D]. Axes: T tokens, H query heads, K KV heads, G = H / K query heads per KV head, D size of a head, P pages of S
 slots, N tiles, X pairs of a tile and a block of keys, W values of a pair, t tokens of one group of tiles.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from onedraw.backends.torch.ops.plain.elementwise import exp_
 from onedraw.backends.torch.runner.inputs import Inputs, Ints, to_device
 from onedraw.backends.torch.sampling.exact import ordered_sum
-from onedraw.backends.torch.state.kv_pages import PageStore, bits
+from onedraw.backends.torch.state.kv_pages import PageStore, bits, code_values, transformed
 from onedraw.models.spec import AttentionSpec
 
 BLOCK = 64  # keys per block
@@ -61,10 +61,12 @@ def store_rows(group: TileGroup, *, kv_heads: int, page_size: int) -> Tensor:
 def attend(q: Tensor, store: PageStore, *, groups: list[TileGroup], rows: list[Tensor], spec: AttentionSpec) -> Tensor:
     """Attention of q [T, H, D] over a layer's pages → [T, H * D]. rows[i] is `store_rows` of groups[i]."""
     out = q.new_empty(q.shape[0], spec.heads * spec.head_dim)
-    scaled = q * spec.scale
+    scaled = (transformed(q, kept=False).to(q.dtype) if store.transforms else q) * spec.scale
     for group, row in zip(groups, rows, strict=True):
         result = _attend_group(scaled, store, group=group, rows=row, spec=spec)
         out.index_copy_(0, group.tokens, result.index_select(0, group.slots))
+    if store.transforms:
+        out = transformed(out.view(q.shape), kept=False).to(q.dtype).view(out.shape)
     return out
 
 
@@ -74,7 +76,7 @@ def _attend_group(q: Tensor, store: PageStore, *, group: TileGroup, rows: Tensor
     tiled = q.index_select(0, group.queries).view(tiles, height, kv, per, dim).permute(0, 2, 3, 1, 4)
     tiled = tiled.reshape(tiles, kv * per * height * dim)
     left = tiled.index_select(0, group.pair_tile).view(pairs * kv, per * height, dim)
-    right = _gathered(store.keys, group, rows, dim, pairs * kv)
+    right = code_values(_gathered(store.keys, group, rows, store.width, pairs * kv))
     if store.key_scales is None:
         scores = _products(left, right.to(q.dtype).transpose(1, 2)).float()  # [X * K, G * height, BLOCK]
     else:  # float32, because products with 8-bit codes can exceed the range of f16
@@ -88,14 +90,15 @@ def _attend_group(q: Tensor, store: PageStore, *, group: TileGroup, rows: Tensor
     total = _ordered_sum(ordered_sum(weights).view(pairs, -1), group)  # [N, K * G * height]
     if store.value_scales is not None:
         weights *= _gathered(store.value_scales, group, rows, 1, pairs * kv).transpose(1, 2)
-    mixed = _products(weights.to(q.dtype), _gathered(store.values, group, rows, dim, pairs * kv).to(q.dtype)).float()
+    right = code_values(_gathered(store.values, group, rows, store.width, pairs * kv))
+    mixed = _products(weights.to(q.dtype), right.to(q.dtype)).float()
     mixed = _ordered_sum(mixed.view(pairs, -1), group).view(tiles, kv * per, height, dim)
     mixed = mixed / total.view(tiles, kv * per, height, 1)
     return mixed.transpose(1, 2).reshape(tiles * height, kv * per * dim).to(q.dtype)
 
 
 def _gathered(store: Tensor, group: TileGroup, rows: Tensor, width: int, blocks: int) -> Tensor:
-    """The keys or values that a group reads, or (width 1) their scales: [X * K, BLOCK, width]."""
+    """The keys or values that a group reads as they are stored, or (width 1) their scales: [X * K, BLOCK, width]."""
     found = bits(store).view(-1, width) if group.by_slot else bits(store)
     return found.index_select(0, rows).view(store.dtype).view(blocks, BLOCK, width)
 
