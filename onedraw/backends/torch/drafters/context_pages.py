@@ -24,7 +24,7 @@ NO_PAGE = -1  # an input table has the scratch page in its place
 
 
 @dataclass(slots=True)
-class PagePool:
+class OwnPages:
     """Own pages by the target's pages, the one that was not needed for longest first. Owner: ContextPages."""
 
     free: list[int]
@@ -66,7 +66,7 @@ class ContextPages:
         self.sizes = StateSizes(pages=pages, page_size=target.page_size, windows=tuple(self.windows))
         self.layout = replace(target, scratch=pages, windows=tuple(self.windows))
         self.state = ModelState(layers, self.sizes, dtype=dtype, device=device)
-        self._pools = [PagePool(list(range(count))) for count in pages]
+        self._pools = [OwnPages(list(range(count))) for count in pages]
 
     @property
     def stores(self) -> list[LayerStore]:
@@ -110,7 +110,7 @@ class ContextPages:
         maps = [self._imported(pool, page_maps[0], arrays[f"places.{group}"].tolist()) for group, pool in enumerate(self._pools)]
         self.state.import_checkpoint(None, maps, arrays)
 
-    def _imported(self, pool: PagePool, targets: Mapping[int, int], places: Iterable[int]) -> dict[int, int]:
+    def _imported(self, pool: OwnPages, targets: Mapping[int, int], places: Iterable[int]) -> dict[int, int]:
         """From the number of a stored page to its own page, for the last stored pages that there is room for."""
         wanted = [(stored, targets[place]) for stored, place in enumerate(places) if place in targets]
         room = len(pool.free) + len(pool.own)
