@@ -182,8 +182,8 @@ def product_precision(devices: Iterable[Device], *, requested: str = "auto") -> 
 
 
 def kv_precision(requested: str, *, products: str, devices: Iterable[Device] = ()) -> str:
-    """Dtype of keys and values: the requested one, else that of the products, or f16 if a CPU rounds their activations to 8 bits.
-    BadSetting if a device does not support it."""
+    """Dtype of keys and values: the requested one; for auto that of the products, or f16 for `packed` products, whose activations
+    a CPU rounds to 8 bits. Raises BadSetting if the requested one does not fit that of the products, or a device lacks it."""
     own = float_dtype(products)
     if requested == "auto":
         return "f16" if products == "packed" else own

@@ -29,7 +29,8 @@ SHOWN = 10  # faults of the input file that the error message shows
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """`resumed` lines had a result of an earlier run; tokens and seconds are those of the lines that this one ran."""
+    """`resumed`: the number of lines with a result of an earlier, interrupted run. Tokens and seconds count only the lines that
+    were answered in this run."""
 
     lines: int
     completed: int

@@ -18,7 +18,8 @@ class ScoreWriter(OpenAIWriter):
 
     def whole(self, replies: Sequence[Reply], usage: Usage) -> Json:
         [reply] = replies
-        found = [token.logprobs or Logprobs(0.0) for token in reply.tokens]  # the engine sends logprobs with every scored token
+        # The engine sends logprobs with every scored token, so `or` only satisfies the type checker.
+        found = [token.logprobs or Logprobs(0.0) for token in reply.tokens]
         counted = write_usage(usage)
         score: Json = {
             **self._head,

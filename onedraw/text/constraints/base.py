@@ -107,7 +107,8 @@ class BoundedNumbers:
         return others if others.any() else bits
 
     def legal(self, output: Sequence[int]) -> int:
-        """The limit on digits is not checked, because where it applies depends on the mask at every position."""
+        """Return how many of the first tokens the grammar allows. The limit on digits is not checked, because at a position it
+        applies only if the grammar allows another token there, which takes the mask of every position to know."""
         return self._grammar.legal(output)
 
     def _next(self, run: int, token: int) -> int:

@@ -41,7 +41,8 @@ class ConstraintFactory:
     it."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], *, isolated: bool = True) -> None:
-        """`isolated`: formats are compiled in a helper process first. False where another process has done that already."""
+        """`isolated`: a response format is compiled in a helper process before it is compiled in this one, so that a format that
+        crashes the compiler cannot end this process. False if another process has compiled all formats that way before."""
         self._tokenizer = tokenizer
         self._eos_ids = tuple(eos_ids)
         self._isolated = isolated

@@ -161,11 +161,11 @@ class DraftModel:
         return found
 
     def _follow(self, step: CompletedStep) -> tuple[list[DraftingRow], Tensor, list[int]]:
-        """Run the step's committed tokens and, for rows that go on, their last sampled token. Returns the rows that draft, the
-        hidden states, and the indices of those last tokens.
+        """Run the model over the committed tokens of the step and, for rows that draft next, over their last sampled token.
+        Return the rows that draft, the hidden states, and for each of these rows the index of its last token.
 
-        A late model computes position t from token t + 1, so its tokens are the committed ones but the first, and then the
-        one after them, which is sampled or known.
+        A late model computes position t from token t + 1. So its input for every row is the committed tokens but the first, and
+        then the token that follows them: the sampled one, or in the middle of a prompt the next one of the prompt.
         """
         late = self._model.late
         tokens: list[int] = []
