@@ -1,7 +1,8 @@
 """Settings of a running model, and the only reader of environment variables.
 
-Flags, which the command line has parsed, and the environment become frozen Settings. Only `cli` and `build` read Settings; other
-packages receive single values. Each field is a flag: `max_context` is `--max-context`.
+Flags, which the command line has parsed, and the environment become frozen Settings. Packages that run a
+whole model (such as `cli`, `build` and `training`) read Settings; the engine and the backends receive single values. Each field
+is a flag: `max_context` is `--max-context`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (  # (setting, 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings with which a model is run. None means that the value follows from the model and the machine. `onedraw serve
-    --help` and docs/cli.md explain each setting."""
+    """The settings with which a model is run. None means that the value follows from the model and the machine,
+    if the field's comment says nothing else. `onedraw serve --help` and docs/cli.md explain each setting."""
 
     model: str = "smollm2"
     served_name: str | None = None
@@ -75,7 +76,7 @@ class Settings:
     draft_tokens: int | None = None  # drafts per row and step; None adapts them to how many are kept
     tree_budget: int = 0  # nodes of a draft tree; 0 means that drafts form a chain
     trace_verify: bool = False  # whether to print how every draft was verified
-    self_check: bool = True  # whether to compare at start the results of 1 row with those of 2, 5, 16 and 64
+    self_check: bool = True  # whether to check at start that a row alone and in batches of 2, 5, 16 and 64 has equal results
     cache_dir: Path | None = None  # folder for downloaded models and compiled kernels
     cache_budget: int | None = None  # most bytes of prompt snapshots on disk; None means no snapshots
     snapshot_dir: Path | None = None  # folder for snapshots; None means `snapshots` in the cache folder
@@ -179,7 +180,7 @@ class Settings:
             raise BadSetting(f"--tree-budget: must be 0 (a chain) or more nodes, not {self.tree_budget}")
 
     def with_environment(self, environment: Mapping[str, str] = os.environ, *, given: Collection[str] = ()) -> Settings:
-        """Fill settings from the environment variables in ENVIRONMENT, except those that flags have set (`given`)."""
+        """Fill settings that are None or "auto" from the variables in ENVIRONMENT, except those that flags have set (`given`)."""
         found = self
         for name, variable, read in ENVIRONMENT:
             if name in given or getattr(self, name) not in (None, "auto") or not environment.get(variable):
@@ -206,8 +207,8 @@ class Settings:
 
     @classmethod
     def of(cls, **flags: Any) -> Settings:
-        """Build Settings from keywords, in which None means the default. An unknown name is an error that lists the known
-        ones."""
+        """Build Settings from keywords, in which None means the default, and the environment. An unknown keyword raises
+        BadSetting, which lists the known ones."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(flags) - known)
         if unknown:
@@ -239,7 +240,7 @@ def ray_address(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def update_token(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the update token in ONEDRAW_UPDATE_TOKEN, which is not in the system's list of processes either."""
+    """Return the update token in ONEDRAW_UPDATE_TOKEN. Unlike a flag, it is not in the system's list of processes."""
     return environment.get("ONEDRAW_UPDATE_TOKEN") or None
 
 

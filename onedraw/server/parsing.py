@@ -85,7 +85,8 @@ TABLES: Mapping[type[BaseModel], Mapping[str, Rule]] = {
     ollama.OllamaOptions: table(ollama.OllamaOptions, ollama.OPTION_RULES),
     ollama.OllamaShow: table(ollama.OllamaShow, ollama.SHOW_RULES),
 }
-# The fields of nested objects that have no pydantic model, by (model, field) that contains them. None means a plain value.
+# The fields of nested objects that have no pydantic model, by the (model, field) that holds them. None: the field has no inner
+# fields to check.
 FieldShape = Mapping[str, "FieldShape | None"]
 _NAMED: FieldShape = {"type": None, "name": None}
 _INSIDE: FieldShape = {"type": None, "function": {"name": None}}
@@ -125,9 +126,10 @@ def parse(kind: type[RequestT], raw: object, *, lenient: bool = False) -> Parsed
 
 
 def _sifted(kind: type[BaseModel], raw: dict[str, Any], path: str, ignored: list[str] | None) -> dict[str, Any]:
-    """Return the honoured fields of an object, and of the objects inside it. Unknown fields are ignored or refused."""
+    """Return the honoured fields of an object, and of the objects inside it. Unknown fields are refused,
+    or with a list as `ignored` left out, and their names are added to the list."""
     if kind in TOOL_TYPES and raw.get("type") not in (None, TOOL_TYPES[kind]):
-        # Only the type of such a tool is read. Validating the request leaves the tool out or refuses it.
+        # A tool of another type keeps `type` and `name` only. Validating the request then leaves it out or refuses it.
         return {name: raw[name] for name in ("type", "name") if name in table_of(kind) and name in raw}
     kept = sift(raw, table_of(kind), path=path, ignored=ignored)
     for name, part in _objects_of(kind):

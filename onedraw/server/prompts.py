@@ -89,9 +89,10 @@ def prepare(
     """Check everything that can be wrong with a request, and tokenize its prompt. This takes long for a long prompt, so call it
     on a thread.
 
-    `prefix` is the beginning of the reply's id. `names` maps our field names to the caller's, where they differ. `caller` names
-    who sent the request; requests of different callers take turns. A `line` of a batch runs in the background, after all other
-    requests, and its reply depends on nothing but the line. The work on a list of prompts stops once `cancelled` returns True.
+    `prefix` is the beginning of the id of a reply to a chat. `names` maps our field names to the caller's, where they differ.
+    `caller` names who sent the request; requests of different callers take turns. A `line` of a batch runs in the background,
+    after all other requests, and its reply depends on nothing but the line. The work on a list of prompts stops once `cancelled`
+    returns True.
     """
     spelled = {ours: theirs for theirs, (ours, _) in request.guided().items()}
     if request.repetition_penalty is None:
@@ -122,7 +123,8 @@ def _identity(prefix: str, line: LineIdentity | None) -> str:
 
 
 def _batched(request: CompletionRequest | ChatRequest, line: LineIdentity) -> CompletionRequest | ChatRequest:
-    """Return a request as a line of a batch, with a seed. What a line cannot have is refused."""
+    """Return a request as a line of a batch, with the line's seed if it has none. `stream` and
+    `return_token_details` are refused."""
     if request.stream:
         raise BadParameter("stream", "a line of a batch is not streamed; remove it")
     if request.return_token_details:
@@ -152,7 +154,7 @@ def _check_logprobs(request: CompletionRequest | ChatRequest, prepared: Prepared
 
 
 def _prompt_logprobs(request: CompletionRequest | ChatRequest) -> int | None:
-    """How many alternatives to the prompt's tokens a request wants, with `echo` or by `prompt_logprobs`; None: no logprobs."""
+    """Return how many alternatives to each prompt token a request wants, by `echo` or `prompt_logprobs`; None: no logprobs."""
     echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
     return max((one for one in (echoed, request.prompt_logprobs) if one is not None), default=None)
 
@@ -300,7 +302,8 @@ def _template_inputs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 async def bursts(prepared: PreparedRequest, llm: LLM) -> AsyncGenerator[list[Piece], None]:
-    """Yield the pieces of all choices, in lists of those that arrive together. Closing it cancels the unfinished choices."""
+    """Yield the pieces of all choices, in lists of those that arrive together. Closing the generator cancels the
+    unfinished choices."""
     async with aclosing(llm.bursts(prepared.choices)) as stream:
         try:
             async for burst in stream:

@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's chat and completions, and of tokenize and detokenize, as typed models.
+"""Request bodies of OpenAI's chat and completions, of scoring, tokenize and detokenize, and of weight updates, as typed models.
 
 The input is the honoured fields of a body (those that have an effect), from `parsing.py`; the output is a frozen request model.
 Types are checked here. SamplingParams checks the ranges of sampling values, because every interface builds one. A strict tool is
@@ -27,7 +27,7 @@ Mode = Literal["none", "auto", "required"]
 
 
 def function_type(value: object) -> str:
-    """Check the type of a tool in OpenAI's shapes."""
+    """Return the `type` of a tool: "function", or a type that the prompt leaves out. Refuse any other."""
     if value == "function" or is_left_out(value):
         return str(value)
     raise PydanticCustomError("tool", "tools of type {kind} are not known; describe a function", {"kind": repr(value)[:80]})

@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _introduce(self) -> None:
-        """Print the card and the example request. With logs in JSON, the card is one log record."""
+        """Print the card, the example request and `ready`. With logs in JSON, the card and `ready` are log records."""
         llm, options, url = self._desk.llm, self._options, self.url
         card = model_card_lines(url, llm, options, proposers=self._proposers)
         if options.log_format == "json":
@@ -123,7 +123,8 @@ class Server(uvicorn.Server):
             print("ready", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain, so that the process exits with status 0. Uvicorn's own handler would end it by the signal."""
+        """Begin to drain, so that the process exits with status 0; Uvicorn's own handler would end it by the signal. A
+        second signal ends the process at once."""
         if self._signalled:
             os._exit(128 + sig)
         self._signalled = True

@@ -28,7 +28,7 @@ def event(chunk: Chunk) -> bytes:
 
 
 def named_event(chunk: Chunk) -> bytes:
-    """Return a chunk as a server-sent event with an `event:` line, which has its type."""
+    """Return a chunk as a server-sent event with an `event:` line that has the chunk's type."""
     return b"event: %b\n%b" % (chunk["type"].encode(), event(chunk))
 
 
@@ -51,7 +51,7 @@ LINES = Framing(json_line, media_type="application/x-ndjson")
 
 
 class ChunkStream(Response):
-    """Sends the chunks of an async generator. If it raises, `failed` turns the error into last chunks, and the stream ends."""
+    """Sends the chunks of an async generator. If the generator raises, `failed` turns the error into the last chunks."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """OpenTelemetry traces: one span for each request that generates, sent to a collector over OTLP/HTTP.
 
 The attributes are those of the GenAI semantic conventions, and for latencies the names that vLLM uses. No text of prompts or
-replies is part of a span. The packages are imported only if an endpoint is configured.
+replies is part of a span. OpenTelemetry's packages are imported only if an endpoint is configured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Attribute = str | int | float | bool | Sequence[str]
 
 
 class RequestTrace:
-    """The span of one request. Without one, as for all requests of a server that traces nothing, its methods do nothing."""
+    """The span of one request. If there is no span, as on a server that traces nothing, the methods do nothing."""
 
     def __init__(self, span: Span | None = None) -> None:
         self._span = span

@@ -1,9 +1,9 @@
-"""The endpoints for trainers: pause, resume, update the weights, and what trainers ask about the server.
+"""The endpoints for trainers: pause, resume, update the weights, and read properties of the server.
 
-The input is an LLM and the server's options; the output is the handlers. Those that change anything need `--update-token`, which
-trainers send as a bearer token, in the header `x-update-token`, or as the password of the server's URL. Weights come from a
+The input is an LLM and the server's options; the output is the handlers. Handlers that change anything need `--update-token`,
+which trainers send as a bearer token, in the header `x-update-token`, or as the password of the server's URL. Weights come from a
 folder below `--weight-dir`, as the body of the request, or from another process of this machine. TRL and other trainers call the
-paths of vLLM; a transfer over NCCL, which some of them start in vLLM, is refused by name.
+paths of vLLM; a transfer over NCCL, which some trainers start in vLLM, is refused with an error that says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UPDATE_PATHS = frozenset(
 )
 SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 UPLOAD_SECONDS = 1800.0  # the time within which the last byte of uploaded weights must arrive
-SMALL_BODY = 1 << 20  # most bytes of the other bodies that endpoints for trainers accept
+SMALL_BODY = 1 << 20  # most bytes of a request body that is JSON and not weights
 TORCH_DTYPES: Mapping[str, str] = {"f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16"}
 
 
@@ -113,7 +113,8 @@ class WeightEndpoints:
         return folder
 
     async def _upload(self, request: Request) -> None:
-        """Write the body to a file below --weight-dir, bounded by the size of the weights in use, and read them from it."""
+        """Write the body to a file below --weight-dir, bounded by the size of the weights in use, and load the weights from
+        that file."""
         most = self._llm.most_weight_bytes
         declared = request.headers.get("content-length", "")
         with tempfile.NamedTemporaryFile(dir=self._root(), prefix=".upload-", suffix=".safetensors") as file:
@@ -166,7 +167,7 @@ async def _received(request: Request, file: IO[bytes], most: int) -> int:
 
 
 def _tokens(headers: Headers) -> list[bytes]:
-    """Return the update tokens that a request contains: in the header for it, as a bearer token, or as the password of a URL."""
+    """Return the update tokens that a request contains: in `x-update-token`, as a bearer token, or as a URL's password."""
     scheme, _, text = headers.get("authorization", "").partition(" ")
     given = [headers.get("x-update-token", "")]
     if scheme.lower() == "bearer":

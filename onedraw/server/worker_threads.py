@@ -24,12 +24,12 @@ Result = TypeVar("Result")
 
 
 class Turns:
-    """A number of slots. Callers take turns for them; the requests of one caller get theirs in order of arrival. It belongs to
-    an event loop."""
+    """A number of slots. Callers take turns for them; the requests of one caller get theirs in order of arrival. It must
+    be used on one event loop."""
 
     def __init__(self, most: int) -> None:
         self._free = most
-        # the requests of each caller that wait for a slot; the caller at the front gets the next one
+        # the requests of each caller that wait for a slot; the caller at the front gets the next slot
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def acquire(self, caller: str) -> None:
@@ -46,7 +46,8 @@ class Turns:
             raise
 
     def release(self) -> None:
-        """Give the slot to the first request of the next caller that still waits, and move that caller behind all others."""
+        """Give the slot to the first request of the next caller that still waits, and move that caller behind all others. If no
+        request waits, the slot is free."""
         while self._waiting:
             caller, waiting = self._waiting.popitem(last=False)
             turn = waiting.popleft()

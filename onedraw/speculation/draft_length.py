@@ -28,11 +28,11 @@ PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, a
 CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
 PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
 PRIOR_CATCH_UP_SHARE = 0.01  # the cost of catching up by one token as a share of the base cost, until it is measured
-REFINEMENTS = 3  # rounds: the best drafts depend on the speed of the step, and the speed of the step on the drafts
+REFINEMENTS = 3  # The best number of drafts depends on the step's speed and the speed on the number: both are refined this often.
 PROBE_TOKENS = 2  # number of drafts of a proposer's probe
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
-PLAIN_STEPS = 2.0  # the cost of steps without drafts, for a number of rows, is known after this many of them
-BATCH_WEIGHT = 64.0  # the cost of steps of a number of rows is the mean of about this many of the latest
+PLAIN_STEPS = 2.0  # for each number of rows, the cost of a step without drafts counts as known after this many
+BATCH_WEIGHT = 64.0  # for each number of rows, costs are means over about this many of the latest steps
 PROBE_SHARE = 0.005  # the probes of a source take at most this share of the time
 PROBE_SAVINGS = 8.0  # the most time for a source's probes that can be saved up, as a multiple of the base cost of a step
 
@@ -82,7 +82,8 @@ def best_chain_length(acceptance: float, *, cost: RowCost, running: int, limit: 
 
 
 def best_tree_size(acceptance: float, *, chain: int, depth: int, nodes: int, cost: RowCost, running: int) -> tuple[int, float]:
-    """Return how many drafts of a tree to carry (all, or some of its first `chain`), and how many are kept on average.
+    """Return how many drafts of a tree to carry (all `nodes`, or some of the first `chain`, which are the chain of
+    best candidates), and how many are kept on average.
 
     `acceptance` is that of the whole tree, where a sibling may be kept if the chain of best candidates is wrong.
     """
@@ -116,11 +117,11 @@ def best_draft_counts(
     of `limit` positions are a tree of that many nodes, and a rate is that of the tree. Other rows of the step carry `host_drafts`
     drafts of proposers, of which `host_kept` are kept on average.
 
-    A draft pays off if it is kept more often than the step, at its present speed, samples tokens in the time that the draft
-    costs. The call pays off if the drafts together bring more than that for its time.
+    A draft pays off if its probability of being kept exceeds the number of tokens that the step, at its present speed, samples in
+    the time that the draft costs. The call pays off if the step with all these drafts gives more tokens per second.
     """
     if not rates:
-        return []  # No row of the step samples, so its cost as fitted may be zero.
+        return []  # No row samples. The step's fitted cost may be zero then, and the code below divides by it.
     seconds = cost.base_seconds + running * (cost.row_seconds + cost.token_seconds) + host_drafts * cost.token_seconds
     tokens = running + host_kept
     best = [0] * len(rates)
@@ -143,7 +144,7 @@ def _drafts_at(
     tokens_per_second: float, rate: float, begin: float, *, cost: RowCost, drafting: RowCost, limit: int, nodes: int
 ) -> tuple[int, float, float]:
     """Return how many positions to draft for a row, how many drafts it will keep on average, and how many seconds they cost.
-    `begin`: seconds that they cost whatever their number."""
+    `begin`: seconds that drafting for the row costs, whatever the number of drafts."""
     begin += drafting.row_seconds
     price = drafting.token_seconds + cost.token_seconds
     chain_rate = rate * CHAIN_SHARE if nodes else rate
@@ -164,7 +165,7 @@ def _drafts_at(
 
 @dataclass(slots=True)
 class Acceptance:
-    """Estimates from recent rows the probability that a draft is kept, given that those before it are.
+    """Estimates from recent rows the probability that a draft is kept, given that those before it are kept.
 
     A row that keeps k of d drafts counts as k successes, and one failure if k < d. Each new row weights older ones down by
     `decay`, and their total weight is at most `weight`, so that one long copied passage does not dominate the estimate.
@@ -229,7 +230,7 @@ class CostMeter:
     cost: RowCost = field(default_factory=RowCost)
     _weight: float = 0.0
     _means: tuple[float, float, float] = (0.0, 0.0, 0.0)  # weighted means of tokens, rows and seconds
-    # Weighted sums of (x - mean of x) * (y - mean of y), for the two quantities x_y that a field's name has.
+    # Weighted sums of (x - mean of x) * (y - mean of y). The field's name is _x_y.
     _tokens_tokens: float = 0.0
     _tokens_rows: float = 0.0
     _rows_rows: float = 0.0
@@ -285,7 +286,7 @@ class CostMeter:
 
 @dataclass(slots=True)
 class BatchCost:
-    """The mean cost of steps with a certain number of rows: of one without drafts, and of each draft in one with drafts."""
+    """For steps with a certain number of rows: the mean seconds of a step without drafts, and the mean that each draft adds."""
 
     plain_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -298,10 +299,10 @@ class BatchCost:
         return self.plain_weight >= PLAIN_STEPS
 
     def observe(self, *, drafts: int, seconds: float, prior: float) -> None:
-        """`prior`: the seconds of a draft, assumed until they are measured."""
+        """Update the means with a step. `prior`: the seconds of a draft, assumed until they are measured."""
         usual = self.plain_seconds + drafts * self.draft(prior)
         if seconds * 8.0 < usual:
-            self.plain_weight = self.draft_weight = 0.0  # as in `CostMeter`, those before must have been warm-up
+            self.plain_weight = self.draft_weight = 0.0  # as in `CostMeter`: the steps before must have been warm-up
         elif self.known:
             seconds = min(seconds, 2.0 * usual)
         if not drafts:
@@ -321,7 +322,7 @@ class BatchCost:
 @dataclass(slots=True)
 class StepCosts:
     """Estimates the cost of a step by its rows and tokens: with one fit for all steps, and per number of rows where steps of
-    that number were measured. A processor may compute 6 tokens in the time of 8, which no fit of a line shows."""
+    that number were measured. A processor may take as long for 6 tokens as for 8, which a linear fit cannot show."""
 
     fit: CostMeter = field(default_factory=CostMeter)
     _batches: dict[int, BatchCost] = field(default_factory=dict)
@@ -346,8 +347,8 @@ class StepCosts:
         return batch is not None and not batch.known and batch.drafted > batch.plain_weight
 
     def of(self, rows: int) -> RowCost:
-        """Return the cost of steps with this number of rows. Only for these is it right: what their rows cost without drafts is
-        not divided further, and the seconds of a row are what a token costs less, so they may be negative."""
+        """Return the cost of steps with exactly this number of rows. If it was measured, the base cost is 0: the cost without
+        drafts is divided among the rows. A row's cost is its share minus the cost of one token, so it may be negative."""
         fitted, batch = self.fit.cost, self._batches.get(rows)
         if batch is None or not batch.known:
             return fitted

@@ -3,7 +3,7 @@
 A tree proposes several tokens for the same position; its depth is the number of positions that it covers. For each depth there
 are candidates (token, score), the best first. Scores add up along a path like log-probabilities, so they should be at most 0. In
 the resulting list, parents come before children and the chain of best candidates comes first. So every prefix of the list is a
-tree too, and its first drafts are those of a drafter without a tree.
+tree too, and the list begins with the drafts that a drafter without a tree would make.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Branch(NamedTuple):
     """A node that may be added next. Tuples compare field by field, so the lowest cost wins, and among equals the oldest."""
 
     cost: float  # minus the sum of the scores on the path from the root
-    age: int  # number of drafts in the tree when this node was considered first, which breaks ties
+    age: int  # number of drafts in the tree when this node was added to the heap; the lower one wins a tie
     parent: int  # index of the draft that this node follows; -1: it follows the last known token
     depth: int
     rank: int  # index among the candidates of its depth

@@ -18,7 +18,7 @@ class Proposer(Protocol):
     def name(self) -> str: ...
 
     def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
-        """Return drafts that may follow the history. If there are more than `room`, the rest is dropped."""
+        """Return drafts that may follow the history. If there are more than `room`, the caller drops the rest."""
         ...
 
     def forget(self, request_id: str) -> None:
@@ -111,7 +111,7 @@ ANCHORS = (3, 2)  # To realign, this many of the last output tokens must occur i
 
 
 class PredictionProposer:
-    """Drafts the rest of the reply that the request predicts, from where the output has arrived in it."""
+    """Drafts the rest of the reply that the request predicts, from the position in it that the output has reached."""
 
     name = PREDICTION
 
@@ -123,7 +123,7 @@ class PredictionProposer:
             return ()
         alignment = self._alignments.get(request.id)
         shrunk = alignment is not None and alignment.seen > len(history.output)
-        if alignment is None or shrunk:  # An output never shrinks, so after that this is another request with the same id.
+        if alignment is None or shrunk:  # An output never shrinks: then this is another request with the same id.
             alignment = self._alignments[request.id] = Alignment(request.predicted)
         alignment.follow(history.output)
         if alignment.lost:
@@ -135,7 +135,7 @@ class PredictionProposer:
 
 
 class Alignment:
-    """Tracks at which position of the prediction the output has arrived."""
+    """Tracks which position of the prediction the output has reached."""
 
     __slots__ = ("_ends", "_predicted", "lost", "pointer", "replaced", "seen")
 
@@ -175,7 +175,8 @@ class Alignment:
             self.pointer, self.replaced = self.pointer + 1, True
 
     def _find(self, output: list[int]) -> int | None:
-        """Return where the last output tokens end in the prediction: at the nearest place ahead, else at the last one behind."""
+        """Return where the last output tokens end in the prediction: at the nearest place from `pointer` on, else at the
+        last one before it."""
         for n in ANCHORS:
             ends = self._ends.get(tuple(output[-n:])) if len(output) >= n else None
             if ends:

@@ -43,8 +43,8 @@ from onedraw.types import Draft, History, Request
 DEVICE = "device"  # the name of the backend's own drafter as a source of drafts
 POSITIONS = 16  # depths up to this one have a counter of their own in the statistics
 MAX_CHAIN = 32  # a chain has at most this many drafts, unless a length is forced
-# A proposer's drafts are used instead of the backend's if the number of them expected to be kept is at least this share of the
-# backend's.
+# A proposer's drafts are used instead of those of the backend's drafter if the number expected to be kept is at least this share
+# of the number expected of the drafter.
 PREFERENCE = 0.8
 OVERALL_WEIGHT = 8.0  # the acceptance of a source over all requests counts as much as this many drafts of a request
 FIRST_SAVINGS = 1.0  # what a source may spend on probes before anything is saved up, as a multiple of the base cost of a step
@@ -74,8 +74,8 @@ class SpeculationStats:
     accepted_per_position: tuple[int, ...] = (0,) * POSITIONS  # entry i: rows that kept more than i drafts
     by_source: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)  # source → (rows, drafted, kept)
     propose_seconds: float = 0.0  # time spent in `propose` and `plan_drafter`, proposers included
-    steps_with_drafter: int = 0  # generating steps in which the backend's drafter drafted for a row
-    drafter_seconds: float = 0.0  # time that the backend's drafter took in generating steps
+    steps_with_drafter: int = 0  # steps without prompt rows in which the backend's drafter drafted
+    drafter_seconds: float = 0.0  # time that the backend's drafter took in steps without prompt rows
     probe_seconds: float = 0.0  # estimated time that probes took
     step_cost: RowCost = field(default_factory=RowCost)  # estimated cost of a step without drafting
     drafter_cost: RowCost = field(default_factory=RowCost)  # estimated cost of a call of the backend's drafter, per drafted token
@@ -113,9 +113,9 @@ class RequestEstimates:
 
 
 class Speculator:
-    """Chooses the drafts of each row, and how many the backend's drafter makes for the row after it. `draft_tokens` forces their
-    number; None carries as many as pay off, or a probe if none do. `tree_nodes` is the size of the trees that the backend's
-    drafter makes, 0 for chains."""
+    """Chooses the drafts of each row, and how many the backend's drafter makes for the row after it. `draft_tokens` forces the
+    number of drafts; with None a row carries as many as pay off, or a probe if none do. `tree_nodes` is the size of the trees
+    that the backend's drafter makes, 0 for chains."""
 
     def __init__(self, proposers: Sequence[Proposer] = (), *, draft_tokens: int | None = None, tree_nodes: int = 0) -> None:
         self._proposers = tuple(proposers)
@@ -126,7 +126,7 @@ class Speculator:
         self._returns = CostMeter(most=8.0)  # cost of the backend's drafter by drafted positions and those it caught up with
         self._calls_measured = self._returns_measured = False
         self._catching_up = 0  # positions that the drafter catches up with in the step that was planned last
-        self._sampling = 0  # number of rows for which `plan_drafter` was called last
+        self._sampling = 0  # number of rows in the last call of `plan_drafter`
         self._requests: dict[str, RequestEstimates] = {}
         self._overall: dict[tuple[str, float], Acceptance] = {}  # by source and rounded temperature, over all requests
         self._by_source: dict[str, tuple[int, int, int]] = {}
@@ -146,8 +146,9 @@ class Speculator:
         running: int,
         tentative: bool = False,
     ) -> Proposal:
-        """Return drafts for the row that reaches the end of `history`. `own` are the backend's drafts, `running` is the number of
-        rows in the step. With `tentative` the caller only wants to know whether there are drafts, and no row will carry them."""
+        """Return drafts for the row that reaches the end of `history`. `own` are the drafts of the backend's drafter for that
+        row, `room` is the most drafts that the row can carry, and `running` is the number of rows in the step. With `tentative`
+        the caller only wants to know whether there are drafts, and no row will carry them."""
         if not request.speculate or room <= 0 or self._forced == 0 or not (own or self._proposers):
             return NO_PROPOSAL
         begin = perf_counter()
@@ -234,7 +235,8 @@ class Speculator:
             if self._catching_up:
                 self._returns.observe(tokens=drafted + self._catching_up, rows=drafting_rows, seconds=drafter_seconds)
                 self._returns_measured = True
-            if not self._catching_up or drafter_seconds * 8.0 < usual:  # If so, the calls before must have been warm-up.
+            # A call that is so much faster than usual shows that the calls before it were warm-up.
+            if not self._catching_up or drafter_seconds * 8.0 < usual:
                 self._calls.observe(tokens=drafted, rows=drafting_rows, seconds=drafter_seconds)
                 self._calls_measured = True
         most, earned = PROBE_SAVINGS * self._steps.cost.base_seconds, PROBE_SHARE * (seconds + drafter_seconds)

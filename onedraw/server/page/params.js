@@ -1,4 +1,4 @@
-// The parameter panel → fields of a request. Values are stored in this browser, the key only while the tab is open.
+// The parameter panel → fields of a request. The browser stores the values; the API key only while the tab is open.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 const KEPT = [...NUMBERS.filter((name) => name !== "seed"), "system", "alternatives", "speculation", "tools", "tool_choice", "effort", "more"];
@@ -49,7 +49,7 @@ export class Params {
     this.field("seed").value = value;
   }
 
-  // Placeholders show the defaults.
+  // Shows the defaults (neutral values, overridden by those of the model's card) as placeholders of the fields.
   defaults(card) {
     const neutral = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, max_tokens: "to the end" };
     for (const [name, value] of Object.entries({ ...neutral, ...card.defaults })) {
@@ -58,7 +58,7 @@ export class Params {
     }
   }
 
-  // The fields of a request, without messages. Throws if the JSON is invalid.
+  // The fields of a request, without messages. Throws if a field has no valid number or JSON, or if the JSON sets `n`.
   fields() {
     const asked = { return_token_details: true };
     for (const name of NUMBERS) {
@@ -81,7 +81,7 @@ export class Params {
     return this.field("system").value.trim();
   }
 
-  // The value of a field that the user writes as JSON. Throws if the text is invalid.
+  // The value of a field that the user writes as JSON. Throws if the text is not JSON, or not the list or object that is needed.
   json(name) {
     const { title, kind, empty } = JSON_FIELDS[name];
     const text = this.field(name).value.trim();

@@ -1,4 +1,5 @@
-// A picture of a reply to share: tokens that were drafts in green, and the seed and fingerprint with which it can be replayed. The page draws it on a canvas.
+// A picture of a reply to share: tokens that were drafts in green, and the seed and fingerprint with which the reply can be
+// replayed. The page draws it on a canvas.
 
 import { copy, make, save } from "./dom.js";
 
@@ -11,7 +12,7 @@ const PROMPT_LINES = 3;
 const SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 const MONO = 'ui-monospace, "SF Mono", "DejaVu Sans Mono", Menlo, Consolas, monospace';
 
-// Breaks runs into lines of [{text, x, width, kind}].
+// Breaks runs of text ({text, kind}) into at most `most` lines. A line is a list of {text, x, width, kind}.
 function lines(context, runs, width, most) {
   const found = [[]];
   let x = 0;

@@ -1,8 +1,8 @@
 // The race: one request with and without drafts, side by side.
 //
-// Each run has the server for itself, since two rows of one step would share its cost and say nothing about their speeds. So the
-// run with drafts goes first, and is then played back at its own pace beside the run without them, from a common start: the first
-// tokens of each.
+// Each run has the server for itself: in one batch, two requests would share the cost of every step, and neither would show its
+// own speed. So the run with drafts goes first. It is then played back at its recorded times beside the live run without drafts.
+// Both clocks start at the first tokens of their run.
 
 import { make } from "./dom.js";
 import { compared, replayOf } from "./replay.js";
@@ -19,7 +19,7 @@ class Lane {
       make("div", { class: "lane-head" }, this.name, this.state), make("div", { class: "lane-bar", "aria-hidden": "true" }, this.bar), this.body);
   }
 
-  // Starts to show this reply, which has `length` tokens.
+  // Starts to show a reply, which is expected to have `length` tokens: the bar is full then.
   begin(reply, length) {
     this.reply = reply;
     this.length = Math.max(length, 1);
@@ -52,7 +52,7 @@ function faster([fast, slow]) {
 // Milliseconds from a run's first tokens to its last.
 const duration = ({ turns }) => (turns.length ? turns.at(-1).at - turns[0].at : 0);
 
-// How many tokens a finished run had generated this many milliseconds after its first ones.
+// How many tokens a finished run had generated this many milliseconds after its first tokens.
 function saidAt({ turns }, milliseconds) {
   let count = 0;
   for (const turn of turns) {
@@ -75,7 +75,8 @@ export class Race {
     this.picture.addEventListener("click", () => share(this.result));
   }
 
-  // Runs to the end, or until the dialog is closed. Returns the error of a failed run, if any.
+  // Runs the race to its end, or until the dialog is closed or the signal `stopped` aborts it.
+  // Returns the error of a failed run, or null.
   async run({ reply, messages, prompt, key, signal: stopped }) {
     const closed = new AbortController();
     const abort = () => closed.abort();

@@ -3,7 +3,8 @@
 import { spelled } from "./dom.js";
 import { firstDifference, Reply } from "./reply.js";
 
-// A reply to the same request with the recorded seed, with or without drafts. A reply that broke off is replayed up to its end.
+// A reply to the same request with the recorded seed, with or without drafts. A reply that broke off is replayed
+// up to its last token.
 export function replayOf(reply, { speculation }) {
   const fields = { ...reply.fields, seed: reply.seed, speculation };
   if (reply.partial) {
@@ -14,7 +15,8 @@ export function replayOf(reply, { speculation }) {
   return new Reply({ fields, system: reply.system });
 }
 
-// Compares the tokens of a replay with those of the original reply, and returns {same, text}: whether they are equal, and the result in words.
+// Compares the tokens of a replay with those of the original reply, and returns {same, text}: whether they are equal, and the
+// result in words.
 export function compared(before, now, how) {
   const difference = firstDifference(before, now, { partial: before.partial || now.partial });
   if (difference) {

@@ -1,7 +1,7 @@
 // A reply, built by adding its chunks in order: text by channel, tokens with their details, engine steps with their times.
 
-// Assigns streamed text to tokens. Tokens may run ahead of text (half a character, a possible stop
-// string), and some have none (markers, the end of the reply).
+// Assigns streamed text to tokens. A token may arrive before its text (half a character, a possible stop
+// string), and some tokens have no text (markers, the end of the reply).
 export class Aligner {
   constructor() {
     this.waiting = []; // tokens whose text has not arrived yet: {token, rest}
@@ -45,7 +45,7 @@ export class Aligner {
       } else {
         const next = this.waiting.findIndex(({ rest }, i) => i > 0 && rest && (text.startsWith(rest) || rest.startsWith(text)));
         if (next > 0) {
-          this.waiting.splice(0, next); // tokens before it are markers, which the text omits
+          this.waiting.splice(0, next); // The skipped tokens are markers, which the text omits.
         } else {
           runs.push({ text, token: head.token });
           text = "";
@@ -154,12 +154,12 @@ export class Reply {
     return this.partial && this.seed !== null && this.tokens.length > 0 && this.finish === null;
   }
 
-  // Whether the reply has any content.
+  // Whether the reply has text, reasoning, or tool calls that were not cut off.
   says() {
     return Boolean(this.text || this.reasoning || (this.calls.length && !this.partial));
   }
 
-  // The message as the next request sends it. Calls that were cut off are omitted.
+  // The message as the next request sends it. If the reply was stopped or interrupted, its calls are omitted.
   message() {
     const said = { role: "assistant", content: this.text };
     if (this.reasoning) said.reasoning_content = this.reasoning;
@@ -236,7 +236,8 @@ export function serializeReply(reply) {
   };
 }
 
-// Rebuilds a reply from stored data. The data may come from somebody else's file, so every value is checked and unknown ones are dropped.
+// Rebuilds a reply from stored data. The data may come from somebody else's file, so a value of the wrong type is replaced by a
+// default, and unknown properties are dropped. Request fields are kept as they are: the server checks them.
 export function restoreReply(data) {
   const fields = data.fields && typeof data.fields === "object" && !Array.isArray(data.fields) ? data.fields : {};
   const reply = new Reply({ fields, system: text(data.system) });
@@ -269,7 +270,7 @@ export function restoreReply(data) {
   return reply;
 }
 
-// The first difference of two replies, or null. Tokens after the end of a stopped reply are not compared.
+// The first difference of two replies, or null. `partial`: a reply was stopped or interrupted, so the lengths are not compared.
 export function firstDifference(recorded, again, { partial = false } = {}) {
   const length = Math.min(recorded.tokens.length, again.tokens.length);
   for (let i = 0; i < length; i++) {

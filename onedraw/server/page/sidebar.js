@@ -13,7 +13,8 @@ function group(updated, now = Date.now()) {
 const day = (time) => new Date(time).toISOString().slice(0, 10);
 
 export class Sidebar {
-  // `page`: the elements, objects and functions of the page that the list uses: {list, search, count, store, notify, say, current, onopen, ondelete, onrename}
+  // `page`: the elements, objects and functions of the page that the list uses:
+  // {list, search, count, store, notify, say, current, onopen, ondelete, onrename}
   constructor(page) {
     this.page = page;
     this.renaming = null; // the id of the conversation whose title is being edited
@@ -102,7 +103,7 @@ export class Sidebar {
     });
   }
 
-  // Saves conversations as a file: those that the cards name, or all.
+  // Saves conversations as a file: those that the cards name, or all if no cards are given.
   async save(cards = null) {
     const { store, notify } = this.page;
     const chosen = cards ?? (await store.list());

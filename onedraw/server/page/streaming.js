@@ -2,7 +2,8 @@
 
 import { chat } from "./api.js";
 
-// Reads chunks into the reply; `onchunk` is called after each. Returns the error that ended the stream, or nothing if it was complete or the user stopped it.
+// Reads chunks into the reply; `onchunk` is called after each. Returns the error that ended the stream, or null if it
+// was complete or the user stopped it.
 export async function stream(reply, messages, { key, signal, extra = {}, onchunk }) {
   try {
     for await (const chunk of chat({ ...reply.fields, ...extra, messages }, { key, signal })) {
@@ -20,12 +21,13 @@ export async function stream(reply, messages, { key, signal, extra = {}, onchunk
   return null;
 }
 
-// Calls `show` at most once per frame, and not for more than a fifth of the time, so that a long reply does not stall the page.
+// Calls `show` at most once per frame, and if a call takes over 4 ms, for at most a fifth of the time, so that a long reply does
+// not stall the page.
 export class Painter {
   constructor(show) {
     this.show = show;
     this.frame = 0;
-    this.rest = 0; // the time before which nothing is shown again
+    this.rest = 0; // `show` is not called before this time
   }
 
   ask() {

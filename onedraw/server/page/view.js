@@ -11,7 +11,7 @@ const STRIP = 120; // the most parts of the coloured strip under a reply
 // Whether replies show their tokens, or their Markdown.
 export const tokensShown = () => document.body.classList.contains("tokens");
 
-// The text of one channel of a reply: Markdown, and the tokens as they are. Each is brought up to date when it is shown.
+// The text of one channel of a reply, in two views: as Markdown, and token by token. Only the view that is shown is updated.
 export class Text {
   constructor(reply, channel, label, always = null) {
     this.reply = reply;
@@ -24,7 +24,7 @@ export class Text {
     this.element = make("div", { class: "text" }, this.markdown.element, this.tokens);
   }
 
-  // Shows the whole text, or only the text of the first `limit` tokens.
+  // Shows the text: as Markdown all of it, in the token view at most the first `limit` tokens.
   update(limit = Infinity) {
     const tokens = this.always === "tokens" || tokensShown();
     this.markdown.element.hidden = tokens;
@@ -305,7 +305,7 @@ export class ReplyView {
     this.inspector.show(this.reply.tokens[index], this.reply.tokens.length, span);
   }
 
-  // Arrow keys move between tokens that have text; the token is announced to screen readers.
+  // Arrow keys, Home and End move between tokens that have text; the token is announced to screen readers.
   move(event) {
     if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
