@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_prompt(arguments: argparse.Namespace) -> Prompt:
-    """Return the prompt, which is given by the argument, stdin or --prompt-ids. More than one of them is an error."""
+    """Return the prompt: the argument PROMPT, stdin if PROMPT is `-`, or --prompt-ids. Exactly one of PROMPT and --prompt-ids
+    must be given; --system needs --chat, which needs PROMPT."""
     if (arguments.prompt is None) == (arguments.prompt_ids is None):
         raise BadSetting("give either PROMPT (or - for stdin) or --prompt-ids")
     if arguments.system is not None and not arguments.chat:
@@ -101,7 +102,7 @@ def _write(llm: LLM, generation: Generation) -> None:
 
 
 def summary(replies: list[Reply], *, seconds: float) -> str:
-    """Return the summary line: seed, number of tokens, speed and finish reason."""
+    """Return the summary line: seed and finish reason of the first reply, number of tokens and speed of all replies together."""
     count = sum(len(r.tokens) for r in replies)
     return f"seed {replies[0].seed} · {count} tokens · {count / max(seconds, 1e-9):.1f} tokens/s · {replies[0].finish}"
 

@@ -103,8 +103,9 @@ def reach_rows(
     checkpoint: Checkpoint,
     chosen: Path | Literal["mtp"] | None,
 ) -> list[dict[str, Any]]:
-    """Return the table rows with the longest contexts that fit into the devices' memory, if its size is known: without a drafter
-    and with one, which is the selected drafter or one whose shape is known for this model."""
+    """Return the longest contexts that fit into the devices' memory, as JSON objects: without a drafter and with one, which is
+    the selected drafter (`chosen`), else one whose shape is known for this model. The list is empty if no device is an
+    accelerator whose memory size is known."""
     from onedraw.build.drafters import drafter_bytes, known_drafter
     from onedraw.build.fit_devices import longest_contexts
 
@@ -123,8 +124,8 @@ def reach_words(fit: Mapping[str, Any]) -> str:
 
 
 def planned_devices(settings: Settings) -> list[Device]:
-    """Return the devices that the settings name or describe. The machine is not probed, so torch is not needed. If no
-    architecture is given for a CUDA device, it is assumed to be sm90."""
+    """Return the devices that the settings name or describe. The machine is not probed, so torch is not needed; `auto` counts as
+    the CPU, and a CUDA device without an architecture as sm90."""
     found = [parse_device("cpu" if name == "auto" else name) for name in settings.device_names]
     return [replace(d, arch="sm90") if d.kind == "cuda" and not d.arch else d for d in found]
 
@@ -241,7 +242,7 @@ def stages_json(split: SplitPlan) -> list[dict[str, Any]]:
 
 
 def stage_rows(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Describe the layers and bytes of each stage, if there are several stages or the device's memory is known."""
+    """Describe the layers and bytes of each pipeline stage, if there are several stages or the device's memory size is known."""
     if len(stages) == 1 and stages[0]["device"]["memory"] is None:
         return []
     kinds = ("weight", "page", "state", "staging")
@@ -289,8 +290,8 @@ def step_rows(scratch: Mapping[str, int] | None) -> list[list[str]]:
 
 
 def holding_rows(holding: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Describe which matrices stay packed (in their quantized blocks), and why others are converted. `holding`: by dtype of
-    products."""
+    """Describe which matrices stay packed (in their quantized blocks), and why others are converted. `holding` has the
+    storage plan of the weights for each dtype of matrix products."""
     rows = []
     for products, storage in holding.items():
         dtype, where = float_dtype(products), f" in {products}" if len(holding) > 1 else ""

@@ -145,7 +145,8 @@ def overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. A user's mistake prints one line and never a traceback."""
+    """Run one command and return its exit status. An OnedrawError or OSError prints one line, or a
+    traceback with --debug."""
     given = list(sys.argv[1:] if argv is None else argv)
     _repair_streams()
     try:
@@ -220,7 +221,7 @@ def _silence_output() -> None:
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of the command that the first one names. A misspelled name gets a suggestion."""
+    """Parse the arguments. The first one is the name of the command; a misspelled name gets a suggestion."""
     name, rest = given[0], list(given[1:])
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -26,8 +26,8 @@ EXAMPLES = """examples:
   onedraw ps
   onedraw ps --json
 """
-FOLDER = "servers"  # the folder of these files, inside the cache folder
-FACTS = {"pid", "model", "device", "url", "started"}  # what every file has
+FOLDER = "servers"  # the folder of the locked files, inside the cache folder
+FACTS = {"pid", "model", "device", "url", "started"}  # fields that the JSON object in every file has
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def registered(cache_dir: Path, **facts: Any) -> Iterator[None]:
             file.write(json.dumps({"pid": os.getpid(), **facts, "started": int(time.time())}))
             file.flush()
         except OSError:
-            with suppress(OSError):  # closing tries again to write what could not be written
+            with suppress(OSError):  # closing the file tries again to write what could not be written
                 stack.close()
         yield
 

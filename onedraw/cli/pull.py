@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def download(settings: Settings, notify: terminal.Progress) -> Path:
     """Return the path of the model of these settings, downloaded first if needed, with the drafter that the catalogue names for
-    it. A model runs without its drafter, so a drafter that cannot be downloaded is only reported."""
+    it if --draft contains `auto`. A model runs without its drafter, so a drafter that cannot be downloaded is only reported."""
     from onedraw.checkpoints.catalogue import find_in_catalogue
     from onedraw.checkpoints.download import resolve_model
     from onedraw.errors import ModelError

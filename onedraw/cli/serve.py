@@ -177,8 +177,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> StartEngine | None:
-    """Return a function that starts the engine outside of this process; None if the engine runs in it. SIGHUP replaces replicas
-    one by one."""
+    """Return a function that starts the engine outside of this process, or None if the engine runs in this process. With
+    --replicas, install a handler of SIGHUP that replaces the replicas one by one."""
     from onedraw.build.engine_process import EngineProcess
 
     if arguments.replicas is None:
@@ -189,7 +189,7 @@ def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> Start
     from onedraw.cluster.ray_replicas import RayReplicas, ReplicaOptions
     from onedraw.server.logs import log_config
 
-    logging.config.dictConfig(log_config(arguments.log_level, arguments.log_format))  # replicas log earlier than uvicorn
+    logging.config.dictConfig(log_config(arguments.log_level, arguments.log_format))  # Replicas log before uvicorn applies this.
     options = ReplicaOptions(arguments.replicas, arguments.ray_address or ray_address(), arguments.replica_gpus)
     replicas = RayReplicas(settings, options)
     signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=replicas.restart, daemon=True).start())

@@ -13,7 +13,7 @@ from html import escape
 
 WIDTH, HEIGHT = 480, 320  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 48, 48  # margins of a panel
-COLOURS = ("#1f5fa8", "#b3541e", "#4d7c2a")
+COLOURS = ("#1f5fa8", "#b3541e", "#4d7c2a")  # of the lines of a panel; a line beyond these is not drawn
 TICKS = 5  # ticks of an axis, approximately
 
 
@@ -77,7 +77,7 @@ def _panel(panel: Panel) -> list[str]:
 
 
 def ticks(largest: float) -> list[float]:
-    """Round numbers from 0 to at least `largest`, or to 1 if it is 0."""
+    """Return round numbers at equal distances, from 0 to at least `largest`. If `largest` is 0, they go to 1."""
     largest = largest if largest > 0 else 1.0
     rough = largest / TICKS
     unit = 10.0 ** math.floor(math.log10(rough))

@@ -129,7 +129,8 @@ def _terminal_width() -> int:
 
 
 def _numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
-    """Whether a column has numbers, with or without units. A dash or an empty cell stands for a missing value."""
+    """Whether every cell of a column begins with a digit. A dash or an empty cell stands for a missing value. The first column
+    has names, so it never counts."""
     return index > 0 and bool(rows) and all(row[index][:1].isdigit() or row[index] in ("-", "") for row in rows)
 
 

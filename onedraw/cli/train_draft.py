@@ -34,6 +34,7 @@ a GGUF file beside it. Interrupt a run with Ctrl-C; the same command goes on.
 """
 LONGEST_CONTEXT = 2048  # default of --max-context: longer sequences cost memory, and their beginnings suffice to learn from
 
+# (option, least, greatest value) of options that may be left out, so that the time alone limits the run
 MOST = (("replies", 2, 2**40), ("steps", 1, 2**40))
 
 
@@ -143,7 +144,7 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that the state is saved."""
+    """Treat SIGTERM like Ctrl-C, so that the state of the run is saved."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,8 +1,8 @@
 """Replicas in a Ray cluster: `onedraw serve MODEL --replicas N`.
 
 In: settings, and how many replicas. Out: the ReplicaSet of engines that run as Ray actors, each with its backend and weights. An
-actor that ends is replaced, on whichever node Ray finds room. This process has the HTTP app, the tokenizer and the texts, and no
-weights.
+actor that ends is replaced, on whichever node Ray finds room. This process has the HTTP app and the tokenizer, but
+no weights.
 
 The replicas are plain actors and no Ray Serve deployment. A handle of Serve chooses the replica of each call itself. Here a
 request must go to the replica whose prefix cache has the beginning of its prompt, and a cancellation to the replica that has the
@@ -38,11 +38,11 @@ from onedraw.settings import Settings, default_cache_dir
 log = logging.getLogger("onedraw.cluster")
 
 MESSAGES_AHEAD = 64  # The engine waits while its client has not read this many of its messages.
-IN_ORDER = "messages"  # the concurrency group of `deliver`, with one thread
-PLACE_SECONDS = 30.0  # A replica that has found no node after this time is reported, and again after each such time.
+IN_ORDER = "messages"  # the concurrency group of `deliver` and `place`; it has one thread, so calls run in order
+PLACE_SECONDS = 30.0  # While Ray finds no node for a replica, a warning is logged each time that this long has passed.
 SILENT_SECONDS = 300.0  # A replica that has requests and sends nothing for this long is replaced.
-CHECK_SECONDS = 5.0
-LONGEST_PAUSE = 60.0  # the longest pause between attempts to start a replica; the first is a second
+CHECK_SECONDS = 5.0  # how often it is checked whether a replica has ended or is silent
+LONGEST_PAUSE = 60.0  # the longest pause between attempts to start a replica; it is one second at first and doubles
 FLAG = "--replicas"
 
 
@@ -59,7 +59,7 @@ class ReplicaOptions:
 
 
 class Outbox:
-    """Passes the engine's messages to the call that yields them. It waits while the client does not read."""
+    """Passes the engine's messages to the call that yields them. `send` waits while MESSAGES_AHEAD messages are unread."""
 
     def __init__(self) -> None:
         self._messages: Queue[bytes | None] = Queue(MESSAGES_AHEAD)
@@ -142,14 +142,14 @@ class ActorChannel:
                 self._ray.kill(self._actor, no_restart=True)
 
     def end(self, seconds: float) -> str:
-        """End the actor, whose engine has ended or does not answer. Return how it ended."""
+        """End the actor at once, whose engine has ended or does not answer. Return as text why its messages ended."""
         self.close()
         return self._how
 
 
 class RayReplicas:
     """Starts replicas, and replaces each one that ends. It is an EngineSource (starts engines outside of this process) for one
-    LLM. Once `client` has returned a client, that client owns and closes it."""
+    LLM. Once `client` has returned a client, that client owns and closes the RayReplicas."""
 
     def __init__(self, settings: Settings, options: ReplicaOptions) -> None:
         if options.count < 1:
@@ -323,7 +323,7 @@ def _named(report: Progress, name: str, line: str) -> None:
 
 
 def _gpus(settings: Settings, resources: dict[str, float]) -> float:
-    """Return the GPUs that one replica needs."""
+    """Return the number of GPUs that one replica needs."""
     named = [name for name in settings.device_names if name.startswith("cuda")]
     if named:
         return len(set(named))
@@ -331,7 +331,8 @@ def _gpus(settings: Settings, resources: dict[str, float]) -> float:
 
 
 def _own_snapshots(settings: Settings, slot: int) -> Settings:
-    """Give each replica a snapshot folder of its own, because an engine keeps an index of its folder."""
+    """Give each replica a snapshot folder of its own: an engine indexes its folder when it starts, and would not notice the files
+    that other engines add or delete."""
     if settings.cache_budget is None:
         return settings
     folder = settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots"

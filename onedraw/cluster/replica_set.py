@@ -39,7 +39,7 @@ class Stream:
     sink: Sink
     pages: tuple[bytes, ...]  # hashes of the pages of the request's prompt
     replica: str | None = None  # the replica that runs it; None while it waits for one
-    attempt: int = 0  # goes up when a replica is left, so that late events of that replica are recognized
+    attempt: int = 0  # how many replicas the stream has left; late events of those carry a lower number
     settled: list[int] = field(default_factory=list)  # tokens that the caller has received
     before: Usage = field(default_factory=Usage)  # usage of the parts of the reply that earlier replicas generated
     usage: Usage = field(default_factory=Usage)  # usage up to the last event
@@ -47,7 +47,7 @@ class Stream:
     losses: int = 0  # number of replicas that died while they had this stream
     cancelled: bool = False
     done: bool = False
-    waits_since: float | None = None  # the time at which it lost its replica; None once a new replica sends an event
+    waits_since: float | None = None  # the time at which the stream lost its replica; None once a new replica sends an event
 
     @property
     def request(self) -> Request:
@@ -64,6 +64,7 @@ class Stream:
 
     def deliver(self, event: Event) -> bool:
         """Pass an event of the current replica on, as the next part of one reply. Return whether it is the last."""
+        # `cached` is that of the first replica. Its usage has the number of prompt tokens, so `before.prompt` is set after it.
         self.usage = replace(
             event.usage,
             completion=self.before.completion + event.usage.completion,
@@ -76,7 +77,7 @@ class Stream:
         self.waits_since = None
         scored = None if self.scored else event.scored
         self.scored = self.scored or scored is not None
-        if self.done or event.sampled or scored is not None:  # else it only repeats prompt logprobs
+        if self.done or event.sampled or scored is not None:  # else the event has only prompt logprobs that the caller has
             self.sink(replace(event, request_id=self.request.id, usage=self.usage, scored=scored))
         return self.done
 
@@ -166,8 +167,8 @@ class ReplicaSet(FixedWeights):
         return self._leave(name, lost=False)
 
     def lost(self, name: str) -> None:
-        """Note that a replica has died. Do nothing if its death was noticed before, at one of its requests, or if the replica has
-        left."""
+        """Note that a replica has died. Do nothing if one of its requests has shown that before, if the replica has left, or if
+        the set is being closed."""
         with self._changed:
             if not self._closing:
                 self._leave(name, lost=True)
@@ -266,8 +267,8 @@ class ReplicaSet(FixedWeights):
     # ------------------------------------------------------------------ streams to replicas
 
     def _assign(self, batch: Sequence[Stream], *, with_room: bool = False) -> Replica | None:
-        """Choose a replica for streams with the same prompt and note them as its own. None if there is no replica, or, if
-        `with_room` is set, no replica with room in its queue."""
+        """Choose a replica for streams with the same prompt and note them as its own. None if no replica is ready, or,
+        if `with_room` is set, none that is ready has room in its queue."""
         with self._changed:
             if self._capacity is None:
                 return None
@@ -374,7 +375,8 @@ class ReplicaSet(FixedWeights):
             moving = [(stream, stream.attempt_id) for stream in replica.streams]
             for stream, _ in moving:
                 stream.losses += lost
-                stream.waits_since = None  # It waits anew from now on, even if the lost replica has sent no event of it.
+                # Restart the stream's wait. If this replica has sent it no event, the time of an earlier loss is still set.
+                stream.waits_since = None
                 self._wait(stream)
             if lost:
                 log.warning("replica %s died; %d requests continue on other replicas", name, len(moving))

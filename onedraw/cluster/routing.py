@@ -4,9 +4,9 @@ others.
 In: hashes of the prompt's pages, a bounded table of what each replica was sent, and how many requests each has. Out: a replica.
 Routing decides where a prompt is already in a prefix cache, and never which tokens are sampled.
 
-The table has few entries per prompt, so that it covers the caches of many replicas: the hash of a page stands for the whole
-beginning of the prompt up to the page's end. The work per request does not grow with the number of replicas. Figures of both are
-in docs/scale.md."""
+The hash of a page covers the whole prompt up to the page's end. So a few entries per prompt suffice to tell how much of it a
+replica was sent, and the table covers the caches of many replicas. The work per request does not grow with the number of
+replicas. docs/scale.md has measurements of memory and time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-REQUEST_TOKENS = 256  # Each request over the mean counts as much as this many prompt tokens to compute.
+REQUEST_TOKENS = 256  # A request more than the mean of all replicas costs a replica as much as this many prompt tokens.
 MAX_PAGES_HASHED = 2048  # most pages of a prompt that are hashed; a longer prompt is compared by these first ones
 MAX_PAGES_SENT = 262_144  # entries of the table of all replicas together, which takes about 80 MB when it is full
 MAX_PAGE_HOLDERS = 8  # most replicas that the table stores for one page, the latest ones
@@ -25,8 +25,8 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
 def page_hashes(prompt: Sequence[int], page_size: int) -> tuple[bytes, ...]:
-    """Return a hash for each full page of a prompt, which covers all tokens up to the page's end. The last token is never part
-    of a cached page that helps, since it must be computed for its logits."""
+    """Return a hash for each full page of a prompt, which covers all tokens up to the page's end. A page that ends
+    with the last token is left out: that token is computed in any case, for its logits, so such a page cannot be reused."""
     full = min((len(prompt) - 1) // page_size, MAX_PAGES_HASHED)
     hashes = []
     before = b""
@@ -57,7 +57,8 @@ class SentPages(Generic[ReplicaT]):
 
     def matches(self, pages: Sequence[bytes]) -> dict[ReplicaT, int]:
         """Return how many leading pages of a prompt each replica was sent, as far as that is noted: all pages of an earlier
-        prompt that this one continues, else at least two thirds of those that they share. A replica that has none is missing."""
+        prompt that this one continues, else at least two thirds of those that they share. A replica without any is not in the
+        result."""
         found: dict[ReplicaT, int] = {}
         for count in range(len(pages), 0, -1):
             for replica in self._pages.get(pages[count - 1], ()):
@@ -78,8 +79,8 @@ class SentPages(Generic[ReplicaT]):
 
 class Loads(Generic[ReplicaT]):
     """Counts the requests of each replica. Among replicas with equally many requests, the one whose number changed longest ago
-    comes first, so that idle replicas get new prompts in turn, first in the order in which they were added. The replica set owns
-    it."""
+    comes first, so that idle replicas get new prompts in turn, initially in the order in which they were added. The replica
+    set owns it."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -138,7 +139,8 @@ def choose_replica(
     requests that run at once in a replica; `able`: whether a replica can take it now. None if no replica can.
 
     The cost of a replica is the prompt tokens that it would compute, and REQUEST_TOKENS for each request that it would have over
-    the mean. The least cost wins; but where some replica has a free lane, a request does not wait for one elsewhere."""
+    the mean number per replica. The least cost wins; but where some replica has a free lane, a request does not wait for one
+    elsewhere."""
     least = next(filter(able, loads.ascending()), None)
     if least is None:
         return None

@@ -28,7 +28,7 @@ NORMAL_95 = 1.959963984540054  # the quantile of the normal distribution for an 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One line of a task. With `choices` the answer is the index of the right one."""
+    """One line of a task. With `choices`, `right` is the index of the right one and `answer` is its text."""
 
     number: int
     prompt: str | tuple[Mapping[str, Any], ...]  # a text, or chat messages
@@ -54,7 +54,7 @@ class Answer:
     seed: int | None = None
     tokens: int = 0
     scores: tuple[float, ...] = ()
-    right_normalized: bool | None = None  # `right` if each logprob is divided by the length of its choice
+    right_normalized: bool | None = None  # `right` if each logprob is divided by the characters of its choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Evaluation:
 
 
 def read_task(path: Path) -> Task:
-    """Read a file of JSON lines: `prompt` or `messages`, `answer`, and for a choice `choices`."""
+    """Read a file of JSON lines: `prompt` or `messages`, `answer`, and optionally `choices`. Empty lines are skipped."""
     try:
         content = path.read_bytes()
         rows = content.decode("utf-8-sig").split("\n")
@@ -162,7 +162,7 @@ def evaluate(
 
 
 def _jobs(llm: LLM, question: Question, options: Mapping[str, Any], *, seed: int, chat: bool) -> list[Generation]:
-    """Return what to generate for a question: one reply, or the scores of each choice."""
+    """Return what to generate for a question: a reply to sample, or each choice as a reply to score."""
     prompt: Prompt = question.prompt if isinstance(question.prompt, str) else [dict(one) for one in question.prompt]
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -177,7 +177,7 @@ def _jobs(llm: LLM, question: Question, options: Mapping[str, Any], *, seed: int
 
 def _scored(llm: LLM, prompt: Prompt, choice: str) -> Generation:
     """Return the generation that scores a choice as the reply. After a text, prompt and choice are tokenized together, since the
-    tokens of a text may depend on what follows. If the prompt alone has k tokens, the choice has those after the first k."""
+    tokens of a text may depend on what follows. If the prompt alone has k tokens, those after the first k are the choice's."""
     if isinstance(prompt, str):
         whole, alone = llm.encode(prompt + choice), llm.encode(prompt)
         prompt, reply = whole[: len(alone)], whole[len(alone) :]

@@ -161,7 +161,7 @@ def _forcing(generation: Generation, plain: Reply) -> Generation:
 
 
 def _beginning(llm: LLM, generation: Generation, plain: Reply) -> Reply:
-    """Return the part of a plain reply that comes from the tokens with which the generation continues (`continue_ids`)."""
+    """Return the beginning of the plain reply whose tokens the generation is given (`continue_ids`), with its text."""
     (begun,) = new_replies([generation])
     for piece in ReplyStream(0, generation, llm.tokenizer).begun:
         begun.add(piece)
@@ -170,7 +170,7 @@ def _beginning(llm: LLM, generation: Generation, plain: Reply) -> Reply:
 
 
 def joined(begun: Reply, rest: Reply) -> Reply:
-    """Join the beginning and the rest of a reply into one reply, with the text in one block."""
+    """Join the beginning and the rest of a reply into one reply, with the text in one block, to compare it with a plain reply."""
     text = ContentBlock(0, "content", text=begun.text + rest.text)
     return replace(rest, tokens=[*begun.tokens, *rest.tokens], blocks=[text])
 
@@ -184,7 +184,7 @@ def judge(
     numbers: Sequence[int] | None = None,
 ) -> ProofRow:
     """Compare replies with those of the plain run. A difference always counts; equality only counts if `exercised`. `numbers`
-    has the request of each reply, if they are not in order."""
+    has the index in `plain` of the reply to compare with; without it both are in the same order."""
     for number, found in zip(range(len(plain)) if numbers is None else numbers, replies, strict=True):
         expected = plain[number]
         position = first_difference(expected, found)
@@ -194,7 +194,8 @@ def judge(
 
 
 def first_difference(expected: Reply, found: Reply) -> int | None:
-    """Return the index of the first token whose id, logprobs or checksum differ; the length if only the ending differs."""
+    """Return the index of the first token whose id, logprobs or checksum differ. If all common tokens are equal but the
+    length, ending or text differs, it is the shorter length."""
     for index, (a, b) in enumerate(zip(expected.tokens, found.tokens)):
         if a != b:
             return index
@@ -267,7 +268,7 @@ async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Re
 
 async def _callers_in_turn(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
     """Send most requests as one caller. Once the first piece of a reply has come, send the others, each as a caller of its own,
-    so that they take their turns from the first caller's running requests."""
+    so that they preempt running requests of the first caller."""
     running = asyncio.Event()
     others = range(len(generations) - OTHER_CALLERS, len(generations))
 
@@ -292,6 +293,7 @@ async def _streamed(llm: LLM, generations: Sequence[Generation]) -> tuple[list[R
 async def _folded(
     llm: LLM, generation: Generation, *, caller: str = "", begun: Callable[[], None] = lambda: None
 ) -> tuple[Reply, int]:
+    """Return the reply and the number of its pieces. `begun` is called at every piece."""
     (reply,), count = new_replies([generation]), 0
     with contextlib.suppress(NoTokenLeft):
         async for piece in llm.apieces(llm.prepare(generation, caller=caller)):

@@ -37,7 +37,7 @@ VERSION = 1
 DEFAULT_SIZE = 64 * 2**20  # When a file has this many bytes, the next record begins a new file.
 LEARNING_SIZE = 256 * 2**20  # bytes of all files that --learn-draft keeps
 LEARNING_FILES = 8  # files that these bytes are divided into, so that an eighth of what was learned from is forgotten at a time
-LEAST_LEARNED = 2  # tokens of a reply that a drafter can learn from
+LEAST_LEARNED = 2  # A drafter learns only from replies of at least this many tokens.
 LEARNED = "learned"  # the id of every record of --learn-draft, in place of the request's own id
 NAME = "requests-{number:06d}.jsonl"  # names of files; a higher number is newer
 
@@ -197,7 +197,8 @@ class RecordingLLM(LLM):
                 yield burst
 
     def _record(self, choice: PreparedChoice, index: int, reply: Reply) -> None:
-        """Write the record of a finished choice. If the disk fails, the record is lost but the reply is not."""
+        """Write the record of a finished choice, unless it was cancelled, moved, or generated with two versions of the weights.
+        If the disk fails, the record is lost but the reply is not."""
         if reply.finish is None or reply.finish in ("cancelled", "moved"):
             return
         if choice.fingerprint != self.card.fingerprint:
@@ -210,7 +211,7 @@ class RecordingLLM(LLM):
             if writer is None or generation is None:
                 continue
             name = identity if writer is self._writer else LEARNED
-            try:
+            try:  # A stop reason may be a stop string of the client, which is left out of what a drafter learns from.
                 line = self._line(name, generation, reply, text=writer.text)
                 writer.write(line if writer is self._writer else {**line, "stop_reason": None})
             except (OSError, ValueError, TypeError) as error:  # The disk failed, or JSON cannot express a value of the record.

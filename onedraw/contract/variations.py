@@ -257,7 +257,8 @@ def _is_split(llm: LLM) -> bool:
 
 
 def drafting(base: Settings) -> tuple[Variation, ...]:
-    """Return a variation for each drafter of --draft, and one with all of them in a batch."""
+    """Return variations for each source of drafts in --draft, and two with all sources: continued after a cut, and in a batch
+    with few pages."""
     if base.draft == ("none",):
         return ()
     all_sources = "auto" in base.draft
@@ -329,6 +330,7 @@ def _draft(base: Settings, *who: str) -> Callable[[PlainRunFacts], Mapping[str, 
 
 
 def _both(drafted: DraftStats) -> bool:
+    """Whether some drafts were kept and some rejected."""
     return 0 < drafted.kept < drafted.drafted
 
 
