@@ -30,9 +30,9 @@ from onedraw.backends.torch.state.recurrent_state import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
 ROWS = (1, 2, 5, 16, 64)
-MOST_OUTPUTS = 8192  # outputs compared of a product that can be cut, whose outputs are all computed alike; a multiple of 32
-DEPTH = 2  # fewest layers that the comparison of whole steps runs; more, if it takes more to have every kind of mixer
-STEP_LENGTH = 270  # positions that a generated token sees: more than one split of attention
+MOST_OUTPUTS = 8192  # If a product can be cut to its first outputs, so many are compared: all are computed alike. 32 divides it.
+DEPTH = 2  # fewest layers that run when whole steps are compared; more run until every kind of mixer is among them
+STEP_LENGTH = 270  # positions that a generated token attends to: more than one split of the keys
 MOST_STEPS = 256  # the most generated tokens of one compared step
 
 
@@ -43,8 +43,8 @@ class RowCheck(SelfCheck):
 
 @torch.inference_mode()
 def self_check(model: Transformer, states: Sequence[StageState], *, layout: InputLayout) -> RowCheck:
-    """Find the first row rule (how many rows products are called with) and, where attention has several, the tile heights under
-    which all results agree. Return the comparisons."""
+    """Find the first row rule (with how many rows products are called) under which all results agree. If whole steps differ, use
+    only the largest tile of attention and compare them again. Return the comparisons and the rule."""
     with current_device(model.device):
         return _checked(model, states, layout)
 
@@ -103,7 +103,8 @@ def check_experts(stages: Sequence[Stage]) -> list[CheckResult]:
 
 
 def use_largest_tile(stages: Sequence[Stage]) -> bool:
-    """Use only the largest attention tile, because results differ between tile heights; return whether any stage has several."""
+    """Use only the largest attention tile, because results differ between tile heights. Return whether the operations of any
+    stage have tile heights."""
     tiled = [stage.ops for stage in stages if isinstance(stage.ops, TorchOps)]
     for ops in tiled:
         ops.tile_heights = ops.tile_heights[-1:]
@@ -131,7 +132,7 @@ def _rows_compared(borders: Iterable[int], most: int) -> list[int]:
 
 def _rows_agree(linear: Linear, rule: RowRule) -> bool:
     generator = torch.Generator().manual_seed(1)
-    # No product has more rows than logits are computed for at once.
+    # Row counts are compared while the float32 outputs fit into LOGITS_BYTES; the head is never called with more rows.
     counts = _rows_compared(linear.borders, max(LOGITS_BYTES // (4 * linear.out_features), max(ROWS)))
     whole = -(-(counts[-1] + 1) // 64) * 64
     x = torch.randn(max(whole, max(ROWS) + 64), linear.in_features, generator=generator).to(linear.dtype).to(linear.device)
@@ -169,10 +170,10 @@ def _experts_agree(experts: MixtureOfExperts, ops: Ops) -> bool:
 def _batches_agree(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> bool:
     """Three sequences in one batch, alone, and cut into chunks: equal hidden states at every position.
 
-    They fit into the pages and the context that exist, since kernels do not check bounds. If there are too few pages for three
-    sequences, there are fewer sequences.
+    The sequences fit into the pages and the context of this model, since kernels do not check bounds. If there are too few pages
+    or lanes for three sequences, there are fewer sequences.
     """
-    pages = min(layout.scratch)  # the scratch page comes after the others
+    pages = min(layout.scratch)  # the scratch page comes after all other pages, so its number is their count
     count = min(3, pages, *([states[0].sizes.lanes] if model.spec.recurrent else []))
     per = min(-(-96 // layout.page_size), pages // count)
     longest = min(per * layout.page_size, 90, model.max_context)
@@ -201,7 +202,8 @@ def logits_are_finite(model: Transformer, states: Sequence[StageState], *, layou
 
 def _step_counts(model: Transformer, states: Sequence[StageState], layout: InputLayout) -> list[int]:
     """The numbers of generated tokens in a step to compare: those below and at each border where kernels change, up to the number
-    of lanes. Without recurrent state rows need no lanes: they may be of one sequence."""
+    of lanes. Without recurrent state rows need no lanes, as all may be of one sequence, and the most is MOST_STEPS. None if pages
+    or context hold fewer than two positions."""
     stage, most = model.stages[0], states[0].sizes.lanes if model.spec.recurrent else MOST_STEPS
     mixers = {layer.mixer for layer in model.spec.layers[: _depth(model)]}
     borders = stage.ops.kernel_borders(mixers) if isinstance(stage, Stage) else stage.facts.borders

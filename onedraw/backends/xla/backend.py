@@ -46,7 +46,7 @@ from onedraw.sampling.verify import draft_prefixes
 from onedraw.types import History, Logprobs, Outcome, Plan, Row, SampledToken, SamplingParams
 
 DRAFTS = 64  # default of the maximum number of drafts in a step, over all rows
-CHECK_TOKENS = (140, 37, 5)  # lengths of the self-check's sequences; the first is more than one block of keys and two chunks
+CHECK_TOKENS = (140, 37, 5)  # lengths of the self-check's sequences; the first exceeds one block of keys, and two chunks
 CHECK_PARAMS = SamplingParams(temperature=1.0, seed=7, checksums=True, max_tokens=2)
 
 
@@ -392,7 +392,8 @@ def _step(backend: Backend, rows: Sequence[Row]) -> list[tuple[SampledToken, ...
 
 
 def _sequences(capacity: Capacity) -> list[CheckSequence]:
-    """Up to three sequences, the longest first, as many as lanes and pages allow; none if the context is too short."""
+    """Up to three sequences, the longest first, as many as lanes and pages allow; none if context or pages hold fewer than three
+    tokens."""
     found: list[CheckSequence] = []
     rng = np.random.default_rng(0)
     used = 0

@@ -160,8 +160,8 @@ def _solve(system: Array, right: Array) -> Array:
 
 
 def _advance(state: Array, decay: Array, key: Array, change: Array) -> Array:
-    """The state after one update, state · decay + key ⊗ change. Each product is rounded before the sum, so a repeated update has
-    the same bits."""
+    """The state after one update, state · decay + key ⊗ change. Each product is rounded before the sum, as a fused multiply-add
+    would not; XLA might fuse in one program only, and then the commit, which repeats the update, would get other bits."""
     repeats = state.shape[0] // key.shape[0]
     return times(state, decay[:, None, None]) + times(jnp.repeat(key, repeats, axis=0)[:, :, None], change[:, None, :])
 
@@ -192,8 +192,8 @@ def _recurrent_positions(states: Array, out: Array, gated: Weights, runs: Recurr
 
 
 def _drafts(states: Array, out: Array, gated: Weights, runs: RecurrentInputs, bucket: ShapeBucket) -> tuple[Array, Weights]:
-    """Compute the recurrent form for drafts, each from its parent's state. Unless the parent is the preceding draft, its state is
-    rebuilt from increments. Returns the outputs and the increments; the lanes' states stay unchanged."""
+    """Compute the recurrent form for drafts, each from its parent's state. Unless the parent is the preceding draft, the parent's
+    state is rebuilt from increments. Returns the outputs and the increments; the lanes' states stay unchanged."""
     tokens = runs["node_token"]
     increments = {"decay": gated["decay"][tokens], "key": gated["k"][tokens]}
     changes = jnp.zeros((bucket.drafts, *out.shape[1:]), jnp.float32)

@@ -42,8 +42,8 @@ def export_model(
     about: dict[str, Any],
     notify: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write all files and return the path of the manifest. The graphs are float32 and have the backend's arithmetic. `about` has
-    the other facts that serving needs; it is copied into the manifest."""
+    """Write all files and return the path of the manifest. The graphs are float32 and have the arithmetic of the xla backend.
+    `about` has the other facts that serving needs; it is copied into the manifest."""
     require_supported(spec)
     if spec.recurrent:
         raise UnsupportedModel(

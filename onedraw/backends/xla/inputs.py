@@ -205,7 +205,8 @@ def _full(shape: int | tuple[int, ...], value: int = 0) -> Ints:
 
 
 def _tables(rows: Sequence[Row], shape: CompiledShapes) -> Ints:
-    """Page tables [groups, rows + 1, pages]. Entries after a row's last page, and of freed pages, are the padding page."""
+    """Page tables [groups, lanes + 1, pages]: one per row of the plan, the others for padding. Entries after a row's last page,
+    and of freed pages, are the padding page."""
     tables = _full((len(shape.pages), shape.lanes + 1, shape.table))
     for group, scratch in enumerate(shape.pages):
         tables[group] = scratch
@@ -243,7 +244,8 @@ def _tokens(layouts: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledSh
 
 
 def _tiles(layouts: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes) -> dict[str, Any]:
-    """Index arrays of attention tiles. A tile is consecutive queries of one row; a node of a draft tree is a tile by itself."""
+    """Index arrays of attention tiles. A tile is consecutive queries of one row; a node of a draft tree is a tile by itself,
+    which attends to positions before its `tile_tails`, then to the drafts in its `tile_paths`."""
     rows, tails = _full(bucket.tiles, shape.lanes), _full(bucket.tiles, NOWHERE)
     queries = _full((bucket.tiles, bucket.tile), bucket.tokens - 1)
     paths = _full((bucket.tiles, max(bucket.drafts, 1)))
@@ -310,8 +312,8 @@ def _drafts(layouts: Sequence[RowLayout], shape: CompiledShapes, tables: Ints) -
 
 def _recurrent_inputs(layouts: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes, conv: int) -> dict[str, Any]:
     """Work lists of recurrent layers: prompt chunks, then single generated positions ("steps"), then drafts ("nodes"), each of
-    which starts from its parent's state. `taps` are the convolution's inputs, as indices of [tokens of the step, conv - 1 window
-    rows per lane, one row of zeros].
+    which starts from its parent's state (`goes_on`: the parent is the preceding draft). `taps` are the convolution's inputs, as
+    indices of [tokens of the step, conv - 1 window rows per lane, one row of zeros].
     """
     before, total = conv - 1, bucket.tokens
     zeros = total + (shape.lanes + 1) * before

@@ -1,6 +1,6 @@
 """Runs an export of `onedraw export` with IREE on the CPU: the graphs return logits, and the host samples.
 
-In: the folder of an export. Out: a Backend for the same engine; tokens are sampled by `sampling/law.py`. It does not need jax.
+In: the folder of an export. Out: a Backend for the same engine; tokens are sampled by `sampling/law.py`. jax is not needed.
 Graphs are compiled at first use and cached in the folder of the export. Neither drafts nor checkpoints are supported.
 """
 
@@ -144,8 +144,8 @@ class IreeRuntime:
         return self._runtime.asdevicearray(self._config.device, array)
 
     def load(self, path: Path) -> Callable[..., Any]:
-        """Compile a graph, or load it from the cache, as a function. It is compiled first, unless the cached program is newer
-        than the graph's text."""
+        """Return a graph as a function. It is compiled unless the cache has a program that is no older than the graph's
+        text."""
         compiled = path.with_suffix(".vmfb")
         if not compiled.exists() or compiled.stat().st_mtime < path.stat().st_mtime:
             from iree import compiler

@@ -1,9 +1,9 @@
 """Layers in jax: norms, matrix products, rotary embedding, paged attention, feed-forward. Pure functions.
 
-In: weights of a layer, rows of a step. Out: arrays with the same rows. Three rules make a row's bits independent of the batch:
-every reduction is over the last axis of an array with a fixed shape (`inputs.py`); keys are read in blocks of absolute positions,
-in order; masked keys add exact zeros. A tile is some queries of one row of a step. Axes: T tokens, H query heads, K KV heads, G =
-H / K, D size of a head, d rotary dimensions of a head, N tiles of h queries, W columns.
+In: weights of a layer, activations of a step's tokens. Out: new activations of these tokens. Three rules make a token's bits
+independent of the batch: every reduction is over the last axis of an array with a fixed shape (`inputs.py`); keys are read in
+blocks of absolute positions, in order; masked keys add exact zeros. A tile is some queries of one sequence. Axes: T tokens, H
+query heads, K KV heads, G = H / K, D size of a head, d rotary dimensions of a head, N tiles of h queries, W columns.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def feed_forward(h: Array, weights: Weights, spec: MlpSpec) -> Array:
 
 
 def project(h: Array, angles: Array, weights: Weights, spec: AttentionSpec, eps: float) -> RowArrays:
-    """Queries [T, H, D], keys and values [T, K, D], and the projection [T, W] of the output gate, of normalized rows h."""
+    """Queries [T, H, D], keys and values [T, K, D], and the projection [T, W] of the output gate, from normalized activations
+    h."""
     rows, dim = len(h), spec.head_dim
     widths = [spec.heads * dim, spec.kv_heads * dim, spec.kv_heads * dim]
     out = linear(h, weights["qkv"], weights.get("qkv_bias"))

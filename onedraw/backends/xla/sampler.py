@@ -7,8 +7,8 @@ tokens are counted.
 
 A slab is a fixed number of positions. One program contains every sampling feature; features that no row of a slab uses are
 skipped on the device. Sums over the vocabulary are sums of integers, and thresholds are found by bisection over float bits, so a
-row's result does not depend on the other rows. A deficit is the best score minus a token's score, divided by the temperature
-where tokens are sampled.
+row's result does not depend on the other rows. A deficit is the best score minus a token's score; for sampling, but not for the
+model's own logprobs, it is divided by the temperature.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def sample(
 
 def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs: XlaSamplingInputs, *, vocab: int) -> Array:
     """Return a result row per position, [C, 7 + n] int64: token, checksum, then the columns of `sampling/logprobs.py` (total
-    mass, deficit of the token, three for the logprobs mode "both", and the n most likely tokens, the most that may be
-    requested)."""
+    mass, deficit of the token, three for the logprobs mode "both", and the n most likely tokens). n is the most that a request
+    may ask for."""
     scores = adjusted(logits, counts, inputs)
     best = _top(scores)
     valid = (best > -jnp.inf) & (best < jnp.inf) & (logits.max(1) < jnp.inf)

@@ -4,8 +4,8 @@ In: tensors on a CPU or a CUDA device. Out: the same numbers for a row, whatever
 sample at. A token's deficit is the best score minus its own, divided by the temperature: zero or more. A row's limit is the
 largest deficit that its filters keep. Axes: C rows, V tokens of the vocabulary.
 
-Three rules ensure it: functions that a CPU computes differently in its vector loop and in the tail run on whole vectors only;
-sums over the vocabulary are sums of integers; among equal values, the lowest index is selected explicitly.
+Three rules make the bits independent: functions that a CPU computes differently in its vector loop and in the tail run on whole
+vectors only; sums over the vocabulary are sums of integers; among equal values, the lowest index is selected explicitly.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def masses(deficit: Tensor, scratch: Scratch, limit: Tensor | None = None) -> Tensor:
-    """Masses, floor(exp(-deficit) * 2^40), as integers, whose sums are exact in any order. Beyond `limit` ([C, 1]) they are 0.
+    """Probability masses floor(exp(-deficit) * 2^40) as integers, whose sums are exact in any order. A mass is 0 where the
+    deficit exceeds `limit` [C, 1].
 
     [C, V] float32 -> int64
     """
@@ -101,9 +102,10 @@ def masses(deficit: Tensor, scratch: Scratch, limit: Tensor | None = None) -> Te
 def reach(deficit: Tensor, weights: Tensor, target: Tensor, scratch: Scratch) -> Tensor:
     """For each row the smallest value t for which sum(weights where deficit <= t) >= target.
 
-    deficit [C, V] float32, zero or more; weights [C, V] int64; target [C] int64, from 1 to the row's sum -> [C] float32.
-    Floats that are not negative are ordered like their bits. So a histogram of the weights over the upper bits gives the bin in
-    which the running sum reaches the target, a histogram over the next bits a finer bin inside it, and the last bits the value.
+    deficit [C, V] float32, zero or more; weights [C, V] int64; target [C] int64, from 1 to the sum of the row's weights -> [C]
+    float32. Floats that are not negative are ordered like their bits. So a histogram of the weights over the upper bits gives the
+    bin in which the running sum reaches the target, a histogram over the next bits a finer bin inside it, and the last bits the
+    value.
     """
     bits = deficit.view(torch.int32)
     place = scratch.take("place", bits.shape, torch.int32)
@@ -130,7 +132,7 @@ def drop_beyond(values: Tensor, deficit: Tensor, limit: Tensor, scratch: Scratch
 def first_best(values: Tensor) -> Tensor:
     """For each row the lowest index among the largest values; `values` is overwritten.   [C, V] float32 -> [C] int64
 
-    For a row with NaN, where no value equals the largest, the index is arbitrary but in range.
+    If a row has a NaN, its largest value is NaN, which equals nothing; the index is then that of the last column.
     """
     width = values.shape[1]
     best = values.amax(1, keepdim=True)
@@ -145,7 +147,8 @@ def _countdown(width: int, device: torch.device) -> Tensor:
 
 
 def likeliest(deficit: Tensor, count: int) -> Tensor:
-    """For each row the `count` smallest deficits, among equals those of the lowest ids, as int64 (bits of the deficit, id)."""
+    """For each row the `count` smallest deficits, among equals those of the lowest token ids. Each is one int64: the bits of the
+    deficit in the upper half, the token id in the lower half."""
     ids = torch.arange(deficit.shape[1], dtype=torch.int64, device=deficit.device)
     keys = deficit.view(torch.int32).to(torch.int64) << 32 | ids
     return keys.topk(count, dim=1, largest=False, sorted=True).values

@@ -38,8 +38,8 @@ class RowPosition:
 
 
 class PositionSampler:
-    """Computes logits at the positions of a step, and samples or scores them. `rule`: how the rows that the head receives are
-    padded. Owner: the backend."""
+    """Computes logits at the positions of a step, and samples or scores them. `rule`: to how many hidden states a product with
+    the output head is padded. Owner: the backend."""
 
     def __init__(self, model: Transformer, sampler: Sampler, kept: CheckpointLogits, rule: RowRule) -> None:
         self._model, self._sampler, self._kept, self._rule = model, sampler, kept, rule
@@ -55,7 +55,7 @@ class PositionSampler:
         """For each row that samples, a token after its last known token and after each draft."""
         wanted = [
             one
-            for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # padding spans are last
+            for i, (row, span) in enumerate(zip(plan.rows, inputs.spans, strict=False))  # spans of padding are last
             for one in _row_positions(i, row, span.first)
         ]
         sampled: dict[int, list[SampledToken | None]] = {}
@@ -104,7 +104,7 @@ def _row_positions(index: int, row: Row, first: int) -> Iterator[RowPosition]:
         return
     kept = next((save.slot for save in row.saves if save.position == row.stop), None)
     for k, drafts in enumerate(draft_prefixes(row.drafts)):
-        drafts = (*row.tokens, *drafts) if row.awaits_token else drafts  # the awaited token is not in the history yet
+        drafts = (*row.tokens, *drafts) if row.awaits_token else drafts  # sampled, but not read by the host yet
         position = SamplingPosition(row.lane, row.params, row.history, drafts, row.request_id)
         token = first + len(row.tokens) - 1 + k if row.tokens else None
         yield RowPosition(index, token, position, row.restore, kept if k == 0 else None)

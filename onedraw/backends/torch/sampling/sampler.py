@@ -6,7 +6,8 @@ no token. A row's token, logprobs and checksum have the same bits whatever the o
 Work that no row needs is skipped, and work that some rows need is done on those rows alone. Nothing is copied to the host before
 the end, when one small integer tensor holds all results. A row is one position to sample at; a slab is as many rows as are
 processed at once; a lane is the slot in which a sequence's tokens are counted. A token's deficit is the best score minus its own,
-divided by the temperature. Axes: C rows, V tokens of the vocabulary, V' V with padding.
+divided by the temperature. Axes: C rows; V tokens of the vocabulary, padded to whole vectors (`exact.padded`); V' columns of the
+given logits, which may have padding of the model's.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from onedraw.types import Logprobs, SampledToken, TokenMask
 
 class LaneCounts:
     """How often tokens occur in the output of each lane, and whether they occur in its prompt. It is made when the first position
-    with penalties is sampled. Tokens beyond `vocab` are not counted, since a drafter may propose the first tokens only.
-    Owner: the sampler."""
+    with penalties is sampled. Token ids from `vocab` on are not counted: the sampler of a drafter may know only the first tokens
+    of the vocabulary. Owner: the sampler."""
 
     def __init__(self, *, vocab: int, lanes: int, device: torch.device) -> None:
         # There is one lane more than needed: padding of a step is counted there and never read.
@@ -111,7 +112,7 @@ def _add(counts: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 
 def key_words(keys: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Keys as two columns of int32, which wraps like the unsigned definition.   [C, 1] each"""
+    """Keys as two columns of int32, whose arithmetic has the same bits as the unsigned one of `noise.py`.   [C, 1] each"""
     words = torch.tensor(keys, dtype=torch.int64).to(torch.int32).to(device)
     return words[:, :1], words[:, 1:]
 
@@ -131,8 +132,8 @@ def gumbel(first: Tensor, second: Tensor, vocab: int, scratch: Scratch) -> Tenso
     odd = uniform_bits(first, second, vocab, scratch).mul_(2).add_(1)  # u * 2^25
     rest, upper = (scratch.take(name, odd.shape, torch.int32) for name in ("rest", "spare"))
     above, below = (scratch.take(name, odd.shape, torch.float32) for name in ("above", "below"))
-    # There is no branch: `below` is u in the lower half and 1 in the upper half, `above` is u - 1 in the upper half and 0 in the
-    # lower half. Both are exact, so one of the two logarithms is 0.
+    # log u without a branch, as log(below) + log1p(above). For u < 1/2, `below` is u and `above` is 0; otherwise `below` is 1 and
+    # `above` is u - 1. Both are exact, and one of the two logarithms is 0.
     torch.sub(odd, _word(2 ** (BITS + 1), odd.device), out=rest)
     torch.sub(_word(2**BITS, odd.device), odd, out=upper).bitwise_right_shift_(_word(31, odd.device))
     rest &= upper
@@ -307,7 +308,7 @@ class Sampler:
         best = scores.amax(1) + 0.0  # adding 0 turns -0.0 into 0.0
         sound = (best > -torch.inf) & (best < torch.inf)
         if scores is not raw:
-            sound &= raw.amax(1) < torch.inf  # a ban may have removed an infinite logit
+            sound &= raw.amax(1) < torch.inf  # an infinite logit leaves no token, even if a ban has removed it from the scores
         deficit = self._scratch.take("deficit", scores.shape, torch.float32)
         torch.sub(best[:, None], scores, out=deficit)
         if any(p.params.temperature not in (0, 1) for p in positions):
@@ -332,7 +333,7 @@ class Sampler:
     def _keys(self, positions: Sequence[SamplingPosition]) -> list[tuple[int, int]]:
         return [key(p.params.seed, p.at) for p in positions]
 
-    # ── steps 1 to 3: bias, penalties, bans ───────────────────────────────────────────────────────────────────────
+    # ── steps 1 to 3 of the sampling rule (`sampling/law.py`): bias, penalties, bans ──────────────────────────────
 
     def _adjusted(self, raw: Tensor, positions: Sequence[SamplingPosition]) -> Tensor:
         """Scores after bias, penalties and bans; `raw` itself if no row has any."""
@@ -400,7 +401,7 @@ class Sampler:
             known = self._recalls[position.lane] = (position.request_id, HistoryTokens())
         return known[1]
 
-    # ── steps 5 to 7: the filters as one limit per row ────────────────────────────────────────────────────────────
+    # ── steps 5 to 7 of the sampling rule: the filters as one limit per row ───────────────────────────────────────
 
     def _limit(self, deficit: Tensor, positions: Sequence[SamplingPosition]) -> Tensor | None:
         row_filters = [filters(p.params, self._vocab) for p in positions]
@@ -416,8 +417,8 @@ class Sampler:
         return limit
 
     def _lower(self, limit: Tensor, deficit: Tensor, wanted: Sequence[tuple[int, float]], *, by_mass: bool) -> None:
-        """Lower the limit to that of top-k (values are counts) or, `by_mass`, of top-p (values are shares of the mass within the
-        limit so far)."""
+        """Lower the limits of some rows. `wanted`: pairs of a row and its top-k (a count) or, `by_mass`, its top-p (a share of
+        the mass within the limit so far)."""
         rows = self._rows([row for row, _ in wanted], len(deficit))
         part = deficit if rows is None else deficit[rows]
         value = torch.tensor([one for _, one in wanted], dtype=torch.float64).to(self._device)

@@ -1,13 +1,13 @@
 """Keys and values of one layer in pages, and the place of each token in them.
 
 In: the step's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, with one scratch page more
-than the allocator lends: padding tokens write there, and blocks past a sequence's end read it under a mask. Codes (int8, fp8,
+than the allocator lends: padding tokens write there, and kernels read it, masked, past a sequence's end. Codes (int8, fp8,
 int4) are keys and values divided by a scale; the scales are in pages of their own under the same numbers, and whatever moves a
 page moves both. A slot is a position within a page. Axes: T tokens, P pages, S slots of a page, K key heads of size D.
 
 Keys and values of 4 bits are those of a Walsh-Hadamard transform of every head, which spreads a large number over the whole head,
-so that one scale serves all of them. Queries are transformed too, which leaves every score as it was, and so is the output of
-attention, which undoes the transform of the values.
+so that one scale serves the whole head. Queries are transformed too, which leaves every score as it was. The output of attention
+is transformed once more, which undoes the transform of the values.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from onedraw.errors import OutOfMemory
 from onedraw.models.spec import AttentionSpec
 
 INT4 = torch.uint8  # a byte has the 4-bit codes of two neighbouring numbers, the first in its lower half
-# The largest magnitude of the codes of each dtype, and the number of scales that the largest number of a head is taken for. These
-# dtypes have one scale per token and key head. Codes of 4 bits stand for the odd numbers from -15 to 15; the largest numbers of a
-# head are cut by up to a tenth, which makes the error of all others smaller.
+# LARGEST: the largest magnitude of a code. SCALES: the largest magnitude of a head, divided by its scale. These dtypes have one
+# scale per token and key head. Codes of 4 bits stand for the odd numbers from -15 to 15; the largest numbers of a head are
+# clamped, by up to a tenth, which makes the error of all others smaller.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, INT4: 15.0}
 SCALES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, INT4: 16.5}
 KV_DTYPES = {
@@ -45,8 +45,9 @@ def coded(dtype: torch.dtype) -> bool:
 def transformed(heads: Tensor, *, kept: bool) -> Tensor:
     """The Walsh-Hadamard transform of heads [..., D], in float32, in blocks of the largest power of two that divides D.
 
-    The product of a transformed query and a transformed key (`kept`) is that of query and key. Both are multiplied by a power of
-    two, which rounds nothing, so for a block of 2^n numbers their factors are 2^-(n/2) with n/2 rounded down and up.
+    `kept`: whether the heads are keys or values, which are kept in pages, and not queries or outputs of attention. The product of
+    a transformed query and a transformed key is that of query and key, which takes a factor of 2^-n for a block of 2^n numbers.
+    Each gets about half of n as a power of two, which rounds nothing: rounded up for kept heads, and down for the others.
     """
     dim, x, half = heads.shape[-1], heads.float(), 1
     block = dim & -dim
@@ -60,7 +61,7 @@ def transformed(heads: Tensor, *, kept: bool) -> Tensor:
 
 def encode(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize heads of finite numbers [..., D]: their codes [..., D], of 4 bits [..., D / 2]; and their scales [...]. Ties go to
-    the even code. 4-bit codes are those of heads that are transformed already."""
+    the even code. For 4-bit codes `heads` must be transformed already."""
     wide, largest = heads.float(), LARGEST[dtype]
     scales = wide.abs().amax(-1) / SCALES[dtype]
     ratios = torch.where(scales.unsqueeze(-1) > 0, wide / scales.unsqueeze(-1), 0.0).clamp_(-largest, largest)
@@ -115,7 +116,7 @@ class PageStore:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Scales of keys and of values; None unless they are codes."""
+        """Scales of keys and of values; None unless keys and values are codes."""
         return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     def parts(self) -> dict[str, Tensor]:
@@ -132,11 +133,12 @@ class PageStore:
             part[targets] = part[sources]
 
     def read(self, pages: Sequence[int]) -> dict[str, Tensor]:
-        """Copies on the host of n pages of every tensor in `parts`."""
+        """Copies on the host of these pages, of every tensor in `parts`."""
         return {name: part[list(pages)].cpu() for name, part in self.parts().items()}
 
     def fill(self, places: Mapping[int, int], given: Mapping[str, Tensor]) -> None:
-        """Copy stored pages to pages here. A stored dtype of the same size is reinterpreted bit by bit."""
+        """Copy stored pages to pages here. `places`: from the index of a stored page to the page that receives it. `given`: the
+        stored pages, named as in `parts`. A stored dtype of the same size is reinterpreted bit by bit."""
         for name, part in self.parts().items():
             stored_part = given[name]
             if stored_part.shape[1:] != part.shape[1:] or stored_part.dtype.itemsize != part.dtype.itemsize:
@@ -157,8 +159,8 @@ class PageStore:
         """Write keys and values [T, K, D] to places [T * K], which `write_places` returned.
 
         A value that is not finite is stored as a key of NaN and a value of zero: a query that sees the key gets NaN, and one
-        that does not (a neighbour in a tile, the next owner of the page) is not affected, since zero times zero is zero. Codes
-        have no NaN, so there it is the key's scale that is NaN, for a key that is not finite too.
+        that does not (a neighbour in a tile, the next owner of the page) is not affected, since zero times zero is zero. If keys
+        are codes, the key's scale becomes NaN instead, also if only the key is not finite.
         """
         if self.key_scales is not None and self.value_scales is not None:
             if self.transforms:

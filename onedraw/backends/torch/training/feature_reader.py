@@ -1,8 +1,8 @@
 """Reads what a drafter learns from: the target's features and likeliest next tokens at every position of known sequences.
 
-It takes the place of a drafter in the backend, so that it sees exactly what a drafter sees when it serves. It never drafts. The
-target is the model that is drafted for; a feature is its residual stream after a layer that the drafter names. Axes: S positions
-of a sequence, n layers with features, Et hidden width of the target, K likeliest tokens.
+A FeatureReader takes the place of the drafter in the backend, so that it gets exactly the inputs that a drafter gets when a model
+is served. It never drafts. The target is the model that is drafted for; a feature is its residual stream after a layer that the
+drafter names. Axes: S positions of a sequence, n layers with features, Et hidden width of the target, K likeliest tokens.
 """
 
 from __future__ import annotations

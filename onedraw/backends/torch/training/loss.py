@@ -1,16 +1,17 @@
 """The training loss: how many drafts a block keeps when drafter and target share the noise.
 
 At temperature T the target samples argmax(log p + g) and the drafter proposes argmax(log q + g), with the same Gumbel noise g; p
-and q are their distributions at T. The time at which token x would win is exponential with rate p(x) for the target and q(x) for
-the drafter, both from one uniform number, so x wins both races with probability 1 / Σ_y max(p(y)/p(x), q(y)/q(x)). A draft is
-kept with probability
+and q are their distributions at T. Each argmax is a race: token x arrives after an exponential time with rate p(x) for the target
+and q(x) for the drafter, both computed from one uniform number, and the first token to arrive is sampled. So x is first in both
+races with probability 1 / Σ_y max(p(y)/p(x), q(y)/q(x)). A draft is kept with probability
     a(p, q) = Σ_x 1 / Σ_y max(p(y) / p(x), q(y) / q(x)),
 which is 1 for q = p. For a greedy request p is one token x, and a(p, q) = q(x): then -log a is the cross-entropy.
 
-A block keeps Σ_k Π_{i<=k} a_i drafts. The gradient of that sum is the one of Σ_k w_k log a_k with w_k = Σ_{j>=k} Π_{i<=j} a_i,
-taken as a constant. In the weights, (a + 1) / 2 stands for a, so that late slots of an untrained drafter learn too.
+A block keeps Σ_k Π_{i<=k} a_i drafts on average. The gradient of that sum is the one of Σ_k w_k log a_k with the constants w_k =
+Σ_{j>=k} Π_{i<=j} a_i. In these weights, (a + 1) / 2 stands for a, so that late slots of an untrained drafter learn too.
 
-Axes: M slots, V vocabulary, K likeliest tokens of the target, N blocks, B - 1 drafted slots of a block.
+A block is a known token and the B - 1 slots after it, which are drafted at once. Axes: M slots, V vocabulary, K likeliest tokens
+of the target, N blocks.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class TorchForward(nn.Module):
             _place(self, self._names[key], nn.Parameter(torch.from_numpy(tensor.float32().copy())))
 
     def _row_rule(self) -> RowRule:
-        """The rule with which a server on this machine calls its products."""
+        """The row rule of a server on this machine: with how many rows it calls matrix products."""
         place = StageDevice(CPU, self._exact_ops)
         model = Transformer(self.spec, self._weights, dtype=torch.float32, stage_devices=[place], max_context=512)
         sizes = StateSizes(pages=(64,) * len(self.spec.windows), page_size=PAGE, windows=self.spec.windows, lanes=4)

@@ -24,7 +24,7 @@ from onedraw.models.dflash import drafter_shapes
 from onedraw.models.spec import AttentionSpec, DrafterSpec
 from onedraw.models.weight_names import WeightKey
 
-GROUP = 8  # blocks of a sequence whose attention is one product; each of them computes the keys of the others, which are masked
+GROUP = 8  # blocks of a sequence whose attention is one product; it has scores between different blocks too, which are masked
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""Trains a DFlash drafter on sequences that were read from the target: one step after the other, resumable at any step.
+"""Trains a DFlash drafter on sequences and the target's features of them: one step after the other, resumable at any step.
 
-In: ReadSequences with their tokens. Out: weights, and the expected number of drafts that a block keeps. A step takes some
-sequences from the buffer, begins blocks at random generated positions (anchors), and lowers the loss of `loss.py`. Everything
-random is a function of the seed and the number of the step, so a resumed run takes the steps that it would have taken without the
-interruption; only the buffer may hold other sequences. Axes: R sequences of a step, S positions, N blocks per sequence, B slots
-of a block, T tokens, F features of a position, V vocabulary, E hidden width."""
+In: ReadSequences with their tokens. Out: weights, and the expected number of drafts that a block keeps. The target is the model
+that is drafted for; a feature is its residual stream after a layer that the drafter names. A step takes some sequences from the
+buffer, begins blocks at random generated positions (anchors), and lowers the loss of `loss.py`. Everything random is a function
+of the seed and the number of the step, so a resumed run takes the steps that it would have taken without the interruption; only
+the buffer may hold other sequences. Axes: R sequences of a step, S positions, N blocks per sequence, B slots of a block, T
+tokens, F features of a position, V vocabulary, E hidden width."""
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ class Recipe:
     # "hard": cross-entropy with the sequence's tokens; "soft": with the target's likeliest next tokens; "kept": minus the
     # logarithm of the probability that the draft is kept
     loss: Literal["hard", "soft", "kept"] = "kept"
+    # the weight of a slot in the loss, "length": from the expected number of kept drafts; "decay": smaller for later slots
     weights: Literal["length", "decay"] = "length"
     optimizer: Literal["muon", "adamw"] = "muon"  # optimizer of the matrices; norms are always trained with AdamW
     rows: int = 8  # sequences per step
@@ -183,8 +185,8 @@ class Trainer:
         return Measured(total_kept / float(begun), total_loss)
 
     def _anchors(self, batch: Sequence[TrainingSequence], random: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Random positions from the last token of each prompt on, [R, N], ascending; and whether each is used, since short
-        replies have fewer."""
+        """Random positions of generated tokens but the last, [R, N], ascending; and whether each is used, since short replies
+        have fewer."""
         count = self._recipe.anchors
         anchors = np.ones((len(batch), count), np.int64)
         usable = np.zeros((len(batch), count), np.bool_)
@@ -314,7 +316,8 @@ def training_sequence(tokens: Sequence[int], generated: int, temperature: float,
 
 
 def feature_scale(sequences: Sequence[TrainingSequence], layers: int) -> Tensor:
-    """One over the root mean square of each layer's features, [F], so that all layers count alike in the first product."""
+    """One over the root mean square of each layer's features, [F], so that all layers count alike in the product with `fc`. The
+    first four positions of the first sequence are left out."""
     features = torch.cat([sequence.read.features.float() for sequence in sequences])
     by_layer = features.view(len(features), layers, -1)
     rms = by_layer[4:].square().mean((0, 2)).sqrt().clamp(min=1e-3)
