@@ -28,7 +28,7 @@ from onedraw.models.weight_transforms import EXPERT_WEIGHT_ALIAS, experts, gguf_
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
-PATTERN = 4  # in a GGUF file the first of every four layers is full attention
+PATTERN = 4  # in a GGUF file without a sliding_window_pattern, the first of every four layers is full attention
 HEAD_DIM = 128
 ROPES: Mapping[str, Mapping[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
@@ -87,7 +87,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
 
 
 def read_gate(keys: ConfigReader, origin: str) -> GatePer:
-    """Whether the gate is per head or per element, by config.json."""
+    """Return whether config.json asks for one gate value per head or per element of a head, or raise UnsupportedModel."""
     gating = keys.get("gating")
     if gating not in (None, True, "per-head", "per-element"):
         raise UnsupportedModel(f"{origin}: gating = {gating!r} is not supported; supported: true, 'per-head', 'per-element'")
@@ -99,7 +99,8 @@ def read_gate(keys: ConfigReader, origin: str) -> GatePer:
 
 
 def _dense(keys: ConfigReader, count: int, origin: str) -> list[bool]:
-    """Which layers have a dense feed-forward: by mlp_layer_types, or by mlp_only_layers and decoder_sparse_step."""
+    """Return for each layer whether its feed-forward is dense: by mlp_layer_types, or by mlp_only_layers and
+    decoder_sparse_step."""
     types, named, step = keys.get("mlp_layer_types"), keys.get("mlp_only_layers"), keys.integer("decoder_sparse_step", 1)
     by_index = [index in ([0] if named is None else named) or (index + 1) % step != 0 for index in range(count)]
     if types is None:
@@ -113,12 +114,12 @@ def _dense(keys: ConfigReader, count: int, origin: str) -> list[bool]:
 
 
 def _rope_keys(keys: ConfigReader, origin: str) -> ConfigReader:
-    """Keys with rope_parameters by layer type. Older configs have those of full layers in rope_parameters itself and those of
-    sliding layers in swa_rope_parameters."""
+    """Return keys whose rope_parameters has one entry per layer type. In older configs rope_parameters itself is the entry of
+    full attention layers, and swa_rope_parameters that of sliding layers."""
     ropes, sliding = keys.mapping("rope_parameters"), keys.mapping("swa_rope_parameters")
     nested = ropes is not None and any(isinstance(value, dict) for value in ropes.values())
     if nested:
-        keys.get("rope_theta")  # mark the key as read: it duplicates a nested key
+        keys.get("rope_theta")  # Mark the key as read, so that it is not refused as unknown: it duplicates a nested key.
         keys.get("partial_rotary_factor")
     if nested or ropes is None:
         return keys
@@ -189,7 +190,7 @@ def _from_metadata(source: ModelSource) -> ModelSpec:
 
 
 def stored_gate(source: ModelSource, index: int, heads: int) -> GatePer:
-    """Whether the gate is per head or per element, by its width: a GGUF file has no key for it."""
+    """Return whether the gate is per head or per element, by the number of rows of its matrix: a GGUF file has no key for it."""
     gate = source.tensors.get(f"blk.{index}.attn_gate.weight")
     return "element" if gate is not None and gate.shape[0] != heads else "head"
 

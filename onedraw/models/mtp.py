@@ -1,18 +1,20 @@
 """The MTP head (multi-token prediction) of a Qwen3.5 checkpoint: its spec and weights.
 
-In: an open checkpoint and its ModelInfo. Out: MtpInfo, or UnsupportedModel if there is no such head.
+In: an open checkpoint and its ModelInfo. Out: MtpInfo; UnsupportedModel if there is no such head, CorruptFile if its tensors are
+missing or misshapen.
 
-The target is the model that the head belongs to; E is its hidden width. The head drafts from position t, whose token t + 1 is
-known:
+The target is the model that the MTP head belongs to; E is its hidden width. The MTP head drafts from position t, whose token
+t + 1 is known:
     e      = rms(embed(token t+1)) · embed_norm
-    h      = rms(x_t) · hidden_norm             x_t: the target's hidden state after its final norm (the input of its head);
-                                                from the second draft on, the output of this head at the previous position
+    h      = rms(x_t) · hidden_norm             x_t for the first draft: the target's hidden state after its final norm (the
+                                                input of its LM head); for later drafts: z of the draft before
     y_t    = layer(fc · [e, h])                 one attention layer like the target's, with its own keys and values
-    draft  = target's head of rms(y_t) · norm, which is also x for the next draft
+    z_t    = rms(y_t) · norm
+    draft  = LM head of the target, applied to z_t
 
 Weights, float32, matrices as [outputs, inputs]
-    outer      fc [E, 2·E]  embed_norm [E]  hidden_norm [E]  norm [E]; embedding and head are the target's
-    layer      the names of `weight_names.py`
+    outer      fc [E, 2·E]  embed_norm [E]  hidden_norm [E]  norm [E]; embedding and LM head are the target's
+    layer      the weights of an attention layer of the target, by the names of `weight_names.py`
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def has_mtp(source: ModelSource, info: ModelInfo) -> bool:
 
 
 def read_mtp_info(source: ModelSource, info: ModelInfo) -> MtpInfo:
-    """Build the spec from the target's, and check that the tensors match it. No weight is read."""
+    """Build the MTP head's spec from the target's, and check that the tensors match it. No values are read."""
     target = info.spec
     if info.family.name not in FAMILIES:
         raise UnsupportedModel(f"{source.path}: a {target.family} model has no MTP head; supported: {', '.join(FAMILIES)}")
@@ -92,7 +94,8 @@ def read_mtp_info(source: ModelSource, info: ModelInfo) -> MtpInfo:
 
 
 def _safetensors_names(info: ModelInfo, target: ModelSpec) -> WeightNames:
-    """Names in a transformers folder. The head's layer is renamed to the layer after the target's last."""
+    """Names in a transformers folder. Aliases give the MTP layer the index after the target's last layer, so that the target's
+    name patterns find its tensors."""
     names = info.family.weight_names[info.format]
     norms = name_table("mtp.", "embed_norm=pre_fc_norm_embedding.weight hidden_norm=pre_fc_norm_hidden.weight norm=norm.weight")
     own = (r"^(?:model\.)?mtp\.layers\.0\.", f"model.layers.{len(target.layers)}."), (r"^model\.mtp\.", "mtp.")
@@ -114,7 +117,8 @@ def _gguf_names(info: ModelInfo, target: ModelSpec) -> WeightNames:
 
 @dataclass(frozen=True, slots=True)
 class _ExtendedStack:
-    """The layers of the target followed by the layer of the head."""
+    """A stack in which `find_weights` finds the MTP layer under its index, the target's depth. The layers before it are
+    unused."""
 
     layers: tuple[LayerSpec, ...]
     hidden: int
@@ -133,7 +137,7 @@ class MtpWeights:
         refuse_unused_tensors(source, used, ignored=names.ignored, kind="MTP head")
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight, whose rows stay quantized until they are read. The only layer has index 0."""
+        """One weight, whose rows stay quantized until they are read. The only layer has index 0; None: outside the layer."""
         return self._tensors[layer, weight]
 
     def outer(self) -> WeightArrays:

@@ -101,7 +101,7 @@ def _from_config(config: Mapping[str, Any], origin: str, *, family: str, sparse:
 def _experts(keys: ConfigReader) -> MoeSpec:
     keys.expect("norm_topk_prob", True)
     keys.expect("decoder_sparse_step", 1)
-    keys.get("intermediate_size")  # the width of dense layers, which these models do not have
+    keys.get("intermediate_size")  # Mark as read: the width of dense layers, which these models do not have.
     return MoeSpec(
         experts=keys.integer("num_experts"),
         used=keys.integer("num_experts_per_tok"),
@@ -124,7 +124,7 @@ def _from_metadata(source: ModelSource, *, family: str, sparse: bool) -> ModelSp
     hidden, max_context = keys.integer("embedding_length"), keys.integer("context_length")
     head_dim = keys.integer("attention.key_length", HEAD_DIM)
     keys.expect("attention.value_length", head_dim)
-    keys.get("rope.dimension_sections")  # M-RoPE sections, which matter for images only
+    keys.get("rope.dimension_sections")  # Mark as read: M-RoPE sections matter for images only.
     attention = AttentionSpec(
         heads=keys.integer("attention.head_count"),
         kv_heads=keys.integer("attention.head_count_kv"),
@@ -158,7 +158,7 @@ def _from_metadata(source: ModelSource, *, family: str, sparse: bool) -> ModelSp
 
 
 def _linear(keys: ConfigReader, count: int) -> list[bool]:
-    """Which layers are Gated DeltaNet."""
+    """Return for each layer whether it is Gated DeltaNet; else it is full attention."""
     interval = keys.integer("full_attention_interval", INTERVAL)
     return keys.flags("attention.recurrent_layers", count, [(index + 1) % interval != 0 for index in range(count)])
 
@@ -168,7 +168,7 @@ def _gguf_experts(keys: ConfigReader) -> MoeSpec:
     keys.expect("expert_weights_scale", 1, 1.0)
     keys.expect("expert_gating_func", 1)  # 1 stands for softmax, the only routing that these layers implement
     keys.expect("expert_shared_count", 1)
-    keys.get("feed_forward_length")  # the width of dense layers, which these models do not have
+    keys.get("feed_forward_length")  # Mark as read: the width of dense layers, which these models do not have.
     return MoeSpec(
         experts=keys.integer("expert_count"),
         used=keys.integer("expert_used_count"),

@@ -76,7 +76,7 @@ QWEN3_MOE = dense_family(
 
 FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA4, LAGUNA)
 
-# Sampling defaults that generation_config.json sets only together with do_sample.
+# Sampling parameters that are read from generation_config.json only if its do_sample is true.
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 GGUF_SAMPLING_KEYS = {
     "temperature": "temp",
@@ -120,7 +120,8 @@ def read_model_info(source: ModelSource) -> ModelInfo:
 
 
 def find_family(source: ModelSource) -> Family:
-    """The family of a checkpoint; UnsupportedModel with a list of the supported ones."""
+    """Return the family of a checkpoint. Raise UnsupportedModel, with a list of the supported families, if it has none of them,
+    and CorruptFile if the checkpoint does not name its family."""
     if source.format == "gguf":
         return _find_gguf_family(source)
     config = source.config
@@ -178,7 +179,8 @@ def _number(source: ModelSource, name: str, value: Any) -> float | int:
 
 
 def eos_ids(source: ModelSource) -> list[int]:
-    """The token ids that end a reply, without duplicates; generation_config.json takes precedence over config.json."""
+    """The token ids that end a reply, without duplicates: from GGUF metadata, or from generation_config.json, else
+    config.json."""
     if source.format == "gguf":
         named = [source.config.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
         return _ids(source, *named, _extra_eos_ids(source))

@@ -32,7 +32,7 @@ def rope_from_config(
     ignored: Collection[str] = (),
 ) -> RopeSpec:
     """Read one rope for all layers. `share`: the rotated share of a head if the config has no partial_rotary_factor; None if only
-    full rotation is supported."""
+    full rotation is supported. `ignored`: keys of the rope parameters that are accepted and have no effect."""
     parameters, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
     theta = keys.number("rope_theta", DEFAULT_THETA)
     if parameters and scaling and parameters != scaling:
@@ -55,7 +55,8 @@ def rope_from_config(
 def ropes_by_layer_type(
     keys: ConfigReader, *, head_dims: Mapping[str, int], defaults: Mapping[str, Mapping[str, Any]], max_context: int, origin: str
 ) -> dict[str, RopeSpec]:
-    """Read a rope for each layer type. `defaults` is used if the config has no rope_parameters."""
+    """Read a rope for each layer type in `head_dims` (layer type → head size). If the config has no rope_parameters, `defaults`
+    takes their place."""
     name = "rope_parameters"
     values: Mapping[str, Any] = keys.mapping(name) or defaults
     outer, ropes = ConfigReader(values, origin=f"{origin}: {name}"), {}
@@ -68,7 +69,8 @@ def ropes_by_layer_type(
             inner, theta=DEFAULT_THETA, head_dim=head_dim, share=1.0, max_context=max_context, origin=origin
         )
         inner.refuse_unknown()
-    # Entries of layer types without layers, and a misplaced inner key, have no effect.
+    # Accepted without effect: entries of layer types that no layer has, and original_max_position_embeddings, which belongs
+    # inside an entry.
     outer.refuse_unknown({*defaults, "original_max_position_embeddings"})
     return ropes
 
@@ -137,7 +139,8 @@ def rope_from_metadata(
 ) -> RopeSpec:
     """One rope for all layers, from the metadata of a GGUF file.
 
-    `divisors` is the rope_freqs tensor, which converters write for llama3 scaling; `partial`: a head may be rotated in part.
+    `divisors` is the rope_freqs tensor, which converters write for llama3 scaling, or None if the file has none; `partial`:
+    whether a head may be rotated in part.
     """
     return _check_finite(
         _rope_from_gguf_keys(keys, divisors, head_dim=head_dim, max_context=max_context, origin=origin, partial=partial), origin
@@ -200,7 +203,8 @@ INFINITE_DIVISOR = 1e30  # converters write this divisor for pairs that are not 
 
 
 def rope_from_divisors(divisors: LazyTensor, *, theta: float, dims: int) -> RopeSpec:
-    """Divisors of 1 followed by infinite ones are a proportional rope, which rotates only the first pairs."""
+    """The rope of a rope_freqs tensor, whose values divide the frequencies of the pairs. Values of 1 followed by infinite ones
+    are a proportional rope, which rotates only the first pairs."""
     values = divisors.float32().tolist()
     rotated = values.count(1.0)
     if rotated < len(values) and values[:rotated] == [1.0] * rotated and min(values[rotated:]) >= INFINITE_DIVISOR * 0.99:

@@ -1,7 +1,7 @@
 """Lazy tensors: the protocols that connect models to checkpoint readers, and views that rearrange tensors without reading them.
 
 A view presents stored tensors as the model uses them: rows or columns in another order, stacks of matrices, parts of a stack.
-The data is read, and stays quantized where it is stored so, only when it is requested. The readers are in `onedraw.checkpoints`;
+The data is read only when it is requested, and a view keeps it quantized if it can. The readers are in `onedraw.checkpoints`;
 `models` imports none of them.
 """
 
@@ -20,7 +20,8 @@ from onedraw.errors import UnsupportedModel
 
 Floats = NDArray[np.float32]
 Order = NDArray[np.intp]  # entry i is the number of the row or column that becomes row or column i
-# How tensors are named and the model is described: a transformers folder, a GGUF file, or the names of `spec.py` (plain).
+# How tensors are named and the model is described. safetensors: as in a transformers folder; gguf: as in a GGUF file; plain: by
+# the weight names of `spec.py`, as in random models.
 CheckpointFormat = Literal["safetensors", "gguf", "plain"]
 
 
@@ -50,7 +51,7 @@ class LazyTensor(Protocol):
 
     @property
     def stays_packed(self) -> bool:
-        """Whether `packed` returns the stored bytes."""
+        """Whether `packed` returns the stored bytes, and not None."""
 
     def packed(self) -> NDArray[np.uint8] | None:
         """All rows as stored, [rows, bytes], with the leading axes flattened; None if the values differ from the stored ones."""
@@ -87,13 +88,15 @@ class ModelSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """Gives a model's weights by layer and name, with layer None for weights outside the layers. Each is read when requested."""
+    """Gives a model's weights by layer and name, with layer None for weights outside the layers. Values are read when
+    requested."""
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor: ...
 
 
 class TensorView:
-    """Base class: a view implements `into` and `take_rows`, and overrides what it can do without reading values."""
+    """Base class of views. A view implements `require_readable`, `into` and `take_rows`, and overrides `packed` and the others if
+    it can carry them out without dequantizing."""
 
     name: str
     shape: tuple[int, ...]
@@ -125,7 +128,7 @@ class TensorView:
 
 
 class RowSelection(TensorView):
-    """Rows of another tensor, which stay quantized: row i is its row order[i]."""
+    """Rows of another tensor, which stay quantized: row i is row order[i] of that tensor."""
 
     def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
@@ -190,8 +193,8 @@ class ReshapedRows(TensorView):
 
 
 class ColumnSelection(TensorView):
-    """Columns of another tensor: column i is its column order[i]. Quantized blocks run along the columns, so the values must be
-    dequantized."""
+    """Columns of another tensor: column i is column order[i] of that tensor. A quantized block spans several columns of a row, so
+    the values must be dequantized."""
 
     def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
@@ -239,7 +242,7 @@ class ScaledRows(TensorView):
         return ScaledRows(self._tensor.take_rows(order), self._factors[order])
 
     def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
-        """The first axis must stay the same or be split further."""
+        """The new first axis must be a multiple of the number of factors, so that all values of an entry have the same factor."""
         if shape[0] % len(self._factors):
             raise ValueError(
                 f"tensor {self.name} of shape {self.shape} with {len(self._factors)} factors cannot be reshaped to {shape}"

@@ -2,11 +2,12 @@
 
 A family (`family.py`, `qwen3_5.py` …) builds a frozen ModelSpec from a checkpoint's configuration; every backend builds its
 modules from the spec. A model is a list of layers; a layer is a mixer (attention or Gated DeltaNet), a feed-forward and norms.
-A DrafterSpec describes a DFlash drafter in the same terms. The target is the model that a drafter drafts for; `dflash.py` has
-the formulas, and defines anchor, block and slot. A lane is the slot of a sequence's recurrent state on the device.
+A DrafterSpec describes a DFlash drafter in the same terms. The target is the model that a drafter drafts for. A block is the
+positions that one pass of the drafter computes, and a slot is one position of it; `dflash.py` has the formulas. A lane holds the
+recurrent state of one sequence on the device.
 
 The fingerprint of `random:` models includes the repr of the spec: after renaming a field, add it to RENAMED_FIELDS in
-`checkpoints/random_weights.py`.
+`checkpoints/random_weights.py`, so that the fingerprint stays the same.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class RopeSpec:
     dims: int  # how many of the first dimensions of a head are rotated
     kind: RopeKind = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # for llama3: pairs with fewer rotations over the original context are scaled fully
+    low_freq_factor: float = 1.0  # for llama3: pairs with fewer rotations than this over the original context are scaled fully
     high_freq_factor: float = 4.0  # for llama3: pairs with more rotations than this are not scaled
     original_context: int = 0  # for llama3 and yarn: the context length before scaling
     beta_fast: float = 32.0  # for yarn: pairs with more rotations than this are not scaled
     beta_slow: float = 1.0  # for yarn: pairs with fewer rotations than this are scaled fully
-    attention_factor: float | None = None  # for yarn: it multiplies cos and sin; None stands for 0.1 ln(factor) + 1
+    attention_factor: float | None = None  # for yarn: factor of cos and sin; None: 0.1 ln(factor) + 1, at least 1
     truncate: bool = True  # for yarn: round the bounds of the scaled range to whole pairs
     divisors: tuple[float, ...] = ()  # for the kind divisors: rope_freqs of a GGUF file, which divides the frequencies
     rotated_pairs: int = 0  # for the kind proportional: only the first pairs, this many, are rotated
@@ -163,7 +164,8 @@ class DeltaSpec:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of the rollback buffer for one drafted position: decay, key, change, and the convolution's input."""
+        """Bytes of the rollback buffer for one drafted position: the decay, the key, the vector that the delta rule adds to the
+        state under this key, and the convolution's input."""
         values = self.value_heads + self.key_heads * self.key_dim + self.value_heads * self.value_dim + self.channels
         return values * STATE_BYTES
 
@@ -175,7 +177,7 @@ class DeltaSpec:
             "delta_a": (heads, hidden),
             "delta_b": (heads, hidden),
             "conv": (self.channels, self.conv),
-            "decay": (heads,),  # negative: g = decay * softplus(a + delta_bias)
+            "decay": (heads,),  # negative: the state decays by exp(decay * softplus(delta_a · h + delta_bias))
             "delta_bias": (heads,),
             "delta_norm": (self.value_dim,),
             "o": (hidden, values),
@@ -208,7 +210,7 @@ class MoeSpec:
     scale: float = 1.0  # the sum of the experts' outputs is multiplied by it
     softcap: float | None = None  # the router's logits become softcap * tanh(logits / softcap)
     select_bias: bool = False  # a bias added to the scores for selection only, not to the routing weights
-    expert_scale: bool = False  # a learned factor per expert, applied after normalising
+    expert_scale: bool = False  # a learned factor per expert, which multiplies its routing weight after `normalised`
     own_router_norm: bool = False  # the router reads norm(residual) * router_scale / sqrt(hidden), not the layer's normed input
     shared: int = 0  # width of the shared expert, which every token passes; 0: the layer has none
     shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(shared_route · h)
@@ -305,12 +307,13 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The page groups: one per distinct window of the layers that store keys and values; full attention (None) first."""
+        """The windows of the page groups (layers that keep the same positions in pages): one group per distinct window of the
+        layers that store keys and values. Full attention (None) comes first, and is the only one if no layer stores any."""
         kept = {m.window for layer in self.layers if isinstance(m := layer.mixer, AttentionSpec) and m.reuses is None}
         return tuple(sorted(kept, key=lambda window: (window is not None, window or 0))) or (None,)
 
     def group(self, index: int) -> int | None:
-        """The page group of a layer's keys and values; None for a layer that stores none."""
+        """The index in `windows` of the page group of a layer; None for a layer that stores no keys and values."""
         mixer = self.layers[index].mixer
         return self.windows.index(mixer.window) if isinstance(mixer, AttentionSpec) and mixer.reuses is None else None
 
@@ -366,7 +369,7 @@ class ConvolutionSpec:
     """The grouped convolutions of a DFlash2 layer, before and after attention and feed-forward, over the slots of a block."""
 
     taps: int  # number of slots that the convolution reads: the slot itself and the taps - 1 before it
-    group: int  # neighbouring channels that share the part of their kernel that depends on the input
+    group: int  # number of neighbouring channels that share the input-dependent part of their kernel
 
     def shapes(self, hidden: int) -> Shapes:
         base, projection = (2, self.taps, hidden), (2 * self.taps * (hidden // self.group), hidden)
@@ -375,7 +378,8 @@ class ConvolutionSpec:
 
 @dataclass(frozen=True, slots=True)
 class SelectorSpec:
-    """The candidate selector of a DFlash2 drafter, which scores a slot's likeliest tokens given the token drafted before it."""
+    """The candidate selector of a DFlash2 drafter. It scores a slot's likeliest tokens, given the token drafted for the slot
+    before."""
 
     rank: int
     top_k: int  # how many of a slot's likeliest tokens the selector scores
@@ -398,11 +402,12 @@ class DrafterSpec:
     eps: float
     block: int  # slots of a block. The first holds the last sampled token, so a block drafts block - 1 tokens
     mask_token: int
-    target_layers: tuple[int, ...]  # the layers of the target, counted from 0, after which the drafter reads its residual stream
+    # The layers of the target, counted from 0, after which the drafter reads the residual stream: each gives one feature.
+    target_layers: tuple[int, ...]
     max_context: int
     own_embedding: bool = False
     own_head: bool = False
-    mapped: bool = False  # draft token ids differ from the target's: see DrafterWeights.target_ids
+    mapped: bool = False  # draft token ids differ from the target's; DrafterWeights.target_ids maps them
     target_depth: int | None = None  # number of the target's layers; None if the file does not name it
     feature_norms: bool = False  # whether every feature is normed, with a weight of its own, before the first projection
     # Whether a layer applies its attn_norm to the target's features before it projects them to keys and values.

@@ -1,7 +1,7 @@
 """Weight names as data: which tensor of a checkpoint is which weight of the model, and how it is transformed.
 
 In: a checkpoint, a ModelSpec and the WeightNames of the checkpoint's format. Out: ModelWeights. Its constructor checks that every
-weight is present in the right shape and that every tensor is used; the values are read later, layer by layer, to save memory.
+weight is present in the right shape and that no tensor is unknown; the values are read later, layer by layer, to save memory.
 
 Weights have the names and shapes of `spec.py` and the same form for every file format: float32, matrices as [outputs, inputs],
 experts as [expert, outputs, inputs]; a norm multiplies by its weight unchanged, `decay` is negative, `conv` is
@@ -35,9 +35,9 @@ class WeightNames:
     outer: Mapping[str, str]
     layer: Mapping[str, str]
     ignored: str = r"(?!)"  # pattern of tensors that are not needed
-    transforms: Mapping[str, WeightTransform] = field(default_factory=dict)  # for weights that are not stored as one tensor
-    aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) that map alternative tensor names to ours
-    stored: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) that map our names back to those of the file, for errors
+    transforms: Mapping[str, WeightTransform] = field(default_factory=dict)  # for weights that are stored in another form
+    aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): alternative tensor names → those of this table
+    stored: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): names of this table → those of the file, for errors
     unused: tuple[tuple[str, str], ...] = ()  # (pattern, note) of tensors outside the text model; the note is shown to the user
     mtp_marker: str = ""  # if this tensor exists in the block after the last layer, that block is an MTP head
 
@@ -238,7 +238,8 @@ def _resolve_aliases(source: ModelSource, names: WeightNames) -> Mapping[str, La
 
 
 def _redundant_tensors(spec: ModelSpec, names: WeightNames, tensors: Mapping[str, LazyTensor]) -> set[str]:
-    """Stored tensors that another tensor replaces: a tied head, and keys and values of layers that reuse those of another."""
+    """Stored tensors that the model does not read: the head of a tied model, and k, v and k_norm of layers that reuse the keys
+    and values of another layer."""
     redundant = {names.outer["head"]} if spec.tied else set()
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mixer, AttentionSpec) and layer.mixer.reuses is not None:
@@ -280,7 +281,8 @@ def _find(origin: str, tensors: Mapping[str, LazyTensor], name: str, shape: Tens
 
 
 def refuse_unused_tensors(source: ModelSource, used: Collection[str], *, ignored: str, kind: str) -> None:
-    """Refuse a checkpoint with a tensor that is not used: part of the model would be left out."""
+    """Refuse a checkpoint with a tensor that is neither used nor matched by the pattern `ignored`: part of the model would be
+    left out. `kind` says in the error what the tensor is not part of."""
     pattern = re.compile(ignored)
     for name in source.tensors:
         if name not in used and not pattern.fullmatch(name):

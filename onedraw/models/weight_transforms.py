@@ -75,8 +75,8 @@ def by_mixer(*, attention: WeightTransform, delta: WeightTransform) -> WeightTra
 
 # ------------------------------------------------------------------ value heads in tiled order
 
-# What the rows of a tensor in tiled order are: "heads" one row per value head, "values" the values of all value heads,
-# "channels" q and k followed by those values.
+# The rows of a tensor in tiled order. "heads": one row per value head. "values": value_dim rows per value head.
+# "channels": the rows of q and k, then those of "values".
 TiledPart = Literal["heads", "values", "channels"]
 
 
@@ -90,7 +90,7 @@ def grouped_columns(name: str) -> WeightTransform:
 
 
 def grouped_order(delta: DeltaSpec, part: TiledPart) -> NDArray[np.intp]:
-    """The index in a tiled tensor of every row in grouped order."""
+    """For each row in grouped order (value heads of one key head are neighbours), its index in the tiled tensor."""
     ratio = delta.value_heads // delta.key_heads
     heads = np.arange(delta.value_heads).reshape(ratio, delta.key_heads).T.reshape(-1)
     if part == "heads":

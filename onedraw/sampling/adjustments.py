@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from onedraw.types import DryParams, History, SamplingParams, TokenMask
 
-LONGEST_MATCH = 64  # A longer repetition is penalized as if it had this length, which bounds the work per token.
+LONGEST_MATCH = 64  # A longer repetition counts as this long (or as allowed_length if that is more), to bound the work.
 _LARGEST = float(np.finfo(np.float32).max)  # the limit on a penalty, so that scores stay finite
 
 Tokens = npt.NDArray[np.int64]
@@ -34,17 +34,19 @@ NO_ADJUSTMENT = Adjustment()
 
 
 class BannedWords:
-    """Words, found by the tokens before their last one, so that a position costs the same however many words there are."""
+    """Banned words as token ids, looked up by the tokens before the last one, so that the cost does not grow with their
+    number."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self.words = words
-        self._last: dict[tuple[int, ...], set[int]] = {}  # the tokens of a word but the last → the last ones
+        self._last: dict[tuple[int, ...], set[int]] = {}  # tokens of a word before its last → last tokens of such words
         for word in words:
             self._last.setdefault(word[:-1], set()).add(word[-1])
         self._lengths = sorted({len(before) for before in self._last})
 
     def completions(self, output: Sequence[int], drafts: Sequence[int]) -> set[int]:
-        """Return the last token of every word whose other tokens end the output. A word of one token is always complete."""
+        """Return the last token of every word whose other tokens end the output and drafts. For a word of one token there are no
+        others, so that token is always returned."""
         tail = (*output[max(0, len(output) - self._lengths[-1]) :], *drafts)
         found: set[int] = set()
         for length in self._lengths:
@@ -56,8 +58,9 @@ class BannedWords:
 class HistoryTokens:
     """The tokens of one history as an array that grows with it, and its banned words. Each sampler keeps one per history.
 
-    Without it, every sampled token would copy the whole history. Known tokens never change, so a longer history of the same
-    request only appends to the array. A shorter history belongs to another request and is copied anew.
+    Without this object, every sampled token would copy the whole history. Known tokens never change, so a longer history of the
+    same request only appends to the array. If a history is shorter than the last, the sampler has reused the object for another
+    request, and all tokens are copied.
     """
 
     def __init__(self) -> None:
@@ -123,8 +126,9 @@ def valid_ids(ids: Collection[int], vocab: int) -> Iterable[int]:
 def dry_penalties(tokens: Tokens, dry: DryParams) -> tuple[tuple[int, float], ...]:
     """Return (token, penalty) for every token that would continue a repetition, by its longest match.
 
-    All earlier occurrences of the last token are compared backwards at the same time, and most end after a few tokens. A sequence
-    breaker ends a match. It is never penalized itself, because no match continues across it.
+    From all earlier occurrences of the last token, matches are extended backwards at the same time; most end after a few tokens.
+    A sequence breaker (a token of `dry.breakers`) ends a match. It is never penalized itself, because no match continues across
+    it.
     """
     tokens = tokens[-dry.range :] if dry.range else tokens
     cap = max(LONGEST_MATCH, dry.allowed_length)

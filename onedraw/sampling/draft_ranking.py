@@ -2,9 +2,9 @@
 
 The target is the model whose next tokens the drafter predicts. The input is a drafter's most likely candidates at one position
 with their logits; the output is (token, score), the best first. The target samples argmax(log p + g), where p is its distribution
-and g the noise. A drafter with distribution q that ranks by s · log q + g, with the same g and a factor s, agrees far more often
-than one that takes argmax q. The ranking may be approximate (it considers only the most likely candidates), since drafts cannot
-change the answer.
+and g the noise. A drafter with distribution q that ranks by s · log q + g, with the same g and a factor s (`sharpness`), drafts
+the sampled token far more often than one that takes argmax q. The ranking may be approximate, since drafts cannot change the
+answer: it considers only the most likely candidates, and neither DRY penalties nor bans.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Ids = npt.NDArray[np.int64]
 
 
 class HistoryCounts:
-    """Counts how often each token occurs in one growing history. A drafter has one per lane (slot of a sequence)."""
+    """Counts how often each token occurs in the output of one growing history, and holds the set of the prompt's tokens. A
+    drafter has one per lane (slot of a sequence)."""
 
     def __init__(self) -> None:
         self._history: History | None = None
@@ -49,7 +50,8 @@ def rank_candidates(
     sharpness: float,
     seen: tuple[Counter[int], frozenset[int]] | None,
 ) -> list[tuple[int, float]]:
-    """Rank candidates under the request's sampling rule and noise. Scores are like log-probabilities; the best comes first."""
+    """Rank candidates under the request's sampling rule and noise. Scores are like log-probabilities; the best comes first.
+    `seen` is the result of `HistoryCounts.of`, or None if the request has no penalties."""
     scores = logits.astype(np.float32, copy=True)
     for token, bias in params.logit_bias:
         scores[ids == token] += np.float32(bias)

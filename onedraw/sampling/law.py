@@ -33,7 +33,7 @@ from onedraw.sampling.noise import Floats, gumbel
 from onedraw.types import History, Logprobs, SampledToken, SamplingParams
 
 SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a smaller one could become 0 in float32
-NO_TOKEN = -1  # stands for a token if every token is excluded
+NO_TOKEN = -1  # takes the place of a token id if every token is excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def law(logits: Floats, params: SamplingParams, history: History, drafts: Sequen
 
 def deficits(logits: Floats, params: SamplingParams, history: History, drafts: Sequence[int] = ()) -> tuple[Floats, np.float32]:
     """Return the deficits of all tokens after steps 1 to 4 of the rule, and the largest that the filters keep.   [V]"""
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # Extreme parameters may give ±inf or NaN, see below.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # Extreme parameters may give ±inf or NaN.
         scores = _adjusted(logits, params, history, drafts)
         best = scores.max() + np.float32(0)  # adding 0 turns -0.0 into 0.0
         if not (logits.max() < np.inf and np.isfinite(best)):

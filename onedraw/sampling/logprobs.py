@@ -29,7 +29,8 @@ Integers = npt.NDArray[np.int64]
 
 def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
     """Return the log-softmax of `scores` at `token`, and the `top` most likely tokens, best first and the lowest id first among
-    equals, without excluded tokens. `scores` are logits for mode "raw", and scores of the rule for "processed".
+    equals, without excluded tokens. `scores` are the logits for the modes "raw" and "both", and the scores after the filters for
+    the mode "processed".
     """
     deficit = (scores.max() + np.float32(0)) - scores
     values = log_shares(deficit, int(masses(deficit).sum()))
@@ -39,7 +40,7 @@ def logprobs(scores: Floats, token: int, top: int) -> Logprobs:
 
 def with_processed(found: Logprobs, deficit: Floats, limit: np.float32, token: int) -> Logprobs:
     """Return raw logprobs together with the token's logprob among the tokens that the filters keep, and their share of the mass.
-    `deficit` is the deficits before the filters, `limit` the largest that they keep.   [V]"""
+    `deficit` is the deficits before the filters, `limit` the largest deficit that the filters keep.   [V]"""
     kept = np.where(deficit > limit, np.float32(np.inf), deficit)
     total = int(masses(kept).sum())
     return _with_processed(found, kept[token : token + 1], total, int(masses(deficit).sum()))
@@ -51,7 +52,7 @@ def _with_processed(found: Logprobs, deficit: Floats, kept: int, everything: int
 
 def read_logprobs(row: Integers, top: int, *, both: bool = False) -> Logprobs:
     """Return the logprobs that a device sampler has written into a row of integers. They have the same bits as the result of
-    `logprobs` for the same scores; with `both`, as that of `with_processed`."""
+    `logprobs` for the same scores, or with `both` the same bits as the result of `with_processed`."""
     bits = np.concatenate([row[SAMPLED : SAMPLED + 1], row[TOP : TOP + top] >> 32]).astype(np.int32)
     deficit = bits.view(np.float32)
     values = log_shares(deficit, int(row[TOTAL])).tolist()

@@ -5,13 +5,13 @@ id, and from these the Gumbel noise that sampling adds to the scores.
 
 The integers are the definition, so every backend must compute the same ones:
 
-    k0, k1 = the halves of mix64(mix64(seed ^ DOMAIN) + position)
+    k0, k1 = low and high half of mix64(mix64(seed ^ _NOISE_DOMAIN) + position)
     bits   = mix32(mix32(id ^ k0) + k1) >> 8                24 bits, all modulo 2^32
     u      = (bits + 1/2) / 2^24                            never 0, never 1
     g      = -log(-log u)                                   float32, within [-2.86, 17.33]
 
-The logarithms are taken in float32 of arguments that are exact: log(u) in the lower half of (0, 1), log1p(-(1 - u)) in the upper
-half. So both ends are accurate, and everything is finite.
+log u is computed in float32 from an exact argument: as log(u) for u in the lower half of (0, 1), as log1p(-(1 - u)) in the upper
+half. So it is accurate near 0 and near 1, and everything is finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from onedraw.types import SEED_LIMIT
 
-BITS = 24  # bits of a uniform number, which float32 represents exactly
+BITS = 24  # bits of a random integer; float32 represents every integer of 24 bits exactly
 HALF = 2 ** (BITS - 1)  # integers below this one give a u in the lower half of (0, 1)
 BLOCK = 32  # keys are computed for this many positions at once
 
@@ -33,7 +33,8 @@ SHIFTS_32 = (16, 15, 16)
 _MULTIPLIERS_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK_64 = 2**64 - 1
 
-# Each use of a seed has a domain constant of its own, so the seed of a choice is independent of the noise of its request.
+# Each use of a seed has a domain constant of its own, so that for example the seed of a choice (one of the n replies to a prompt)
+# is independent of the noise of its request.
 _NOISE_DOMAIN = 0x6F6E65647261776E
 _CHILD_DOMAIN = 0x6368696C64726E21
 _PROMPT_DOMAIN = 0x70726F6D70747321

@@ -1,7 +1,8 @@
 """Verification of drafts: a draft is kept if it equals the token sampled at its parent.
 
-The input is the drafts of a row and the token sampled after each of them; the output is the kept drafts. A chain of drafts is a
-tree in which each draft is the parent of the next.
+The input is the drafts of a row, and the tokens sampled after the last known token and after each draft; the output is the kept
+drafts. A draft's parent is the draft before it in a tree, by index; -1 is the last known token. A chain of drafts is a tree in
+which each draft is the parent of the next.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def kept_drafts(drafts: Sequence[Draft], sampled: Sequence[int]) -> tuple[int, .
 
 def draft_paths(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
     """Return for each position of a row (after the last known token, then after each draft) the indices of the drafts on the path
-    to it, which in a tree are its ancestors."""
+    to that position: for the position after a draft, the draft's ancestors and the draft itself."""
     paths: list[tuple[int, ...]] = [()]
     for index, draft in enumerate(drafts):
         paths.append((*paths[1 + draft.parent], index))
@@ -37,7 +38,7 @@ def draft_paths(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
 
 
 def draft_prefixes(drafts: Sequence[Draft]) -> tuple[tuple[int, ...], ...]:
-    """Return for each position of a row the tokens of the drafts on the path to it, which come between the history and it."""
+    """Return for each position of a row the tokens of the drafts on its path (`draft_paths`), which follow the history there."""
     if all(draft.parent == index - 1 for index, draft in enumerate(drafts)):
         tokens = tuple(draft.token for draft in drafts)
         return tuple(tokens[:count] for count in range(len(tokens) + 1))
