@@ -1,6 +1,6 @@
 """Generate docs/api.md from the tables that requests are checked by: `python -m onedraw.server.api_docs > docs/api.md`.
 
-The input is the rules of every request model; the output is Markdown. A test compares it with docs/api.md.
+The input is the rules of every request model; the output is Markdown. A test compares the output with docs/api.md.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def page() -> str:
 
 
 def _limits() -> list[str]:
-    """Return the Markdown table of the limits in `onedraw/limits.py`, one row for each."""
+    """Return the rows of the Markdown table of limits, whose values are in `onedraw/limits.py`."""
     rows: dict[str, float] = {
         "bytes of the URL and headers of one request, about; then 431": limits.MAX_HEAD,
         "values of one body: commas outside of texts": limits.MAX_BODY_VALUES,

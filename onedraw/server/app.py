@@ -76,7 +76,8 @@ Result = TypeVar("Result")
 
 
 class Endpoints:
-    """The handlers of all endpoints of one LLM. `serve` sets `draining` when the shutdown begins, and then they answer 503."""
+    """The handlers of all endpoints of one LLM. `serve` sets `draining` when the shutdown begins; from then on requests for
+    replies, batches and /health are answered with 503."""
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm = llm
@@ -154,7 +155,7 @@ class Endpoints:
     ) -> tuple[Sequence[Json], Sequence[Json], Mapping[str, str], ChatRequest]:
         """Return four things: the messages up to the end of the previous response; this request's input, with item references
         replaced by the items; a map from field names of the equivalent chat request to the caller's, for errors; and that chat
-        request."""
+        request, in which `changes` replace fields."""
         before, items = self._store.before(body.previous_response_id, owner), self._store.resolved(body.items, owner)
         messages = numbered(items)
         names = body.names(before, messages)
@@ -224,10 +225,11 @@ class Endpoints:
         prefix: str | None = None,
         names: Mapping[str, str] | None = None,
     ) -> Response:
-        """Run a request of any endpoint. `write` makes the writer for the shape of that endpoint's replies."""
+        """Run a request of any endpoint that generates or scores a reply. `write` makes the writer for the shape of the reply,
+        `prefix` begins the reply's id, and `names` maps field names of `wanted` to the caller's, for errors."""
         self._refuse_when_closed()
         line: LineIdentity | None = request.scope.get(LINE)
-        background = " in the background" if line is not None else ""  # counts as another caller, with a separate share
+        background = " in the background" if line is not None else ""  # lines of batches count as a caller of their own
         who = turn_caller(request.scope) + background
         permit = request.scope[PERMIT] = self._accounts.begin(who)
         gone = threading.Event()  # set if the client disconnects, so that the thread that prepares the request stops
@@ -273,9 +275,9 @@ class Endpoints:
     # ------------------------------------------------------------------ lines of batches
 
     async def answer_line(self, line: BatchLine, identity: LineIdentity, owner: str | None) -> LineResult:
-        """Answer a line of a batch as its endpoint answers a live request, in the background. Where a live request gets a 429 it
-        waits and tries again. A line that did not run to its end because the server stops, the engine has died or the model has
-        changed raises ShuttingDown, EngineLost or ModelChanged."""
+        """Answer a line of a batch as its endpoint answers a live request. Where a live request gets a 429, the line waits and is
+        tried again. Raise ShuttingDown if the server stops, EngineLost if the engine has died, and ModelChanged if the model has
+        changed: then the line has no result and must run again."""
         handlers = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete, "/v1/score": self.score}
         while True:
             self._refuse_when_closed()
@@ -511,13 +513,14 @@ class ReplyRun:
 
     @property
     def moved(self) -> bool:
-        """Whether a pause of the engine ended a choice before its end."""
+        """Whether a pause of the engine cut a choice off (finish reason "moved")."""
         return "moved" in self._finishes.values()
 
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
         """Yield non-empty lists of chunks. The pieces that one engine step gives are sent in one write."""
         async with aclosing(self._bursts()) as bursts:
             async for burst in bursts:
+                # A prompt token may have 128 (2^7) alternatives.
                 many = any(len(piece.prompt_logprobs or ()) > LOGPROBS_ON_LOOP >> 7 for piece in burst)
                 if written := await asyncio.to_thread(self._written, burst) if many else self._written(burst):
                     yield written
@@ -658,7 +661,8 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.router.routes.extend(assets.routes(page := assets.load()))
     app.add_exception_handler(OnedrawError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
-    # Starlette runs the middleware that was added last first. CORS is the last, so even error responses get CORS headers.
+    # Middleware that is added later runs earlier. CORS is added after all middleware that answers with errors, so that error
+    # responses get CORS headers too.
     if options.keys:
         app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(options.keys), open_paths=OPEN_PATHS | UPDATE_PATHS | page.keys())
     else:

@@ -97,8 +97,8 @@ def caller(request: Request) -> str | None:
 
 def turn_caller(scope: Scope) -> str:
     """Return the name of the request's caller, by which requests take turns and limits are counted: the name of its API key, else
-    the client's address. Of an IPv6 address it is the network, since one client may have all addresses of a /64. If the address
-    is not known, it is the empty string."""
+    the client's address, else the empty string. For an IPv6 address the /64 network is the name, since one client may have all
+    addresses of it."""
     name: str | None = scope.get(CALLER)
     if name is not None:
         return name

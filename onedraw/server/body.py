@@ -70,7 +70,7 @@ def shape_of(body: bytes, *, block: int = BLOCK) -> BodyShape:
     """Return the shape of a body, or raise BodyTooComplex as soon as it is over a limit. After a mistake in the JSON the counts
     may be wrong, which does no harm, because the parser stops at the mistake."""
     shape = BodyShape()
-    inside = escaped = False  # whether the next byte is inside a text; whether it is escaped
+    inside = escaped = False  # inside: the next byte is inside a text; escaped: a backslash precedes it
     depth = 0
     for start in range(0, len(body), block):
         part = body[start + escaped : start + block]

@@ -235,7 +235,8 @@ def table(model: type[BaseModel], rules: tuple[Rule, ...] = ()) -> dict[str, Rul
 def sift(
     raw: Mapping[str, Any], rules: Mapping[str, Rule], *, path: str = "", ignored: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return the honoured fields that are not null. Unknown ones are appended to `ignored`; if that is None they are errors."""
+    """Return the honoured fields that are not null. Names of unknown fields are appended to `ignored`; if it is None, they are
+    errors. A value of another field that its rule does not accept is an error."""
     kept: dict[str, Any] = {}
     for name, value in raw.items():
         rule = rules.get(name)

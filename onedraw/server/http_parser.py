@@ -24,7 +24,7 @@ class BoundedParser(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._pending = 0  # bytes since the last head or part of a body
+        self._pending = 0  # bytes since the last complete head or part of a body
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -44,7 +44,7 @@ class BoundedParser(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:  # The parser stops behind a head that offers another protocol.
+        except httptools.HttpParserUpgrade as offer:  # The head offers another protocol: parse it again without the offer.
             method = self.parser.get_method()
             if method == b"CONNECT":
                 raise httptools.HttpParserError("this server is no proxy") from None

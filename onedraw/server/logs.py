@@ -37,7 +37,8 @@ def note(**facts: Any) -> None:
 
 
 class RequestLog:
-    """Middleware that gives every request an id, sends it as a response header, and logs one line when the request ends."""
+    """Middleware that gives every request an id, and logs one line when the request ends. The response header has the caller's
+    own id, else the id of the reply, else this one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -174,8 +174,8 @@ class Meters:
         return family.labels(self._model)
 
     def limited(self, caller: str, limit: str) -> None:
-        """Count a request that was refused because of a limit for each caller. A client address does not become a label, because
-        there may be any number of them."""
+        """Count a request that was refused because of a limit for each caller. Only names of API keys become labels: there may be
+        any number of client addresses."""
         self._limited.labels(self._model, caller if caller in self._keys else "", limit).inc()
 
     def show_keys(self, keys: Sequence[str], accounts: Accounts) -> None:

@@ -2,7 +2,7 @@
 
 The input is the request models with the rules of their fields, and the model's card. A field is honoured if it has an effect; a
 neutral value of another field is accepted because it asks for nothing. Ranges are parsed from the texts that
-docs/api.md shows, so the document and that page cannot disagree. A test compares them with the server's behaviour.
+docs/api.md shows, so the document and that page cannot disagree. A test compares the ranges with the server's behaviour.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ PLAIN: Mapping[str, tuple[str, str]] = {
     "/openapi.json": ("This document", "application/json"),
     "/": ("The web page", "text/html"),
 }
-# Paths for trainers that take no body: they need the update token.
+# Paths that trainers call without a body. They need the update token.
 ACTIONS: Mapping[str, str] = {
     "/pause": "Submit no more steps; requests wait, or end",
     "/resume": "Go on after a pause",
@@ -431,7 +431,7 @@ def schema(model: type[BaseModel], rules: Mapping[str, Rule], *, card: ModelCard
             found = _other(rule)
         described = {"description": rule.note} if rule.note else {}
         properties[name] = {**(found if name in required else _nullable(found)), **described}
-    # A field that is null counts as not sent, also one that is not known.
+    # A field that is null counts as not sent, even if its name is unknown.
     body: Json = {"type": "object", "properties": properties, "additionalProperties": lenient or {"type": "null"}}
     if required:
         body["required"] = required

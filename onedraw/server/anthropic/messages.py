@@ -71,8 +71,8 @@ BLOCK_RULES: Mapping[str, tuple[Rule, ...]] = {
 
 
 def sifted(blocks: list[Any], *, path: str, ignored: list[str] | None) -> list[Any]:
-    """Return the honoured fields of blocks, nested ones included. Blocks of unknown type pass unchanged: validating the request
-    refuses them."""
+    """Return the honoured fields of blocks, nested ones included. Names of unknown fields are appended to `ignored`; if it is
+    None, they are errors. Blocks of unknown type pass unchanged: validating the request refuses them."""
     kept: list[Any] = []
     for number, block in enumerate(blocks):
         rules = BLOCK_RULES.get(str(block.get("type"))) if isinstance(block, dict) else None
@@ -124,7 +124,7 @@ def _blocks(value: object) -> str | list[dict[str, Any]]:
     return value
 
 
-# type of block → the fields it must have, with their Python types
+# type of block → the Python types of its fields; a field with NoneType may be missing
 _READ: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "text": {"text": str},
     "thinking": {"thinking": str},

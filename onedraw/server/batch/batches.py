@@ -2,8 +2,8 @@
 
 A batch goes from `validating` to `in_progress` and `finalizing`, and ends as `completed`, `failed`, `expired` or `cancelled`.
 Each step is on disk before the next begins, and can be done again after a crash. A batch whose model is not the served one waits
-until a server with its fingerprint uses the folder, or its time is over. Everything here runs on the event loop; the disk on
-threads.
+until a server of that model (with the batch's fingerprint) uses the folder, or until the batch expires. Everything here runs on
+the event loop, except access to the disk, which runs on threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Answer = Callable[[BatchLine, LineIdentity, str | None], Awaitable[LineResult]]
 
 
 class Batches:
-    """Runs the batches of a store. `answer` answers one line for the caller with this name."""
+    """Runs the batches of a store. `answer(line, identity, owner)` answers one line for the caller `owner`. A line's body has at
+    most `longest` bytes."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Batches:
         match batch.status:
             case "validating":
                 await self._validate(batch)
-            case "in_progress" | "finalizing":  # A crash may have lost results of a batch that was finalizing.
+            case "in_progress" | "finalizing":  # Also if finalizing: lines whose results a crash has lost run again.
                 await self._run(batch)
             case "cancelling":
                 await self._end(batch, "cancelled")
@@ -231,7 +232,7 @@ class Batches:
         return read_lines(self.store.content(batch.input_file_id), longest=self._longest, endpoint=batch.endpoint)
 
     async def _change(self, batch: Batch, status: Status, *, only: Collection[str] | None = None, **changes: object) -> Batch:
-        """Give a batch another status, if it has one of `only`, and return it as it is then."""
+        """Give a batch another status if its status is one of `only` (None: any), and return it as it is stored after that."""
         async with self._changing:
             now = self._now(batch)
             if only is None or now.status in only:

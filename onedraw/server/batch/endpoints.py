@@ -1,5 +1,5 @@
-"""HTTP: /v1/files and /v1/batches, in OpenAI's shapes. The folder is opened when the first file is uploaded, or at start if it
-exists."""
+"""HTTP: /v1/files and /v1/batches, in OpenAI's shapes. The folder of `--batch-dir` is opened at start if it exists, else by the
+first request for a file or batch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from onedraw.server.body import shape_of
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/score")
 LINE = "onedraw.batch_line"  # the entry of the ASGI scope with the LineIdentity of a line; a live request has none
 SHOWN_CHARACTERS = 200  # the most characters of a parser's message that are shown, since it may repeat the line
-_MARK = b"\xef\xbb\xbf"
+_MARK = b"\xef\xbb\xbf"  # the byte order mark that some programs write before UTF-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class LineResult:
 
 
 class ModelChanged(Exception):
-    """The model is not the one that the batch was made for, so its replies would be others."""
+    """The served model is not the one that the batch was made for, so its replies would differ."""
 
 
 class LineMoved(Exception):
@@ -100,8 +100,9 @@ def digits(*parts: object) -> str:
 
 
 def read_lines(path: Path, *, longest: int, endpoint: str | None = None) -> Iterator[BatchLine | LineFault]:
-    """Yield every line that is not empty. A body may have `longest` bytes. With `endpoint` all lines must name it. Empty lines
-    are bounded too, since a small file can have millions."""
+    """Yield every line that is not empty, as a BatchLine or a LineFault. A line may have 1024 bytes more than `longest`, for the
+    fields around its body; a longer one ends the reading. With `endpoint`, the url of every line must be that endpoint. The
+    number of empty lines is bounded too, since a small file can have millions."""
     with path.open("rb") as file:
         number = empty = 0
         while raw := file.readline(longest + 1024):
@@ -146,7 +147,8 @@ def _shown(error: Exception) -> str:
 
 
 def check_lines(path: Path, *, longest: int, endpoint: str | None = None) -> tuple[int, list[LineFault]]:
-    """Return the number of lines, and what is wrong with the file."""
+    """Return the number of valid lines and the faults of the file, as far as it was read: too many faults or lines end the
+    check."""
     faults: list[LineFault] = []
     seen: dict[str, int] = {}
     for found in read_lines(path, longest=longest, endpoint=endpoint):

@@ -58,7 +58,7 @@ class BatchRequest(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An uploaded file, in a temporary file that the owner closes."""
+    """An uploaded file, in a temporary file that the caller of `read_upload` closes."""
 
     file: UploadFile
     filename: str
@@ -67,7 +67,8 @@ class Upload:
 
 
 async def read_upload(request: Request, *, limit: int, seconds: float = UPLOAD_SECONDS) -> Upload:
-    """Read a form with a file. The body is refused as soon as its declared or received size exceeds the limit."""
+    """Read a form with a file. The body is refused as soon as its declared or received size exceeds `limit` by more than 4096
+    bytes, which are left for the other fields of the form."""
     declared = request.headers.get("content-length", "")
     too_large = BodyTooLarge(f"the file is over the limit of {limit:,} bytes; split it")
     if declared.isdecimal() and int(declared) > limit + 4096:

@@ -1,6 +1,7 @@
 """Run the lines of a batch, some at a time.
 
-The input is lines and a function that answers one; the output is results in a ResultLog. The server and `onedraw batch` use it.
+The input is lines and a function that answers one line; the output is results in a ResultLog. The server and `onedraw batch` use
+this module.
 """
 
 from __future__ import annotations

@@ -175,7 +175,8 @@ class BatchStore:
         return self._save_file(StoredFile(identity, owner, filename, purpose, size, now, expires))
 
     def add_output(self, identity: str, parts: Iterator[bytes], *, batch: Batch, filename: str) -> StoredFile:
-        """Write an output or error file of a batch. Its id is given, so that doing it again after a crash replaces it."""
+        """Write an output or error file of a batch. The caller gives its id, which depends only on the batch, so writing the file
+        again after a crash replaces it."""
         size = write_whole(self.content(identity), parts)
         now = int(self._clock())
         lifetime = BATCH_KEEP_SECONDS if batch.output_expires_seconds is None else batch.output_expires_seconds
@@ -265,11 +266,11 @@ class BatchStore:
             return files + sum(size for id, size in self._results.items() if self._batches[id].owner == owner)
 
     def full(self, owner: str | None) -> bool:
-        """Whether a caller may have no more results."""
+        """Whether files and results have used up the space of a caller or of the folder, so that no result may be added."""
         return self.used_by(owner) >= self._share or self.used >= self._most_bytes
 
     def count_results(self, batch: Batch, size: int) -> None:
-        """Note the size of a batch's results."""
+        """Record how many bytes the results of a batch have, for the bounds on space."""
         with self._mutex:
             self._results[batch.id] = size
 

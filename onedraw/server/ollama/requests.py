@@ -95,8 +95,8 @@ class OllamaOptions(StrictModel):
     )
 
     def fields(self, *, context: int, num_predict: int | None = None) -> dict[str, Any]:
-        """Return the fields of the equivalent request. `context` is that of the server, and `num_predict` applies where the
-        options have none."""
+        """Return the fields of the equivalent request. `context` is the server's context length in tokens, and `num_predict`
+        applies if the options have no `num_predict`."""
         if self.num_ctx is not None and self.num_ctx > context:
             raise BadParameter(
                 "options.num_ctx", f"is {self.num_ctx}, over the context of {context}; lower it, or serve with --max-context"
@@ -273,9 +273,9 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self._calls: dict[int, str] = {}  # the ids of the calls, by their number
-        self._ids: defaultdict[str, deque[int]] = defaultdict(deque)  # numbers of the calls with this id; some have a result
-        self._names: defaultdict[str, deque[int]] = defaultdict(deque)
-        self._all: deque[int] = deque()
+        self._ids: defaultdict[str, deque[int]] = defaultdict(deque)  # id → numbers of its calls, with or without a result
+        self._names: defaultdict[str, deque[int]] = defaultdict(deque)  # name of the tool → numbers of its calls, likewise
+        self._all: deque[int] = deque()  # numbers of all calls, likewise
         self._number = 0
 
     def add(self, id: str, name: str) -> None:
@@ -295,8 +295,8 @@ class OpenCalls:
 
 
 def _to_chat(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Turn messages into chat messages. Results of tools get the ids of their calls, which many clients do not send: that of the
-    first open call of the same tool, else of the first open call."""
+    """Turn messages into chat messages. Many clients send results of tools without the ids of their calls: such a result gets the
+    id of the first call of the same tool that has no result yet, else of the first call of all without one."""
     open_calls = OpenCalls()
     found: list[dict[str, Any]] = []
     for number, message in enumerate(messages):

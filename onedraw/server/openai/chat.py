@@ -50,7 +50,8 @@ class OpenAIWriter:
     # ------------------------------------------------------------------ a stream
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """Write a piece. The first chunk of a chat choice names the role. A piece without visible content gives no chunk."""
+        """Write a piece. The first chunk of a chat choice names the role. A piece gives no other chunk if it has no text, no
+        token data that the request asks for and no finish reason."""
         prepared, index, written = self._prepared, piece.index, []
         first = index not in self._begun
         self._begun.add(index)

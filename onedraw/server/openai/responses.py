@@ -89,7 +89,7 @@ class ResponseStore:
                 self._drop(response_id)
 
     def before(self, response_id: str | None, owner: str | None = None) -> tuple[Json, ...]:
-        """Return the messages of the conversation up to the end of that response."""
+        """Return the messages of the conversation up to the end of that response, or none if there is no id."""
         if response_id is None:
             return ()
         try:

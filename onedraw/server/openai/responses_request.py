@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
     refused("moderation", "nothing is moderated here"),
     refused("context_management", "the server never shortens a prompt; shorten it before sending"),
 )
-# The rules of fields that items and content parts have, by the type of the item.
+# The rules of the fields of items, by type of item, and of content parts. _OUTPUT: fields of all items but item_reference.
 _OUTPUT = (*read("id"), inert("status", "not used"))
 ITEM_RULES: Mapping[str, tuple[Rule, ...]] = {
     "message": (*read("role", "content"), *_OUTPUT, inert("phase", "not used")),

@@ -40,7 +40,8 @@ async function refusal(answer) {
   } catch {
     // The body is not JSON but, for example, a proxy's error page, so only the status is shown.
   }
-  const code = error.code ?? (answer.status === 502 || answer.status === 504 ? "unreachable" : null); // a proxy says so if the server is down
+  // A proxy answers 502 or 504 if the server is down.
+  const code = error.code ?? (answer.status === 502 || answer.status === 504 ? "unreachable" : null);
   return new ApiError(error.message || `the server answered ${answer.status}`, { status: answer.status, code, param: error.param });
 }
 

@@ -1,4 +1,4 @@
-// The open conversation: sends requests, runs replies, branches, replays. Everything that changes it is stored.
+// The open conversation: sends requests, runs replies, branches, replays. Every change of the conversation is stored.
 
 import { withFiles } from "./attachments.js";
 import { Conversation } from "./conversations.js";
@@ -28,7 +28,7 @@ export class Chat {
     this.page.log.scrollTop = this.page.log.scrollHeight;
   }
 
-  // Shows the path to the leaf. Views of entries stay as they are, so that an edit or the focus is not lost.
+  // Shows the path to the leaf. Elements that stay on the path are not replaced, so that an edit or the focus is not lost.
   show() {
     const { conversation } = this;
     const elements = conversation.path().map((entry) => {
@@ -100,12 +100,12 @@ export class Chat {
 
   // ---------------------------------------------------------------------------------------------- requests
 
-  // While a reply runs, or the parameters are invalid, nothing is sent and the conversation does not change.
+  // Whether a request can be sent: no reply runs and the parameters are valid.
   ready() {
     return !this.running && this.fields() !== null;
   }
 
-  // The panel's fields of a request, or null if they are invalid.
+  // The fields of a request that the parameter panel sets, or null if a parameter is invalid.
   fields() {
     try {
       return this.page.params.fields();
@@ -125,7 +125,7 @@ export class Chat {
     return this.running?.conversation.get(entry.id) ? this.running.conversation : this.conversation;
   }
 
-  // The text of the user's message before an entry.
+  // The text of the user's last message up to an entry, else the names of its files.
   prompt(entry) {
     const asked = this.conversation.path(entry).findLast((one) => one.role === "user");
     return asked ? asked.text || asked.files.map((file) => file.name).join(", ") : "";
@@ -244,7 +244,7 @@ export class Chat {
     this.running?.controller.abort();
   }
 
-  // The same request without drafts, compared token by token. The reply on the page stays as it is.
+  // Sends the request of a reply again, without drafts, and compares the tokens. The reply on the page stays as it is.
   async replay(entry) {
     if (this.running) return;
     const { reply } = entry;

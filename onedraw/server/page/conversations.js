@@ -1,7 +1,7 @@
-// Conversations as trees of entries, their storage in this browser, and their files.
+// Conversations as trees of entries, their storage in this browser, and their export and import as files.
 //
-// An edit or a new reply never replaces an entry: it becomes its sibling in the tree. The conversation shows one path from a
-// first entry to a leaf. What comes before an entry therefore never changes, so that a stored reply can always be replayed.
+// An edit or a new reply never replaces an entry: it is added as a sibling of the old entry. The page shows one path, from an
+// entry without a parent to a leaf. The ancestors of an entry therefore never change, so a stored reply can always be replayed.
 
 import { restoreReply, serializeReply } from "./reply.js";
 
@@ -65,7 +65,7 @@ export class Conversation {
     return entry;
   }
 
-  // Takes out an entry and everything after it. Returns a function that puts it back.
+  // Takes out an entry and everything after it. Returns the removed entries, and a function that puts them back.
   remove(entry) {
     const before = { leaf: this.leaf, entries: new Map(this.entries) };
     const removed = [entry];
@@ -197,7 +197,7 @@ export class Store {
     this.database = database;
   }
 
-  // Runs `work` on both stores in one transaction.
+  // Runs `work` on both object stores, conversations and entries, in one transaction.
   async change(work) {
     const transaction = this.database.transaction(["conversations", "entries"], "readwrite");
     work(transaction.objectStore("conversations"), transaction.objectStore("entries"));

@@ -50,7 +50,7 @@ export function button(name, title, onclick, { words = null, ...attributes } = {
   return make("button", { type: "button", class: words === null ? "bare" : "quiet", title, onclick, ...named, ...attributes }, icon(name), ...(words === null ? [] : [words]));
 }
 
-// Copies a text. Browsers allow the clipboard API only on https pages and this machine; elsewhere a selection is copied.
+// Copies a text. Browsers allow the clipboard API only on https pages and localhost; elsewhere a hidden selected text is copied.
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = make("textarea", { class: "hidden", "aria-hidden": "true" });

@@ -56,7 +56,7 @@ export class Inspector {
     return [make("table", {}, head, body)];
   }
 
-  // Moves the card beside the token if there is room, else to the bottom of the screen.
+  // Moves the card below or above the token; on a narrow screen the stylesheet puts it at the bottom.
   place(span) {
     const style = this.card.style;
     if (matchMedia("(max-width: 46rem)").matches || !span) {

@@ -13,7 +13,7 @@ import { Sidebar } from "./sidebar.js";
 
 const ask = at("ask");
 const log = at("log");
-const wanted = named(); // read now, because a new conversation changes the address
+const wanted = named(); // read now, because the empty conversation that Chat opens changes the address
 const wide = matchMedia("(min-width: 62rem)");
 
 // The id of the conversation that the address names.
@@ -83,7 +83,7 @@ function open(name, wanted) {
 
 // ---------------------------------------------------------------------------------------------- parts
 
-// Open the store first, because opening waits, and the parts below must be built without a wait in between.
+// Open the store first, because opening waits. The parts below refer to each other, so no event may come before all are built.
 const store = await Store.open().catch(() => {
   notify("This browser stores nothing for this page: conversations last until it is closed.", { wrong: true });
   return new MemoryStore();

@@ -21,7 +21,7 @@ const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:([ \t]+)|$)/;
 const TASK = /^\[([ xX])\][ \t]+/;
 const DIVIDER = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 
-// The blocks of a text. Each top-level block has its source in `raw`: equal sources give equal blocks.
+// The blocks of a text. Each top-level block has its source in `raw`, so that an unchanged block can be recognized.
 export function parse(source) {
   return blocks(source.replaceAll("\r\n", "\n").replaceAll("\t", "    ").split("\n"), 0);
 }
@@ -217,7 +217,7 @@ export function address(text) {
 function inline(text) {
   if (text.length > LONGEST_INLINE) return [text];
   const out = []; // strings, nodes, and open delimiters {open, text} that become text if nothing closes them
-  const openers = { "*": [], _: [], "~": [], "[": [] }; // positions in `out`
+  const openers = { "*": [], _: [], "~": [], "[": [] }; // by sign: positions of open delimiters in `out`
   const ticks = closers(text);
   const say = (piece) => {
     if (typeof out.at(-1) === "string") out[out.length - 1] += piece;
@@ -353,8 +353,8 @@ function run(text, at) {
   return end - at;
 }
 
-// Returns a function that finds the run of backticks that closes another: the next run of the same length. Positions only grow,
-// so each list of runs is walked once.
+// Returns a function that finds the run of backticks that closes another: the next run of the same length. It is called with
+// growing positions, so each list of runs is walked once.
 function closers(text) {
   const runs = new Map();
   for (const { 0: ticks, index } of text.matchAll(/`+/g)) {
