@@ -1,5 +1,5 @@
-"""The Python API: `onedraw.load(model, …)` returns a running LLM, `onedraw.torch_forward(model)` a module to train, and
-`onedraw.send_weights(url, tensors, …)` gives its weights to a server."""
+"""The Python API: `onedraw.load(model, …)` returns a running LLM, `onedraw.torch_forward(model)` a torch module to
+train, and `onedraw.send_weights(url, tensors, …)` sends trained weights to a server."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ def load(model: str = "smollm2", *, progress: Callable[[str], None] | None = Non
 
 def torch_forward(model: Path | str, *, progress: Callable[[str], None] | None = None) -> Any:
     """Return a torch module with the parameters of a dense model, in float32 on the CPU. It is differentiable, and its logprobs
-    have the bits of a server's with `--dtype f32` on a CPU: see `TorchForward` in `backends/torch/training/torch_forward.py`."""
+    are bitwise those of a server with `--dtype f32` on a CPU: see `TorchForward` in
+    `backends/torch/training/torch_forward.py`."""
     from onedraw.build.training import build_torch_forward
 
     return build_torch_forward(model, progress)
 
 
 def send_weights(url: str, tensors: Iterable[tuple[str, Any]], *, token: str) -> str:
-    """Replace the weights of a server on this machine by all tensors of the checkpoint, by name, on any device. They go from this
-    process to the server's over loopback. `token`: its --update-token. Returns the model's fingerprint with these weights."""
+    """Replace the weights of a server on this machine. `tensors`: all tensors of a checkpoint of the model, each with its name in
+    the checkpoint, on any device; they are sent over loopback. `token`: the server's --update-token. Returns the fingerprint of
+    the model with these weights."""
     from onedraw.build.send_weights import send_weights
 
     return send_weights(url, tensors, token=token)

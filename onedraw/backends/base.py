@@ -51,7 +51,7 @@ class Capacity:
     stages: int = 1  # number of pipeline stages
     max_in_flight: int = 1  # most plans in flight; one per stage if the stages run in parallel
     min_step_rows: int = 1  # Up to this many rows go into one plan, since smaller plans would not run faster.
-    async_tokens: int = 0  # `submit` of plain decode rows with at most this many tokens returns at once; 0: never
+    async_tokens: int = 0  # `submit` of decode rows with this many tokens in all, or fewer, returns at once; 0: never
     async_scheduling: bool = False  # a plan may follow one in flight, with rows that await its sampled tokens
     lookahead: int = 0  # positions after a row that the backend's drafter writes to, as far as the row has pages
     drafter: str = ""  # name of the backend's own drafter
@@ -67,8 +67,9 @@ class Capacity:
 
 
 def is_plain_decode(row: Row, *, recurrent: bool) -> bool:
-    """Whether a row is a decode step: one generated token (and drafts), no checkpoint. Such rows can be captured in CUDA graphs,
-    whatever their sampling parameters and constraints; the other rows occur a few times per request."""
+    """Whether a row computes one known token (and drafts) and samples, without checkpoints, page copies or prompt logprobs. In a
+    model with recurrent layers the token must be a generated one. Steps of such rows can be captured as CUDA graphs, whatever
+    their sampling parameters and constraints; other rows occur a few times per request."""
     plain = row.samples and len(row.tokens) == 1 and not (row.scores_prompt or row.copies or row.saves) and row.restore is None
     return plain and (row.start >= row.prompt_stop or not recurrent)
 
@@ -112,12 +113,12 @@ class Backend(Protocol):
 
 @runtime_checkable
 class SupportsRecovery(Protocol):
-    """A backend with parts in other processes. When one of them ends, `submit` and `collect` raise StateLost, for every plan in
-    flight, until `recover` is called."""
+    """A backend with parts in other processes. When such a process ends, `submit` and `collect` raise StateLost, for every plan
+    in flight, until `recover` is called."""
 
     def recover(self) -> None:
         """Make the backend usable again. The states of all lanes, pages and checkpoints are undefined afterwards. Called with no
-        plan in flight. Raises StateLost if the lost part cannot be restarted."""
+        plan in flight. Raises StateLost if the process cannot be restarted."""
         ...
 
 

@@ -25,9 +25,9 @@ RAY = "ray:"  # begins the name of a device of a Ray cluster: ray:NODE/DEVICE
 EXAMPLES = "cpu, cpu:0-3, cuda:0, ray:NODE/cuda:0, or a description such as cuda/sm86/24GiB, hip/gfx90a/64GiB or cpu/64GiB"
 
 Precision = Literal["f32", "f16", "bf16"]
-PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # from the least to the best: every device supports f32
-# Dtypes with packed (quantized) weights, and the dtype of everything else. On a CPU activations are quantized to 8 bits
-# ("packed") or float32 ("packed-f32"); the others are for GPUs.
+PRECISIONS: tuple[Precision, ...] = ("f32", "f16", "bf16")  # from the least to the most preferred; every device supports f32
+# Dtype names that stand for packed (quantized) weights → the dtype of everything else. "packed" and "packed-f32" are for CPUs,
+# with activations quantized to 8 bits or in float32; the others are for GPUs.
 PACKED: dict[str, Precision] = {
     **{"packed": "f32", "packed-f32": "f32"},
     **{"packed-bf16": "bf16", "packed-f16": "f16", "packed-gpu-f32": "f32"},
@@ -183,7 +183,8 @@ def product_precision(devices: Iterable[Device], *, requested: str = "auto") -> 
 
 def kv_precision(requested: str, *, products: str, devices: Iterable[Device] = ()) -> str:
     """Dtype of keys and values: the requested one; for auto that of the products, or f16 for `packed` products, whose activations
-    a CPU rounds to 8 bits. Raises BadSetting if the requested one does not fit that of the products, or a device lacks it."""
+    a CPU rounds to 8 bits. Raises BadSetting if the requested one does not fit that of the products, or if it is fp8 and a device
+    cannot convert to it."""
     own = float_dtype(products)
     if requested == "auto":
         return "f16" if products == "packed" else own
@@ -201,8 +202,8 @@ def kv_precision(requested: str, *, products: str, devices: Iterable[Device] = (
 
 
 def activation_precision(devices: Iterable[Device], *, requested: str = "auto", products: str = "auto") -> Precision:
-    """Dtype of the residual stream: the requested one, else the best that all devices support. With float32 products it is
-    float32: a narrower stream would round their results away between layers."""
+    """Dtype of the residual stream: the requested one; for auto the best that all devices support, but float32 if the products
+    are float32, whose results a narrower stream would round between layers. Raises BadSetting for another name."""
     if requested != "auto":
         for precision in PRECISIONS:
             if requested == precision:

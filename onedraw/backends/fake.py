@@ -28,7 +28,7 @@ from onedraw.sampling.verify import draft_paths, draft_prefixes
 from onedraw.types import CheckpointSave, Logprobs, Outcome, Plan, Row, RowOutcome, SampledToken
 
 Logits = npt.NDArray[np.float32]
-_RECURRENT_FORM = 2**32  # added to page entries of generated positions, so that they differ from those of prompt positions
+_RECURRENT_FORM = 2**32  # in recurrent models, added to page entries of generated positions, to tell them from prompt positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,15 @@ class FakeBackend:
     # ------------------------------------------------------------------ one row
 
     def awaited(self, row: Row) -> Row:
-        """Return the row with its pending token replaced by the token that the row in flight has sampled."""
+        """Return the row with its pending token replaced by the token that the sequence's row in the plan before has sampled."""
         request, position, token = self._last_sampled[row.lane]
         assert (request, position) == (row.request_id, row.start), "the row before it is not in flight"
         return replace(row, tokens=(token,))
 
     def run(self, row: Row) -> RowOutcome:
-        """Compute a row: restore its checkpoint, write its tokens to pages, compute states, sample, and commit the known tokens.
-        Checkpoints are saved and kept drafts committed only when the plan is collected, as late as pipeline stages may do it."""
+        """Compute a row: copy pages, restore a checkpoint, write the tokens to pages, compute states, sample, and commit the
+        known tokens. Checkpoints are saved and kept drafts committed only when the plan is collected, as late as pipeline stages
+        may do it."""
         self.copy(row)
         if row.restore is not None:
             self.restore(row)
@@ -137,7 +138,7 @@ class FakeBackend:
         known = len(row.tokens)
         scored = self._score(row, states) if row.scores_prompt else ()
         logits = self.all_logits(row, states) if row.samples else []
-        awaited = row.tokens if row.awaits_token else ()  # the history gets the awaited token when the row in flight is collected
+        awaited = row.tokens if row.awaits_token else ()  # the history gets the awaited token when the plan before is collected
         samples = [self.sample(row, scores, (*awaited, *drafts)) for scores, drafts in zip(logits, draft_prefixes(row.drafts))]
         outcome = row_outcome(row, samples, scored)
         if row.samples:
@@ -163,7 +164,7 @@ class FakeBackend:
         self._lanes[row.lane] = states[index]
 
     def compact(self, row: Row, kept: Sequence[int]) -> None:
-        """Copy the kept path of a draft tree from its nodes' slots to its positions."""
+        """Move the page entries of kept drafts, which are a path in the draft tree, to the slots of their positions."""
         groups = range(len(self._stores))
         tokens = [[self._at(row, group, row.stop + index) for group in groups] for index in kept]
         for depth, entry in enumerate(tokens):
@@ -266,8 +267,8 @@ class FakeBackend:
         return (2.0 * gumbel(key, 0, self._capacity.vocab) + self._bias).astype(np.float32)
 
     def _seen(self, row: Row, group: int, stop: int, path: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Page entries of a group that the last of these positions attends to, which are [0, stop) and then those of `path`: the
-        entries in its window, or all."""
+        """The page entries of a group to which the last position attends. The positions are [0, stop), then the drafts of `path`;
+        the entries are those in the group's window, or all without a window."""
         size, window = self._capacity.page_size, self._capacity.groups[group].window
         first = 0 if window is None else max(stop + len(path) - window, 0)
         low = min(first, stop) // size

@@ -15,7 +15,7 @@ from onedraw.backends.devices import float_dtype, kv_precision
 from onedraw.errors import BadSetting, OutOfMemory
 from onedraw.models.spec import DTYPE_BYTES, KV_BITS, STATE_BYTES, AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 
-DEFAULT_KV_BYTES = 2**30  # KV pages without --kv-memory; one sequence of full length always fits
+DEFAULT_KV_BYTES = 2**30  # maximum of KV pages without --kv-memory, unless one sequence of full length needs more
 DEFAULT_DRAFT_BYTES = 2**30  # maximum of the rollback buffer without --draft-memory
 DEFAULT_CHECKPOINT_BYTES = 2**30  # maximum of checkpoints without --checkpoint-memory
 MAX_CHECKPOINTS = 64
@@ -23,15 +23,16 @@ DRAFTS_PER_LANE = 16  # drafts of a lane for which the rollback buffer has room 
 MAX_ROW_DRAFTS = 64
 LOGITS_BYTES = 256 * 2**20  # most bytes of float32 logits in memory at once
 GRAPH_BYTES = 512 * 2**20  # bytes reserved for captured CUDA graphs
-# Sliding windows get pages for prompt rows of this many tokens; in larger steps a row is longer if the pages suffice.
+# Layers with a sliding window get pages for the window and this many more tokens of a prompt. In larger steps a sequence computes
+# more tokens at once only if the pages suffice.
 WINDOW_STEP_TOKENS = 512
 DEQUANT_BYTES = 256 * 2**20  # buffer for dequantized slices of packed weights (products with many rows on a GPU)
 PARTIAL_SUM_BYTES = 160 * 2**20  # partial sums of a packed product with few rows; a larger product runs in slices of its outputs
 RUNTIME_RESERVE = 0.05  # share of an accelerator's memory left to its runtime
 # Positions that a layer of a DFlash drafter sees at most: drafters are trained with contexts of about this length.
 DRAFTER_WINDOW = 4096
-INT4_MULTIPLE = 8  # of which the size of a head must be a multiple: 4-bit codes are moved in words of 32 bits
-MIN_DEFAULT_CONTEXT = 4096  # the default context is not shortened below this to save pages
+INT4_MULTIPLE = 8  # with int4, head sizes must be multiples of this: 4-bit codes are moved in words of 32 bits
+MIN_DEFAULT_CONTEXT = 4096  # without --kv-memory, the default context is not shortened below this
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,9 @@ def memory_plan(
     """Plan how many pages, lanes, rollback positions and checkpoints a model gets, and count their bytes.
 
     `weights`: bytes of packed weights; None computes them from `dtype`.
-    `max_context` None: the model's own maximum, shortened until one sequence fits into the memory for pages.
-    `kv_memory` None: pages for `max_batch` full sequences, at most `default_kv_bytes`.
+    `max_context` None: the model's own maximum, shortened until one sequence fits into the memory for pages, but
+    without `kv_memory` not below MIN_DEFAULT_CONTEXT.
+    `kv_memory` None: pages for `max_batch` full sequences, at most `default_kv_bytes`, but at least for one sequence.
     `drafts`: maximum drafts per lane, 0 without speculative decoding; only recurrent layers need memory for them.
     """
     kv_dtype = kv_dtype or kv_precision("auto", products=dtype)
@@ -172,13 +174,13 @@ def memory_plan(
 
 
 def drafter_window(window: int | None) -> int:
-    """The window of a drafter's layer, where None stands for a layer that sees all positions."""
+    """The window that a drafter's layer gets, at most DRAFTER_WINDOW. `window`: that of its checkpoint; None: all positions."""
     return min(window or DRAFTER_WINDOW, DRAFTER_WINDOW)
 
 
 def drafter_pages(window: int, *, target_pages: int, lanes: int, block: int, page_size: int) -> int:
-    """Pages of a drafter's layers with this window: enough for the windows and blocks of all lanes, and no more than the target
-    has."""
+    """Pages of a drafter's layers with this window: enough for the window and the `block` drafted positions of each lane, but no
+    more than the target (the model that is drafted for) has."""
     return min(target_pages, lanes * (pages_for(window + block, page_size) + 1))
 
 
@@ -194,7 +196,7 @@ def check_heads(spec: ModelSpec, kv_dtype: str) -> None:
 def page_budget(plan: MemoryPlan, spec: ModelSpec, *, memory: int, step_tokens: int, drafter_bytes: int = 0) -> int:
     """Bytes of an accelerator's free `memory` that remain for KV pages after weights, states, a drafter, the workspace
     of a step, CUDA graphs and the runtime's reserve; 0 if nothing remains."""
-    padding = sum(group.page_bytes for group in plan.groups)  # one page per group that padded rows write to
+    padding = sum(group.page_bytes for group in plan.groups)  # one page per group, to which padding rows write
     step = step_bytes(spec, plan.dtype, step_tokens=step_tokens, weights=plan.weights, recorded=True)
     taken = plan.total_bytes - plan.kv_bytes + padding + drafter_bytes + step.total
     return max(int(memory * (1 - RUNTIME_RESERVE)) - taken, 0)
@@ -269,7 +271,8 @@ def _checkpoints(size: int, memory: int | None) -> int:
 
 
 def _context(spec: ModelSpec, requested: int | None, *, fits: Callable[[int], bool], fixed: bool) -> int:
-    """The context length: the requested one if the model supports it, else the longest that fits."""
+    """The context length: the requested one, or for None the longest that fits. Raises BadSetting for one that the model does not
+    support. `fixed`: whether the memory for pages was given, so that no minimum applies."""
     if requested is not None:
         if requested > spec.max_context:
             raise BadSetting(f"--max-context: {requested} is over the {spec.max_context} tokens that this model supports")

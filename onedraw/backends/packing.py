@@ -1,7 +1,7 @@
 """Packed weights: which quantized tensors stay quantized in memory, their bytes, and why the others are dequantized.
 
-In: a model's weights, not read. Out: WeightStorage, which `inspect` prints and the memory plan counts. Kernels read packed
-weights in their stored width. The layout of a CPU has panels, each with all inputs of 16 or 32 outputs
+In: a model's weights, whose data is not read. Out: WeightStorage, which `inspect` prints and the memory plan counts. Kernels read
+packed weights in their stored width. The layout of a CPU has panels, each with all inputs of 16 or 32 outputs
 (`torch/ops/cpu/gguf_blocks.h`). That of a GPU has units of 16 outputs by one span of 256 inputs
 (`torch/ops/cuda/packed/tensor_core_layout.py`). A kind is the storage type of a tensor, such as Q4_K.
 """
@@ -79,10 +79,11 @@ def product_dtypes(
 ) -> tuple[str, ...]:
     """The dtype of weights and products on each device: `product_precision`, or a packed dtype where kernels read packed weights,
     if --dtype is packed, or if it is auto and packed weights save memory there. If weights stay packed nowhere, one dtype serves
-    all devices.
+    all devices. Raises BadSetting if --dtype is packed and a device has no kernels.
 
-    `kinds`: the tensor kinds of the model's matrices. `no_kernels`: for each result of `packed_kernels` whose kernels cannot run
-    here, the reason."""
+    `activations`: "f32" keeps them in float32 on a CPU; else they are quantized to 8 bits. `stream`: dtype of the residual
+    stream. `kinds`: the tensor kinds of the model's matrices. `no_kernels`: for each result of `packed_kernels` whose kernels
+    cannot run here, the reason."""
     if requested not in ("auto", "packed"):
         return (requested,) * len(devices)
     kinds, gpus = set(kinds), [device for device in devices if device.kind != "cpu"]
@@ -123,12 +124,12 @@ def plan_weight_storage(weights: ModelWeights, dtype: str) -> WeightStorage:
     layers, ends, tied_embed = [0] * len(spec.layers), {"first": 0, "last": 0}, 0
     kept: Counter[str] = Counter()
     converted: Counter[tuple[str, str]] = Counter()
-    together: Counter[tuple[object, int]] = Counter()  # (layer, input width) → outputs, which may be one product
+    together: Counter[tuple[object, int]] = Counter()  # (layer or weight name, inputs) → outputs that may be one product
     for (layer, weight), shape in weight_shapes(spec).items():
         tensor = weights.tensor(layer, weight)
         embeds = layer is None and weight == "embed" and not spec.tied
         if layer is None and (weight == "inputs_embed" or (embeds and not on_gpu)):
-            kept[tensor.kind] += 1  # rows are read from the mapped file, so it takes no memory here
+            kept[tensor.kind] += 1  # rows of this table are read from the mapped file, so it takes no memory here
             continue
         size = 4 * math.prod(shape)
         if len(shape) > 1 and weight != "conv":

@@ -21,7 +21,7 @@ from onedraw.models.spec import DTYPE_BYTES, STATE_BYTES, AttentionSpec, DeltaSp
 
 CHUNK = 64  # most prompt positions that a recurrent layer of any backend computes at once
 MAX_BOUNDARY_BYTES = 64 * 2**20  # most bytes of the buffers of one boundary between stages
-MIN_STAGING_ROWS = 256  # rows that the self-check of the torch backend runs at once
+MIN_STAGING_ROWS = 256  # fewest rows (tokens) of a staging buffer: the torch backend's self-check runs this many at once
 ROW_MULTIPLE = 64  # staging buffers have a multiple of this many rows: matrix products pad rows to blocks of up to 64
 
 Ranges = tuple[range, ...]
@@ -49,7 +49,7 @@ class StagePlan:
 class StagingPlan:
     """Buffers for the activations that cross from one stage to the next."""
 
-    rows: int
+    rows: int  # tokens that a buffer holds
     boundaries: tuple[int, ...]  # bytes of each boundary, in order
 
     @property
@@ -75,8 +75,8 @@ def plan_split(
     drafter_bytes: int = 0,
     stored: Sequence[StoredWeights] = (),
 ) -> SplitPlan:
-    """Divide the layers among devices. A drafter is on the last device. `stored`: the form of the weights on each device; without
-    it all devices have the plan's."""
+    """Divide the layers among devices. A drafter is on the last device. `stored`: the form of the weights on each device; if
+    empty, every device stores them as `plan` says."""
     stored = stored or (StoredWeights(plan.dtype, plan.weights),) * len(devices)
     devices = [_without_reserve(device) for device in devices]
     tokens = max(step_tokens, plan.max_batch) + CHUNK  # a prompt may add one chunk to the rows of a step
@@ -91,7 +91,9 @@ def plan_split(
     first = stored[0].first_bytes(spec, copy_tied_head=not one_pool)
     last = stored[-1].last_bytes(spec, copy_tied_head=not one_pool)
     logits = plan.checkpoints * padded_vocab(spec) * STATE_BYTES
-    if devices[0].node:  # The embedding is in the engine's process, which has the last stage, and a tied head is the same tensor.
+    # If the first device is on another node, the embedding is in the engine's process, which has the last stage. A tied head is
+    # then the same tensor.
+    if devices[0].node:
         first, last = 0, stored[-1].first_bytes(spec, copy_tied_head=False) + stored[-1].last_bytes(spec, copy_tied_head=False)
     loads = [
         StageLoads(
@@ -319,7 +321,7 @@ def _auto_split(loads: Sequence[StageLoads], devices: Sequence[Device], cuts: Se
 
 
 def _memory_share(device: Device, devices: Sequence[Device]) -> float:
-    """A device's memory divided by the number of its ranges; unknown memory counts as the largest known one."""
+    """A device's memory divided by the number of devices that share it; unknown memory counts as the largest known one."""
     known = [d.memory for d in devices if d.memory is not None]
     memory = device.memory if device.memory is not None else max(known, default=1)
     times = 1 if device.hypothetical else sum(d.memory_pool == device.memory_pool for d in devices)
@@ -327,7 +329,7 @@ def _memory_share(device: Device, devices: Sequence[Device]) -> float:
 
 
 def _explicit_cuts(split: str, total: int, count: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Whole numbers are layers per device and must be legal; shares are rounded to the nearest legal cuts."""
+    """Whole numbers are layers per device, whose cuts must be legal; shares are rounded to the nearest legal cuts."""
     parts = [part.strip() for part in split.split(",")]
     if len(parts) != count:
         raise BadSetting(f"--split: {len(parts)} parts for {count} devices; write one part per device, or auto")

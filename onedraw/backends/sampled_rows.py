@@ -1,7 +1,7 @@
 """Sampling results: the positions to sample at, the rows of integers that a device sampler returns, and a row's outcome.
 
 In: SamplingPositions, then [positions, columns] integers from the device. Out: RowOutcomes: kept drafts, then one new token.
-The same for every backend. A plan's row is the work of one sequence in one step; a lane is the slot of a sequence's state; the
+All backends use this code. A plan's row is the work of one sequence in one step; a lane is the slot of a sequence's state; the
 history is the sequence's prompt and output so far. A position to sample at gives one row of integers.
 """
 
@@ -46,8 +46,8 @@ class SamplingPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CountedHistory:
-    """How far a lane's token counts go: they include the request's prompt and its output up to `known` tokens of the history. A
-    decode step then adds only the new ones."""
+    """How far a lane's token counts (for penalties) go: they include the request's prompt and its output up to `known` tokens of
+    the history. A decode step then adds only the tokens after these."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -61,7 +61,8 @@ class CountedHistory:
 
 
 def read_samples(rows: Integers, positions: Sequence[SamplingPosition]) -> list[SampledToken | None]:
-    """The sampled token of each position; None if no token was left. Padding rows after the last position are ignored."""
+    """The sampled token of each position; None if the sampling rule left no token. Padding rows after the last position are
+    ignored."""
     tokens = enumerate(zip(rows[:, TOKEN].tolist(), positions, strict=False))
     return [None if token == NO_TOKEN else _sample(token, p.params, rows, index) for index, (token, p) in tokens]
 
@@ -95,7 +96,7 @@ def row_outcome(row: Row, samples: Sequence[SampledToken | None], scored: tuple[
 
 
 def _with_draft_counts(row: Row, sampled: tuple[SampledToken, ...], *, kept: int) -> tuple[SampledToken, ...]:
-    """Mark the first tokens as kept drafts, and the last one with the number of rejected drafts."""
+    """Mark the first `kept` tokens as kept drafts, and the last token with the number of rejected drafts."""
     if not sampled:
         return sampled
     marked = [SampledToken(s.token, s.logprobs, s.checksum, kept=index < kept) for index, s in enumerate(sampled)]

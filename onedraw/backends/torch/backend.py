@@ -4,7 +4,8 @@ In: a spec, a source of weights, sizes, perhaps a drafter. Out: outcomes. A plan
 steps run as captured CUDA graphs where all devices can be captured: `submit` starts them and does not wait. All other steps run
 eagerly, kernel by kernel, in `submit` or on the threads of their stages; then several may be in flight, each in one stage at a
 time. A row is the work of one sequence in one step; a lane is the slot of a sequence's state. A row awaits a token if the step in
-flight before it samples that token. A slot is the part of the rollback buffer, which holds drafts, that a plan in flight uses.
+flight before it samples that token. A slot is the part of the rollback buffer (state increments of drafts) that a plan
+in flight uses. The row rule says with how many rows products are called, so that no row's result depends on the others.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ if TYPE_CHECKING:  # stages in other processes need packages that only they use
 class InFlightStep:
     plan: Plan
     running: Future[Outcome | StepResult]
-    slot: int | None  # its part of the rollback buffer; None if rows await tokens, which then have no drafts
+    slot: int | None  # its part of the rollback buffer; None if rows await tokens, since such rows have no drafts
     captured: bool  # whether it ran as CUDA graphs: then its sampled tokens stay on the device, where the next step can read them
     begin: float = field(default_factory=time.perf_counter)
     sample_late: Callable[[], StepResult] | None = None  # starts sampling; None if it was started with the layers
@@ -118,11 +119,12 @@ class InFlightSteps:
         return handle
 
     def remove(self, handle: StepHandle) -> InFlightStep:
-        """Remove a step and return it. The caller gives its slot back once the outcome is there."""
+        """Remove a step and return it. The caller returns the step's slot once the outcome is there."""
         return self.steps.pop(handle)
 
     def with_tokens(self, plan: Plan) -> Plan:
-        """Wait for the tokens of the latest step that rows of this plan await, and return the plan with them."""
+        """Wait for the tokens of the latest step that rows of this plan await, and return the plan with them. Where no token was
+        sampled, token 0 takes its place, because the row's outcome is then discarded."""
         tokens = self.latest.last_tokens()
         rows = (replace(row, tokens=(max(tokens[row.lane], 0),)) if row.awaits_token else row for row in plan.rows)
         return Plan(tuple(rows))
@@ -247,8 +249,8 @@ class TorchBackend:
             snapshots=Snapshots(states, None if drafter is None else drafter.state, logits, model.dtype),
         )
         self._feature_layers = () if drafter is None else drafter.feature_layers
-        # Steps are not submitted ahead beside a drafter, which reads a step's results before the next one runs, nor beside stages
-        # on threads, which would read histories too late.
+        # No step is submitted ahead (async scheduling) if there is a drafter, which reads a step's results before the next step
+        # runs, or if stages have threads, which could read a history after the next token was appended to it.
         waits = drafter is not None or max_in_flight > 1 or pipeline is not None
         self._capacity = _capacity(
             spec,
@@ -303,8 +305,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def warm_up(self, notify: Callable[[str], None], *, drafts: int = 0) -> None:
-        """Capture the usual decode steps before the first request, so that no request waits for it. Rows have up to `drafts`
-        drafts. Without capture this does nothing."""
+        """Capture the usual decode steps before the first request, so that no request waits for a capture. Rows have up to
+        `drafts` drafts. Without capture this does nothing."""
         graphs = self.graph_runner
         if graphs is None:
             return
@@ -407,8 +409,8 @@ class TorchBackend:
         return LayerProbe(self._feature_layers, finite=[] if self._checks_range() else None)
 
     def _checks_range(self) -> bool:
-        """Whether every layer's output is checked for infinities: with f16 anywhere, since models trained in bf16 may leave its
-        range."""
+        """Whether every layer's output is checked for infinities: if any dtype is f16, since activations of
+        models trained in bf16 may exceed its range."""
         return torch.float16 in (self.model.activation, *(DTYPES[dtype] for dtype in self._stage_dtypes))
 
     def recover(self) -> None:
@@ -419,7 +421,8 @@ class TorchBackend:
 
     def replace_weights(self, source: WeightSource) -> None:
         """Replace the weights of the model in place, and check again that batching does not change results. A drafter keeps its
-        own weights; those that it shares with the model, such as the head, are replaced."""
+        own weights; those that it shares with the model, such as the head, are replaced. If the check fails, the old weights are
+        put back and UnsupportedModel is raised."""
         if self.model.remote_stages:
             raise Unsupported("weights cannot be replaced while layers are in other processes; restart the server with them")
         assert not self._in_flight.steps, "a step in flight reads the weights"

@@ -39,7 +39,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def find_devices(names: Sequence[str]) -> list[Device]:
-    """Devices of this machine, with architecture and free memory. auto is the first CUDA device, or else the CPU."""
+    """Devices of this machine, with architecture and free memory (of a CPU only if several devices are named). auto is the first
+    CUDA device, or else the CPU. Raises BadSetting for a device that this machine does not have."""
     automatic = "cuda:0" if torch.cuda.is_available() else "cpu"
     return [_find(parse_device(automatic if name == "auto" else name), several=len(names) > 1) for name in names]
 
@@ -95,7 +96,8 @@ def on_cores(cores: Collection[int]) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Available host memory, where the system reports it, so that a stage on the CPU leaves room for other programs."""
+    """Bytes of available host memory; None if the system does not report them. A stage on the CPU is planned to fit into them, so
+    that it leaves room for other programs."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -154,8 +156,8 @@ def why_no_triton() -> str:
 
 
 def set_threads(count: int | None, ops: Iterable[Ops], cores: Collection[int] = ()) -> None:
-    """Pin the calling thread to these processors, unless there are none, and set the number of torch's threads, unless it is
-    None.
+    """Pin the calling thread to these processors, if there are any, and set the number of torch's threads to `count`. None stands
+    for the number of processors, or without processors for no change.
 
     Beside kernels with their own thread pool torch gets one thread: idle threads of its pool spin for a while after every
     operation, on the processors that the kernels need.

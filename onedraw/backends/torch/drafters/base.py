@@ -76,9 +76,9 @@ FORGET = 0.98  # at each new measurement of acceptance, the weight of the older 
 
 
 def room_ahead(row: Row, outcome: RowOutcome, *, limit: int, page_size: int, max_context: int) -> int:
-    """How many drafts may follow a row's last sampled token; 0 for a middle chunk, at a reply's end, or without pages.
+    """How many drafts may follow a row's last sampled token; 0 in the middle of a prompt, at a reply's end, or without pages.
 
-    The last token of a reply is sampled, never drafted, and every draft but the last needs a slot after the sampled token.
+    The last token of a reply is sampled, never drafted, and every draft needs a slot after that of the sampled token.
     """
     if not outcome.sampled or outcome.no_token_left or outcome.sampled[-1].token in row.params.stop_ids:
         return 0
@@ -105,7 +105,7 @@ def drafting_sampler(target: Transformer, lanes: int, vocab: int | None = None) 
 class Ranker:
     """Ranks tokens for drafted positions, as the request's sampling rule and noise would. Owner: a drafter.
 
-    It keeps the drafts that each lane was given last, to learn which sharpness keeps most.
+    It keeps the drafts that each lane was given last, to learn with which sharpness most drafts are kept.
     """
 
     def __init__(self, lanes: int, sampler: Sampler, vocab: int) -> None:
@@ -119,7 +119,8 @@ class Ranker:
         self._count = 0
 
     def best(self, logits: Tensor, positions: Sequence[DraftedPosition], *, arm: int, ids: Tensor | None = None) -> list[int]:
-        """Return the token that the target's sampling rule takes from these logits, for each position.   [C, V']
+        """Return, for each position, the token that the target's sampling rule takes from its logits [C, V']; -1 if it takes
+        none.
 
         `ids` are the tokens of the columns, if these are not the target's vocabulary in order.
         """
@@ -141,8 +142,8 @@ class Ranker:
         return [-1 if choice is None else choice.token for choice in found]
 
     def _params_for_drafts(self, row: Row, arm: int) -> SamplingParams:
-        """Return the request's parameters for drafting: sharper, and without those that the host applies or that only add to the
-        reply."""
+        """Return the request's parameters for drafting: with the sharpness of `arm`, without DRY, bad words and min_tokens, which
+        the host applies, and without logprobs and checksums, which do not affect the token."""
         known = self._params.get(row.lane)
         if known is None or known[0] is not row.params or known[1] != arm:
             temperature = row.params.temperature / SHARPNESS[arm]

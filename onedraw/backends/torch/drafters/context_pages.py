@@ -1,9 +1,10 @@
-"""Pages of a DFlash drafter for the positions that its layers still see.
+"""KV pages of a DFlash drafter, only for the positions in the attention windows of its layers.
 
-In: the target's pages of a row. Out: a state with a group of pages for every window of the drafter's layers, and the page of each
-of the target's pages in them. A group has pages for the windows of all lanes, so the drafter takes little memory however long
-contexts are. A page belongs to a page of the target until that page is the one that was not needed for longest: so a prompt that
-the target has in its prefix cache often has its context here too, and if not, drafts are worse until the window is new.
+In: a row's pages in the target (the model that is drafted for). Out: a state with a group of own pages for every window of the
+drafter's layers, and per group a table that assigns own pages to the target's pages. A group has pages for the windows of all
+lanes (slots of per-sequence state), so the drafter takes little memory however long contexts are. An own page stays assigned to a
+page of the target until it is the least recently used one and another page needs it. So a prompt in the target's prefix cache
+often still has the drafter's keys and values; if not, drafts are worse until the window holds newer positions only.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from onedraw.backends.torch.state.model_state import LayerStore, ModelState, Sta
 from onedraw.models.spec import LayerSpec
 from onedraw.types import Row
 
-NO_PAGE = -1  # an input table has the scratch page in its place
+NO_PAGE = -1  # no own page is assigned; `lay_out` puts the scratch page, which is never read, in its place
 
 
 @dataclass(slots=True)
 class OwnPages:
-    """Own pages by the target's pages, the one that was not needed for longest first. Owner: ContextPages."""
+    """The own pages of one group, and the pages of the target to which they are assigned. Owner: ContextPages."""
 
     free: list[int]
-    own: dict[int, int] = field(default_factory=dict)
+    own: dict[int, int] = field(default_factory=dict)  # by page of the target, its own page, least recently used first
 
     def find(self, page: int) -> int:
-        """The own page of a page of the target, or NO_PAGE."""
+        """The own page assigned to a page of the target, which becomes the most recently used; NO_PAGE if there is none."""
         found = self.own.pop(page, NO_PAGE)
         if found != NO_PAGE:
             self.own[page] = found
         return found
 
     def take(self, page: int) -> int:
-        """The own page of a page of the target, which takes one from another page if it has none."""
+        """Like `find`, but if there is none, assign a free own page, or else the least recently used one."""
         found = self.find(page)
         if found == NO_PAGE:
             found = self.free.pop() if self.free else self.own.pop(next(iter(self.own)))
@@ -74,9 +75,9 @@ class ContextPages:
         return self.state.stores
 
     def tables(self, pages: Sequence[int], *, start: int, stop: int, seen: int | None = None) -> tuple[list[int], ...]:
-        """For every group, the own pages of a row of the target, which has these pages: those of positions [start, stop), which
-        will be written, as far as a window before `seen` reaches (by default, before `stop`), and those before them that a window
-        sees and that are there."""
+        """For every group, the own pages assigned to `pages`, the pages of a row of the target. Pages of positions [start, stop),
+        which will be written, are assigned if missing; those of earlier positions may be NO_PAGE. Pages before the window, which
+        ends at `seen` (by default at `stop`), are NO_PAGE."""
         found, seen = [], stop if seen is None else seen
         for window, pool in zip(self.windows, self._pools, strict=True):
             first = max(seen - window, 0) // self._page_size
@@ -89,7 +90,7 @@ class ContextPages:
         return tuple(found)
 
     def open(self, rows: Sequence[Row]) -> None:
-        """Make the page copies of the rows."""
+        """Copy own pages as the rows' copy orders for the target's first group say, where the source has an own page."""
         copies = [(copy.source, copy.target) for row in rows for copy in row.copies if copy.group == 0]
         own = [
             (group, source, pool.take(target))
@@ -100,7 +101,8 @@ class ContextPages:
         self.state.prepare(copies=own, restored=())
 
     def export_checkpoint(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Copies on the host of the own pages of the target's pages, and for every group, which of these they are."""
+        """Host copies of the own pages assigned to `pages[0]`, and as `places`, for every group, the indices in `pages[0]` that
+        have one."""
         kept = [[index for index, page in enumerate(pages[0]) if page in pool.own] for pool in self._pools]
         own = [[pool.own[pages[0][index]] for index in found] for pool, found in zip(self._pools, kept, strict=True)]
         places = {f"places.{group}": torch.tensor(found, dtype=torch.int64) for group, found in enumerate(kept)}
@@ -111,7 +113,8 @@ class ContextPages:
         self.state.import_checkpoint(None, maps, arrays)
 
     def _imported(self, pool: OwnPages, targets: Mapping[int, int], places: Iterable[int]) -> dict[int, int]:
-        """From the number of a stored page to its own page, for the last stored pages that there is room for."""
+        """By the number of a stored page, the own page that it is loaded into; only the last pages if there is no room for
+        all."""
         wanted = [(stored, targets[place]) for stored, place in enumerate(places) if place in targets]
         room = len(pool.free) + len(pool.own)
         return {stored: pool.take(page) for stored, page in wanted[-room:]}

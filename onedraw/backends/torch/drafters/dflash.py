@@ -2,13 +2,13 @@
 
 In: after every step, the captured residual streams and the kept tokens. Out: drafts per row. Context keys and values are
 written once per committed position, into pages of the drafter's own that hold its windows (`context_pages.py`); a block of [last
-token, mask …] then drafts several positions in one pass, through the target's own embedding and head. The block's keys are past
-the committed positions, where the next commit overwrites them before anything reads them.
+token, mask …] then drafts several positions in one pass, with the target's embedding and head unless the drafter has its own. The
+block's keys are past the committed positions, where the next commit overwrites them before anything reads them.
 
-The target is the model that is drafted for. A feature is its residual stream at a position after one of the layers that the
-drafter names; the context is the drafter's keys and values of committed positions, computed from their features. A lane is the
-slot of a sequence's state. Axes: T tokens of a step, n layers with features, E hidden width, Et that of the target, M positions
-whose context is written together, V vocabulary. Formulas: `models/dflash.py`."""
+The target is the model that is drafted for. A feature is the target's residual stream at a position, after one of the
+layers that the drafter names; the context is the drafter's keys and values of committed positions, computed from their features.
+A lane is the slot of a sequence's state. Axes: T tokens of a step, n layers with features, E hidden width, Et that of the target,
+M positions whose context is written together, V vocabulary. Formulas: `models/dflash.py`."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ from onedraw.models.spec import DrafterSpec, LayerSpec
 from onedraw.types import Draft, Row, RowOutcome
 
 # On a CPU the drafter proposes the first third of the vocabulary, at least this many tokens: BPE vocabularies begin with the most
-# frequent tokens, and a draft is hardly ever kept beyond them, but every token costs a row of the head and noise.
+# frequent tokens, and a draft beyond this third is hardly ever kept, but every token costs a row of the head and noise.
 SMALL_VOCAB = 16_384
-# The features of a row wait while no drafts are wanted for it: writing many positions at once is cheaper, and those of a reply
-# that ends without drafts are never written. If what waits for the rows of a step exceeds this size, all of it is written.
+# While no drafts are wanted for a row, its features are kept, and their keys and values are written later: writing many positions
+# at once is cheaper, and those of a reply that ends without drafts are never written. If the features kept for the rows of a step
+# exceed this size, all of them are written.
 MOST_WAITING_BYTES = 32 * 2**20
 # A function that makes a tree of drafts from the candidates of each depth, best first: (token, score).
 Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
@@ -54,7 +55,7 @@ class DraftBlock:
     row: Row
     sampled: tuple[int, ...]  # the tokens that the row sampled; the last of them begins the block
     start: int
-    count: int
+    count: int  # tokens of the block
 
 
 StepFeatures = Sequence[Tensor]  # the features of a step, one [T, Et] per layer of `DflashDrafter.feature_layers`
@@ -79,7 +80,8 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class CandidateSelector:
-    """Scores the likeliest tokens of a slot given the token drafted for the slot before it (formula: `models/dflash.py`).
+    """Scores the likeliest tokens of a slot (a place in a block), given the token of the slot before it (formula:
+    `models/dflash.py`).
 
     It runs on the host: few rows of the two codebooks are needed, and they are read from the mapped file.
     """
@@ -114,7 +116,7 @@ class DflashDrafter:
         width: int = 1,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """Load the drafter. `arrange` gets `width` candidates per position, or more: one for a chain, CANDIDATES for a tree.
+        """Load the drafter. `width`: how many candidates per position `arrange` needs, 1 for a chain; it may get more.
         `kv_dtype`: that of its keys and values, by default of the target's products."""
         spec = replace(spec, layers=tuple(map(_with_window, spec.layers)))
         self._spec, self._target, self._arrange = spec, target, arrange
@@ -154,7 +156,7 @@ class DflashDrafter:
         self._layout = self.state.layout
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes, *drafting_sampler(target, lanes, None if vocab == spec.draft_vocab else vocab))
-        self._feature_bytes = len(self.feature_layers) * spec.target_hidden * target.activation.itemsize  # of a position
+        self._feature_bytes = len(self.feature_layers) * spec.target_hidden * target.activation.itemsize  # of one position
         self._numbers = [self.feature_layers.index(layer) for layer in spec.target_layers]
         self._waiting: dict[int, Context] = {}  # by lane, context that is not written yet
         self._drafted_for: dict[int, str] = {}  # by lane, the last request that the drafter drafted for
@@ -190,7 +192,8 @@ class DflashDrafter:
     # ------------------------------------------------------------------ context
 
     def _committed(self, step: CompletedStep, drafting: set[int]) -> list[Context]:
-        """Return the context to write: of the known tokens and kept drafts of each row, and of those that waited.
+        """Return the context to write now: of the known tokens and kept drafts of the step's rows, and of earlier tokens of these
+        sequences that have waited.
 
         The features of generated tokens wait while no drafts are wanted for their row. If a reply ends before the drafter has
         drafted for it, they are dropped: a later prompt that reuses its pages gets worse drafts from there, but most replies
@@ -198,7 +201,8 @@ class DflashDrafter:
         """
         ready: list[Context] = []
         rows, features = step.plan.rows, step.features  # features: [T, Et] each
-        # What waits keeps the features of its whole step in memory, unless most of them are of prompts or rejected drafts.
+        # Waiting context refers to the features of its whole step, which stay in memory. If most of these are of prompts or
+        # rejected drafts, its own features are copied instead.
         generated = sum(1 + len(outcome.kept) for row, outcome in zip(rows, step.rows, strict=True) if len(row.tokens) == 1)
         shared = len(step.inputs.host_tokens) <= 4 * generated
         for index, (row, span, outcome) in enumerate(zip(rows, step.inputs.spans, step.rows, strict=False)):
@@ -341,8 +345,8 @@ class DflashDrafter:
     def _selected(
         self, selector: CandidateSelector, blocks: list[DraftBlock], logits: Tensor, hidden: Tensor, *, arm: int
     ) -> list[list[tuple[int, float]]]:
-        """The candidates of all positions, each scored after the best candidate of the position before it. In a tree they are
-        those of every node of a depth."""
+        """The candidates of all positions, each scored after the best candidate of the position before it. In a tree
+        all nodes of one depth share these candidates."""
         found = logits.topk(min(selector.top_k, logits.shape[1]), dim=1)
         ids, values = found.indices.cpu().numpy(), found.values.cpu().numpy()
         projected = selector.hidden(hidden).float().cpu().numpy()
@@ -358,7 +362,7 @@ class DflashDrafter:
 
 
 def _with_window(layer: LayerSpec) -> LayerSpec:
-    """The layer with the window that it has here, also if its file gives it none."""
+    """The layer with the window of `drafter_window`, also if its checkpoint gives it a larger one or none."""
     return replace(layer, mixer=replace(layer.attention, window=drafter_window(layer.attention.window)))
 
 

@@ -1,7 +1,7 @@
 """Drafters that run ahead of the target token by token: a smaller model (`SmallModel`), or the target's own MTP head (`MtpHead`).
 
 In: after every step, its kept tokens. Out: a chain of drafts per row. Keys and values are in pages numbered like the target's,
-so a prefix hit or a preemption of the target is one of the draft model too. Drafting writes past the committed positions; the
+so prefix cache hits and preemptions hold for the draft model too. Drafting writes past the committed positions; the
 next step overwrites them. The target is the model that is drafted for; a row is the work of one sequence in one step. Axes: T
 tokens, E hidden width.
 """

@@ -1,8 +1,8 @@
 """The convolutions of a DFlash2 layer, over the slots of a block (formula: `models/dflash.py`).
 
 In: the normed input h [T, E] of a sublayer (attention or feed-forward), the place of each token in its block, and the sublayer.
-Out: the sublayer's output [T, E], with a convolution before and after the sublayer. A row reads rows of its own block only. Axes:
-T tokens, E hidden width, G channels of a group.
+Out: the sublayer's output [T, E], with a convolution before and after the sublayer. A token reads tokens of its own block only.
+Axes: T tokens, E hidden width, G neighbouring channels that share one input-dependent kernel.
 """
 
 from __future__ import annotations

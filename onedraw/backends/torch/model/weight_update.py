@@ -22,8 +22,8 @@ from onedraw.errors import BadParameter, UnsupportedModel
 
 # Attributes that an update leaves unchanged, because they follow from other attributes or from an object's address in memory.
 DERIVED = frozenset({"fused", "address", "rule"})
-OURS = "onedraw.backends.torch."
-STORED = ("onedraw.models.", "onedraw.checkpoints.")
+OURS = "onedraw.backends.torch."  # modules of the objects whose attributes are searched for tensors
+STORED = ("onedraw.models.", "onedraw.checkpoints.")  # modules of the tables that stay in a checkpoint file
 
 
 class WeightUpdate:
@@ -36,7 +36,8 @@ class WeightUpdate:
         self._tables: list[tuple[Any, str, Any]] = []  # tables that stay in a checkpoint file: (owner, attribute, new value)
 
     def match(self, old: object, new: object, path: str = "") -> None:
-        """Add the weights of a part of the model. Raise if the two differ in more than the content of their tensors."""
+        """Add the weights of a part of the model. Raise UnsupportedModel if the parts differ in more than their tensors'
+        content."""
         if old is new:
             return
         if type(old) is not type(new):
@@ -63,7 +64,7 @@ class WeightUpdate:
         kinds = [(one.shape, one.dtype, one.layout, one.device) for one in (old, new)]
         if kinds[0] != kinds[1]:
             raise _differs(path, f"{old.dtype} {list(old.shape)}, now {new.dtype} {list(new.shape)}")
-        if old.layout != torch.strided:  # a private layout of the library, whose storage cannot be accessed
+        if old.layout != torch.strided:  # an opaque layout, such as that of oneDNN, whose storage cannot be accessed
             self._opaque.setdefault(id(old), (old, new))
             return
         if old.stride() != new.stride():
@@ -72,7 +73,8 @@ class WeightUpdate:
             self._ranges.append(MemoryRange(old.data_ptr(), new.data_ptr(), _span(old), old, new.cpu(), path))
 
     def _disjoint(self) -> list[MemoryRange]:
-        """Return the ranges of memory to exchange. Tensors may share memory, but each byte is in one range only."""
+        """Return the ranges of memory to exchange. Tensors may share memory, but each byte is in one range only. Raise
+        UnsupportedModel if tensors overlap in part, or do not overlap in the same way in both models."""
         found: list[MemoryRange] = []
         for one in sorted(self._ranges, key=lambda one: (one.start, -one.size)):
             before = found[-1] if found else None
@@ -84,7 +86,7 @@ class WeightUpdate:
 
     @torch.inference_mode()
     def swap(self) -> None:
-        """Exchange the old and the new weights."""
+        """Exchange the old and the new weights; called again, this puts the old ones back. If it raises, nothing has changed."""
         pairs = [*((one.used, one.other) for one in self._disjoint()), *self._opaque.values()]
         done: list[tuple[Tensor, Tensor]] = []
         try:
@@ -115,7 +117,7 @@ class MemoryRange:
 
 
 def exchange(used: Tensor, other: Tensor) -> None:
-    """Exchange the content of two tensors, of which the first stays where it is."""
+    """Exchange the content of two tensors; both keep their addresses."""
     kept = used.clone() if used.layout != torch.strided else used.to("cpu", copy=True)
     used.copy_(other)
     other.copy_(kept)
