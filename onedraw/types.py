@@ -141,7 +141,8 @@ class SamplingParams:
 
     @property
     def may_ban_all(self) -> bool:
-        """Whether these parameters may exclude every token. Only bans can: filters always leave the most likely token."""
+        """Whether these parameters may exclude every token. Only bans can (a bias of -inf, bad words, stop ids before
+        min_tokens): filters always leave the most likely token."""
         return bool(self.logit_bias or self.bad_words or self.min_tokens)
 
     @property
@@ -168,7 +169,8 @@ def _shown(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt that is continued once, as plain data that could be sent to another process. A call for n choices makes n of them.
+    """A prompt that is continued once, as plain data that could be sent to another process. A call of the API for n choices
+    makes n of them.
 
     `caller`, `parent` and `background` decide which request goes first when requests wait for a lane (see `engine/fairness.py`).
     They do not affect the sampled tokens.
@@ -179,16 +181,16 @@ class Request:
     params: SamplingParams
     given: tuple[
         int, ...
-    ] = ()  # the first tokens of the reply, already settled; those after them are sampled as if these had been
+    ] = ()  # tokens with which the reply begins, generated earlier; later tokens are sampled as if these had been sampled here
     forced: tuple[
         int, ...
-    ] = ()  # the first tokens of the reply, those of `given` included: taken as sampled, whatever the noise, so they are scored
+    ] = ()  # first tokens of the reply, including `given`: each is taken as sampled, whatever the noise, to get its logprob
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether drafts may be used for this request
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both
     caller: str = ""  # the name of an API key, or a client address; empty for callers of the library
-    parent: str = ""  # an id that all choices of one call share; empty if there is only one choice
-    background: bool = False  # whether requests that are not in the background go first, such as a line of a batch
+    parent: str = ""  # an id that all choices of one API call share; empty if there is only one choice
+    background: bool = False  # whether all other requests go first; true for a line of a batch
 
 
 @dataclass(slots=True)
@@ -342,8 +344,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a reply, and how long it waited. Tokens that the request gave are in none of the counts, so the parts of a
-    reply add up to the whole."""
+    """Token counts of a reply, and how long it waited. Tokens of `Request.given` are in none of the counts, so that the counts of
+    a reply's tokens and those of its continuation add up."""
 
     prompt: int = 0
     completion: int = 0
@@ -351,7 +353,7 @@ class Usage:
     kept: int = 0  # drafts that were kept
     rejected: int = 0  # drafts that were rejected
     reasoning: int = 0  # tokens of `completion` that are reasoning, including its markers
-    queued: float = field(default=0.0, compare=False)  # seconds from the engine's queue to the first step
+    queued: float = field(default=0.0, compare=False)  # seconds that the request waited in the engine's queue
 
 
 @dataclass(frozen=True, slots=True)

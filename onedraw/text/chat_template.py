@@ -78,7 +78,7 @@ class ChatTemplate:
         return cls(source, bos_token=bos, eos_token=eos)
 
     def save(self, folder: Path) -> None:
-        """Write chat_template.jinja, from which `from_folder` makes an equal template beside the same tokenizer."""
+        """Write chat_template.jinja, from which `from_folder` makes an equal template if the folder has the same tokenizer."""
         (folder / "chat_template.jinja").write_text(self.source, encoding="utf-8", newline="")
 
     def render(
@@ -98,7 +98,8 @@ class ChatTemplate:
 
     def _placed(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return the messages in a form in which the template renders all of them. A system message where the template would drop
-        or refuse it becomes part of a user message, between tags, so that no earlier token of the prompt changes."""
+        or refuse it becomes part of a user message at that place, between tags. Moved to the front, it would change the tokens of
+        all messages before it, and a cached prefix of the conversation would be lost."""
         if not any(message.get("role") == "system" for message in messages) or self.system_messages == "anywhere":
             return list(messages)
         placed: list[Mapping[str, Any]] = []

@@ -66,8 +66,8 @@ def _byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], *, use
 
 
 def _spellings() -> Iterator[str]:
-    """Yield words in the alphabet of byte-level BPE, each once as at the beginning of a text and once as after a space, and then
-    pairs of words."""
+    """Yield words in the alphabet of byte-level BPE, each as in the source and capitalized, without and with a space before it,
+    and then pairs of words."""
     counts: Counter[str] = Counter()
     for text in _sources(resources.files("onedraw")):
         counts.update(word[:LONGEST] for word in _WORDS.findall(text) if word.isascii())

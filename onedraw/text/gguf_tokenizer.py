@@ -99,7 +99,7 @@ def require_types(metadata: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The part of the metadata that describes the tokenizer, after checking that its lists have equal lengths."""
+    """The part of the metadata that describes the tokenizer, after checking that tokens and their types have equal lengths."""
 
     metadata: Mapping[str, Any]
     tokens: Sequence[str]
@@ -156,7 +156,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, int | None,
 
 
 def unsupported_reason(metadata: Mapping[str, Any]) -> str:
-    """Return why a tokenizer of this kind and pre-tokenizer is not supported; empty if it is. Only these names are checked."""
+    """Return why a tokenizer of this kind and pre-tokenizer is not supported; empty if it is. Nothing else of the
+    metadata is checked."""
     kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind not in KINDS:
         return _unsupported_kind(kind)
@@ -172,7 +173,7 @@ def _unsupported_pre_tokenizer(name: Any) -> str:
 
 
 def _set_special_frame(backend: Tokenizer, *, bos_id: int | None, eos_id: int | None) -> None:
-    """Make `add_special` put these ids before and after a text. None means that this side gets no id."""
+    """Make encoding with special tokens put `bos_id` before a text and `eos_id` after it; None: no id there."""
     ids = {name: number for name, number in (("bos", bos_id), ("eos", eos_id)) if number is not None}
     pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ids]
     backend.post_processor = processors.TemplateProcessing(
@@ -269,7 +270,8 @@ def _scored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary, *, special: Sequence[int | None]) -> None:
-    """Register control and unknown tokens as special, and user-defined tokens as added tokens, which are never split."""
+    """Register control tokens, unknown tokens and the ids in `special` as special tokens, and user-defined tokens except padding
+    as added tokens. Both are never split."""
     named = {i for i in special if i is not None}
     control, plain = [], []
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):

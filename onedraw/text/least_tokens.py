@@ -5,7 +5,7 @@ than a gigabyte of memory, while counting their bytes takes milliseconds. The bo
 
     weight of a byte b    1 / (length in bytes of the longest token that contains b)
     weight of a token     at most 1, since each of its L bytes weighs at most 1/L
-    weight of a text      the sum over its bytes, so it has at least as many tokens
+    weight of a text      the sum over its bytes, so the text has at least that many tokens
 
 Bytes that the tokenizer might drop, or join into one token without limit, weigh 0: those of unknown characters, and white space
 if an added token takes in the white space around it. If a part of the tokenizer has an unknown effect on the text, every byte
@@ -60,7 +60,7 @@ class LeastTokens:
                 self._weights[byte] = 1 / longest[byte]
 
     def of(self, text: str, *, enough: int) -> int:
-        """Return a lower bound on the number of tokens of a text. Weighing stops once it reaches `enough`."""
+        """Return a lower bound on the number of tokens of a text. Weighing stops once the bound reaches `enough`."""
         total = 0.0
         for start in range(0, len(text), BLOCK):
             block = text[start : start + BLOCK]

@@ -37,7 +37,7 @@ class ReplyCount:
 
 @dataclass(frozen=True, slots=True)
 class TokensPerStep:
-    """Tokens per decode step over all replies, and the bounds between which it lies with 95 % confidence (bootstrap by reply)."""
+    """Tokens per decode step over all replies, and the bounds of its 95 % confidence interval (bootstrap over replies)."""
 
     replies: int
     tokens: int
@@ -83,7 +83,7 @@ def prompt_generations(
 
 
 def acceptance(counts: Sequence[ReplyCount], *, seed: int = 0) -> TokensPerStep:
-    """Sum up replies of at least two tokens."""
+    """Sum up the replies of at least two tokens. Without any, a step counts as one token."""
     counted = [(len(count.ids) - 1, count.steps) for count in counts if len(count.ids) > 1]
     if not counted:
         return TokensPerStep(0, 0, 1.0, 1.0, 1.0)

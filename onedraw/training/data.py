@@ -1,7 +1,8 @@
-"""What a drafter learns from: prompts to which the target samples replies, and records of such replies.
+"""The data that a drafter learns from: prompts to which the target model samples replies, and records of such replies.
 
-In: `builtin`, a file of prompts (.jsonl), or records that `--record` and `--learn-draft` write. Out: prompts, or examples. A line
-of a prompt file is an object with `messages` or `prompt`, and perhaps `kind`, a word under which figures are shown.
+In: `builtin`, a file of prompts (.jsonl), or records that `--record` and `--learn-draft` write. Out: prompts, or training
+examples (token sequences). A line of a prompt file is an object with `messages` or `prompt`, and perhaps `kind`, a word under
+which the figures of such prompts are shown together.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def _number(record: Record) -> int:
 
 
 def examples_of(records: Sequence[Record], info: ModelInfo, *, max_context: int) -> list[Example]:
-    """The sequences of records, cut at the end of the context. Records of another model are refused."""
+    """Return the prompt and reply of each record as one sequence, cut at the end of the context. A token outside of the model's
+    vocabulary is refused; sequences with fewer than two tokens of the reply are left out."""
     found = []
     for record in records:
         generation = record.generation

@@ -1,8 +1,9 @@
 """One training run: sample replies if there are none, train on them, write the drafter, and measure it in the real engine.
 
 In: RunOptions, which name a model, data and a folder. Out: a drafter in the folder that `--draft` and other engines read, and a
-RunReport. Everything that a killed run needs to go on is in the folder `training` inside it: `run.json` says what is trained,
-`records` has the sampled replies, `state.safetensors` the weights, replaced as a whole. The same command goes on from there.
+RunReport. Everything that a killed run needs to go on is in `training` inside that folder: `run.json` says what is trained,
+`records` has the sampled replies, `state.safetensors` the weights, which are replaced atomically. The same command goes on from
+there.
 
 The target is the model that is drafted for. A reply depends on its request alone, so it is the same in whichever run it is
 sampled.
@@ -36,7 +37,7 @@ from onedraw.settings import Settings
 from onedraw.training.acceptance import ReplyCount, TokensPerStep, acceptance, run_counted
 from onedraw.training.data import NamedPrompt, examples_of, read_data, split_records
 
-SAMPLING_SHARE = 0.3  # share of the run's time in which replies are sampled at most
+SAMPLING_SHARE = 0.3  # at most this share of the run's time goes to sampling replies
 MOST_ROUNDS = 64  # replies to one prompt at most
 MOST_SAMPLED = 2**30  # bytes of sampled records at most
 SAVES = 20  # times that the state is saved in a run, evenly in time
@@ -49,7 +50,7 @@ LABEL = "sample"
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options of a training run: its data, its folder, the limits on time, replies and steps, and the first drafter or the
+    """The options of a training run: its data, its folder, the limits on time, replies and steps, and the initial drafter or the
     size of a new one. The target model is in `Settings`."""
 
     data: str
@@ -57,13 +58,13 @@ class RunOptions:
     minutes: float = 30.0
     replies: int | None = None  # most replies that are sampled; None: as many as the time allows
     steps: int | None = None  # most training steps; None: as many as the time allows
-    initial: Path | None = None
+    initial: Path | None = None  # the drafter whose weights the run begins with; None: a new one
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     new_tokens: int = 256
-    block: int = 8
-    layers: int | None = None
+    block: int = 8  # slots of a new drafter's block: the last sampled token, then block - 1 drafts
+    layers: int | None = None  # layers of a new drafter; None: the number follows from the target model
     seed: int = 0
-    memory: int = 2**30  # bytes of features that are held in memory
+    memory: int = 2**30  # bytes of features (the target's hidden states) that are held in host memory
     measure: bool = True
     recipe: dict[str, Any] = field(default_factory=dict)
 
@@ -88,8 +89,8 @@ class RunReport:
     sequences: int
     tokens: int
     kept: float
-    begun_with: TokensPerStep | None  # the initial drafter in the engine, on held-out requests
-    measured: TokensPerStep | None
+    begun_with: TokensPerStep | None  # the initial drafter in the engine, on held-out requests; None: not measured
+    measured: TokensPerStep | None  # the trained drafter, on the same requests
     gguf: Path | None
 
 
@@ -187,7 +188,7 @@ def _sampled(
 
 
 def _known(folder: Path) -> set[str]:
-    """The ids of the replies that earlier runs sampled."""
+    """Return the ids of the replies that earlier runs sampled into this folder."""
     try:
         return {record.id for record in read_records(folder, damaged=lambda line: None)}
     except BadSetting:
@@ -204,8 +205,9 @@ async def _sample(
     seconds: float,
     notify: Notify,
 ) -> None:
-    """Sample replies, as many at once as the engine runs, until the time is over. A reply that is not finished then is
-    dropped."""
+    """Sample replies until all requests are done, the records are large enough, or the time is over and there are two replies.
+    Replies that are not finished then are dropped. Twice as many requests as the engine runs at once are sent, so that some
+    always wait."""
     begun, tokens, replies = clock.seconds, 0, len(known)
     wanted = _requests(llm, prompts, options, known)
     if options.replies is not None:
@@ -242,14 +244,14 @@ async def _sample(
 
 
 def _requests(llm: LLM, prompts: Sequence[NamedPrompt], options: RunOptions, known: set[str]) -> Iterator[Generation]:
-    """The requests of a run in order: in every round all prompts, each at its next temperature. Requests with a sampled reply are
-    left out."""
+    """The requests of a run in order: in every round all prompts, each at its next temperature. Requests that have
+    a sampled reply already are left out, and so are repeated greedy ones."""
     temperatures = options.temperatures
     for number in range(len(prompts) * MOST_ROUNDS):
         round_, index = divmod(number, len(prompts))
         temperature = temperatures[(round_ + index) % len(temperatures)]
         if (temperature == 0 and round_ >= len(temperatures)) or f"{LABEL}-{number}-0" in known:
-            continue  # Another greedy reply to this prompt would be equal.
+            continue  # Another greedy reply to this prompt would be equal, or this reply has been sampled.
         wanted = {
             **NEUTRAL_SAMPLING,
             "temperature": temperature,
@@ -268,7 +270,7 @@ def _size(folder: Path) -> int:
 
 
 class _Clock:
-    """The seconds that a phase has taken in all runs so far, in a file. Owner: the run."""
+    """The seconds that a phase has taken in all runs so far, stored in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._begun = path, time.monotonic()
@@ -289,7 +291,7 @@ class _Clock:
 
 
 class TrainingRun:
-    """Trains until the time is over and saves its state on the way. Owner: `train`."""
+    """Trains until the time is over and saves its state on the way. `train` makes and closes it."""
 
     def __init__(
         self,
@@ -480,7 +482,8 @@ def _in_engine(
 
 
 def _write_gguf(folder: Path) -> Path | None:
-    """Write the drafter as GGUF too. None if the package that writes GGUF is missing or the drafter has no form in it."""
+    """Write the drafter as GGUF too. None if the package that writes GGUF is missing, or GGUF cannot represent the
+    drafter."""
     path = folder / "drafter.gguf"
     try:
         convert_drafter(folder, path)

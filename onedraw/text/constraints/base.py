@@ -1,7 +1,7 @@
 """Building blocks of constraints: token masks, the state after every prefix of a reply, the intersection of two constraints,
 and a limit on runs of digits.
 
-A constraint returns the tokens that may come next. It depends only on the reply so far and the drafts that follow it.
+A constraint returns the tokens that may come next. They depend only on the reply so far and the drafts that follow it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PrefixStates(Generic[StateT]):
         return self._states[-1]
 
     def at(self, count: int) -> StateT:
-        """Return the state after the first `count` tokens of the sequence that was asked for last."""
+        """Return the state after the first `count` tokens of the sequence in the last call of `after`."""
         return self._states[count]
 
 

@@ -1,4 +1,4 @@
-"""The helper process that compiles a response format (JSON schema or grammar) before the server does.
+"""The helper process that compiles each response format (JSON schema or grammar) before the server compiles it.
 
 `checker.py` starts it with `python -m onedraw.text.constraints.check_process`. It reads one JSON object per line: first the
 vocabulary and the limits, then formats to check. It writes one line per answer. A format whose compilation exceeds the limits on

@@ -58,7 +58,8 @@ class GrammarChecker:
 
     def check(self, request: Mapping[str, Any]) -> Refusal | None:
         """Return why a format cannot be used, or None if it can. `request` has a `grammar` as text, with its `schema` if it is
-        made of one, or a `schema` alone."""
+        made of one, or a `schema` alone. If other checks take too long, raise QueueFull; if the process does not start or the
+        checker was closed, StepFailed."""
         line = _line(request)
         if not self._lock.acquire(timeout=limits.COMPILE_WAIT_SECONDS):
             raise QueueFull("other response formats are being compiled; try again in a moment")
@@ -154,8 +155,7 @@ class _Process:
         self._end()
 
     def ask(self, line: bytes, seconds: float) -> dict[str, Any] | None:
-        """Send a line and return the answer to it; None if the process died, or was killed because it took more than
-        `seconds`."""
+        """Send a line and return the answer; None if the process died, or was killed because the answer took over `seconds`."""
         assert self._process.stdout is not None
         timer = threading.Timer(seconds, self._time_out)
         timer.start()

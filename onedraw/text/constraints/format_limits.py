@@ -1,9 +1,9 @@
 """Check schemas and grammars against the limits in `onedraw/limits.py`, before they are compiled or walked recursively.
 
-The input is a JSON schema or the text of a grammar, and `param`, the caller's name of it. If a limit is exceeded, BadParameter
-names the parameter and the limit. The checks use loops instead of recursion, so no depth can exhaust the stack. A format that
-passes can still be too costly, so `checker.py` then compiles it in a helper process first. A symbol of a grammar is a name, a
-literal, a pattern or a bracket; a group is a part of a rule in parentheses.
+The input is a JSON schema or the text of a grammar, and `param`, the caller's name for that field. If a limit is exceeded,
+BadParameter names the parameter and the limit. The checks use loops instead of recursion, so no depth can exhaust the stack. A
+format that passes can still be too costly, so `checker.py` then compiles it in a helper process first. A symbol of a grammar is a
+name, a literal, a pattern or a bracket; a group is a part of a rule in parentheses.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _check_size(schema: Any, param: str) -> None:
 
 
 def _check_depth(schema: Any, param: str) -> None:
-    """Raise BadParameter if a compiler that walks the schema recursively would get too deep. The compiler is assumed to
-    follow each `$ref` at once, and to walk a value only the first time that it gets there."""
+    """Raise BadParameter if a compiler that walks the schema recursively would exceed the limit on recursion. The compiler
+    is assumed to follow each `$ref` where it meets it, and to walk each value only once."""
     seen: set[int] = set()
     path: list[Iterator[Any]] = [iter((schema,))]
     while path:
@@ -158,7 +158,7 @@ def check_lark(text: str, param: str, *, most: int | None = None) -> None:
 
 
 def _without_schemas(text: str, param: str) -> str:
-    """Return a Lark grammar without the JSON schemas in it, after checking these."""
+    """Return a Lark grammar without the JSON schemas in it, after checking those schemas."""
     kept, end, decoder = [], 0, json.JSONDecoder()
     for found in _JSON_RULE.finditer(text):
         if found.start() < end:
@@ -177,7 +177,7 @@ def _without_schemas(text: str, param: str) -> str:
 
 def check_rules(uses: Uses, first: str, param: str) -> None:
     """Raise BadParameter if a grammar has too many rules, or if a compiler that descends into each rule where it is first used
-    would get too deep. `first` is the start rule."""
+    would exceed the limit on recursion. `first` is the start rule."""
     if len(uses) > limits.MAX_FORMAT_RULES:
         raise BadParameter(param, f"has {len(uses):,} rules; at most {limits.MAX_FORMAT_RULES:,} are allowed")
     seen = {first}

@@ -90,8 +90,8 @@ class _Rule:
 
 
 def translate(source: str, param: str) -> Translation:
-    """Return the translation of a GBNF grammar. If the text is not valid GBNF or exceeds a limit, raise BadParameter with the
-    line and column."""
+    """Return the translation of a GBNF grammar. If the text is not valid GBNF or exceeds a limit, raise BadParameter; a
+    syntax error has line and column."""
     check_characters(source, param)
     rules = _Parser(source, param).rules()
     for rule in rules.values():

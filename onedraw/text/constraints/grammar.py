@@ -100,10 +100,11 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Compiles formats for one tokenizer and caches the most recently used ones. It is thread-safe. The factory closes it."""
+    """Compiles formats for one tokenizer and caches the most recently used ones. It is thread-safe. The ConstraintFactory
+    that made it closes it."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], *, isolated: bool = True) -> None:
-        """`isolated`: see ConstraintFactory."""
+        """`isolated`: a helper process compiles each format first, so that a crash of the compiler cannot end this process."""
         eos_ids = [token for token in eos_ids if token < tokenizer.vocab_size]
         if not eos_ids:
             raise Unsupported(

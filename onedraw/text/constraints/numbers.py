@@ -1,8 +1,8 @@
 """Numbers in JSON schemas that llguidance would round, because it stores every number as a 64-bit float.
 
-Up to 2**53 nothing is rounded. Above, a number that a float cannot represent is refused by its path. Bounds at or beyond those of
-64-bit integers, which schema generators write, become the widest bounds that llguidance compiles: values outside of those bounds
-are valid, but cannot be generated.
+Up to 2**53 nothing is rounded. Above, a number that a float cannot represent is refused with its path. Bounds at or beyond those
+of 64-bit integers, which schema generators write, become the widest bounds that llguidance compiles: values outside of those
+bounds are valid, but cannot be generated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from onedraw.errors import BadParameter
 from onedraw.text.constraints.schema_parts import map_parts
 
-ALWAYS_EXACT = 2**53  # every integer up to this one is a float
+ALWAYS_EXACT = 2**53  # A float represents every integer up to this one exactly.
 LARGEST = 2**63 - 1
 # The widest bounds that llguidance compiles: of integers, and of numbers that may have a fraction.
 INTEGER_BOUNDS = (-(2**63) + 1024, LARGEST)

@@ -1,6 +1,6 @@
 """The schemas inside a JSON schema, as opposed to the data inside it, such as the values of `const`.
 
-The functions take a schema and its path in the caller's request, such as `response_format.json_schema.schema`, for errors.
+A path is that of a schema in the caller's request, such as `response_format.json_schema.schema`, for errors.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# Keywords whose value contains schemas: as an object that maps names to schemas, as a list of schemas, or as a single schema.
+# Keywords whose value is an object that maps names to schemas.
 SCHEMA_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+# Keywords whose value is a list of schemas.
 SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+# Keywords whose value is a single schema; in older drafts of JSON Schema, `items` may also be a list of schemas.
 SCHEMAS = ("items", "additionalItems", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 
 

@@ -1,7 +1,7 @@
 """The description of a reply's constraint as bytes, and back, so that it can be sent to an engine in another process.
 
-The bytes are msgpack and read with types, as in `engine/wire.py`, which calls these functions. The grammar of a response format
-is sent as its text; the engine's process compiles it.
+The bytes are msgpack and are decoded into typed objects. `engine/wire.py` calls these functions for its messages. The grammar of
+a response format is sent as its text; the engine's process compiles it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def encode_constraint(spec: ConstraintSpec) -> bytes:
 
 
 def decode_constraint(data: bytes) -> ReplyConstraint:
-    """Return the constraint that these bytes describe. msgspec.DecodeError or ValueError: they describe none."""
+    """Return the constraint that these bytes describe. Raise msgspec.DecodeError or ValueError if they describe none."""
     found = _DECODER.decode(data)
     form: ReplyFormat | None = None
     if found.response_format is not None:

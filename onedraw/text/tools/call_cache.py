@@ -28,7 +28,7 @@ class CachedReply:
 
     prompt_hash: str  # hash of the prompt's text, as the template rendered it
     ids: tuple[int, ...]  # tokens of prompt and reply, without the end token
-    content: str  # the text of the reply besides its calls
+    content: str  # the text of the reply without its calls
     calls: tuple[tuple[str, str], ...]  # (name, arguments) of each call, as the client received them
 
 
@@ -99,8 +99,8 @@ def _text_after(
     eos_texts: Sequence[str],
     special_texts: Sequence[str],
 ) -> str | None:
-    """Return the part of the prompt's text after message `number`, which must begin with a special token; None if it cannot be
-    found or does not."""
+    """Return the part of the prompt's text after message `number`, which must begin with a special token; None if that
+    part cannot be found or begins otherwise."""
     until = render(messages[: number + 1], False)
     last = max((until.rfind(eos) for eos in eos_texts if eos), default=-1)
     if last > 0 and text.startswith(until[:last]) and any(text.startswith(eos, last) for eos in eos_texts):

@@ -40,7 +40,7 @@ class CallEnd:
 
 CallEvent: TypeAlias = CallStart | CallArguments | CallEnd
 CallParser: TypeAlias = Generator[None, str, None]
-ParameterTypes: TypeAlias = dict[str, frozenset[str]]  # parameter → the JSON types it may have; none means any
+ParameterTypes: TypeAlias = dict[str, frozenset[str]]  # parameter → the JSON types that it may have; an empty set: any
 
 
 class NotACall(Exception):
@@ -102,7 +102,8 @@ def read_until(ends: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
 
 
 def close_marker(dialect: Dialect) -> CallParser:
-    """Read up to the marker that closes a call and ignore text before it. The opening marker of another call ends it as well."""
+    """Read up to the marker that closes a call and ignore text before it. If the opening marker of another call
+    comes first, raise NextCallStarted."""
     opens, closes = MARKERS[dialect]
     _, found = yield from read_until((closes, opens))
     if found == opens:
@@ -245,7 +246,7 @@ class _TaggedArguments:
     def __init__(self, out: list[CallEvent], dialect: Dialect, types: ParameterTypes) -> None:
         self._out = out
         self._close, self._next = VALUE_ENDS[dialect]
-        self._trim = dialect == "qwen_xml"  # whether line breaks next to the tags are removed, since they are not part of a value
+        self._trim = dialect == "qwen_xml"  # whether a line break next to a tag is removed: it is not part of the value
         self._types = types
         self._any = False
 
@@ -312,7 +313,8 @@ class _TaggedArguments:
 
 
 def _ends_inside_string(text: str) -> bool:
-    """Whether this text is the beginning of a JSON value and ends inside a string. A string in JSON has no line breaks."""
+    """Whether this text is the beginning of a JSON value and ends inside a string. A string in JSON
+    has no raw line breaks, so text with one inside a string is not such a beginning."""
     text = text.lstrip()
     if not text.startswith(('"', "{", "[")):
         return False

@@ -63,8 +63,9 @@ class ToolCallParser:
 
     def finish(self, *, cut: bool = False) -> list[CallEvent | Content]:
         """Return the text that was held back, at the end of the reply. `cut` means that max_tokens ended the reply. Then a call
-        whose name is not complete is dropped, and so is the beginning of an opening marker at the end of the text. But in a
-        reply that need not be a call, a call without markers, or a single character of a marker, is kept as content."""
+        whose name is not complete is dropped, and so is the beginning of an opening marker at the end of the text. If the reply
+        need not be a call, two things are kept as content instead: the beginning of a call in a dialect without markers, and a
+        last character that alone could begin a marker."""
         out: list[CallEvent | Content] = []
         if self._call is not None and cut and not self._call.started and (self._opens is not None or self._required):
             self._call = None

@@ -206,7 +206,8 @@ class ToolCallGrammar:
 class _TaggedValues:
     """Adds the rules for the values of one tool, written between tags, to a ToolCallGrammar.
 
-    `tail` is the text after a value. `end` is a pattern of what ends a value for the parser, so no text may contain it.
+    `tail` is the text after a value. `end` is a pattern of the text at which the parser of calls ends a value, so no
+    value may contain it.
     """
 
     def __init__(self, tool: Tool, *, tail: str, end: str, rules: _Rules) -> None:
@@ -236,7 +237,7 @@ class _TaggedValues:
         return f"{rule}_v {lark_string(self._tail)}"
 
     def _text(self, rule: str, texts: Sequence[str]) -> str:
-        """Write a text that matches one of these expressions. It ends at the first tail after which it matches."""
+        """Write a text that matches one of these expressions. The value ends at the first tail that follows such a text."""
         text = f"({' | '.join(texts)}) & ~/(.|\\n)*{self._end}(.|\\n)*/"
         self._rules.add(f"{rule}_v[lazy]: {rule.upper()}_V", f"{rule.upper()}_V: ({text}) {lark_string(self._tail)}")
         return f"{rule}_v"

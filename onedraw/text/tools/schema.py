@@ -21,7 +21,8 @@ SCHEMA_ERRORS = (BadParameter, TypeError, AttributeError, ValueError)  # raised 
 NOT_SUPPORTED = "is not supported in this model's tool call syntax"
 JSON_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 DEFINITIONS = ("$defs", "definitions")
-# Keywords that restrict values of any type, objects, and arrays. All other keywords restrict strings or numbers, or nothing.
+# Keywords that restrict values, by the type of the value. `type`, `properties`, `required`, `additionalProperties` and `items`,
+# which the grammars write themselves, are in RESTRICTIONS only.
 ANY_TYPE_KEYWORDS = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef", "enum", "const")
 OBJECT_KEYWORDS = (
     *("patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
@@ -73,7 +74,7 @@ def json_type(value: Any) -> str:
 
 
 def parameter_types(schema: dict[str, Any]) -> dict[str, frozenset[str]]:
-    """Return the JSON types that each parameter may have; none means that the schema does not restrict them.
+    """Return the JSON types that each parameter may have; an empty set means that the schema does not restrict them.
 
     The parser and the grammar of tagged values both use this rule: a value that can only be a string is written between the tags
     as it is, any other as JSON.
@@ -119,7 +120,7 @@ def _value_types(part: Any, root: Any, known: dict[str, frozenset[str] | None], 
                 found.append(frozenset().union(*restricted) if len(restricted) == len(inner) else None)
     types: frozenset[str] | None = None
     for one in found:
-        if one is not None:  # If no type is left, no value can follow the schema; the grammar refuses it where it writes it.
+        if one is not None:  # If no type were left, keep those before: writing the grammar refuses such a schema.
             types = one if types is None else common_types(types, one) or types
     return types
 
