@@ -44,7 +44,7 @@ class OnedrawError(Exception):
             self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the error by its content, because subclasses have other constructors, so that it can cross processes."""
+        """Pickle the error by its content, so that it can cross processes although subclasses have other constructors."""
         return _unpickled, (type(self), self.args, self.__dict__)
 
 

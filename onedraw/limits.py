@@ -9,7 +9,7 @@ from __future__ import annotations
 # The head of a request, which is its URL and headers.
 MAX_HEAD = 1 << 17  # bytes; also of the trailers behind a body
 
-# The body of a request. Its characters are counted before it is parsed as JSON; those inside texts do not count.
+# The body of a request. Commas, colons and brackets are counted before it is parsed as JSON; those inside strings do not count.
 MAX_BODY_VALUES = 1 << 20  # commas, which separate values; a prompt given as token ids has one for each token
 MAX_BODY_PARTS = 1 << 18  # lists, objects and fields of objects, which cost far more memory than plain values
 MAX_BODY_DEPTH = 256  # lists and objects inside each other

@@ -69,7 +69,7 @@ class CheckpointOffload:
             self._folder.write(tokens, arrays, logits=checkpoint.logits, firsts=firsts)
 
     def fetch(self, history: History) -> None:
-        """Load a snapshot into the prefix cache if it covers more of the prompt than the cache does."""
+        """Load a snapshot into the prefix cache if it covers at least `min_tokens` more of the prompt than the cache does."""
         if len(history.prompt) < self._min_tokens:
             return
         cached = reusable_length(self._allocator, history)
@@ -154,9 +154,9 @@ def reusable_length(allocator: Allocator, history: History) -> int:
 def checkpoint_pages(allocator: Allocator, checkpoint: PrefixCheckpoint) -> list[tuple[int, list[int]]] | None:
     """Return for each layer group the index of the first page to store, and the pages from there to the checkpoint's position.
 
-    These are the pages that this position attends to. The next prompt of a conversation resumes at the end of the last full
-    page, so the pages that this end attends to are added if the cache has them. None if the checkpoint or a needed page was
-    evicted.
+    A prompt that resumes at the checkpoint attends to these pages. The next prompt of a conversation resumes at the end of the
+    last full page instead, so the pages to which that position attends are added if the cache has them. None if the checkpoint
+    or a needed page was evicted.
     """
     if checkpoint.node.checkpoints.get(checkpoint.tail) is not checkpoint:
         return None
@@ -178,7 +178,7 @@ def checkpoint_pages(allocator: Allocator, checkpoint: PrefixCheckpoint) -> list
 
 
 def begin_import(allocator: Allocator, tokens: tuple[int, ...], *, slot: bool) -> PrefixImport | None:
-    """Reserve the pages that the cache lacks, and a checkpoint slot if requested. None if there are too few."""
+    """Reserve the pages that the cache lacks, and a checkpoint slot if requested. None if too few pages or no slot can be had."""
     position, size = len(tokens), allocator.page_size
     path = allocator.prefix_cache.match(tokens)
     new_pages: list[dict[int, int]] = [{} for _ in allocator.pools]

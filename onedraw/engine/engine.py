@@ -3,7 +3,7 @@
 Requests come with a sink, a function that the engine calls with the request's events. All state here belongs to one thread, which
 `service.py` runs.
 
-A plan is a list of rows, and a row is what one sequence computes in a step; with the sequence it is called a member of the plan.
+A plan is a list of rows. A row is what one sequence computes in a step; a row together with its sequence is a member of the plan.
 A plan is in flight from its submission until its outcome is collected. Several plans with different sequences may be in flight
 at once. With asynchronous scheduling a plan is submitted before the tokens of the previous one are known, so the host prepares
 a step while the device computes another. Where `submit` returns before the step is computed, the events of a step are delivered
@@ -80,7 +80,7 @@ COUNTERS = (  # the fields of Stats that the engine itself counts; the scheduler
 )
 
 
-MOST_LOSSES = 3  # Requests fail if the state is lost more often than this without a completed step in between.
+MOST_LOSSES = 3  # Requests fail if the backend loses all state more often than this without a completed step in between.
 
 
 class Engine:
@@ -124,7 +124,7 @@ class Engine:
         return not (self._in_flight or self._undelivered or (self._live and not self.paused))
 
     def add(self, request: Request, sink: Sink, constraint: Constraint | None = None) -> None:
-        """Add a request. `constraint` was built from its constraint data, and no other request uses the same object."""
+        """Add a request. `constraint` was built from `request.constraint`, and no other request uses the same object."""
         sequence = Sequence(request, None if constraint is None else IsolatedConstraint(constraint))
         self._totals["given_tokens"] += len(request.given)
         if sequence.ending is not None:  # The given tokens are the whole reply.
@@ -173,7 +173,7 @@ class Engine:
         for member, result in zip(members, outcome.rows, strict=True):
             if member.sequence not in ended:
                 self._commit(member, result)
-        saved = self.scheduler.allocator.take_saved()  # called even without offload, because the list would grow without end
+        saved = self.scheduler.allocator.take_saved()  # also without offload: the allocator's list would grow
         offloads = self._offload is not None and bool(saved)
         if offloads or not self.backend.capacity.async_tokens:
             self._deliver()
@@ -200,7 +200,8 @@ class Engine:
             self._submit(self.scheduler.plan_ahead(self._in_flight[0][1]), "steps_ahead", True)
 
     def _submit(self, members: list[ScheduledRow], counter: str, counts: bool) -> bool:
-        """Submit a plan and return whether that worked. If the backend raises, the rows of the plan fail."""
+        """Submit a plan and return whether that worked. If so, and if `counts` is set, the counter with the name `counter` goes
+        up. `_step_raised` handles an exception of the backend."""
         if not members:
             return False
         if not self._returns_at_once(members):
@@ -251,9 +252,9 @@ class Engine:
         self._deliver()
 
     def replace_weights(self, replace: Callable[[Backend], None], snapshots: Callable[[Backend], SnapshotFolder]) -> None:
-        """Have `replace` replace the backend's weights. All sequences are preempted before, and what is cached of the old weights
-        is forgotten; requests go on with the new weights, as if they were continued from their tokens. `snapshots` opens the
-        folder of the new weights' snapshots."""
+        """Have `replace` replace the backend's weights. All sequences are preempted before, and the prefix cache, which the old
+        weights computed, is emptied; requests go on with the new weights, as if they were continued from their tokens.
+        `snapshots` opens the folder of the new weights' snapshots."""
         self.settle()
         self._forget_state()
         folder = None if self._offload is None else snapshots(self.backend)
@@ -378,8 +379,9 @@ class Engine:
 
     def _step_raised(self, members: list[ScheduledRow], error: BaseException) -> None:
         """Handle an error that was raised in the step of these rows. If the device had no memory for the step, the sequences are
-        preempted and computed again from the beginning in smaller steps, since the state on the device is undefined. A lost state
-        concerns all sequences, so `step` handles it. After any other error the requests of these rows end with that error."""
+        preempted and computed again from the beginning in smaller steps, since their state on the device is undefined; if steps
+        cannot be smaller, their requests end with OutOfMemory. StateLost concerns all sequences, so `step` handles it. After any
+        other error the requests of these rows end with that error."""
         if isinstance(error, StateLost):
             raise error
         if not isinstance(error, OutOfMemory):
@@ -405,8 +407,8 @@ class Engine:
             self.scheduler.preempt(sequence, last=False)
 
     def _recover(self, error: StateLost) -> None:
-        """Preempt all sequences, empty the prefix cache, and have the backend restart what it lost. Requests fail only if it
-        cannot, or if it loses the state more than MOST_LOSSES times without a step between."""
+        """Preempt all sequences, empty the prefix cache, and have the backend restart what it lost. Requests fail only if the
+        backend cannot, or if it loses the state more than MOST_LOSSES times without a completed step in between."""
         log.warning("the state of all sequences is lost, and is computed again: %s", error)
         self._totals["state_losses"] += 1
         self._losses += 1

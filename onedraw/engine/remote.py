@@ -219,7 +219,7 @@ class RemoteEngine(FixedWeights):
         while (message := self._outgoing.get()) is not None:
             try:
                 self._channel.send(message)
-            except OSError:  # The process has ended, which the other thread sees too.
+            except OSError:  # The process has ended, which the thread in `_read` sees too.
                 return
 
     def _read(self) -> None:

@@ -12,11 +12,11 @@ KV pages and none is free, a sequence without a row in this plan is preempted. A
 checkpoint (saved state and last logits) generates at once, with a row that has no tokens to compute.
 
 If the backend takes several plans at once, each plan gets only an even share of the sequences, so that the next plan has some
-too. It gets more than that if more rows cost no extra time. A row is in flight from its submission until its outcome is
+too. A plan gets more than its share if more rows cost no extra time. A row is in flight from its submission until its outcome is
 collected; meanwhile its sequence gets no second row and is not preempted.
 
-With asynchronous scheduling, `plan_ahead` follows a plan of plain decode rows with a plan of the same sequences, one token
-further, before the first one is collected. If there is anything else to do, the next plan waits until then.
+With asynchronous scheduling, while a plan of plain decode rows is in flight, `plan_ahead` returns the plan after it: the same
+sequences, one token further. If there is anything else to do, the next plan is made after the one in flight is collected.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Scheduler:
         self._prompt_turns = PromptTurns()
         self._size = StepSize(rows=capacity.lanes, tokens=self.step_tokens, chunk=capacity.chunk, seconds=step_seconds)
         # Set when all lanes are taken and no waiting sequence may displace a running one: the number of sequences past their turn
-        # at that time. Until it changes, another try to admit a sequence would fail too.
+        # at that time. While that number is the same, another try to admit a sequence would fail too.
         self._full_with: int | None = None
         self._awaits_victim = False  # whether admission waits until a sequence to be preempted has no row in flight
 
@@ -108,6 +108,7 @@ class Scheduler:
         self._full_with = None
 
     def plan(self) -> list[ScheduledRow]:
+        """Admit waiting sequences and return the rows of the next step."""
         self._admit()
         members: list[ScheduledRow] = []
         planned: set[Sequence] = set()
@@ -296,7 +297,8 @@ class Scheduler:
         return members
 
     def _chunk_length(self, sequence: Sequence, budget: int) -> int:
-        """Return how many known tokens a prompt row computes: all that remain, or as many as end at a multiple of the chunk."""
+        """Return how many known tokens a prompt row computes: all that remain, or as many as the budget allows. A row that ends
+        inside the prompt ends at a multiple of the chunk; if none fits, the number is 0."""
         budget = min(budget, self.longest_row)
         if budget >= sequence.remaining:
             return sequence.remaining
@@ -308,8 +310,8 @@ class Scheduler:
     def _add_row(
         self, sequence: Sequence, length: int, proposal: Proposal, members: list[ScheduledRow], planned: set[Sequence]
     ) -> bool:
-        """Reserve pages for a row and add it to the plan. If necessary, sequences without a row are preempted; return whether it
-        fits."""
+        """Reserve pages for a row and add it to the plan. If necessary, sequences without a row are preempted. Return whether the
+        row was added."""
         if sequence.lease is None:  # An earlier row of this plan has preempted it.
             return False
         needed = sequence.computed + length + len(proposal.drafts)

@@ -1,7 +1,8 @@
 """A request that is being generated: its known tokens, how far they are computed, and the memory it holds.
 
 Row outcomes come in; newly sampled tokens and the finish reason go out. A Sequence belongs to the engine's thread. A row is the
-work of the sequence in one step: n known tokens, then drafts, of which `kept` are right. A lease is the memory that it holds.
+work of the sequence in one step: n known tokens, then drafts, of which `kept` equal the sampled tokens. A lease is the memory
+that the sequence holds.
 
     known    = len(history)                 prompt and everything sampled so far
     computed <= known                       positions whose state is committed
@@ -46,9 +47,9 @@ class Sequence:
     admitted: bool = False
     created: float = field(default_factory=time.monotonic)
     queued: float = 0.0  # seconds from its creation until it was first admitted
-    kept: int = 0
-    rejected: int = 0
-    scored: list[Logprobs] = field(default_factory=list)
+    kept: int = 0  # number of drafts that became tokens of the reply
+    rejected: int = 0  # number of the other drafts
+    scored: list[Logprobs] = field(default_factory=list)  # logprobs of the prompt's tokens, as far as they are computed
     next_drafts: tuple[Draft, ...] = ()  # drafts for the next row, made by a drafter on the device
     looked_up: bool = False  # whether the disk was searched for a snapshot of the prompt, which happens once
     ended: bool = False  # whether the request's last event was delivered; a row may still be in flight

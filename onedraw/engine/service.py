@@ -97,7 +97,7 @@ class Service:
 
     def _refuse_over_share(self, callers: Sequence[str]) -> None:
         """Raise QueueFull unless each of these callers stays within an even share of the queue, which is full. So the requests of
-        one caller cannot keep all others out."""
+        one caller cannot keep all others out. Without fair scheduling, raise in any case."""
         waiting = Counter(dict(self._engine.scheduler.waiting.counts))  # a copy, since the engine's thread changes the original
         waiting.update(one.request.caller for one, _ in self._arrivals)
         waiting.update(callers)
@@ -209,7 +209,8 @@ class Service:
         self._on_stats(self._stats)
 
     def _take_messages(self, engine: Engine) -> bool:
-        """Pass arrivals and cancellations to the engine. Sleep while there is nothing to do. Return False to stop the thread."""
+        """Pass arrivals and cancellations to the engine, and make the calls that `_call` has queued. Sleep while there is nothing
+        to do. Return False to stop the thread."""
         with self._changed:
             while not (self._stop or self._arrivals or self._cancelled or self._calls or not engine.idle):
                 self._changed.wait()

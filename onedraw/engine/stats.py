@@ -26,10 +26,11 @@ class DraftStats:
 @dataclass(frozen=True, slots=True)
 class DraftingEstimates:
     """The present estimates of cost and acceptance, from which the number of drafts is computed. A cost is three durations in
-    seconds: per step (or call of the drafter), plus per row in it, plus per token in it."""
+    seconds: per step, plus per row in it, plus per token in it; or per call of the drafter, plus per row, plus per drafted
+    token."""
 
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a step without drafting
-    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a call of the backend's drafter, per drafted token
+    drafter_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the cost of a call of the backend's drafter
     acceptance: tuple[tuple[str, float, float], ...] = ()  # (source, temperature, probability that a draft is kept)
 
 
@@ -81,14 +82,14 @@ class Stats:
     steps: int = 0
     overlapped_steps: int = 0  # steps submitted while another one, of other sequences, was in flight
     steps_ahead: int = 0  # steps submitted before the tokens of the previous one were known
-    step_seconds: float = 0.0  # duration of all steps together
+    step_seconds: float = 0.0  # duration of all steps together, with the backend's own drafter
 
     replicas: int = 0  # engines that run; a gauge
     replicas_lost: int = 0  # engines that died
     moved_requests: int = 0  # requests that were continued on another replica
 
     def since(self, earlier: Stats) -> Stats:
-        """Return the counts since `earlier`. Gauges become differences as well."""
+        """Return the counts since `earlier`. Gauges become differences as well; `drafting` stays as it is."""
         numbers = {name: getattr(self, name) - getattr(earlier, name) for name in _NUMBERS}
         pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
         before = {d.source: d for d in earlier.drafted_by}

@@ -1,8 +1,8 @@
 """The queue of waiting sequences, which knows in which order they are to be admitted.
 
 The sequences of one call (its choices) have the same key and wait in order of arrival. The keys of one caller are in a ring: the
-one that was admitted last goes to the end. The callers are in such a ring too. If all sequences have the same key, the order is
-that of arrival. Background sequences come after all others.
+key whose sequence was admitted last goes to the end. The callers are in such a ring too. If all sequences have the same key, the
+order is that of arrival. Background sequences come after all others.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class WaitingQueue:
             del self.counts[key.caller]
 
     def candidates(self, running: List[TurnKey], most: int) -> list[Sequence]:
-        """Return the next sequences to admit, the best first, at most one per request. `running` has the key of every running
-        sequence: of those that are not in the background, callers with the fewest of them go first, then requests with the
-        fewest, then the order of the rings decides; then the same for those in the background."""
+        """Return the next sequences to admit, the best first: no more than `most`, and one per request. `running` has the key of
+        every running sequence: of those that are not in the background, callers with the fewest of them go first, then requests
+        with the fewest, then the order of the rings decides; then the same for those in the background."""
         callers, requests = Counter(key.share for key in running), Counter(running)
         found = []
         for place, waiting in enumerate(self._callers.values()):

@@ -5,8 +5,8 @@ value that the field's class refuses, raises WireError, and nothing but these cl
 comes back as it was sent, floats with the same bits. Only integers without an upper limit, such as top_k, are cut to 64 bits,
 where they mean the same.
 
-A request describes its constraint as data that the engine package does not know, so whoever makes a Codec also gives it the two
-functions that turn such a description into bytes and back (`text/constraints/wire.py`).
+A request describes its constraint as data that the engine package does not know, so whoever makes a RequestCodec also gives it
+the two functions that turn such a description into bytes and back (`text/constraints/wire.py`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine's first message: its sizes, the most requests that may run and wait together, and the fingerprint of what it
-    runs, as clients of the server see it."""
+    """The engine's first message: its sizes, the most requests that may run and wait together, its counters, and the fingerprint
+    of the model as it runs there, which clients of the server get with replies."""
 
     capacity: Capacity
     max_requests: int
@@ -196,7 +196,7 @@ class RequestCodec:
 
 
 def _within_64_bits(request: Request) -> Request:
-    """Return the request with the integers that have no upper limit cut to 64 bits."""
+    """Return the request with the integers that have no upper limit cut to 64 bits, and the values of logit_bias as floats."""
     params = request.params
     dry = params.dry
     if dry is not None:

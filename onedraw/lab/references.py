@@ -53,6 +53,7 @@ def step_bytes(spec: ModelSpec, sizes: Mapping[WeightKey, int], *, dtype: str, r
 
 
 def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
+    """Return the bytes of keys and values, or of recurrent state, that one row of a decode step moves in a layer."""
     mixer = spec.layers[index].mixer
     if isinstance(mixer, AttentionSpec):
         positions = context if mixer.window is None else min(context, mixer.window)
@@ -62,7 +63,7 @@ def _state_bytes(spec: ModelSpec, index: int, context: int, dtype: str) -> int:
 
 def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
     """Return a function of (rows, context) that gives the least seconds of a decode step by the measured memory bandwidth. None
-    unless the model runs on one device."""
+    unless the torch backend runs the model on one device."""
     if settings.backend != "torch" or len(settings.device_names) > 1:
         return None
     from onedraw.backends.torch.device import copy_bandwidth, find_devices, read_bandwidth, why_no_cpu_kernels, why_no_gpu_kernels
@@ -154,7 +155,7 @@ def _random_model(transformers: Any, source: Mapping[str, Any], torch_device: to
 
 
 def _token_interval(transformers: Any, model: Any, prompt: torch.Tensor, sampling: Mapping[str, float | None]) -> float:
-    """Return the median of the seconds between two tokens of a sequence."""
+    """Return the median of the seconds from one decode step of the batch to the next."""
     import torch
 
     times: list[float] = []

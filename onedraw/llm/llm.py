@@ -43,7 +43,7 @@ IDLE_SECONDS = 10.0  # the longest that `idle_stats` waits for the engine to bec
 
 @dataclass(frozen=True, slots=True)
 class PreparedChoice:
-    """One choice of a generation. The engine has checked its request, so it can be submitted once."""
+    """One choice of a generation, whose request is checked. It can be submitted once, since its stream has state."""
 
     generation: Generation
     checked: CheckedRequest
@@ -181,7 +181,7 @@ class LLM:
 
     @property
     def most_weight_bytes(self) -> int:
-        """The size that a file with the weights of this model may have."""
+        """The largest size in bytes that a file with the weights of this model may have."""
         return self._updates.most_bytes
 
     def _accept(self, fingerprint: str) -> None:
@@ -445,8 +445,8 @@ class LLM:
 
 
 def idle_stats(llm: LLM) -> Stats:
-    """Return the engine's counters once it is idle. An engine publishes them only after it has sent the events of a step, so a
-    caller that has read the last event may be too early for them."""
+    """Return the engine's counters once it is idle, or after IDLE_SECONDS. An engine publishes them only after it has sent the
+    events of a step, so a caller that has read the last event may be too early for them."""
     deadline = time.monotonic() + IDLE_SECONDS
     while (stats := llm.service.stats()).running or stats.waiting:
         if time.monotonic() > deadline:

@@ -74,7 +74,8 @@ class ReplyStream:
         return self._hit is not None or self._parser.done
 
     def push(self, event: Event) -> list[Piece]:
-        """Return the pieces of an event, at least one. At a stop string the rest of the event is dropped and `done` is set."""
+        """Return the pieces of an event, at least one. At a stop string the rest of the event is dropped. `done` is set with the
+        finish reason. BadParameter: the text ends the reply before all forced tokens are read."""
         before = self._count
         pieces = self._read_tokens(event.sampled)
         if self.ended_by_text and self._count < self._forced:

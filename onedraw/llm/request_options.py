@@ -352,7 +352,8 @@ def check_fingerprint(wanted: str | None, actual: str) -> None:
 
 
 def _length(options: RequestOptions, default: int | None, *, prompt: int, context: int) -> tuple[int, int]:
-    """Return max_tokens and min_tokens of the reply: the caller's numbers or the default, cut to the context."""
+    """Return max_tokens and min_tokens of the reply: the caller's numbers or the default, cut to the context.
+    A min_tokens above the caller's max_tokens is not cut, so that SamplingParams refuses it."""
     room, min_tokens = context - prompt, options.min_tokens or 0
     given = default if options.max_tokens is None else options.max_tokens
     wanted = max(room, 1) if given is None or given == NO_LIMIT else given
@@ -412,6 +413,8 @@ def _dry(options: RequestOptions, llm: LLM) -> DryParams | None:
 
 
 def _budget(options: RequestOptions, syntax: ReplySyntax) -> int | None:
+    """Return the most tokens of reasoning, by thinking_budget, else by reasoning_effort if the chat template has no variable for
+    the effort. None: no limit."""
     limit, reasoning = options.thinking_budget, syntax.reasoning
     if limit is not None and limit < 0:
         raise BadParameter("thinking_budget", f"must be >= 0, not {limit}")

@@ -137,7 +137,8 @@ class Allocator:
         return None
 
     def _reusable_tokens(self, needs: Needs) -> tuple[int, ...]:
-        """Return the tokens to look up in the prefix cache: none for a sequence that does not use it."""
+        """Return the tokens to look up in the prefix cache: none for a sequence that does not use it. With recurrent layers they
+        are those of the prompt, since checkpoints are saved inside prompts and at their ends only."""
         if not (needs.reuse and self.reuse):
             return ()
         return needs.history.prompt if self.rules.recurrent else tuple(needs.history.slice(0, len(needs.history)))
@@ -158,7 +159,7 @@ class Allocator:
         return first_visible(length, window)
 
     def _shared_pages(self, resume: ResumePoint, group: int) -> Pages:
-        """Return the pages of the resumed prefix by page index. It is NO_PAGE where a sliding window has moved beyond."""
+        """Return the pages of the resumed prefix by page index, with NO_PAGE for pages that a sliding window has moved beyond."""
         first = first_visible(resume.position, self.pools[group].window) // self.page_size
         return page_array([NO_PAGE] * first + [node.pages[group] for node in resume.path[1 + first :]])
 
@@ -241,7 +242,8 @@ class Allocator:
     # ------------------------------------------------------------------ checkpoints
 
     def add_checkpoint(self, lease: Lease, pending: PendingSave) -> None:
-        """Add a checkpoint, whose slot a row has filled, to the prefix cache. If the cache has an equal one, free the slot."""
+        """Add a checkpoint, whose slot a row has filled, to the prefix cache. If the cache has one
+        of the same prefix that has logits too if this one does, or that a row is going to restore, free the slot instead."""
         self.saving.discard(pending.tokens)
         depth, node = pending.position // self.page_size, lease.node
         while node.depth > depth:
@@ -285,7 +287,7 @@ class Allocator:
                 pool.release(page, cached=cached(group, page))
 
     def end_restore(self, restore: Restore) -> None:
-        """Unpin a checkpoint, because the row that restores it has run or will not run."""
+        """Unpin a checkpoint and release the pages to copy, because the row that restores it has run or will not run."""
         self.checkpoint_slots.unpin(restore.slot)
         for copy in restore.copies:
             self.release_pages(copy.group, (copy.source,))

@@ -1,10 +1,11 @@
 """Snapshots on disk: the pages, recurrent state and last logits of prompts, which can be reused after a restart.
 
-A snapshot consists of arrays and the tokens they belong to. It is loaded for a prompt that begins with these tokens. A thread
-of its own writes files; the caller's thread reads. A file is either complete or absent: it is written under a temporary name,
+A snapshot consists of arrays and the tokens they belong to. It is loaded for a prompt that begins with these tokens. A thread of
+its own writes files; the caller's thread reads. A file is either complete or absent: it is written under a temporary name,
 flushed and renamed. A file that is truncated, damaged, or written for another configuration or prompt is discarded with one
-warning, and the prompt is computed. The checksum detects accidental damage. It is a blake2b over one CRC-32 per MiB, four
-times as fast as a blake2b of all bytes: a request waits for the read before its first token. The parts of a file are:
+warning, and the prompt is computed. The checksum detects accidental damage. It is a blake2b over one CRC-32 per MiB, which is
+four times as fast as a blake2b of all bytes: speed counts, since a request waits for the read before its first token. The parts
+of a file are:
 
     magic, u64 length of the header, header (JSON), tokens (u32), arrays one after the other, checksum of all before it
 """
@@ -49,11 +50,11 @@ class Snapshot:
     logits: bool  # whether the logits of the last token are included
     firsts: tuple[int, ...]
     path: Path
-    size: int
+    size: int  # bytes of the file; of its arrays alone until it is written
 
 
 class SnapshotFolder:
-    """The snapshots of one configuration, in one folder. It belongs to the engine's thread; only `_write` runs on another.
+    """The snapshots of one configuration, in one folder. It belongs to the engine's thread; only `_run` runs on another.
 
     `fingerprint` names everything that affects the bits of the arrays: weights, backend, kind of device, dtypes, chunk and page
     size, drafter and version, but not the split over devices. Each fingerprint has a folder of its own below `root`, and all of
@@ -70,7 +71,7 @@ class SnapshotFolder:
         self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # from the hash of tokens up to a page's end to (snapshot, pages)
         self._lengths: dict[int, int] = {}  # from a length in tokens to the number of snapshots that have it
         self.written = 0
-        self._lock = threading.Lock()  # guards the fields above, which the writing thread updates, and `_pending`
+        self._lock = threading.Lock()  # guards `_pending` and the three maps above, which the writing thread updates too
         self._queue: queue.Queue[tuple[Snapshot, Arrays] | None] = queue.Queue()
         self._pending = 0
         for path in sorted(self._folder.iterdir()):
@@ -112,8 +113,8 @@ class SnapshotFolder:
             return _key(tokens) in self._index
 
     def read(self, snapshot: Snapshot) -> dict[str, npt.NDArray[Any]] | None:
-        """Return the arrays of a snapshot. None if the file is too large, or if it is damaged or of another prompt; then it is
-        discarded."""
+        """Return the arrays of a snapshot. None if the file is too large to read. Also None if it is damaged or of another
+        prompt; in these cases it is discarded."""
         try:
             if snapshot.size > MAX_READ_BYTES:
                 return None
@@ -140,7 +141,8 @@ class SnapshotFolder:
     # ------------------------------------------------------------------ writing
 
     def write(self, tokens: Sequence[int], arrays: Arrays, *, logits: bool, firsts: Sequence[int]) -> bool:
-        """Queue a snapshot for writing. The caller must not change the arrays afterwards. False if the queue is full."""
+        """Queue a snapshot for writing. The caller must not change the arrays afterwards. False if the queue is full or
+        a snapshot of these tokens exists."""
         with self._lock:
             if self._pending >= self._max_queued or _key(tokens) in self._index:
                 return False
@@ -277,7 +279,7 @@ class SnapshotFolder:
             self._skip(path, error)
 
     def _header(self, content: bytes | memoryview) -> tuple[dict[str, Any], int]:
-        """Parse the header, and return it with the offset of its end."""
+        """Parse the header, and return it with the offset of its end. ValueError: the file has another fingerprint."""
         length = _header_length(content)
         start = len(MAGIC) + 8
         header = json.loads(bytes(content[start : start + length]))

@@ -201,8 +201,9 @@ class PrefixCache:
 def longest_resume(
     path: list[Node], tokens: Sequence[int], *, prompt: int, known: int, rules: ReuseRules, copies: bool = True
 ) -> ResumePoint:
-    """Return the farthest point from which a prompt with these tokens, whose nodes are `path`, can resume. Without `copies` no
-    page may be copied, so the point is at the end of a page."""
+    """Return the farthest point from which a sequence that begins with these tokens, whose nodes are `path`, can resume.
+    `prompt` is the length of its prompt, `known` that of prompt and output together. Without `copies` no page may be copied, so
+    the point is at the end of a page."""
     available = _page_availability(path, rules)
     for node in reversed(path):
         for checkpoint in _matching_checkpoints(node, tokens, rules.page_size):

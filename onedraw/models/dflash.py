@@ -445,7 +445,7 @@ def _refuse_switches(keys: ConfigReader) -> None:
 
 def _from_metadata(source: ModelSource, layout: DrafterLayout, depth: int | None) -> DrafterSpec:
     """The spec of a GGUF file of llama.cpp, or of Lucebox (`gguf-draft`), whose additional keys have `dflash.` after the
-    prefix."""
+    prefix, or `dflash.dflash2.` for those of DFlash2."""
     metadata, tensors, origin, arch = source.config, source.tensors, source.path.name, _name(source)
     lucebox = layout == "gguf-draft"
     own, second = ("dflash.", "dflash.dflash2.") if lucebox else ("", "")

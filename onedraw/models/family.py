@@ -43,6 +43,7 @@ class Traits:
     """The differences between families of the Llama form."""
 
     family: str
+    # Whether projections have biases. "config": by the config key attention_bias.
     qkv_bias: Literal["config", "always", "never"] = "config"
     out_bias: Literal["config", "never"] = "config"
     mlp_bias: bool = False  # whether the config key mlp_bias is supported
@@ -166,6 +167,7 @@ def _feed_forwards(keys: ConfigReader, count: int, traits: Traits, origin: str) 
     if not isinstance(named, list) or not all(isinstance(index, int) for index in named):
         raise CorruptFile(f"{origin}: mlp_only_layers must be a list of layer indices, not {named!r}")
     flat = [index in named or (index + 1) % step != 0 for index in range(count)]
+    # If no layer is dense, the width is not used and its key may be missing.
     dense = MlpSpec(keys.integer("intermediate_size", None if any(flat) else 1))
     return [dense if each else sparse for each in flat]
 
@@ -242,6 +244,7 @@ def _gguf_feed_forwards(keys: ConfigReader, source: ModelSource, count: int, tra
         normalised=keys.flag("expert_weights_norm", True),
     )
     flat = [f"blk.{index}.ffn_gate_inp.weight" not in source.tensors for index in range(count)]
+    # If no layer is dense, the width is not used and its key may be missing.
     dense = MlpSpec(keys.integer("feed_forward_length", None if any(flat) else 1))
     return [dense if each else sparse for each in flat]
 

@@ -34,7 +34,8 @@ from onedraw.models.weight_transforms import EXPERT_WEIGHT_ALIAS, experts, gguf_
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "gelu_pytorch_tanh"
 PATTERN = 6  # every sixth layer is full attention if the config has no layer_types
-HEAD_DIM, GLOBAL_HEAD_DIM, WINDOW = 256, 512, 512
+HEAD_DIM, GLOBAL_HEAD_DIM, WINDOW = 256, 512, 512  # if the config has no head_dim, global_head_dim, sliding_window
+# The rope of each layer type, if the config does not say otherwise.
 ROPES: Mapping[str, Mapping[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -49,14 +50,14 @@ class _LayerSizes:
     head_dim: int
     kv_heads: int
     rope: RopeSpec
-    keys_as_values: bool
+    keys_as_values: bool  # whether values are the keys before norm and rope, so that there is no v projection
     width: int  # feed-forward width
 
 
 def _layers(
     sizes: list[_LayerSizes], *, heads: int, window: int, shared: int, parallel_experts: MoeSpec | None, inputs: int, origin: str
 ) -> tuple[LayerSpec, ...]:
-    """The layers; each of the last `shared` reuses the keys and values of the last earlier layer of its type."""
+    """The layers; each of the last `shared` reuses the keys and values of the last layer of its type before them."""
     own, layers = len(sizes) - shared, []
     for index, size in enumerate(sizes):
         reuses = None
@@ -110,7 +111,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     inputs = keys.integer("hidden_size_per_layer_input", 0, least=0)
     if inputs:
         keys.expect("vocab_size_per_layer_input", vocab)
-    keys.get("vocab_size_per_layer_input")  # has no effect, because the model has no per-layer inputs
+    keys.get("vocab_size_per_layer_input")  # mark the key as read; without per-layer inputs it has no effect
     spec = ModelSpec(
         family="gemma4",
         layers=_layers(
@@ -160,7 +161,8 @@ def _layer_sizes(keys: ConfigReader, types: list[str], *, shared: int, max_conte
 def _sizes(
     keys: ConfigReader, types: list[str], *, head_dim: int, kv_heads: int, keys_as_values: bool, origin: str
 ) -> list[tuple[int, int]]:
-    """Head size and key/value heads of every layer. Hub configs have keys for full layers, transformers a key per index."""
+    """Head size and key/value heads of every layer. Hub configs have keys for all full layers together; those
+    rewritten by transformers have `per_layer_config`, with the sizes by layer index."""
     global_dim = keys.integer("global_head_dim", GLOBAL_HEAD_DIM)
     global_kv = keys.integer("num_global_key_value_heads", kv_heads)
     named = keys.mapping("per_layer_config")
