@@ -1,7 +1,7 @@
 """All remote stages of one model: their hosts, the link to them, and their restart after one of them died.
 
-In: hosts (`StageHost`), each with the place and sizes of its stage. Out: RemoteStages, connected. Owner: the backend. A host is
-what runs the process of a stage: a Ray actor, or a thread in tests.
+In: hosts (`StageHost`), each with the sizes of its stage and the ranks of its neighbours (`HostedStage`). Out: RemoteStages,
+connected. Owner: the backend. A host is what runs the process of a stage: a Ray actor, or a thread in tests.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StageHost(Protocol):
         ...
 
     def serve(self, place: Rendezvous, *, source: int, target: int) -> None:
-        """Have the process leave its link, if it has one, and connect anew to the other processes, by a new process group.
-        Returns at once."""
+        """Have the process leave its link, if it has one, and connect anew to the other processes, which it finds by `place`.
+        `source`, `target`: as in `HostedStage`. Returns at once."""
         ...
 
     def close(self) -> None:
@@ -53,8 +53,8 @@ class HostedStage:
 
 class StageGroup:
     def __init__(self, hosted: Sequence[HostedStage], shape: StreamShape, *, weights: str, address: str, seconds: float) -> None:
-        """`weights`: the fingerprint that every stage must have. `address`: where this process listens, for the stages alone.
-        `seconds`: the deadline of each wait for a stage."""
+        """`weights`: the fingerprint of the checkpoint that every stage must report, else ModelError is raised. `address`: the
+        one on which this process listens for the stages. `seconds`: the deadline of each wait for a stage."""
         self._hosted, self._address, self._seconds = hosted, address, seconds
         self._server = RendezvousServer(address, seconds)
         self._incarnation = 0
@@ -93,7 +93,7 @@ class StageGroup:
 
     def restart(self) -> None:
         """Restart the stages that died and connect all of them again. Layers that are loaded stay loaded; states of sequences are
-        undefined. Raises StateLost if a stage does not come back, or comes back with other weights or operations."""
+        undefined afterwards. Raises StateLost if a stage does not come back, or comes back with other weights or operations."""
         self._disconnect()
         for one, stage in zip(self._hosted, self.stages, strict=True):
             if one.host.load(one.sizes) != stage.facts:

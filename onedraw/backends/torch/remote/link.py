@@ -1,9 +1,9 @@
 """A link joins the engine's process and the processes of remote stages: tensors from one to another, with a deadline for each.
 
-In: tensors on the host, a rank (0 is the engine, stage i is i + 1) and a tag. Out: the same bytes in the other process, in order
-for each tag. The transport is gloo's point to point through `torch.distributed`. Each time the processes connect they make a new
-process group, whose number is its incarnation. Nothing is pickled. A peer that is gone, or silent past the deadline, raises
-StateLost, and the link cannot be used afterwards.
+In: tensors on the host, a rank (0 is the engine, stage i is i + 1) and a tag. Out: the same bytes in the other process; those of
+one tag arrive in order. The transport is gloo's point to point through `torch.distributed`. Each time the processes connect they
+make a new process group, whose number is its incarnation. Nothing is pickled. A peer that is gone, or silent past the deadline,
+raises StateLost, and the link cannot be used afterwards.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Link:
     """One process's end of an incarnation. Several threads may use it."""
 
     def __init__(self, place: Rendezvous, *, address: str, seconds: float) -> None:
-        """Connect to the other processes. `address`: the one of this machine on which the link listens. `seconds`: the deadline
+        """Connect to the other processes. `address`: that of this machine on which the link listens. `seconds`: the deadline
         for the connection, and for each wait that has no other."""
         self.place, self._limit = place, timedelta(seconds=seconds)
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class Link:
                 raise StateLost(f"the other process has gone: {_first_line(error)}") from None
 
     def receive(self, into: Tensor, source: int, tag: int, limit: timedelta | None = None) -> Tensor:
-        """Wait for a tensor, and return it in `into`."""
+        """Receive a tensor into `into`, and return `into`. `limit`: the deadline, if not that of the link."""
         try:
             self._open.recv([into], source, tag).wait(limit or self._limit)
         except RuntimeError as error:

@@ -1,8 +1,9 @@
 """The messages between the engine's process and a stage: plain data, encoded as msgpack.
 
-The engine sends a StageMessage; those that ask for something are answered by a StageReply. A residual stream is not a message:
-it is a `StreamBuffer`, one tensor of bytes with a short header. Page numbers and other long lists of integers are little-endian
-int32. A lane is the slot of a sequence's recurrent state; a checkpoint is the saved state after a prompt prefix.
+The engine sends a StageMessage; the stage answers UseRule, ExportCheckpoint and ImportCheckpoint with a StageReply. A residual
+stream is not a message: it is a `StreamBuffer`, one tensor of bytes with a short header. Page numbers and other long lists of
+integers are little-endian int32. A lane is the slot of a sequence's recurrent state; a checkpoint is the saved state after a
+prompt prefix.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class CommitDrafts(msgspec.Struct, tag="commit", array_like=True, frozen=True):
 
 
 class UseRule(msgspec.Struct, tag="rule", array_like=True, frozen=True):
-    """Use this row rule from now on. Answered by a StageReply with `checks`, which are empty unless `check`."""
+    """Use this row rule from now on. The stage answers with a StageReply; its `checks` are empty unless `check`, which asks to
+    compare results under the rule."""
 
     floor: int
     block: int | None

@@ -95,7 +95,7 @@ class ProbedStage:
 
     rank: int
     features: int  # number of residual streams that it sends, each after a layer that the probe names
-    finite: int  # number of layers for which it sends which tokens are finite after them
+    finite: int  # number of layers after which it sends, for every token, whether it is finite
 
     def receive(self, link: Link, rows: int, shape: StreamShape) -> tuple[list[Tensor], list[Tensor]]:
         features = torch.empty(self.features, rows, shape.hidden, dtype=shape.dtype)
@@ -144,8 +144,8 @@ class RemoteStage:
     sizes: StateSizes
     facts: StageFacts
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _rule: RowRule | None = None  # the row rule in use, and whether attention uses only the largest tile
-    _largest_tile: bool = False
+    _rule: RowRule | None = None  # the row rule in use; None: that of `facts`
+    _largest_tile: bool = False  # whether attention uses only the largest tile
     _memory: Tensor | None = None  # where the stage's stream arrives, if the next stage is in this process
 
     @property
@@ -161,7 +161,7 @@ class RemoteStage:
         return RemoteState(self)
 
     def advance(self, before: StageStream, inputs: Inputs, *, probe: LayerProbe) -> RemoteStream:
-        """Order the stage to run its layers, and send it the stream if that is in this process."""
+        """Order the stage to run its layers, and send it the stream, unless that comes from another remote stage."""
         rows = span_data(inputs)
         count = sum(row.count for row in rows)
         run = range(self.start, min(self.stop, self.start + before.left))
@@ -198,7 +198,7 @@ class RemoteStage:
             return buffer
         rank, memory, text = failed
         for earlier in itertools.takewhile(lambda one: one.rank != rank, probed):
-            # Stages before the one that failed have sent this data. It is read, so that the next step finds its own.
+            # Stages before the failed one have sent the probe's data of this step: read it, or the next step would get it.
             earlier.receive(link, rows, self.shape)
         raise OutOfMemory(text) if memory else RuntimeError(f"stage {rank} failed: {text}")
 

@@ -1,10 +1,9 @@
 """The process of a remote stage: it loads its layers, then runs them in every step, until its link closes.
 
-In: a StageConfig, then messages of the engine (`messages.py`) and residual streams of the stage before. Out: residual streams
-for the stage after it, and replies. The layers, pages, recurrent states, rollback buffer and boundary are those of a local
-stage, and run by the same code. If a step raises, the error is sent with the stream, so the step fails in the engine's process
-and this process keeps running.
-A row is the work of one sequence in one step.
+In: `StageSizes` and a checkpoint, then messages of the engine (`messages.py`) and residual streams of the stage before. Out:
+residual streams for the stage after it, and replies. The layers, pages, recurrent states, rollback buffer and boundary are those
+of a local stage, and run by the same code. If a step raises, the error is sent with the stream, so the step fails in the engine's
+process and this process keeps running. A row is the work of one sequence in one step.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ import torch
 
 from onedraw.backends.torch.runner.pipeline import StageDevice
 
-if TYPE_CHECKING:  # stages in other processes need packages that only they use
+if TYPE_CHECKING:  # not imported at run time, since remote stages need packages that others do without
     from onedraw.backends.torch.remote.stage import RemoteStage
 
 log = logging.getLogger("onedraw")
 ResultT = TypeVar("ResultT")
-MOST = 128  # graphs kept per stage; beyond that the least recently used one is dropped
+MOST = 128  # a device keeps this many graphs for each of its stages and once more, then drops the least recently used
 
 
 class GraphCache(Protocol):

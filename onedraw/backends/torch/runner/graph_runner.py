@@ -44,7 +44,7 @@ SAMPLING_BYTES = 16 * 2**20  # size of the staging buffer of sampling; token mas
 # Seconds after the start of warm-up when it stops capturing shapes: NEAR for short contexts, FAR for long ones, DRAFTS for
 # drafts.
 NEAR_SECONDS, FAR_SECONDS, DRAFTS_SECONDS = 40, 15, 25
-MOST_WARM_UP = 96  # shapes that are warmed up; each has a graph of the layers, and the cache keeps more graphs than that
+MOST_WARM_UP = 96  # most shapes that are warmed up; each has a graph of the layers, and the cache keeps more graphs than that
 WARM_UP_PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -74,9 +74,10 @@ class GraphStage:
     """The captured layers and commit of one stage. Owner: the backend.
 
     One thread launches all stages of a step, then those of the next step, so every device computes steps in this order. While the
-    next step is being laid out, a stage may still read its staging buffer and the rows at its boundary. `tokens`: the most
-    tokens of a step. `lock`: held while kernels are launched, if other threads launch kernels on this device too. `sides`: the
-    number of host copies of the staging buffer, which is one more than the number of steps that may be in flight.
+    next step is being laid out, the device may still read the inputs of earlier steps, so the staging buffer has several host
+    copies. `tokens`: the most tokens of a step. `lock`: held while kernels are launched, if other threads launch kernels on this
+    device too. `sides`: the number of host copies of the staging buffer, which is one more than the number of steps that may be
+    in flight.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class GraphStage:
         staging = self.staging
         staging.begin()
         own = inputs if inputs.staging is staging else replace(inputs, staging=staging)
-        ready = self._model.prepare(own, self._number)  # puts the tokens first into the buffer
+        ready = self._model.prepare(own, self._number)  # this puts the token ids into the buffer, before all other arrays
         staging.note((self._number, bucket))
         return GraphStageInputs(bucket, own, ready, staging.put(rows), staging.put(parents))
 
@@ -259,13 +260,13 @@ class GraphRunner:
         self._model, self._layout, self._capture, self._sampler = model, layout, capture, capturable
         self._stages = list(stages)
         self._lanes = lanes
-        # The token that each lane sampled last, on the device that samples and on the one where the next step begins. Padding has
-        # a lane of its own.
+        # `_last`: the token that each lane sampled last, on the device that samples. `_next`: the same on the device where the
+        # next step begins. Padding has a lane of its own.
         self._last = torch.zeros(lanes + 1, dtype=torch.int64, device=model.device)
         first = self._stages[0].device
         self._next = self._last if first == model.device else torch.zeros_like(self._last, device=first)
         self._results = ResultBuffers(max_in_flight + 2)
-        # The hidden states of the layers, which sampling reads, are outside the memory that graphs share.
+        # The hidden states after the last layer, which sampling reads, are outside the memory that graphs share.
         self._hidden = torch.zeros(PADDED[-1], model.spec.hidden, dtype=model.dtype, device=model.device)
         self._staging, self._max_in_flight = StagingBuffer(model.device, SAMPLING_BYTES, sides=max_in_flight + 1), max_in_flight
         self.started_ahead = 0  # steps that began before the host knew their tokens
@@ -311,8 +312,8 @@ class GraphRunner:
     def _layers(
         self, stage: GraphStage, own: GraphStageInputs, entered: ResidualStream | None, probe: LayerProbe
     ) -> tuple[ResidualStream, LayerProbe]:
-        """Run the layers of a stage. The first stage replaces awaited tokens by sampled ones; the last leaves the hidden states
-        where sampling reads them."""
+        """Run the layers of a stage. In steps without drafts the first stage fills in tokens that only the device knows; the last
+        stage leaves the hidden states where sampling reads them."""
         probe = probe.empty()
         awaits = entered is None and own.bucket.longest == 1
         stream = stage.run_layers(own, entered, self._next if awaits else None, probe)
@@ -342,8 +343,8 @@ class GraphRunner:
         return GraphSamples(sampling.positions, hidden, answers)
 
     def _lay_out_sampling(self, laid: GraphInputs) -> GraphSampling:
-        """The inputs of sampling. The device already runs the layers while they are laid out. If they do not fit into the staging
-        buffer, each is copied by itself, and sampling is not captured."""
+        """Lay out the inputs of sampling, while the device runs the layers. If they do not fit into the staging buffer, each is
+        copied by itself, and sampling is not captured."""
         positions, staging = sampling_positions(laid.step.plan.rows), self._staging
         with current_device(self._stages[-1].device):
             try:
@@ -400,7 +401,8 @@ class GraphRunner:
 
     def warm_up(self, lanes: int, drafts: int, start: Callable[[Plan], None], notify: Callable[[str], None]) -> None:
         """Capture decode steps before the first request: greedy, sampled, with logprobs and with token masks; without drafts and
-        with up to `drafts`. Their rows write to scratch pages. Shapes whose time is over are captured at their first use."""
+        with up to `drafts`. The rows of these steps write to scratch pages. Shapes left when the time for them is over are
+        captured at their first use."""
         begin, late = time.monotonic(), False
         groups = warm_up_shapes(lanes, self._model.max_context, drafts)
         shapes = [(seconds, shape) for seconds, group in groups for shape in group][:MOST_WARM_UP]
@@ -425,8 +427,8 @@ class GraphRunner:
 
 
 class ResultBuffers:
-    """Pinned host buffers for samples, used in turn. `count`: buffers per shape, more than there are
-    steps in flight. Owner: GraphRunner."""
+    """Pinned host buffers for samples, used in turn. `count`: buffers per shape, more than there are steps in flight. Owner:
+    GraphRunner."""
 
     def __init__(self, count: int) -> None:
         self._count = count

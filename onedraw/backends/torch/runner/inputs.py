@@ -1,7 +1,7 @@
-"""The padded index tensors of one step, laid out from a ragged plan. Padding is private to this file.
+"""The padded index tensors of one step, laid out from a ragged plan. Only this file adds padding tokens to a step.
 
 In: rows of a plan, page size, the row rule. Out: Inputs, which every layer reads besides its weights. They are built with numpy
-on the host, and each tensor is copied once.
+on the host, and each array is copied to the device once.
 
 A token has a position (for rope and visibility) and a slot (for its key and value in the pages of its row). They differ only in
 a draft tree, where every node has a slot of its own. After the row's last known position, a node reads the slots of its own path
@@ -68,7 +68,8 @@ LEAST_DEPTH = 8
 
 
 def bucket_of(plan: Plan, *, recurrent: bool) -> Bucket | None:
-    """The shape to which a step is padded; None if some row is no plain decode row, or if there are too many tokens."""
+    """The shape to which a step is padded; None if there are no rows, if some row is no plain decode row, or if there are more
+    tokens than in the largest shape."""
     rows = plan.rows
     if not rows or not all(is_plain_decode(row, recurrent=recurrent) for row in rows):
         return None
@@ -100,8 +101,8 @@ class Span:
 
     `drafts` are its last tokens. `whole`: every token sees all tokens of the span, not only those before it. `anchored`: an
     attention window is counted back from the start of the span, so it is the same for all tokens of the span. `lane`: the lane of
-    its recurrent state, None for padding. `prompt_stop` and `saves` are those of the row. `held`: the first slot of its drafts in
-    the rollback buffer.
+    its recurrent state, None for padding. `prompt_stop`: positions below it belong to the prompt. `saves`: the checkpoints to
+    save. `held`: the first slot of its drafts in the rollback buffer.
     """
 
     first: int
@@ -299,8 +300,8 @@ def _table(pages: list[Sequence[int]], scratch: int, page_size: int, bucket: Buc
 
 
 def _paths(spans: list[Span], slots: Ints, depth: int) -> tuple[Ints, Ints, Ints]:
-    """Positions, tails and paths of a step in which some rows branch. Paths have room for `depth` slots. A token without drafts
-    before it has an empty path."""
+    """Positions, tails and paths of a step in which some rows branch. Paths have room for `depth` slots. A node's path
+    ends with the node itself; a token that is no draft has an empty path."""
     positions = slots.copy()
     tails = np.full(len(slots), np.iinfo(np.int64).max, dtype=np.int64)
     found: dict[int, tuple[int, ...]] = {}

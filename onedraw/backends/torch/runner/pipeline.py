@@ -76,8 +76,8 @@ class StageStream(Protocol):
         ...
 
     def cross(self, boundary: StageBoundary, rows: int, probe: LayerProbe) -> ResidualStream:
-        """Copy the stream across a boundary to the device of the next stage, where the step is padded to `rows` rows. What the
-        probe asked for from stages in other processes arrives with it."""
+        """Copy the stream across a boundary to the device of the next stage, where the step is padded to `rows` rows. With a
+        stream from another process arrives what the probe asked of the stages there; it is added to the probe."""
         ...
 
 
@@ -128,7 +128,8 @@ class Stage:
             prepared = PreparedInputs(self.ops, inputs.on(self.device), self.ropes)
             stream = self.run(before, prepared, state, probe=probe)
             if self.entrance is not None and stream.own is not None:
-                return replace(stream, own=stream.own.clone())  # cloned: the next step may overwrite the buffer too early
+                # Cloned, because the next step may overwrite the boundary's buffer before later stages have read these inputs.
+                return replace(stream, own=stream.own.clone())
             return stream
 
     def run(self, stream: ResidualStream, prepared: PreparedInputs, state: ModelState, *, probe: LayerProbe) -> ResidualStream:
@@ -173,7 +174,7 @@ def load_stage(
     progress: Callable[[int, int], None] | None = None,
 ) -> Stage:
     """Load the layers from `start` to the layer at which the device stops. `before`: the device from which the residual stream
-    comes; None if it is made on this one."""
+    comes; None for the first stage, which makes the stream."""
     stop = len(spec.layers) if stage_device.stop is None else stage_device.stop
     loader = WeightLoader(source, ops=stage_device.ops, dtype=dtype, device=stage_device.device, norm=spec.norm)
     layers = []
@@ -241,7 +242,7 @@ class Pipeline:
         """End the threads, after the jobs that were started are finished."""
         for queue, thread in zip(self._queues, self._threads, strict=True):
             queue.put(None)
-            if thread is not threading.current_thread():  # A thread cannot join itself.
+            if thread is not threading.current_thread():  # a thread cannot join itself
                 thread.join()
 
 

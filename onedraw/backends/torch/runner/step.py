@@ -56,7 +56,7 @@ class StepResult(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether the device may still be computing the step. Then drafting waits for `collect`."""
+        """Whether the device may still be computing the step. If so, drafts are made only when the outcome is collected."""
         ...
 
     def wait(self) -> None:
@@ -133,8 +133,8 @@ class StepExecutor:
 
     @torch.inference_mode()
     def start_layers(self, runner: StepRunner[Laid, Sampled], step: Step) -> Callable[[], StepResult]:
-        """Run the layers of all stages now; the function that is returned samples and commits. A step whose tokens are not known
-        on the host begins like this where sampling depends on them."""
+        """Run the layers of all stages now; the function that is returned samples and commits. Used for a step whose tokens
+        the host does not know yet, if sampling needs them on the host."""
         laid = runner.lay_out(step)
         stream: StageStream | None = None
         for number in range(runner.stages):

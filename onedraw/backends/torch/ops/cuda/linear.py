@@ -1,7 +1,7 @@
 """Matrix products with Triton: y = x Wᵀ, with optional bias, residual and gated activation.
 
-In: rows x [T, K] and a weight [N, K]. Out: [T, N]. One kernel serves any number of rows: a program processes K from front to back
-and K is never split among programs, so the shape of a tile does not change a bit of the result.
+In: rows x [T, K] and a weight [N, K]. Out: [T, N]. One kernel serves any number of rows: the program that computes a tile adds up
+all of K from front to back, so the order of the sum, and with it every bit of the result, is the same for every shape of a tile.
 
 The epilogue rounds where separate operations would round: after the product, after the bias, after the residual. So fusing them
 changes no bit.
@@ -143,9 +143,9 @@ def linear(
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """The product of x [T, K], which has rows of stride 1, with a weight: [T, N], written to `out` if given (it may be columns of
-    a wider tensor). With `gate` (a number of ACTIVATIONS), the weight's rows alternate between gate and up projection, and the
-    result is activation(gate) * up, [T, N / 2], rounded as `gated_activation` rounds."""
+    """The product of x [T, K], whose inner stride is 1, with a weight: [T, N], written to `out` if given (which may be columns
+    of a wider tensor). With `gate` (the number of an activation in `apply_activation`), the weight's rows alternate between gate
+    and up projection, and the result is activation(gate) * up, [T, N / 2], rounded as by a separate product and activation."""
     (rows, depth), n = x.shape, weight.shape[0]
     y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
@@ -191,7 +191,7 @@ def launch_options(pdl: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block may use; under the interpreter, those of a small card."""
+    """Bytes of shared memory that a block may use; SMALL_SHARED under Triton's interpreter, or if torch does not report them."""
     if device.type != "cuda":
         return SMALL_SHARED
     properties = torch.cuda.get_device_properties(device)
@@ -210,7 +210,7 @@ def _swapped(rows: int, columns: int, depth: int, stages: int, warps: int = 4) -
 
 
 SkinnyTiles = tuple[Tile, Tile, Tile]  # tiles for up to 16, 32 and 64 rows
-# Tiles by (N, K), measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py products).
+# Tiles by (N, K), measured on an H200 in bf16 with weights that are not in the L2 cache (bench/gpu_tiles.py products).
 SKINNY_TILES: dict[tuple[int, int], SkinnyTiles] = {
     (6144, 4096): (_plain(16, 64, 256, 4), _swapped(32, 64, 128, 7), _plain(64, 64, 128, 5)),
     (4096, 4096): (_plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 128, 5)),
@@ -244,14 +244,14 @@ def choose_tile(rows: int, n: int, k: int, dtype: torch.dtype, shared: int) -> T
 
 
 def tile_borders(n: int, k: int, dtype: torch.dtype, shared: int) -> tuple[int, ...]:
-    """The row counts from which another tile is used."""
+    """The row counts, up to MAX_TILED_ROWS, whose tile differs from that of one row less."""
     tiles = [choose_tile.__wrapped__(rows, n, k, dtype, shared) for rows in range(1, MAX_TILED_ROWS + 1)]
     return tuple(rows for rows, (before, here) in enumerate(pairwise(tiles), start=2) if before != here)
 
 
 def _default_skinny_tiles(n: int) -> SkinnyTiles:
-    """Tiles of shapes that were not measured. Few columns get narrow, deep tiles, so that a single program per multiprocessor has
-    enough loads in flight."""
+    """Tiles of shapes that were not measured. Products with few columns get narrow, deep tiles: they have about one program per
+    multiprocessor, and a deep tile gives that program enough loads in flight."""
     if n <= 4608:
         return _plain(16, 32, 512, 4), _swapped(32, 64, 128, 7), _plain(64, 32, 128, 5)
     if n <= 12288:
@@ -259,8 +259,8 @@ def _default_skinny_tiles(n: int) -> SkinnyTiles:
     return _plain(16, 64, 128, 4), _swapped(32, 64, 128, 4), _swapped(64, 128, 128, 4, 8)
 
 
-# Tiles for 65 to 256 rows, measured on an H200 in bf16 with cold weights (bench/gpu_tiles.py many_rows): the smallest tile with
-# which one program per multiprocessor computes the whole product, and for wider products the largest.
+# Tiles for 65 to 256 rows, measured on an H200 in bf16 with weights that are not in the L2 cache (bench/gpu_tiles.py many_rows):
+# the smallest tile with which one program per multiprocessor computes the whole product, and for wider products the largest tile.
 FILLED = 132  # multiprocessors of the H200, one program for each of which fills the device
 
 
@@ -277,7 +277,7 @@ def _tile_of_256_rows(n: int) -> Tile:
 
 
 def fit_tile(tile: Tile, itemsize: int, shared: int) -> Tile:
-    """Reduce stages, then depth, until the tile fits; the order of the sum stays the same."""
+    """Reduce stages and depth until the tile fits, or neither can be reduced further; the order of the sum stays the same."""
     while tile.shared(itemsize) > shared:
         if tile.stages > 3 or (tile.stages > 2 and tile.depth <= 64):
             tile = replace(tile, stages=tile.stages - 1)

@@ -2,9 +2,10 @@
 
 In: the result of `sampling_kernels.py`, and which rows request logprobs. Out: for each of these rows the mass of all tokens, the
 deficit of the sampled token, and the most likely tokens with their deficits. A deficit is the best score minus a token's score,
-divided by the temperature; a mass is exp(-deficit) as an integer. Blocks of a row are combined only by integer sums and by
-comparisons, so their number and order do not change the result. The result is written to the columns TOTAL (sum of the masses),
-SAMPLED (bits of the sampled token's deficit) and, from TOP on, the most likely tokens. Axis: a row is one position to sample at.
+divided by the temperature, or for logprobs before the filters the best logit minus a token's logit; a mass is exp(-deficit) as an
+integer. Blocks of a row are combined only by integer sums and by comparisons, so their number and order do not change the result.
+The result is written to the columns TOTAL (sum of the masses), SAMPLED (bits of the sampled token's deficit) and, from TOP on,
+the most likely tokens. Axis: a row is one position to sample at.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -21,13 +22,14 @@ from onedraw.backends.torch.ops.cuda.top_k_top_p import row_max
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, exp
 from onedraw.sampling.logprobs import MASS_BITS, SAMPLED, TOP, TOTAL
 
-TOP_CAPACITIES = (32, 128)  # most likely tokens that a row's logprobs have room for; one of these for all rows of a step
+TOP_CAPACITIES = (32, 128)  # how many most likely tokens the samples have columns for; a step uses one of these for all its rows
 NO_LOGPROBS = -1  # in place of a row's request for logprobs if it wants none
 
 
 @triton.jit
 def _described_deficit(logits, deficits, limits, row, ids, mask, best, processed, logits_stride, width):
-    """Deficits whose log-softmax is reported: of the logits, or of the tokens that the filters keep."""
+    """Deficits from which logprobs are computed: those of the logits, or if `processed` is not 0 those of the adjusted scores,
+    infinite for tokens that the filters remove."""
     if processed != 0:
         deficit = tl.load(deficits + row * width + ids, mask=mask, other=float("inf"))
         deficit = tl.where(deficit > tl.load(limits + row), float("inf"), deficit)

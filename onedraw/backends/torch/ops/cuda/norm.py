@@ -1,9 +1,9 @@
 """RMSNorm, gated activations and gates with Triton.
 
-In: rows [T, W]. Out: rows. A program computes a row, or a piece of a row; in both cases it computes the whole row's sum, in a
-layout that depends on the width alone, so the order of the sum does not depend on the other rows. Norms and gated activations can
-also write their rows as packed activations, the format that products with quantized weights read (`packed/activations.py`). Axes:
-T rows, W columns, F feed-forward width. PDL is programmatic dependent launch.
+In: rows [T, W]. Out: rows. A program of a norm normalizes a row, or a piece of a row; in both cases it adds up the squares of the
+whole row, in a layout that depends on the width alone, so the order of the sum does not depend on the other rows. Norms and gated
+activations can also write their rows as packed activations, the format that products with quantized weights read
+(`packed/activations.py`). Axes: T rows, W columns, F feed-forward width. PDL is programmatic dependent launch.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -47,7 +47,7 @@ def _rms_norm(
     # Every program of a row computes the sum of the whole row, and normalizes PIECE columns.
     columns = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     mask = columns < W
-    if HAS_WEIGHT:  # no kernel writes it, so it is loaded before the PDL wait
+    if HAS_WEIGHT:  # no kernel writes the weight, so it is loaded before the PDL wait
         factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     begin_kernel(PDL, PACKED)
     row = tl.program_id(0).to(tl.int64)
@@ -69,8 +69,8 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, packed: PackedActivations | None = None, pdl: bool = False
 ) -> Tensor:
-    """RMSNorm of x [..., W], rows of stride 1. A float32 weight is applied before the normalized values are rounded, any other
-    after it. `packed`: also store the rows as activations of packed products, as `pack_activations` would."""
+    """RMSNorm of x [..., W]. A float32 weight is applied before the normalized values are rounded, any other after that.
+    `packed`: also store the result there, with the same bits as `pack_activations`."""
     width = x.shape[-1]
     flat = x.reshape(-1, width) if x.dim() != 2 else x
     if flat.stride(-1) != 1:
@@ -138,8 +138,8 @@ def _gated_activation(
 def gated_activation(
     gate_up: Tensor, activation: Activation, *, paired: bool = False, packed: PackedActivations | None = None, pdl: bool = False
 ) -> Tensor:
-    """Gated activation, activation(gate) * up: [T, 2F] → [T, F]. The gate is the first half of the columns, or with `paired`
-    every other column, followed by its up. `packed`: also store the rows as activations of packed products."""
+    """Gated activation, activation(gate) * up: [T, 2F] → [T, F]. The gate is the first half of the columns; with `paired`,
+    gate and up columns alternate. `packed`: also store the result there, with the same bits as `pack_activations`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -216,9 +216,9 @@ def _packed_pointers(packed: PackedActivations | None) -> tuple[Tensor | None, .
 
 
 def _splits_rows(x: Tensor) -> bool:
-    """Whether several programs compute pieces of one row. They do only if rows are aligned: then the compiler vectorizes loads by
-    eight, whatever else the program loads; otherwise the layout, and with it the order of the sum, would depend on the piece that
-    the program loads beside the row."""
+    """Whether several programs compute pieces of one row. They do only for at most FEW_ROWS rows, and only if rows are aligned:
+    then the compiler vectorizes loads by eight, whatever else the program loads; otherwise the layout, and with it the order of
+    the sum, would depend on the piece that the program loads beside the row."""
     aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     return aligned and len(x) <= FEW_ROWS
 

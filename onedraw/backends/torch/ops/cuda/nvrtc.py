@@ -2,8 +2,8 @@
 
 In: a source file, its macros, a device. Out: a `Kernel`, which launches on torch's current stream, so CUDA graphs capture it.
 Machine code is cached in the folder given to `cache_in`, in files named by a hash of source, options and compiler version. A
-cached file with a wrong checksum, or that the driver does not load, is compiled again. NVRTC must have the CUDA version that
-torch was built for, because the driver may not load the code of another version.
+cached file with a wrong checksum, or that the driver does not load, is compiled again. NVRTC must have the major CUDA
+version that torch was built for, because the driver may not load the code of another one; the exact version is preferred.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SYSTEM_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")  # file n
 _OPTIONS = ("--std=c++17", "--fmad=false")  # products and sums are fused only where the sources call fma
 _SERIALIZATION = 6  # the driver's constant CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # the driver's constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_DEFAULT_SHARED = 48 << 10  # bytes of shared memory that a block may have without that attribute
+_DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that a block may have without _MAX_DYNAMIC_SHARED
 _CHECKSUM = 32  # bytes of SHA-256 at the end of a cached file
 _INCLUDE = re.compile(r'#include "([a-z_]+\.cuh)"')
 _cache_folders: list[Path] = []
@@ -54,7 +54,7 @@ class Compiler:
 
 @lru_cache(maxsize=1)
 def compiler() -> Compiler | None:
-    """The NVRTC library for this torch, from torch, a Python package or the system; None if there is none."""
+    """The NVRTC library for this torch, from a Python package, torch or the system; None if none has a fitting version."""
     return _matching(_installed(), torch.version.cuda)
 
 
@@ -115,7 +115,8 @@ def read_source(name: str) -> str:
 
 
 def compile_source(name: str, architecture: str, defines: Mapping[str, int], *, again: bool = False) -> bytes:
-    """The machine code of a source for an architecture (such as sm_90). It is read from the cache unless `again`."""
+    """The machine code of a source for an architecture (such as sm_90). `again`: compile anew, even if this process or
+    the cache folder has it."""
     nvrtc = compiler()
     if nvrtc is None:
         raise BadSetting(f"kernels for packed weights cannot be compiled: {why_not()}, or use --dtype bf16")
@@ -275,7 +276,7 @@ class Module:
         code = compile_for(source, device, defines, arch_specific=arch_specific)
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
-            # Torch initializes its CUDA context lazily; this makes it current for the driver calls.
+            # Torch creates its CUDA context lazily; synchronizing makes sure that it exists and is current for the driver calls.
             torch.cuda.current_stream().synchronize()
             if not driver().cuModuleLoadData(ctypes.byref(self._handle), code):
                 return

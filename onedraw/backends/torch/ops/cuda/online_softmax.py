@@ -23,8 +23,8 @@ from onedraw.backends.torch.ops.cuda.triton_math import launch_dependents, load_
 @triton.jit
 def key_slots(start, row_pages, head, table_width, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
     """The slots of a block's keys in the page store of one head. Positions that are not read get any slot in the row's pages."""
-    # Blocks start at multiples of their length. `start` is rounded to one so that the compiler knows it, and divisions become
-    # shifts.
+    # Blocks start at multiples of their length, so rounding `start` down changes nothing; it tells the compiler that `start` is
+    # such a multiple, so that divisions become shifts.
     position = (start // BLOCK_KEYS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)).to(tl.uint32)
     page = load_int32(row_pages + tl.minimum((position // PAGE_SIZE).to(tl.int32), table_width - 1))
     return (page * KV_HEADS + head) * PAGE_SIZE + (position % PAGE_SIZE).to(tl.int32)
@@ -68,7 +68,8 @@ def accumulate(scores, value, ones, row_max, sums, acc, IEEE: tl.constexpr):
 
 @triton.jit
 def load_query_parts(q_ptrs, word, mask, PARTS: tl.constexpr):
-    """Load the columns of a query by their place in a word of codes: PARTS arrays [ROWS, words], see `quantized_scores`."""
+    """Load the columns of queries, separated by their place in a 16-bit word of key codes: PARTS arrays [ROWS, words], as
+    `quantized_scores` needs them."""
     parts = ()
     for part in tl.static_range(PARTS):
         parts = parts + (tl.load(q_ptrs + PARTS * word[None, :] + part, mask=mask, other=0.0),)
@@ -117,7 +118,8 @@ def accumulate_quantized(scores, values, value_scales, slots, in_range, word, on
 
 @triton.jit
 def split_index(position, FIRST_SPLIT: tl.constexpr):
-    """The split of a position, by the formula of `split_indices` on the host."""
+    """The split of a position, by the same formula as `split_indices` on the host (attention.py): from FIRST_SPLIT positions the
+    splits grow to 8 times as many."""
     low = tl.minimum(position // FIRST_SPLIT, position // (2 * FIRST_SPLIT) + 4)
     return tl.minimum(low, tl.minimum(position // (4 * FIRST_SPLIT) + 8, position // (8 * FIRST_SPLIT) + 16))
 

@@ -54,7 +54,8 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class TritonLinear(Linear):
-    """A weight [N, K]. At row counts where cuBLAS is faster and gives the bits of the Triton kernel, it computes the product."""
+    """A weight [N, K]. cuBLAS computes the products of row counts at which it is faster and gives the bits of the Triton kernel;
+    the Triton kernel computes all others."""
 
     def __init__(self, weight: Tensor, *, bias: Tensor | None, pdl: bool) -> None:
         self.out_features, self.in_features = weight.shape
@@ -78,9 +79,9 @@ class TritonLinear(Linear):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Row counts from which another tile or library computes the product. cuBLAS computes single counts, so each count and
-        the next one are borders."""
-        # On a CPU Triton's interpreter runs the kernels; it would take seconds for so many rows.
+        """Row counts from which another tile or library computes the product. cuBLAS is used at isolated counts, so each of
+        them and the count after it are borders."""
+        # On a CPU Triton's interpreter runs the kernels; the self-check of so many rows would take it seconds.
         if self.device.type != "cuda":
             return ()
         tiles = tile_borders(self.out_features, self.in_features, self.dtype, shared_memory(self.device))
@@ -95,7 +96,8 @@ class TritonLinear(Linear):
         return rows in self.library_rows and is_faster(rows, self._weight)
 
     def _uses_library(self, x: Tensor) -> bool:
-        """Whether cuBLAS computes x, or its parts of WHOLE_ROWS rows. It was compared with rows that are neighbours in memory."""
+        """Whether cuBLAS computes the product of x, or of its parts of WHOLE_ROWS rows. Its bits were compared with those of the
+        Triton kernel for contiguous rows alone."""
         return x.is_contiguous() and self._by_library(min(len(x), WHOLE_ROWS))
 
     def _write(self, x: Tensor, y: Tensor, residual: Tensor | None) -> None:
@@ -259,7 +261,7 @@ class TritonBank:
 
     @property
     def linears(self) -> list[Linear]:
-        """Empty: the self-check looks for the row counts that products need (`Linear.rule`), and grouped kernels accept any."""
+        """Empty: the self-check looks for the row counts that products need (`Linear.rule`), and expert kernels accept any."""
         return []
 
     def borders(self, used: int) -> tuple[int, ...]:
@@ -332,9 +334,9 @@ class TritonOps(FloatOps):
         return AttentionShape(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window, _busy(self._device), small)
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """Row counts at which attention or Gated DeltaNet divides its work in another way, for the self-check. Attention: from
-        this number of tokens on, tiles fill the device, so one program computes all splits of its tile. Gated DeltaNet: from
-        MANY_PATHS rows on, a program takes more columns of a state."""
+        """Row counts from which attention or Gated DeltaNet divides its work in another way, for the self-check. Attention: the
+        number of tokens from which tiles fill the device, so that one program computes all splits of its tile. Gated DeltaNet:
+        from MANY_PATHS rows on, a program computes more columns of a state."""
         if self._device.type != "cuda":  # Triton's interpreter would take seconds for every step
             return ()
         found = {-(-_busy(self._device) // one.kv_heads) for one in mixers if isinstance(one, AttentionSpec)}
@@ -406,6 +408,6 @@ class TritonOps(FloatOps):
 @lru_cache(maxsize=8)
 def _busy(device: torch.device) -> int:
     """The number of programs that fills the device: two per multiprocessor."""
-    if device.type != "cuda":  # Triton's interpreter has no device to fill, so any number serves it
+    if device.type != "cuda":  # Triton's interpreter has no device to fill, so any number will do
         return 64
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,8 +1,9 @@
 """Roll recurrent state back from rejected drafts: advance each lane's state by the kept drafts alone.
 
 During a step drafts never change a lane's state. They store their increments, which are a decay, a key and a change for each
-position, in the rollback buffer. After verification `commit_states` repeats the updates of the kept drafts, in order of position;
-a rejected draft leaves nothing behind, because its increments are never applied.
+position (the update is state ← state · decay + key ⊗ change), in the rollback buffer. After verification `commit_states` repeats
+the updates of the kept drafts, in order of position; a rejected draft leaves nothing behind, because its increments are never
+applied.
 
 In: the states of the lanes, the rollback buffer, and the slots of the kept drafts in it. Out: the states, updated in place. The
 window of the convolution is advanced by `shift_conv_windows` (`delta.py`), keys and values of attention by `move_kept_kv`
@@ -111,8 +112,8 @@ def commit_states(
 def commit_tables(
     kept: Sequence[KeptDrafts], *, conv: int, slot_count: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lanes [n], rollback buffer slots [n, longest] and window sources [n, 1 + K] of a commit. `conv`: K; `slot_count`: slots of
-    the rollback buffer."""
+    """Lanes [n], rollback buffer slots [n, longest] and, for `shift_conv_windows`, window sources [n, 1 + K] of a commit: the
+    lane, its K - 1 source rows, one column of padding. `conv`: K; `slot_count`: slots of the rollback buffer."""
     longest = max(len(drafts.places) for drafts in kept)
     slots = np.full((len(kept), longest), -1, dtype=np.int32)
     sources = np.full((len(kept), conv + 1), -1, dtype=np.int32)

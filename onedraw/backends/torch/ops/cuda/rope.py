@@ -4,9 +4,9 @@ In: the projections of a step [T, ≥ (H + 2K) * D], positions, and the slot of 
 values are written to their pages. Results are rounded where separate operations would round. Axes: T tokens, H query heads, K key
 and value heads, D the size of a head.
 
-A head with a value that is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. Quantized pages
-store codes and scales (`kv_quant.py`); codes have no NaN, so there the key's scale is NaN. For codes of 4 bits, queries, keys and
-values are transformed (`hadamard.py`). PDL is programmatic dependent launch: a
+A head whose value vector is not finite is stored as a key of NaN and a value of zero, as `PageStore.write` does. Quantized pages
+store codes and scales (`kv_quant.py`); codes have no NaN, so there the key's scale is NaN, also for a key that is not finite. For
+codes of 4 bits, queries, keys and values go through a Hadamard transform (`hadamard.py`). PDL is programmatic dependent launch: a
 kernel may start while the one before it ends, and waits before it reads what that one writes.
 """
 
@@ -47,8 +47,8 @@ def _all_finite(x):
 @triton.jit
 def _write_kv(keys, values, key_scales, value_scales, key, value, d, head_slot, head_mask, dtype: tl.constexpr, D: tl.constexpr,
               LARGEST: tl.constexpr, SCALES: tl.constexpr, EXPONENT: tl.constexpr):  # fmt: skip
-    """Store a token's keys and values, quantized if LARGEST > 0 and transformed before if EXPONENT > 0. A head that is not finite
-    is stored as NaN keys and zero values."""
+    """Store a token's keys and values, quantized if LARGEST (the largest code) > 0, and before that transformed if EXPONENT > 0.
+    A head whose value, or if quantized whose key, is not finite is stored as a NaN key and a zero value."""
     if LARGEST > 0:
         key, value = key.to(tl.float32), value.to(dtype).to(tl.float32)
         if EXPONENT > 0:
@@ -191,7 +191,7 @@ def norm_rope_and_cache(
     pdl: bool = False,
 ) -> Tensor:
     """Norm, rope and cache: x [T, …] with the columns of q, k and v side by side → rotated queries [T, H * D]. `writes`: also
-    store keys and values."""
+    store keys and values. `keys_as_values`: x has no columns of v; the values are the keys before norm and rope."""
     count = len(x)
     queries = torch.empty(count, heads * dim, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(heads, HEADS_PER_PROGRAM) + (triton.cdiv(kv_heads, HEADS_PER_PROGRAM) if writes else 0)

@@ -200,7 +200,7 @@ class TritonSampler(Sampler):
         """Sample the positions in these rows of the table: [C, columns], for `read_samples`."""
         table, sizes = inputs.table.part(rows), {"vocab": self._vocab, "width": self._width}
         result, checksums = sample_tokens(logits, table, **sizes, weights=inputs.weights, pdl=self._pdl)
-        if table.forced is not None:  # Where the rule leaves no token, none is forced either.
+        if table.forced is not None:  # Where the sampling rule leaves no token (-1), none is forced either.
             known = (table.forced >= 0) & (result.tokens >= 0)
             result = replace(result, tokens=torch.where(known, table.forced, result.tokens))
         if inputs.columns == 1:
@@ -254,7 +254,7 @@ class TritonSampler(Sampler):
             taken = staging.put(_padded_to(len(table), forced).astype(np.int64)) if max(forced, default=NO_TOKEN) >= 0 else None
             mask_rows = staging.put(masks.rows(len(table))) if len(masks) else None
             bits = staging.put_rows(masks.bits(), len(table)) if len(masks) else None
-        except BaseException:  # an array did not fit: the counts were noted as added, but the step will not run
+        except BaseException:  # such as an array that does not fit: the counts were noted as added, but the step will not run
             if self._counts is not None:
                 self._counts.forget(counting)
             raise
@@ -300,9 +300,8 @@ class TritonSampler(Sampler):
                 yield (start, start, start, start, start + len(drafts))
 
     def _adjustment(self, p: SamplingPosition) -> Adjustment:
-        """The adjustment of a position. A constrained position is sampled once its history is known
-        (`InFlightStep.ensure_sampled`). If its last token is still pending then, the request has ended with the row before, and
-        this position's sample is not read."""
+        """The adjustment of a position. A position with a constraint is sampled only after the host knows its history. If its
+        last token is pending even then, the request ended in the step before, and the sample of this position is not read."""
         if p.drafts == (PENDING_TOKEN,) and p.history.constraint is not None:
             return NO_ADJUSTMENT
         return adjustment(p.params, p.history, p.drafts, self._recall(p))

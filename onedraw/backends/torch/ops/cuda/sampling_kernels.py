@@ -129,8 +129,8 @@ def _scores(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add bias, penalties and bans to the logits of one block, and store the largest score and logit; NaN if the block has a
-    NaN."""
+    """Add bias, penalties and bans to the logits of one block (if ADJUSTED), store these scores in `deficits`, and in any case
+    store the block's largest score and logit, which are NaN if the block has a NaN."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

@@ -6,8 +6,8 @@ temperature, and limits [2, C] of top-k and top-p. A row is one position to samp
 Token weights, which are integers (1 for top-k, the probability mass for top-p), are added into a histogram of sixteen bins by
 deficit (level 0). The tokens of the bin that contains the limit are collected in a list, and binned once more into sixteen finer
 bins (level 1); the tokens of the fine bin that contains the limit are collected in a shorter list, in which the limit is found by
-bisection. If a list overflows, its source is read again instead. Integer sums are exact in any order, so the limit does not
-depend on scheduling.
+bisection. If a list overflows, the row or list that it was collected from is read again instead. Integer sums are exact in any
+order, so the limit does not depend on scheduling.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
@@ -24,8 +24,8 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import INTERPRETED, begin_kernel, exp
 from onedraw.sampling.logprobs import MASS_BITS
 
-# Programs are one warp each. At most FEW_ROWS rows use blocks of FEW_BLOCK tokens, since large blocks would leave the device
-# idle.
+# Programs are one warp each, except for those of `_find_limit`. Steps of at most FEW_ROWS rows use blocks of FEW_BLOCK tokens
+# instead of SEARCH_BLOCK, since large blocks would leave the device idle.
 FEW_ROWS, FEW_BLOCK, SEARCH_BLOCK = 4, 256, 1024
 HISTOGRAM_WORDS = 32  # words of one row and level: sixteen bins, the number of collected tokens, padding
 # The first list has space for half of the vocabulary, the second for SHORT_LIST tokens. One program holds the second list in
@@ -221,8 +221,8 @@ def _deficits(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Turn scores (the logits, unless they were adjusted) into deficits, and count them into level 0 of the first filter's
-    histogram."""
+    """Turn scores (the logits, unless they were adjusted) into deficits, and count them into level 0 of the histogram
+    of the first filter: top-k if some row uses it, else top-p (BY_MASS)."""
     begin_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_V

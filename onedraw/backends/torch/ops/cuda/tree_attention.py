@@ -1,13 +1,14 @@
-"""Attention of the nodes of a verify tree: merges stored splits of the shared prefix, then reads the blocks of the node's own
+"""Attention of the nodes of a draft tree: merges stored splits of the shared prefix, then reads the key blocks of the node's own
 path.
 
 A split is a range of key positions whose attention is computed by itself; its state is the running softmax of these keys. PDL is
 programmatic dependent launch: a kernel may start while the one before it ends, and waits before it reads what that one writes.
 
-In: queries, a layer's KV pages, and the states of splits that TREE_PREFIX tiles of `attention.py` stored. Out: attention of each
-node. A program computes one node, one KV head and some value columns; columns are independent, so their number per program
-changes no bit. The preceding kernel is `_attend`, whose programs have all waited for queries and keys before they let this kernel
-start. So queries and keys may be read before the PDL wait, and this kernel computes the scores of the first block before it.
+In: queries, a layer's KV pages, and the states of the prefix's splits, which kernel `_attend` of `attention.py` stored. Out:
+attention of each node. A program computes one node, one KV head and some value columns; columns are independent, so their number
+per program changes no bit. The preceding kernel is `_attend`, whose programs have all waited for queries and keys before they let
+this kernel start. So queries and keys may be read before the PDL wait, and this kernel computes the scores of the first block
+before it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -45,7 +46,7 @@ def _repeat_rows(row_max, row_sum, acc, TIMES: tl.constexpr):
 @triton.jit
 def _path_block(start, low, high, tree_start, path, row_pages, head, path_width, first_key, last_key, KV_HEADS: tl.constexpr,
                 PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):  # fmt: skip
-    """The slots of a block's keys, and masks of the positions that this tile reads and of those that the node attends to."""
+    """The slots of a block's keys, a mask of the positions that this tile reads, and a mask of those that the node attends to."""
     position = start + tl.arange(0, BLOCK_KEYS)
     in_range = (position >= low) & (position <= high)
     slots = path_key_slots(start, low, high, tree_start, path, row_pages, head, path_width, KV_HEADS, PAGE_SIZE, BLOCK_KEYS)

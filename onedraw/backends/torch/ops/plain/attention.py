@@ -35,7 +35,7 @@ class TileGroup:
     """Tiles of one height, and the blocks of keys that they read. The index tensors are created once per step."""
 
     height: int  # queries per tile
-    queries: Tensor  # [N * height]: the token of each query in a tile; the last one is repeated as padding
+    queries: Tensor  # [N * height]: index of each query's token; a tile with fewer queries repeats its last one
     slots: Tensor  # [t]: index of each of these tokens in `queries`
     tokens: Tensor  # [t]: the tokens of this group
     pair_tile: Tensor  # [X]: the tile of each (tile, block) pair
@@ -166,8 +166,8 @@ def _group(tiles: list[tuple[int, int]], height: int, window: int | None, inputs
     pair_tile = np.repeat(np.arange(len(tiles)), last_block - first_block + 1)
     pair_block = np.concatenate([np.arange(a, b + 1) for a, b in zip(first_block, last_block, strict=True)])
     spans = int((last_block // SPAN - base_span).max()) + 1
-    # With one span, as many as the smallest power of two that covers all blocks: leaving out blocks of zeros changes no bit of a
-    # sum.
+    # With one span, leaves are reduced to the smallest power of two that covers all blocks: leaving out blocks of zeros changes
+    # no bit of a sum.
     leaves = SPAN if spans > 1 else 1 << int((last_block % SPAN).max()).bit_length()
     local = pair_block - base_span[pair_tile] * SPAN
     keep = np.arange(height)[None] < count[:, None]

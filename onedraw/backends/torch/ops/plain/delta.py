@@ -4,6 +4,7 @@ In: projections of the step's tokens, the step's spans, a layer's states. Out: t
 Hk key heads of size Dk = dk, Hv value heads of size Dv, C convolution channels (q, k and v), K taps of the convolution.
 n = CHUNK positions. A lane is the slot of a sequence's recurrent state; the rollback buffer holds the state increments of drafts
 until the commit (`recurrent_rollback.py`). a, b and z are projections of the input, like q, k and v.
+In the formulas Q, K and V are the queries, keys and values of a chunk.
 
     u = silu(conv(projected qkv)); q, k ← L2-normed per head, q / sqrt(dk);  β = sigmoid(b);  g = decay · softplus(a + bias)
     recurrent  S ← e^g S;  d = β (v - Sᵀk);  S ← S + k dᵀ;  o = Sᵀq

@@ -1,8 +1,8 @@
 """Mixture of experts in plain torch, one expert after the other.
 
-In: tokens h [T, E], the experts of each token and their weights. Out: [T, E]. The outputs of a token's experts are added in
-expert order, so neither the batch nor the grouping of tokens changes a bit. Axes: T tokens, E hidden width, `used` experts of a
-token.
+In: tokens h [T, E], the experts of each token and their weights. Out: [T, E]. The outputs of a token's experts are added in the
+order of expert numbers, so neither the batch nor the grouping of tokens changes a bit. Axes: T tokens, E hidden width, `used`
+experts of a token.
 """
 
 from __future__ import annotations

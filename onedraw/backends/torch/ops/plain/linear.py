@@ -49,8 +49,8 @@ class Linear:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Choices that were made for this product when its weight was loaded, as texts that become part of the backend's
-        identity."""
+        """Kernel choices that were made for this product when its weight was loaded, as texts that become part of the backend's
+        fingerprint."""
         return ()
 
     def rows(self, wanted: Tensor, thread_pool: int | None = None) -> Tensor:

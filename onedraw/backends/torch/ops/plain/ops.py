@@ -54,7 +54,7 @@ class FloatOps:
 
 class RowOps(ABC):
     """The operations that plain torch (`TorchOps`) and the C kernels share: output gates, mixtures of experts, and the commit of
-    kept drafts. Steps of neither are captured in graphs, and only matrix products choose a kernel by the number of rows."""
+    kept drafts. Neither captures steps in CUDA graphs, and in both only matrix products choose a kernel by the number of rows."""
 
     @property
     def capture(self) -> CaptureOps | None:

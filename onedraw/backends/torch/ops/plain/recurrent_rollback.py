@@ -1,8 +1,9 @@
 """Roll recurrent state back from rejected drafts, in plain torch: advance each lane's state by the kept drafts alone.
 
 During a step drafts never change a lane's state. They store their increments, which are a decay, a key and a change for each
-position, in the rollback buffer. After verification the commit repeats the updates of the kept drafts; a rejected draft leaves
-nothing behind, because its increments are never applied. A lane is the slot of a sequence's recurrent state.
+position (see `advance_state`), in the rollback buffer. After verification the commit repeats the updates of the kept drafts; a
+rejected draft leaves nothing behind, because its increments are never applied. A lane is the slot of a sequence's recurrent
+state.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ dmin the scale of minima; a code is the stored integer of a weight, and t a powe
    For NVFP4, d is the factor of the matrix and t = 1. For K types, t = 2^-24 for the first eight of sixteen outputs and 2^-20
    for the other eight. These W are subnormal in float16. Tensor cores align products to a common exponent before adding, and
    treat a subnormal's exponent as the smallest normal one, so t affects the last bits of P and is part of the arithmetic. The
-   position of an output among its sixteen is its position in the concatenated weights, whichever kernel computes it.
+   position of an output among its sixteen is its row number in the concatenated weights modulo 16, whichever kernel computes it.
 3. Types with a float scale per block (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4). W = code minus its offset, exact. P = the sum of
    W · X over a block, two steps of 16 from zero. sum = fma(P, d, sum); with minima, sum = fma(hi + lo, m, sum).
 4. Each segment's sum starts at zero and is multiplied by its 2^e, at the end or along the way: both give the same result, because
@@ -40,7 +40,7 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel
 
 BLOCK = 32  # a block sum is the sum of this many inputs
-# Range of e: a float16 times 2^-96 does not underflow float32, and 2^118 scales any finite row into float16.
+# Range of e: a float16 times 2^-96 does not underflow float32, and dividing by 2^118 brings any finite row into float16.
 MIN_EXPONENT, MAX_EXPONENT = -96, 118
 ONE_SEGMENT_SPANS = 4096  # rows × spans up to which a program packs one segment; for larger inputs a program packs two
 
@@ -61,7 +61,8 @@ class PackedActivations:
 
 
 class PendingActivations:
-    """The packed form of the latest norm or gate output, kept until the product that consumes it. Owner: the operations."""
+    """The packed form of the latest output of a norm or gated activation, kept for the product that reads it. Owner: the
+    operations."""
 
     def __init__(self) -> None:
         self._rows: Tensor | None = None
@@ -195,13 +196,13 @@ def pack_activations(
 
 @dataclass(frozen=True, slots=True)
 class DequantizedWeight:
-    """Some outputs of a weight as integer codes in float16, for K types times `SUBNORMAL_FACTORS`. The weight has S spans;
-    `scales` and `min_scales` have one value per span, or one per block of 32 inputs, with the output index innermost. N' is N
-    rounded up to whole tiles; the padding is uninitialized."""
+    """Some outputs of a weight as the float16 numbers W of the module's docstring: codes, for K types and NVFP4 times t and the
+    scales inside a span. The weight has S spans; `scales` and `min_scales` have one value per span, or one per block of 32
+    inputs, with the output index innermost. N' is N rounded up to whole tiles; the padding is uninitialized."""
 
     weights: Tensor  # [N, S * 256] float16
     scales: Tensor  # [S, N'] float32, one per span, or [S * 8, N'], one per block
-    minima: Tensor | None = None  # [N, S, 8] float16, only for K types with minima
+    minima: Tensor | None = None  # [N, S, 8] float16: the stored minima times t, only for K types with minima
     min_scales: Tensor | None = None  # float32: scales of the minima [S, N'], or the minima themselves [S * 8, N']
 
     @property

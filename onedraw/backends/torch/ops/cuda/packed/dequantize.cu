@@ -10,7 +10,7 @@
 
 struct DequantizeArguments {
     const byte *units;
-    halfword *weights;   // [count, spans * 256] float16: the integer codes of the weights
+    halfword *weights;   // [count, spans * 256] float16: W of activations.py
     float *scales;       // [spans, stride], or [spans * 8, stride]: output index innermost
     halfword *minima;    // [count, spans, 8] float16, for K types with minima
     float *min_scales;   // scales of the minima [spans, stride], or minima [spans * 8, stride]

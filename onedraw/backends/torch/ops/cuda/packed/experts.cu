@@ -2,8 +2,8 @@
 //
 // In: a stack of experts, packed activations, and row tiles that routing computed on the device (`ExpertsArguments`). Out:
 // [pairs, outputs], where a pair is a row and one of its experts. A thread block computes some outputs of one expert for one row
-// tile. `split_k` warps share a unit of sixteen outputs: each computes other segments of 1,024 inputs, and one of them adds the
-// sums in order.
+// tile. `split_k` warps share a unit of sixteen outputs: each computes different segments of 1,024 inputs, and one of them adds
+// the sums in order.
 // Compile-time constants: KIND, TILES (of eight rows), WARPS (per block), BLOCKS (minimum blocks per multiprocessor).
 
 #define ROUTED

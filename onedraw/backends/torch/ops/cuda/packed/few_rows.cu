@@ -23,7 +23,7 @@
 // Programmatic dependent launch (PDL). A product launched with OVERLAPS_PREVIOUS does not wait at its start: it reads the same
 // rows as the preceding product, and these are complete, because that product was launched with OVERLAPS_NEXT and waited for them
 // before it let this one start. It waits for the preceding product at its own end instead, so that a kernel that waits for this
-// one has waited for both. L1 holds nothing that is older than this kernel, because every launch starts with an empty L1.
+// one has waited for both. The rows that it reads cannot be stale in L1, because every launch starts with an empty L1.
 __device__ __forceinline__ void begin_pdl(const ProductArguments &p) {
     if (p.pdl == (PDL | OVERLAPS_NEXT)) wait_previous_grid();
     if (p.pdl & PDL) launch_dependents();
@@ -203,7 +203,8 @@ extern "C" __global__ void BOUNDS few_rows_product(const __grid_constant__ Produ
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int segments = (p.spans + SEGMENT - 1) / SEGMENT, bytes = buffer_bytes(p);
     const BlockItems own_items = block_items(p, segments);
-    // Sums in shared memory: one unit per warp, then the distributed items, then the received carry.
+    // Slots for sums in shared memory. While a warp computes whole units, it keeps the sum of its current unit in slot `warp`;
+    // later the same slots hold the sums of the distributed items. The slot after these holds the received carry.
     float4 *stored = (float4 *)(rows + segments * bytes) + lane;
     const word barriers = (word)__cvta_generic_to_shared(rows) + p.barriers, counter = barriers + segments * 8;
     int row_offsets[TILES];

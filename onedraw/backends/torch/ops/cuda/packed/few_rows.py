@@ -55,7 +55,7 @@ def has_minima(kind: str) -> bool:
 
 
 def empty_dequantized(weight: PackedWeight, count: int) -> DequantizedWeight:
-    """Uninitialized tensors for `count` output rows of a weight in dequantized form: codes as float16, scales and minima."""
+    """Uninitialized tensors for `count` outputs of a weight in dequantized form: float16 weights, scales and minima."""
     device, spans, whole = weight.units.device, weight.spans, weight.kind in SPAN_SCALE_KINDS
     minima, per_span = has_minima(weight.kind), 1 if whole else 8
     return DequantizedWeight(
@@ -163,7 +163,8 @@ def _experts_kernel(kind: str, device: torch.device, tiles: int) -> Kernel:
 
 @lru_cache(maxsize=64)
 def compile_kernels(kind: str, device: torch.device) -> None:
-    """Compile, or load from the cache folder, all kernels of a quantization type, so that no step compiles anything."""
+    """Compile, or load from the cache folder, the kernels of a quantization type for products of few rows and for
+    dequantization, so that no step compiles anything."""
     variants = [(tiles, False) for tiles in SPLIT_K_WARPS] + [(tiles, True) for tiles in WHOLE_K_WARPS]
     sources = [
         (DEQUANTIZE_SOURCE, {"KIND": kind_number(kind)}),
@@ -219,8 +220,8 @@ def few_rows_product(
     columns of a wider tensor; bias and residual have its dtype. `partial_sums`: a float32 buffer for sums of segments; if it is
     too small for all outputs, they are computed slab by slab; if None, it is allocated here. `overlaps_previous`: with PDL this
     product may run concurrently with the one launched before it, which reads the same rows and was launched with `overlaps_next`;
-    the two have different `partial_sums` and `carry` (`empty_carry`). `whole_k` overrides the choice of work_split.py; it does
-    not change the result."""
+    the two must have different `partial_sums` and `carry` buffers (`empty_carry`). `whole_k` overrides the choice of
+    work_split.py; it does not change the result."""
     rows, device = len(activations), weight.units.device
     assert rows <= FEW_ROWS, f"{rows} rows: at most {FEW_ROWS} are supported"
     if rows == 0:
@@ -348,7 +349,7 @@ def experts_product(
 
 
 def dequantize(weight: PackedWeight, first: int, count: int, out: DequantizedWeight | None = None) -> DequantizedWeight:
-    """Dequantize outputs first … first + count to float16 codes and scales; `first` is a multiple of 16."""
+    """Dequantize outputs first … first + count to float16 weights and scales; `first` is a multiple of 16."""
     assert first % UNIT_ROWS == 0, f"the first output must be a multiple of {UNIT_ROWS}"
     assert first + count <= len(weight.units) * UNIT_ROWS, "outputs past the weight's end"
     out = empty_dequantized(weight, count) if out is None else out

@@ -312,7 +312,7 @@ def _is_hopper(device: torch.device) -> bool:
 class PackedLinear(Linear):
     """Weights concatenated along the outputs, quantized or as matrices of x's dtype. `order` (int32): the permutation of an input
     row into the stored order of columns, for a single weight with permuted columns. `pending`: activations that the preceding
-    norm or gate has already packed."""
+    norm or gated activation has already packed."""
 
     def __init__(
         self,
@@ -343,7 +343,7 @@ class PackedLinear(Linear):
             activations = pack_activations(x, width=self._width, order=self._order, pdl=self._pdl)
         y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
         buffers, start = self._partial_sums(len(x)), 0
-        self.workspace.carry(len(self.parts) - 1)  # allocate all carry buffers before the first product is launched
+        self.workspace.carry(len(self.parts) - 1)  # allocated now: filling one must not come between overlapping products
         for i, (part, height) in enumerate(zip(self.parts, self._heights, strict=True)):
             here = slice(start, start + height)
             bias = None if self.bias is None else self.bias[here]

@@ -27,7 +27,7 @@ struct __align__(64) TensorMap {
     u64 words[16];
 };
 
-constexpr int TILE = 128, DEPTH = 64, SPAN = 256;  // rows or outputs of a tile; inputs per stage; inputs per span
+constexpr int TILE = 128, DEPTH = 64, SPAN = 256;  // TILE: rows or outputs; DEPTH: inputs per stage; SPAN: inputs per span
 constexpr int OPERAND_BYTES = TILE * DEPTH * 2;  // one stage of X; a stage of W has the same size
 constexpr int HALF_BYTES = TILE * 16;          // eight float16 for each of 128 rows or outputs
 constexpr int FLOAT_BYTES = TILE * 4;          // one float for each of 128 rows or outputs

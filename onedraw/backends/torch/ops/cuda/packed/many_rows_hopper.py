@@ -1,8 +1,9 @@
 """Products of many rows with dequantized weights on Hopper: launches `many_rows_hopper.cu`.
 
 In: `PackedActivations` and a dequantized slice of outputs (activations.py). Out: [T, N], with bias and residual. X is the
-activations, W the weights. A span is 256 inputs; a stage is a buffer in shared memory for a tile of X and one of W, a slot is one
-for the scales of a span. TMA is the GPU's unit that copies tiles. Axes: T rows, N outputs, S spans.
+activations, W the weights. A span is 256 inputs; a stage is a buffer in shared memory for a tile of X and one of W, a slot is a
+buffer there for the scales, minima, block sums and factors of a span. TMA is the GPU's unit that copies tiles. Axes: T rows, N
+outputs, S spans.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from onedraw.backends.packing import SPAN
 from onedraw.backends.torch.ops.cuda.nvrtc import Kernel, Module, checked, driver
 from onedraw.backends.torch.ops.cuda.packed.activations import DequantizedWeight, PackedActivations
 
-TILE, DEPTH, THREADS = 128, 64, 384  # rows and outputs of a tile, inputs of a pipeline stage, threads per block
+TILE, DEPTH, THREADS = 128, 64, 384  # TILE: rows and outputs of a tile; DEPTH: inputs of a stage; THREADS: per block
 # By scales per span (1 or 8): pipeline stages for tiles of X and W, and slots for per-span data, that fit into shared memory.
 STAGES, SLOTS = {1: 6, 8: 4}, {1: 3, 8: 2}
 GROUP = 4  # row tiles per band: tiles are computed band by band, so that weights are reused from the L2 cache

@@ -1,11 +1,11 @@
 """The operations of a GPU whose weights stay in their quantized blocks.
 
 In: a device and the dtype of activations. Out: `PackedOps`: `TritonOps` whose products, experts and embedding tables read weights
-in their quantized blocks. A weight of a quantization type without kernels becomes a float tensor. Norms and gates also store
-their rows as packed activations, for the packed product that follows them. Expert products follow the arithmetic of all packed
-products (activations.py): the result for a row and an expert is bitwise that of a product with the expert's matrix alone. Rows
-are grouped by expert on the device, and one launch computes all experts. A pair is a row and one of its experts; a segment is
-1,024 inputs. Axes: E hidden width, F feed-forward width.
+in their quantized blocks. A weight of a quantization type without kernels becomes a float tensor. Norms and gated activations
+also store their rows as packed activations, for the packed product that follows them. Expert products follow the arithmetic of
+all packed products (activations.py): the result for a row and an expert is bitwise that of a product with the expert's matrix
+alone. Rows are grouped by expert on the device, and one launch computes all experts. A pair is a row and one of its experts; a
+segment is 1,024 inputs. Axes: E hidden width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec
 
 class PackedExpertBank:
     """The quantized matrices of all experts; gate and up are concatenated if they have the same type. `pending`: activations that
-    the preceding norm or gate has already packed."""
+    the preceding norm or gated activation has already packed."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def load_expert_bank(
     pending: PendingActivations | None = None,
     pdl: bool = False,
 ) -> PackedExpertBank:
-    """Load stacks of stored matrices as experts; the hidden width is padded with zero rows to a multiple of `pad`."""
+    """Load stacks of stored matrices as experts; F is padded to a multiple of `pad` by zero rows of gate and up."""
     together = len({tensor.kind for tensor in gate_up}) == 1
     groups = [list(gate_up)] if together else [[tensor] for tensor in gate_up]
     first = [read_packed_weight(group, pad=pad, copier=copier, device=device) for group in groups]

@@ -50,7 +50,7 @@ def _bytes(at, place):
 
 @triton.jit
 def _four_bits(codes):
-    """Signed codes of MXFP4 and NVFP4 in halves: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives."""
+    """The signed values of MXFP4 and NVFP4 codes, doubled to be integers: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives."""
     size = codes & 7
     value = tl.where(size < 2, size, (2 | (size & 1)) << tl.maximum((size >> 1) - 1, 0))
     return tl.where(codes >= 8, -value, value)
@@ -58,7 +58,8 @@ def _four_bits(codes):
 
 @triton.jit
 def _block(row, factor, b, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Block b of the rows at `row` [N]: codes [BLOCK, N], scale [N] and minimum [N]. `factor` [N]: of NVFP4 matrices."""
+    """Block b of the rows at `row` [N]: codes [BLOCK, N], scale [N] and minimum [N]. `factor` [N]: that of an
+    NVFP4 matrix, 1 for other types."""
     k = tl.arange(0, BLOCK)
     nibble, shift = k % (BLOCK // 2), (4 * (k // (BLOCK // 2)))[:, None]
     low = tl.zeros_like(factor)
@@ -83,7 +84,7 @@ def _block(row, factor, b, KIND: tl.constexpr, BLOCK: tl.constexpr):
     elif KIND == 7:  # MXFP4
         at = row + b * 17
         exponent = tl.load(at).to(tl.int32)
-        # Half of 2^(exponent - 127); the two smallest scales are subnormal.
+        # Half of 2^(exponent - 127), because `_four_bits` doubles the codes; the two smallest scales are subnormal.
         bits = tl.where(exponent >= 2, (exponent - 1) << 23, 0x200000 << exponent)
         return _four_bits((_bytes(at + 1, nibble) >> shift) & 15), bits.to(tl.float32, bitcast=True), low
     elif KIND == 8:  # Q6_K

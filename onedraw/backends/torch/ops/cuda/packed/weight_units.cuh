@@ -220,13 +220,13 @@ __device__ __forceinline__ word component(const uint4 &v, int i) { return i == 0
 
 // ------------------------------------------------------------------ a unit in the registers of a warp
 
-// Integers are converted to float16 without conversion instructions: these are 1024 and 64 in both halves of a word. An
-// integer placed in the low mantissa bits of float16 1024, or from bit 4 on in float16 64, is thereby added to it; adding the
-// negative number gives the integer as float16.
+// Integers are converted to float16 without conversion instructions. MAGIC is 1024 and TOP_MAGIC 64 in both halves of a word. An
+// integer placed in the low mantissa bits of float16 1024, or from bit 4 on in float16 64, is thereby added to that number;
+// adding -1024 or -64 gives the integer as float16.
 #define MAGIC 0x64006400u
 #define TOP_MAGIC 0x54005400u
 #define MINUS_1024 0xE400E400u
-#define MINUS_1152 0xE480E480u
+#define MINUS_1152 0xE480E480u  // also subtracts the 128 that XOR with 0x80 adds to a signed byte
 #define MINUS_64 0xD400D400u
 #define SUBNORMAL_MINUS_32 0x82008020u  // -32 · 2^-24 in the lower half, -32 · 2^-20 in the upper half
 

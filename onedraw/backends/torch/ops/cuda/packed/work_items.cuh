@@ -22,7 +22,7 @@ struct ProductArguments {
     int *counters;          // [unit_count]: finished segments of a unit during a product without WHOLE_K; zero between products
     long long residual_stride, out_stride;  // elements between rows
     int outputs, unit_count, spans, rows;
-    int barriers;           // with WHOLE_K: byte offset of the row barriers in shared memory
+    int barriers;           // with WHOLE_K: byte offset in shared memory of the mbarriers, one per segment, for copies of rows
     int buffers;            // without WHOLE_K: segments of rows that fit into shared memory
     int bf16, pdl;          // bf16: whether `out` is bf16; pdl: flags PDL, OVERLAPS_PREVIOUS, OVERLAPS_NEXT (few_rows.cu)
 #ifdef ROUTED
@@ -166,9 +166,10 @@ __device__ __forceinline__ void add_previous(float (&sums)[TILES][4], const floa
     for (int n = 0; n < TILES; n++) add_to(sums[n], stored ? stored[n * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
 }
 
-// After storing the sums of an item, a warp increments the counter of the item's unit. A warp with many items counts two items at
-// once, so that its stores need one memory fence instead of two. Counting more at once would postpone the reduction of more units
-// to the end of the product.
+// After storing the sums of an item, a warp increments the counter of the item's unit. If the product has at most FEW_SEGMENTS
+// segments and the block at least MANY_ITEMS items per warp, a warp increments the counters of MAX_UNCOUNTED items at once, so
+// that their stores need one memory fence. Counting more at once would postpone the reduction of more units to the end of the
+// product.
 #define MAX_UNCOUNTED 2
 #define MANY_ITEMS 4
 #define FEW_SEGMENTS 8
@@ -192,8 +193,8 @@ __device__ __forceinline__ void finish_counted(const ProductArguments &p, int un
     }
 }
 
-// Adds one span of sixteen outputs. Each register of `unit` is refilled with weights of the span at `next` as soon as it has been
-// used.
+// Adds the products of one span to the sums of sixteen outputs. Each register of `unit` is refilled with weights of the span at
+// `next` as soon as it has been used.
 __device__ __forceinline__ void add_span(const ProductArguments &p, float (&sums)[TILES][4], Unit &unit, const byte *next, bool more, const byte *rows,
                                          const word (&own)[TILES], int place) {
     const int lane = threadIdx.x & 31;

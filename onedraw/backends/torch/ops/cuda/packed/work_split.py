@@ -1,9 +1,9 @@
 """Splits a packed product of few rows, or a product of experts, among the multiprocessors of a GPU. Pure arithmetic.
 
 In: the size of a product and the limits of a device. Out: a `WorkSplit`, or an `ExpertWorkSplit`: compile-time constants and the
-launch configuration of the kernels. A work item is a unit of sixteen outputs by a segment of 1,024 inputs; each multiprocessor
-runs one thread block. No value here can change a result. A row tile is eight rows of activations; whole K means that a block
-computes all segments of its outputs, so that no other block adds to them.
+launch configuration of the kernels. A work item is a unit of sixteen outputs by a segment of 1,024 inputs; in a product of few
+rows each multiprocessor runs one thread block. No value here can change a result. A row tile is eight rows of activations; whole
+K means that a block computes all segments of its outputs, except for units that two blocks share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ WHOLE_K_REGISTERS = {1: 112, 2: 0}
 SPLIT_K_WARPS = {1: 16, 2: 16, 3: 16, 4: 16, 6: 8, 8: 8}  # maximum warps per block, by row tiles, without whole K
 # A block computes all segments of its outputs (whole K) if the activations, which every block then reads completely, are small
 # compared to the weights. Blocks get whole units if that balances them; otherwise they get items, and two blocks may share a
-# unit. The thresholds are measured on an H200 with cold weights (bench/gpu_few_rows.py time --all-splits).
+# unit. The thresholds are measured on an H200 with weights that are not in the L2 cache (bench/gpu_few_rows.py time
+# --all-splits).
 BALANCED = 0.9  # minimum ratio of mean to maximum units per block for whole units
 MAX_ITEMS = 1 << 21  # whole K: the kernel divides item numbers by float multiplication, which is exact below this number
 ALWAYS_WHOLE_K_ROWS = 4  # products of at most this many rows use whole K whenever it is possible
@@ -41,7 +42,7 @@ class WorkSplit:
     threads: int  # threads per block of this launch
     blocks: int
     granule: int  # with whole_k, the items that are assigned together: all items of a unit, or one item
-    barriers: int  # with whole_k, byte offset of the row barriers in shared memory
+    barriers: int  # with whole_k, byte offset in shared memory of the mbarriers, one per segment, for copies of rows
     buffers: int  # segments of rows that are in shared memory at a time
     shared: int  # bytes of shared memory
     sums: int  # floats of partial sums per unit in global memory; 0 with whole_k
@@ -64,7 +65,8 @@ def buffer_bytes(rows: int, tiles: int) -> int:
 
 
 def rows_at_once(rows: int, shared: int) -> int:
-    """The number of rows that one launch computes: `rows`, or as many as fit into `shared` bytes of shared memory."""
+    """The number of rows that one launch computes: `rows`, or if these do not fit into `shared` bytes of shared memory, the
+    largest listed number of rows that does."""
     return next(count for count in (rows, 48, 32, 24, 16, 8) if count <= rows and buffer_bytes(count, tiles_of(count)) <= shared)
 
 
@@ -92,7 +94,7 @@ def split_work(
         items = -(-unit_count * segments // (blocks * granule)) * granule  # the most items of a block; some have a granule less
         warps = min(items, WHOLE_K_WARPS[tiles])
         pending = items + 1  # sums to keep: those of all items, and the carry from the preceding block
-        if whole:  # the sums of each warp's own unit, then of the items that are distributed over all warps
+        if whole:  # first the sum of each warp's unit, later in the same place those of items distributed over all warps
             pending = max(warps, *(units % warps * segments for units in (unit_count // blocks, height)))
         barriers = segments * buffer + pending * tiles * TILE_ROWS * UNIT_ROWS * 4
         if (needed := barriers + 8 * (segments + 1)) <= shared:
