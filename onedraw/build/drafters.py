@@ -37,7 +37,7 @@ from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Pro
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.tokenizer import Tokenizer
 
-HOST_WEIGHTS = ("predecessor", "successor")  # a candidate selector's weights, read from the file row by row
+HOST_WEIGHTS = ("predecessor", "successor")  # weights of a drafter that stay in its file, from which the host reads single rows
 DRAFT_MODEL_TOKENS = 4  # how many tokens a draft model drafts if --draft-tokens is not given
 NAME_KEYS = ("general.name", "general.basename", "_name_or_path")  # metadata keys under which a checkpoint names its model
 PROPOSERS: Mapping[str, Callable[[], Proposer]] = {"prediction": PredictionProposer, "ngram": NgramProposer}
@@ -133,6 +133,7 @@ def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
                 # features.
                 contexts = [drafter.weights.tensor(index, name) for index in range(len(spec.layers)) for name in ("k", "v")]
                 twice, saved = sum(math.prod(tensor.shape) for tensor in contexts), gpu_packed_savings(contexts)
+                # Weights that stay in the file take no bytes on the device.
                 codebooks = [drafter.weights.tensor(None, name) for name in HOST_WEIGHTS if name in drafter.spec.outer_shapes()]
                 twice -= sum(math.prod(tensor.shape) for tensor in codebooks)
                 saved -= gpu_packed_savings(codebooks)
@@ -174,7 +175,7 @@ class DeviceDrafter(Protocol):
         ...
 
     def size(self, info: ModelInfo) -> DrafterBytes | None:
-        """Return the component's bytes as a function of the memory plan."""
+        """Return the component's bytes as a function of the memory plan, or None if it needs none."""
         ...
 
     def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
@@ -299,8 +300,9 @@ BUILT_IN_DRAFTERS = (
 def find_built_in_drafter(spec: ModelSpec, source: ModelSource) -> Path | None:
     """Return the path of the built-in drafter of this target, or None if there is none.
 
-    It belongs to a target of the shape it was trained for whose name is in general.name or general.basename of a GGUF file,
-    _name_or_path of a config, or the name of the file or folder. A wrong match only makes drafts worse; it never changes a token.
+    A built-in drafter belongs to a target that has the shape and a name for which it was trained. The names of a target are
+    general.name and general.basename of a GGUF file, _name_or_path of a config, and the names of the file and its folder. A wrong
+    match only makes drafts worse; it never changes a token.
     """
     given = [source.config.get(key) for key in NAME_KEYS]
     # Only the names of the file and of its folder count, because folders further up are not named after the model.

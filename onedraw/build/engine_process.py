@@ -1,12 +1,12 @@
 """The process of an engine: its start from the client's side, and its main function.
 
-In: settings. Out: a RemoteEngine. What is the same for every engine in another process, wherever it runs, is here as well: a
-process serves it with `serve_engine`, and `engine_client` waits for it.
+In: settings. Out: a RemoteEngine. The parts that are the same for an engine in any other process, also on another machine, are
+here as well: `serve_engine` builds and serves an engine there, and `engine_client` waits for the engine here.
 
 `python -m onedraw.build.engine_process FD` builds an engine and serves it over the socket FD, whose first frame has the settings
-as JSON. Its log and progress go to the client, so they appear where the client's do. It ends when the client closes the engine
-and also when the client's process ends, however that happens; signals that a terminal or a service manager sends to all
-processes are left to the client.
+as JSON. The process sends its log and progress to the client, so they appear where the client's do. The process ends when the
+client closes the engine and also when the client's process ends, however that happens; signals that a terminal or a service
+manager sends to all processes are left to the client.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ StartEngine = Callable[[Settings], EngineSource]
 def engine_client(
     channel: EngineChannel, build_constraint: BuildConstraint, notify: Progress, *, end_process: Callable[[float], str]
 ) -> RemoteEngine:
-    """Wait until the engine at the other end of a channel is built, and return its client. Its error is raised here. For
-    `end_process` see RemoteEngine."""
+    """Wait until the engine at the other end of a channel is built, and return its client. An error of the engine is raised here.
+    `end_process` waits so many seconds for the end of the engine's process, then kills it, and returns how it ended."""
 
     def report(line: Report) -> None:
         if line.level:
@@ -176,8 +176,8 @@ def main(descriptor: int) -> int:
 def serve_engine(
     settings: bytes, channel: MessageSender, incoming: SimpleQueue[bytes | None], on_built: Callable[[], None]
 ) -> bool:
-    """Build the engine of these settings and serve its client until a message is None. Return whether it could be built; if not,
-    the client gets the error."""
+    """Build the engine of these settings and serve its client until `incoming` gives None. Return whether it could be built; if
+    not, the client gets the error."""
     from onedraw.build.llm import build_llm
 
     sender = EventSender(channel)
@@ -198,8 +198,8 @@ def serve_engine(
 
 
 def _receive(frames: Frames, incoming: SimpleQueue[bytes | None], built: threading.Event) -> None:
-    """Pass the client's messages on to the queue `incoming`. When the client has ended, end this process: at once while it loads,
-    else after closing the engine."""
+    """Pass the client's messages on to the queue `incoming`. When the client has ended, end this process: at once if the engine
+    is not built yet, else when it has closed, and after ORPHAN_SECONDS at the latest."""
     while (data := frames.receive()) is not None:
         incoming.put(data)
     if built.is_set():

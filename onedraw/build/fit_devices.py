@@ -43,8 +43,8 @@ LANE_SHARE = 16  # Recurrent states of all lanes take at most one part in this m
 
 
 def with_device_sizes(settings: Settings, spec: ModelSpec, devices: Sequence[Device]) -> Settings:
-    """Return the settings with --turn-tokens and --max-batch for these devices, where they were not given. A CPU reaches its full
-    speed with small steps, and so does a split of which a CPU has layers."""
+    """Return the settings with --turn-tokens and --max-batch for these devices, where they were not given. If one is a CPU, or
+    has unknown memory, the settings stay as they are: their small defaults give a CPU, or a split with one, its full speed."""
     if any(device.kind == "cpu" or device.memory is None for device in devices):
         return settings
     memory = min(device.memory or 0 for device in devices)
@@ -61,8 +61,8 @@ def with_device_sizes(settings: Settings, spec: ModelSpec, devices: Sequence[Dev
 
 
 def longest_draft(settings: Settings) -> int:
-    """Return the number of drafts of one sequence in one step for which memory is allocated: --draft-tokens, or the usual
-    maximum."""
+    """Return the number of drafts of one sequence in one step for which memory is allocated: 0 with --draft none, else
+    --draft-tokens or DRAFTS_PER_LANE."""
     return 0 if "none" in settings.draft else settings.draft_tokens or DRAFTS_PER_LANE
 
 
@@ -132,7 +132,8 @@ class DeviceFit:
 
 
 def step_memory(settings: Settings, info: ModelInfo, stored: StoredWeights, devices: Sequence[Device]) -> StepBytes:
-    """Return the workspace of a step on each of these devices, with weights in the form `stored`. The memory plan lacks it."""
+    """Return the workspace of a step on each of these devices, with weights in the form `stored`. The memory plan does not
+    contain it."""
     recorded = len(devices) == 1  # Memory of CUDA graphs is planned for a single device only.
     return step_bytes(info.spec, stored.dtype, step_tokens=settings.step_tokens, weights=stored.packed, recorded=recorded)
 
@@ -143,8 +144,8 @@ def stored_weights(info: ModelInfo, dtype: str) -> StoredWeights:
 
 
 def without_scratch(device: Device, scratch: int) -> Device:
-    """Return the device with `scratch` bytes less memory. A CPU is returned unchanged, because its memory is not planned so
-    exactly."""
+    """Return the device with so much less memory that `scratch` bytes less are left after the runtime's reserve. A CPU is
+    returned unchanged, because its memory is not planned so exactly."""
     if device.memory is None or device.kind == "cpu":
         return device
     return replace(device, memory=max(device.memory - int(scratch / (1 - RUNTIME_RESERVE)), 0))
@@ -161,7 +162,8 @@ def plan_devices(
     """Return the sizes for these devices and the bytes of each, or raise OutOfMemory, which names settings that fit. A single
     device is a split with one part.
 
-    `no_kernels` says, by `packed_kernels`, why kernels for packed weights cannot run here; those that can are missing.
+    `no_kernels`: why kernels for packed weights cannot run here, by the kind that `packed_kernels` names; kinds that can run are
+    left out.
     """
     fit, plan = _fit(settings, info, devices, drafter=drafter, no_kernels=no_kernels)
     try:
@@ -235,7 +237,7 @@ def _fit(
         no_kernels=no_kernels or {},
     )
     activation = activation_precision(devices, requested=settings.activation_dtype, products=settings.dtype)
-    # Kernels with float32 products read keys and values of any dtype, others read their own.
+    # Kernels with float32 products read keys and values of any dtype, others only those of their own dtype, or quantized ones.
     narrow = [dtype for dtype in dtypes if float_dtype(dtype) != "f32"]
     kv_dtype = kv_precision(settings.kv_dtype, products=(narrow or dtypes)[0], devices=devices)
     forms = {dtype: stored_weights(info, dtype) for dtype in dict.fromkeys(dtypes)}
@@ -244,7 +246,7 @@ def _fit(
     plan = fit.plan(settings)
     if len(devices) == 1 and devices[0].kind != "cpu" and devices[0].memory is not None:
         given = {"memory": devices[0].memory, "step_tokens": settings.step_tokens}
-        for _ in range(2):  # twice, because a drafter's pages depend on the model's, and the first plan decides their number
+        for _ in range(2):  # twice, because a drafter's bytes depend on the number of the model's pages, which changes here
             kv_bytes = page_budget(plan, info.spec, drafter_bytes=0 if drafter is None else drafter(plan), **given)
             fit = replace(fit, kv_bytes=kv_bytes)
             plan = fit.plan(settings)
@@ -302,8 +304,8 @@ def longest_contexts(
 
 
 def smaller_kv_dtypes(plan: MemoryPlan, spec: ModelSpec, devices: Sequence[Device]) -> list[list[str]]:
-    """Return the KV dtypes that model and devices support and that are smaller than the plan's: lists of the same size, the
-    largest first."""
+    """Return the KV dtypes that model and devices support and that are smaller than the plan's: a list for each size, the largest
+    size first."""
     found: dict[int, list[str]] = {}
     for name in ("int8", "fp8", "int4"):
         try:

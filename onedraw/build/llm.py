@@ -262,7 +262,7 @@ def _build_model(
     start_engine: StartEngine | None,
     sender: EventSender | None,
 ) -> LLM:
-    """Build the LLM of a checkpoint, in contrast to the fake backend, which has no weights."""
+    """Build the LLM of a checkpoint, with the torch or the xla backend."""
     if settings.backend == "xla":
         require_jax()
     with ExitStack() as stack:
@@ -334,7 +334,8 @@ def torch_backend(
     weights: str = "",
     warm_up: bool = True,
 ) -> Backend:
-    """Load the model on its devices. `weights`: the fingerprint of its checkpoint, which a Ray cluster's nodes must have."""
+    """Load the model on its devices. `weights`: the fingerprint of its checkpoint, which copies on a Ray cluster's nodes must
+    have too."""
     devices, cluster = _find_all_devices(settings)
     try:
         return _torch_backend_on(devices, cluster, settings, info, notify, drafter, weights=weights, warm_up=warm_up)

@@ -1,7 +1,7 @@
 """The connection to a Ray cluster: one that runs, or one of this machine alone that ends with this process.
 
-In: an address, or none. Out: the module `ray`, connected. Ray is imported here alone, on first use. A cluster that is started
-here listens on 127.0.0.1 only. One that listens on other addresses must ask for a token, as Ray does by default.
+In: an address, or none. Out: the module `ray`, connected. Ray is imported on first use. A cluster that is started here listens on
+127.0.0.1 only. One that listens on other addresses must ask for a token, as Ray does by default.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from onedraw.errors import BadSetting
 
 # Environment variables of a cluster that is started here. Ray replaces 127.0.0.1 by the machine's address on a network, unless
-# the first variable turns clusters of several machines off, as it does by default on Windows and macOS. By default Ray also runs
-# its actors with a lower priority than other programs, which would slow a server down.
+# RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 0, which turns clusters of several machines off and is the default on Windows and macOS. By
+# default Ray also runs its actors (workers) with a lower priority than other programs, which would slow a server down.
 OWN_CLUSTER: Mapping[str, str] = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -1,10 +1,11 @@
 """Pipeline stages on the nodes of a Ray cluster: `--devices ray:NODE/cuda:0,ray:NODE/cuda:0,cpu`.
 
 In: devices with a node, and how layers are divided. Out: a connected StageGroup. Each stage is an actor on its node, which loads
-its layers from the node's own copy of the model (or a shared folder) and then serves its link until that closes. Ray starts
-actors, tells that one died, and carries the messages of `LoadStage`, as bytes; the rows and streams of steps go over the link
-(`backends/torch/remote`). NODE is a node's name, its address, or its number, counted from the head node. The cluster is the one
-that RAY_ADDRESS names or that runs on this machine. Ray is imported for such devices only.
+its layers from the node's own copy of the model (or a shared folder) and then serves steps over the link, the connection of all
+stages' processes, until that closes. Ray starts actors, reports that one died, and carries the messages that find, load and start
+stages, as bytes; the rows and residual streams of steps go over the link (`backends/torch/remote`). NODE is a node's name, its
+address, or its number, counted from the head node. The cluster is the one that RAY_ADDRESS names or that runs on this machine.
+Ray is imported for such devices only.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class RayCluster:
 
 
 def require_last_here(devices: Sequence[Device]) -> None:
-    """Raise if the last stage would be on another node: tokens are sampled and drafted there, in the engine's process."""
+    """Raise if the last stage would be on another node: tokens are sampled and drafted on its device by the engine's process."""
     if devices[-1].node:
         raise BadSetting(
             f"--devices: the last device must be one of this machine, where tokens are sampled, and not {devices[-1].name}; "

@@ -1,4 +1,4 @@
-"""Send a trainer's weights to a server on the same machine, without a file. Only `build` names concrete backends.
+"""Send a trainer's weights to a server on the same machine, without a file. It is in `build`, which alone may import a backend.
 
 In: the server's address and update token, tensors by name. Out: the fingerprint of the model with these weights.
 """

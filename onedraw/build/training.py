@@ -98,7 +98,8 @@ def new_drafter_spec(target: ModelSpec, *, mask_token: int, block: int, layers: 
 
 
 def feature_layers(count: int, depth: int) -> tuple[int, ...]:
-    """`count` layers, or fewer, spread evenly from the second layer to the third last of a target of `depth` layers."""
+    """`count` layers, or fewer, spread evenly from the second layer to the third last of a target of `depth` layers; for one, the
+    middle layer."""
     last = max(depth - 3, 0)
     first = min(1, last)
     if count == 1:
@@ -227,8 +228,8 @@ class DraftTraining:
         buffer_bytes: int,
         notify: Progress,
     ) -> None:
-        """Load the target, and make the trainer of a drafter that begins as `initial` or random. `examples` are all of the run.
-        The mask token of a new drafter is `mask_token`, or else a token that no example has."""
+        """Load the target, and make the trainer of a drafter that begins as `initial` or random. `examples`: all sequences of the
+        run. The mask token of a new drafter is `mask_token`, or else a token that no example has."""
         from onedraw.backends.torch.training.trainer import Recipe, make_trainer
 
         checkpoint = find_checkpoint(settings, notify)

@@ -1,8 +1,8 @@
 """Replaces the weights of a running model by those of a folder, or by tensors from memory or from another process.
 
-In: a folder or tensors. Out: the card of the model with its new fingerprint. Everything is read and compared with the weights in
-use before the engine is asked for anything: the new ones must be of the same model, and of the same shapes and stored types, so
-that a server that is started from them would be the same one.
+In: a folder or tensors. Out: the new fingerprint of the model. All new weights are read and compared with those in use before the
+engine is asked to replace any: they must be of the same model, shapes and stored types, so that a server that is started with the
+new weights would compute the same.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What the manifest of an export says about its model."""
+    """The properties of a model as the manifest of its export has them."""
 
     folder: Path
     family: str

@@ -93,7 +93,8 @@ class StoredTensor:
         return
 
     def take_rows(self, order: NDArray[np.intp]) -> StoredTensor:
-        """Row i is row order[i] of this tensor. A row is a whole number of blocks, so rows are copied without dequantizing."""
+        """A tensor whose row i is row order[i] of this one. A row is a whole number of blocks, so rows are copied without
+        dequantizing."""
         if QUANT_TYPES[self.kind].block_values > 1 and len(self.shape) == 1:
             raise ValueError(f"tensor {self.name} is one packed row")
         rows = self.data.reshape(self.shape[0], -1)

@@ -169,7 +169,8 @@ _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.f
 
 
 def _mxfp4(blocks: Bytes, out: Floats) -> None:
-    """A block has a byte with an exponent (E8M0) and 16 bytes of 4-bit floats (E2M1)."""
+    """A block has a byte with an exponent (E8M0) and 16 bytes of 4-bit floats (E2M1). The 128 below is the exponent's bias, 127,
+    and 1 for the doubled values of _E2M1."""
     codes = np.ascontiguousarray(blocks[:, 1:])
     out[:, :16] = _E2M1[codes & 15]
     out[:, 16:] = _E2M1[codes >> 4]

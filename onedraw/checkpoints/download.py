@@ -325,7 +325,7 @@ class DownloadMeter:
         self._counts: deque[tuple[float, float]] = deque()  # (time, bytes so far) of the last WINDOW_SECONDS
 
     def update(self, done: float, total: float) -> None:
-        """Report that `done` of `total` bytes are here. Bytes that were here before the first call count as no speed."""
+        """Report that `done` of `total` bytes are here. Bytes that were here at the first call do not count towards the speed."""
         now, done = self._clock(), min(done, total)
         self._counts.append((now, done))
         while now - self._counts[0][0] > WINDOW_SECONDS:

@@ -140,7 +140,7 @@ def convert_drafter(folder: Path, out: Path, *, kind: str = "Q8_0", name: str = 
 
 
 def _refuse_unwritable(spec: DrafterSpec) -> None:
-    """Refuse a drafter with properties that the GGUF layout cannot express, or that are not written."""
+    """Refuse a drafter with properties that the GGUF layout cannot express, or that this module does not write."""
     if spec.convolution is not None or spec.selector is not None or spec.feature_norms or spec.normed_context:
         raise UnsupportedModel("cannot convert this drafter: only plain DFlash drafters are written, not DFlash2 or Laguna")
     if any(layer.attention.rope.kind != "default" for layer in spec.layers):

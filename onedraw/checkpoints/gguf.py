@@ -275,7 +275,7 @@ class _Cursor:
         except struct.error:
             pass
         if len(texts) != count:
-            self._take(self._size + 1)
+            self._take(self._size + 1)  # more bytes than the file has, so this raises CorruptFile
         self.position = position
         return texts
 

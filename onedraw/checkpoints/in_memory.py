@@ -1,6 +1,6 @@
 """A checkpoint whose tensors are in host memory, so that it does not depend on files any more.
 
-In: an open checkpoint, whose tensors are copied, or tensors by name with the configuration of a checkpoint. Out: a
+In: an open checkpoint, whose tensors are copied, or tensors by name with the configuration of a checkpoint. Out: an
 InMemoryCheckpoint. An update of weights reads from it: files may be overwritten or removed meanwhile."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def installed_models(cache_dir: Path) -> list[InstalledModel]:
 
 
 def remove_model(name: str, cache_dir: Path) -> InstalledModel:
-    """Remove a model from disk by its short name or hub id. Only what a download put there is removed, never a path."""
+    """Remove a model from disk by its short name or hub id. `name` is never taken as a path, so only downloads are removed."""
     for model in installed_models(cache_dir):
         if name in (model.name, model.source):
             shutil.rmtree(Path(model.path) if model.source else Path(model.path).parent)

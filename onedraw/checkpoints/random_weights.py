@@ -235,7 +235,8 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> ModelWeights:
     return ModelWeights(RandomCheckpoint(spec, seed), spec, PLAIN_NAMES)
 
 
-# Fields of the spec that were renamed: the fingerprint keeps the old names, so that it stays the same across versions.
+# Fields of the spec that were renamed, from the new name to the old one: the fingerprint is made from the old names, so that it
+# stays the same across versions.
 RENAMED_FIELDS = {"parallel_experts": "beside", "rotated_pairs": "turning"}
 
 
@@ -409,6 +410,7 @@ def random_tensor(name: str, weight: str, shape: tuple[int, ...], *, tied: bool,
     return RandomTensor(name, shape, seed, std=1 / math.sqrt(shape[-1]))
 
 
+# Mixtures of a single type, which are named like the type.
 PURE = {f"{kind.lower()}": kind for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")}
 MIXTURES = ("q4_k_m", *PURE)
 # The type that replaces a K type where the length of a row is not a multiple of 256.
@@ -452,7 +454,7 @@ class RandomQuantTensor:
         """Always readable."""
 
     def packed(self) -> Bytes:
-        """Overlapping windows into the pool, [rows, bytes], without copying."""
+        """Rows as overlapping windows into a pool of random blocks, [rows, bytes], without copying."""
         quant = QUANT_TYPES[self.kind]
         rows, blocks = math.prod(self.shape[:-1]), self.shape[-1] // quant.block_values
         first = int.from_bytes(hashlib.sha256(f"{self.seed} {self.name}".encode()).digest()[:2], "little")

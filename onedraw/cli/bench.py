@@ -258,7 +258,7 @@ def _recorded(arguments: argparse.Namespace) -> RecordedProposer | None:
     kept = wanted[0].removeprefix(REPLAY)
     if len(arguments.draft) > 1 or not kept.isdecimal():
         raise BadSetting("--draft replay:K cannot be combined with other drafters; K is the number of drafts kept per step")
-    arguments.draft = ["ngram"]  # reserves memory for drafts and loads no drafter; the RecordedProposer takes its place
+    arguments.draft = ["ngram"]  # reserves memory for drafts and loads no drafter; the RecordedProposer drafts instead
     length = arguments.draft_tokens or max(DEFAULT_LENGTH, int(kept))
     return RecordedProposer(kept=int(kept), length=int(length))
 
@@ -319,7 +319,7 @@ def measure_all(
 
 
 def _replayed(llm: LLM, generations: Sequence[Generation], plain: BenchRun, recorded: RecordedProposer) -> BenchRun:
-    """Run the same requests with their recorded answers as drafts, and raise if any token differs from the first run."""
+    """Run the same requests with their recorded answers as drafts, and raise if any token differs from the run `plain`."""
     recorded.vocab = llm.card.vocab
     recorded.answers = {generation.prompt: timing.ids for generation, timing in zip(generations, plain.timings, strict=True)}
     again = _together(llm, generations)

@@ -1,7 +1,7 @@
 """jax configuration and devices: 64-bit integers, named devices, the compilation cache on disk.
 
-In: a platform's name and a folder. Out: jax devices, or an error that lists the available ones. It must be imported before other
-modules use jax, because it sets jax's configuration.
+In: a platform's name and a folder. Out: jax devices, or an error that names the available platforms. This module must be imported
+before other modules use jax, because it sets jax's configuration.
 """
 
 from __future__ import annotations

@@ -221,6 +221,7 @@ class Sampler:
         self._device = device
         self._scratch = Scratch(device)
         self._counts: LaneCounts | None = None
+        # By lane: a request id, and the request's tokens, indexed for the DRY penalty and bad words.
         self._recalls: dict[int, tuple[str, HistoryTokens]] = {}
         self._checksum_weights: Tensor | None = None  # [2, V] int64: by token, of logits and of scores
         self._lock = threading.RLock()  # steps in flight at once may be prepared and sampled on two threads

@@ -3,7 +3,7 @@
 In: the step's new keys and values. Out: page stores that attention reads. Allocated once, zeroed, with one scratch page more
 than the allocator lends: padding tokens write there, and kernels read it, masked, past a sequence's end. Codes (int8, fp8,
 int4) are keys and values divided by a scale; the scales are in pages of their own under the same numbers, and whatever moves a
-page moves both. A slot is a position within a page. Axes: T tokens, P pages, S slots of a page, K key heads of size D.
+page moves its scales too. A slot is a position within a page. Axes: T tokens, P pages, S slots of a page, K key heads of size D.
 
 Keys and values of 4 bits are those of a Walsh-Hadamard transform of every head, which spreads a large number over the whole head,
 so that one scale serves the whole head. Queries are transformed too, which leaves every score as it was. The output of attention

@@ -160,8 +160,8 @@ class ModelState:
                     store.move(table)
 
     def commits(self, bucket: Bucket) -> bool:
-        """Whether a step of this shape has drafts to commit. Without recurrent layers, drafts of a chain need no commit: they are
-        already in the slots of their positions."""
+        """Whether a decode step of this padded shape may have drafts to commit. Without recurrent layers, drafts of a chain
+        (`depth` is None) need no commit: their keys and values are already in the slots of their positions."""
         return bucket.longest > 1 and (bool(self.lanes) or bucket.depth is not None)
 
     # ------------------------------------------------------------------ to and from the disk
