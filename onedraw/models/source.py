@@ -54,7 +54,8 @@ class LazyTensor(Protocol):
         """Whether `packed` returns the stored bytes, and not None."""
 
     def packed(self) -> NDArray[np.uint8] | None:
-        """All rows as stored, [rows, bytes], with the leading axes flattened; None if the values differ from the stored ones."""
+        """All rows as stored, [rows, bytes], with the leading axes flattened; None if `stays_packed` is false, since the values
+        differ from the stored ones or are not stored."""
 
     def factors(self) -> NDArray[np.float32] | None:
         """An additional factor of each packed row, [rows]; None if all are 1. Only NVFP4 has factors."""

@@ -49,7 +49,7 @@ class RopeSpec:
     original_context: int = 0  # for llama3 and yarn: the context length before scaling
     beta_fast: float = 32.0  # for yarn: pairs with more rotations than this are not scaled
     beta_slow: float = 1.0  # for yarn: pairs with fewer rotations than this are scaled fully
-    attention_factor: float | None = None  # for yarn: factor of cos and sin; None: 0.1 ln(factor) + 1, at least 1
+    attention_factor: float | None = None  # for yarn: it multiplies cos and sin; None: 0.1 ln(factor) + 1, at least 1
     truncate: bool = True  # for yarn: round the bounds of the scaled range to whole pairs
     divisors: tuple[float, ...] = ()  # for the kind divisors: rope_freqs of a GGUF file, which divides the frequencies
     rotated_pairs: int = 0  # for the kind proportional: only the first pairs, this many, are rotated

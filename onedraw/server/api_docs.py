@@ -1,4 +1,4 @@
-"""Generate docs/api.md from the tables that requests are checked by: `python -m onedraw.server.api_docs > docs/api.md`.
+"""Generate docs/api.md from the tables by which the server checks requests: `python -m onedraw.server.api_docs > docs/api.md`.
 
 The input is the rules of every request model; the output is Markdown. A test compares the output with docs/api.md.
 """

@@ -114,8 +114,9 @@ class Accounts:
         return Permit(self, caller, account)
 
     def reserve(self, caller: str, account: Account, *, prompt: int, reply: int) -> None:
-        """Count a request's tokens as in flight, and those of its prompts as used. Raise BadRequest if they exceed the caller's
-        limit even alone, RateLimited if they do with the tokens in flight. `reply` is the most tokens of all replies."""
+        """Count a request's tokens as in flight, and those of its prompts as used. Raise BadRequest if they exceed the limit on
+        tokens in flight even alone, RateLimited if they do together with the tokens that the caller has in flight. `reply` is the
+        most tokens of all replies."""
         most, tokens = self._limits.tokens, prompt + reply
         if most is not None and tokens > most:
             raise BadRequest(

@@ -25,7 +25,7 @@ class ForeignResults(Exception):
 
 
 class ResultLog:
-    """The results so far. The code that opens it closes it, or uses it in a `with`. `title` says what the results belong to: a
+    """The results so far. Close it after use, or use it in a `with`. `title` says what the results belong to: a
     file with another title stays as it is, and ForeignResults is raised."""
 
     def __init__(self, path: Path, *, title: str) -> None:
