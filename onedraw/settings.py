@@ -29,7 +29,8 @@ XlaPlatform = Literal["auto", "cpu", "cuda", "tpu"]
 DRAFT_WORDS = ("auto", "none", "ngram", "prediction", "mtp")  # the values of --draft that name no file
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.gguf)"  # owner/name of a repository on the hub
 
-# The default --max-batch and --turn-tokens of CPUs and of the xla and fake backends. `build/fit_devices.py` has those of GPUs.
+# The defaults of --max-batch (DEFAULT_LANES) and --turn-tokens (DEFAULT_STEP_TOKENS) on CPUs and with the xla and fake backends.
+# `build/fit_devices.py` has those for GPUs.
 DEFAULT_LANES, DEFAULT_STEP_TOKENS = 8, 512
 
 ENVIRONMENT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (  # (setting, environment variable, parser of its value)
@@ -54,7 +55,7 @@ class Settings:
     overlap: Overlap = "auto"  # whether the stages of a split work on different steps at the same time
     ahead: Overlap = "auto"  # async scheduling: whether a step is submitted before the previous step's tokens are known
     dtype: str = "auto"  # dtype of weights and matrix products
-    cpu_activations: CpuActivations = "int8"  # activations in products with packed (quantized) weights on a CPU
+    cpu_activations: CpuActivations = "int8"  # dtype of activations in products with packed (quantized) weights on a CPU
     activation_dtype: str = "auto"  # dtype of the residual stream, also where it passes from device to device
     max_context: int | None = None  # most tokens of one sequence, prompt and reply together
     max_batch: int | None = None  # most sequences that run at once

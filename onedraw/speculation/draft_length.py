@@ -112,10 +112,10 @@ def best_draft_counts(
 ) -> list[int]:
     """Return how many positions the backend's drafter should draft for each row, given the rows' rates of acceptance.
 
-    `running` rows share the step, and all that draft share a call of the drafter, whose cost is `drafting` in terms of drafted
-    positions. `catch_up` has for each row the seconds per step that catching up costs, if the row drafts. With `nodes` the drafts
-    of `limit` positions are a tree of that many nodes, and a rate is that of the tree. Other rows of the step carry `host_drafts`
-    drafts of proposers, of which `host_kept` are kept on average.
+    `running` rows share the step, and all that draft share a call of the drafter, whose cost is `drafting` (with drafted
+    positions in place of tokens). `catch_up` has for each row the seconds per step that catching up costs, if the row drafts.
+    With `nodes` the drafts of `limit` positions are a tree of that many nodes, and a rate is that of the tree. Other rows of the
+    step carry `host_drafts` drafts of proposers, of which `host_kept` are kept on average.
 
     A draft pays off if its probability of being kept exceeds the number of tokens that the step, at its present speed, samples in
     the time that the draft costs. The call pays off if the step with all these drafts gives more tokens per second.
@@ -221,7 +221,7 @@ class CostMeter:
     """Estimates the duration of a step from its numbers of tokens and rows, with least squares that weight older steps down.
 
     While the observed steps do not separate the cost of tokens from the cost of rows, the fit stays near the prior ratio of token
-    cost to base cost. The prior weighs as much as `ridge` steps that differ by one token.
+    cost to base cost. The prior weighs as much as `ridge` steps that differ from the mean by one token.
     """
 
     decay: float = 0.99

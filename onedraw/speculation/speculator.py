@@ -156,7 +156,7 @@ class Speculator:
         state.step += 1
         state.host_drafts, state.host_expected = 0, 0.0
         proposal = NO_PROPOSAL
-        if running != state.running:  # Another number of rows may make drafts pay off.
+        if running != state.running:  # With another number of rows drafts may pay off: ask again.
             state.running, state.ask_at = running, 0
         waits = self._forced is None and self._steps.needs_plain_step(running)
         if own or (state.step >= state.ask_at and not waits):

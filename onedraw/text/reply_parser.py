@@ -69,7 +69,7 @@ class ReplyPart:
     channel: Channel
     text: str
     call: Call | None = None
-    truncated_call: bool = False  # whether this is the text of a tool call that the end of the reply cut off before its name
+    truncated_call: bool = False  # whether this is the text of a tool call that was cut off before its name was complete
 
 
 class ReplyParser:

@@ -1,7 +1,7 @@
 """Convert text to token ids and back, with the `tokenizers` library.
 
 A Tokenizer is made from a folder with tokenizer.json or from the metadata of a GGUF file. It is immutable, so several threads may
-use it. Special tokens that are spelled out in a text are encoded as such, because chat templates produce text.
+use it. Special tokens that are spelled out in a text are encoded as such tokens, because chat templates produce text.
 
 Decoding is defined on bytes: the bytes of all tokens are joined and decoded as UTF-8, with U+FFFD for invalid bytes. So a whole
 text equals the concatenation of its stream, whatever the ids. The setting `clean_up_tokenization_spaces` is ignored: it changes

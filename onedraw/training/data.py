@@ -88,7 +88,8 @@ def _is_record(path: Path) -> bool:
 
 def split_records(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """Divide records into those to train on and those held out, by a hash of their prompts: replies to one prompt are on one
-    side. At least one is held out."""
+    side, and each side has at least one prompt. Records without a request, or with fewer than two reply tokens, are left out. If
+    fewer than two prompts are left, raise BadSetting."""
     usable = [record for record in records if record.generation is not None and len(record.reply) >= 2]
     numbered = [(_number(record), record) for record in usable]
     prompts = sorted({number for number, _ in numbered})

@@ -64,7 +64,7 @@ class RunOptions:
     block: int = 8  # slots of a new drafter's block: the last sampled token, then block - 1 drafts
     layers: int | None = None  # layers of a new drafter; None: the number follows from the target model
     seed: int = 0
-    memory: int = 2**30  # bytes of features (the target's hidden states) that are held in host memory
+    memory: int = 2**30  # bytes of features (the target's hidden states) that are held in memory
     measure: bool = True
     recipe: dict[str, Any] = field(default_factory=dict)
 

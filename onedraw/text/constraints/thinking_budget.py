@@ -66,7 +66,7 @@ class ThinkingBudget:
             return self._close_if_spent(BudgetState(reasoning, used, missing=missing_bytes(state.missing, data)))
         if state.closing + 1 < len(self._closing):
             return replace(state, reasoning=reasoning, closing=state.closing + 1)
-        # The whole closing text was forced, so reasoning is over, even if text right before it has hidden the end marker.
+        # The whole closing text was forced, so reasoning is over, whether or not `advance` found the end marker in it.
         if reasoning.reasoning:
             reasoning = ReasoningState("content", trim_left=True)
         return replace(state, reasoning=reasoning, closing=NOT_CLOSING)

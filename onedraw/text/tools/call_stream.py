@@ -28,7 +28,7 @@ from onedraw.text.tools.dialects import MARKERS, CallableTools
 @dataclass(frozen=True, slots=True)
 class Content:
     text: str
-    truncated_call: bool = False  # whether this is the text of a call that the end of the reply cut off before its name
+    truncated_call: bool = False  # whether this is the text of a call that was cut off before its name was complete
 
 
 class ToolCallParser:
@@ -153,7 +153,7 @@ class _OpenCall:
         self._parser = new_parser(self._events)
         next(self._parser)
         self.text = text  # all text from the opening marker on, which becomes content if it turns out not to be a call
-        self.started = self.ended = 0
+        self.started = self.ended = 0  # `started` counts the calls that have a name, `ended` those that are complete
         self.unparsed = ""  # text since the last event that the parser emitted
 
     def push(self, character: str) -> bool:
