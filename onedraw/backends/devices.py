@@ -34,6 +34,7 @@ PACKED: dict[str, Precision] = {
 }
 KV_QUANT_DTYPES = ("fp8", "int8", "int4")  # keys and values as codes with scales
 FP8_CAPABILITY = (8, 9)  # first NVIDIA compute capability with fp8 conversion
+# How the names of AMD architectures begin that compute in bf16, and of the others that compute in f16.
 NATIVE_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 NATIVE_F16 = ("gfx9", "gfx10")
 TENSOR_CORES = (8, 0)  # the compute capability from which the kernels for NVIDIA's tensor cores run
@@ -212,7 +213,7 @@ def activation_precision(devices: Iterable[Device], *, requested: str = "auto", 
     return "f32" if products == "f32" else weakest(map(device_precision, devices))
 
 
-# The CPU's name and vector instructions are part of fingerprints.
+# The CPU's name and vector instructions are part of fingerprints. VECTOR: how the names of such instructions begin.
 CPUINFO = Path("/proc/cpuinfo")
 VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm", "fphp")
 

@@ -86,7 +86,7 @@ class CandidateSelector:
     It runs on the host: few rows of the two codebooks are needed, and they are read from the mapped file.
     """
 
-    top_k: int
+    top_k: int  # how many tokens of a slot are scored
     hidden: Linear  # [E] → [rank]
     predecessor: LazyTensor  # [V, rank]
     successor: LazyTensor  # [V, rank]

@@ -143,12 +143,12 @@ def rope_tables(
     return {rope: rope_table(rope, positions, dtype=dtype, device=device) for rope in ropes}
 
 
-# ---------------------------------------------------------------------- what only some families have
+# ---------------------------------------------------------------------- parts that only some families have
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """The addition of a layer's own input: x += norm(out(act(gate(x)) * input))."""
+    """The term that a layer's own input adds to the residual stream x: norm(out(act(gate(x)) * input))."""
 
     gate: Linear
     out: Linear
@@ -373,7 +373,8 @@ def load_feed_forward(index: int, spec: MlpSpec | MoeSpec, loader: WeightLoader,
 
 
 def dense_layer(layer: Layer, eps: float) -> DenseLayer | None:
-    """The weights of a layer in the form that `Ops.fuse` takes; None if it has more than attention and one feed-forward."""
+    """The weights of a layer in the form that `Ops.fuse` takes; None if it has anything besides attention, a dense
+    feed-forward, and one norm before each."""
     spec, mixer, feed_forward = layer.spec, layer.mixer, layer.feed_forward
     if spec.sandwich or spec.parallel_experts is not None or spec.inputs or spec.scaled:
         return None

@@ -4,7 +4,8 @@ In: weights read layer by layer, and a step's Inputs. Out: hidden states [T, E],
 function of its arguments (`layer.py`); what several layers read alike (rope angles, page tables) is prepared once per step.
 Layers are in stages (`runner/pipeline.py`), one per device: the embedding in the first, the last norm and the head in the last.
 A boundary holds the buffers between two stages. Axes: T tokens of a step, E hidden width, C tokens whose logits are computed, C'
-that number as the row rule rounds it, V' vocabulary with padding.
+that number as the row rule rounds it up, V' vocabulary with padding. The row rule says with how many rows products are called, so
+that no row's result depends on the others.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ if TYPE_CHECKING:  # stages in other processes need packages that only they use
 
 
 class InputTable:
-    """The layers' own inputs: ((project(x₀) / sqrt(E), normed per layer) + embedding · sqrt(width)) / sqrt(2).
+    """The layers' own inputs: ((project(x₀) / sqrt(E), normed per layer) + embedding · sqrt(width)) / sqrt(2), with
+    x₀ the embedded tokens.
 
-    The embedding has layers × width numbers per token, more than all layers together; it stays in the mapped checkpoint file,
-    from which the rows of a step are gathered.
+    The embedding has layers × width numbers per token, more than the weights of all layers together; it stays in the mapped
+    checkpoint file, from which the rows of a step are gathered.
     """
 
     def __init__(self, spec: ModelSpec, source: WeightSource, loader: WeightLoader, ops: Ops) -> None:
@@ -123,7 +125,7 @@ NOTHING = LayerProbe()
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """Inputs of the layers of one stage, on its device; they also read weights and state."""
+    """All that the layers of one stage read in a step besides weights and state, on the stage's device."""
 
     tokens: Tensor
     own_rows: Tensor | None  # per-layer input embeddings of the step's tokens; None if the model has none
@@ -135,7 +137,7 @@ class Transformer:
 
     `device`, `ops` and `dtype`, the dtype of weights and products, are those of the last stage, where hidden states come out and
     drafters run. `stage_dtypes`: the dtype of each stage, if they differ. `activation`: the dtype of the residual stream. `rows`:
-    tokens of a step at most, where there are several stages.
+    the most tokens of a step, if there are several stages.
     """
 
     def __init__(
@@ -224,7 +226,8 @@ class Transformer:
         return ModelState(stage.specs, sizes, dtype=pages, device=stage.device, first=stage.start)
 
     def load_update(self, source: WeightSource) -> WeightUpdate:
-        """Load other weights of the same shapes beside those in use. Nothing changes before the update is applied."""
+        """Load other weights of the same shapes beside those in use, which change when the update is applied. Raises
+        UnsupportedModel if the model would differ in more than its weights."""
         update = WeightUpdate()
         update.match(self._ends, self._load_ends(source))
         for stage in self.local_stages:
@@ -248,9 +251,9 @@ class Transformer:
     # ------------------------------------------------------------------ one step
 
     def embed(self, tokens: Tensor, *, by: Ops | None = None) -> Tensor:
-        """The embeddings of tokens, [T, E], on the device of the only table, which is that of the first stage, or of the last one
-        if the first is in another process. `by`: the operations whose threads read the rows, since those of the head may be busy
-        with another step."""
+        """The embeddings of tokens, [T, E], on the tokens' device. They are read on the device of the table: that of the first
+        stage, or of the last one if the first is in another process. `by`: the operations whose threads read the rows, since the
+        threads of the head may be busy with another step."""
         with current_device(self.embed_device):
             x = self._embedding(tokens, None if by is None else by.thread_pool)
             return (x if self.spec.embed_scale == 1 else x * self._embed_scale).to(tokens.device)
@@ -324,6 +327,6 @@ class Transformer:
         return self.scores(hidden).float()
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """The same logits, in the head's dtype."""
+        """Logits as `logits` computes them, in the head's dtype, or in float32 if they are softcapped."""
         logits = self.head(hidden)
         return logits if self.spec.softcap is None else softcapped(logits.float(), self.spec.softcap)

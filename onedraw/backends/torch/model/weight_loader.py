@@ -51,7 +51,7 @@ class WeightLoader:
         return torch.from_numpy(self._source.tensor(layer, name).float32()).to(self._device)
 
     def norm(self, layer: int | None, name: str) -> Tensor:
-        """The weight of a norm: in float32 where it is applied before rounding."""
+        """The weight of a norm: in float32 for models that apply it before rounding, else in the model's dtype."""
         return self.wide(layer, name) if self._norm == "wide" else self.kept(layer, name)
 
     def linear(self, layer: int | None, *names: str, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1) -> Linear:
@@ -133,8 +133,8 @@ def padded(count: int, multiple: int) -> int:
 
 
 class EmbeddingRows(Protocol):
-    """A function from tokens [T] to their rows of the embedding [T, E]. `thread_pool`: the threads that read the rows, if there
-    are several pools."""
+    """A function from tokens [T] to their rows of the embedding [T, E]. `thread_pool`: address of the C thread pool that reads
+    the rows; None: that of the table's own operations."""
 
     def __call__(self, tokens: Tensor, thread_pool: int | None = None) -> Tensor: ...
 

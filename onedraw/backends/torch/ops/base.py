@@ -69,7 +69,8 @@ class Products(Protocol):
         """A product with quantized weights in their stored blocks, concatenated along their rows; None if this device needs float
         tensors.
 
-        Each weight is padded with zero rows to a multiple of `pad`; input rows are padded to a multiple of `pad_columns`.
+        Each weight is padded with zero rows to a multiple of `pad`. The inputs x of the product are padded to a multiple of
+        `pad_columns` columns.
         """
         ...
 
@@ -94,8 +95,8 @@ class Products(Protocol):
         ...
 
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
-        """Row counts from which attention, delta layers or norms use other kernels; the self-check compares results across them.
-        Products have `Linear.borders`."""
+        """Row counts from which attention, delta layers or norms use other kernels; the self-check compares results below and
+        above. Products have `Linear.borders`."""
         ...
 
 
@@ -289,7 +290,7 @@ class DeviceCommit:
     samples: Tensor  # [T]: the token sampled at each position
     tokens: Tensor  # [T]: the input tokens
     parents: Tensor  # [T]: index of a draft's parent among its row's drafts; -1: it follows the last known token
-    rows: Tensor  # [R, 5]: first token, tokens, lane, first slot in the rollback buffer, KV slot of the first draft
+    rows: Tensor  # [R, 5]; columns: first token, token count, lane, first rollback slot, KV slot of the first draft
     bucket: Bucket
     page_tables: Mapping[AttentionSpec, Tensor]
 

@@ -28,7 +28,7 @@ static void norm_and_rope_head(float *x, const attention *a, long position, cons
 
 /* Writes one head's key and value to its page. If the value is not finite as stored, zeros are stored in its place and NaN in
  * place of the key: a query that sees the key gets NaN, and others, which multiply the value by zero, are not affected. Codes
- * have no NaN, so there the key's scale is NaN, for a key that is not finite too. */
+ * have no NaN, so with them the key's scale becomes NaN instead, also if only the key is not finite. */
 static void write_head(float *key, float *value, const attention *a, long head) {
     long place = head * a->dim;
     if (a->key_scales) {
@@ -47,7 +47,7 @@ static void write_head(float *key, float *value, const attention *a, long head) 
     put_numbers(key, a->keys, a->kv_dtype, place, a->dim);
 }
 
-/* Normalizes and rotates the queries and keys of token t in place, and writes its keys and values to its page. */
+/* Normalizes and rotates the queries and keys of token t in place, and, if a->writes, stores its keys and values in its page. */
 static void prepare_token(float *qkv, const attention *a, long t) {
     long position = a->positions[t], slot = a->slots[t];
     long page = a->table[a->rows[t] * a->table_width + slot / a->page_size];
@@ -82,13 +82,14 @@ static void places_of(const attention *a, long t, long head, long start, long lo
     for (long j = high; j % 16; j++) places[j] = places[low];
 }
 
-/* Requests the cache lines of a head of a store, which are read soon. */
+/* Prefetches the key or value of one head and position, at offset `place` of a store. */
 INLINE void fetch(const void *store, const long kind, long place, long dim) {
     const char *from = (const char *)store + place * kv_bits(kind) / 8;
     for (long byte = 0; byte < dim * kv_bits(kind) / 8; byte += 64) __builtin_prefetch(from + byte);
 }
 
-/* Reads the keys of a block at the positions [low, high), widened to multiples of sixteen, as floats: to[d][position]. */
+/* Reads the keys of a block at the positions [low, high), widened to multiples of sixteen, as floats: to[d][position].
+ * Prefetches the values of these positions. */
 INLINE void load_keys(float *to, const attention *a, const long kind, const long *places, long low, long high) {
     for (long j = low / 16 * 16; j < high; j += 16) {
         floats scales = f_zero();
@@ -113,8 +114,8 @@ INLINE void load_keys(float *to, const attention *a, const long kind, const long
     }
 }
 
-/* Reads the values of a block at the positions [low, high) as floats: to[position][dimension, padded with zeros]. The keys of
- * the next block are at next[0 … 63], if next is not null. */
+/* Reads the values of a block at the positions [low, high) as floats: to[position][dimension, padded with zeros]. Prefetches
+ * the keys of the next block, at the offsets next[0 … 63], if next is not null. */
 INLINE void load_values(float *to, const attention *a, const long kind, const long *places, const long *next, long low, long high) {
     long width = padded_dim(a);
     for (long j = low; j < high; j++) {
@@ -236,8 +237,8 @@ static void merge(results all, long i, results next, long from, long width) {
     all.peaks[i] = best;
 }
 
-/* Writes the attention of query i. Adding zero turns -0 into 0, since products with values that are not attended to may have
- * done so too. */
+/* Writes the attention of query i. A sum of zeros may be 0 or -0, depending on which keys outside the query's range, with weight
+ * zero, the tile has added; adding zero makes both 0. */
 static void finish(float *out, const attention *a, results all, long i, long width) {
     for (long d = 0; d < a->dim; d++) out[d] = all.sums[i * width + d] / all.totals[i] + 0.0f;
     if (a->kv_dtype == KV_INT4) transform_head(out, a->dim, 0);
@@ -253,7 +254,7 @@ typedef struct {
 
 static int sees(const attention *a, long t, long span) { return a->firsts[t] < (span + 1) * SPAN && a->ends[t] >= span * SPAN; }
 
-/* Whether token t reads every position from the place that token t + 1 reads. */
+/* Whether tokens t and t + 1 read every position at the same offset: they are in one row, and read no node of a draft tree. */
 static int shares_places(const attention *a, long t) {
     return a->rows[t] == a->rows[t + 1] && (!a->tails || (a->ends[t] < a->tails[t] && a->ends[t + 1] < a->tails[t + 1]));
 }
@@ -319,9 +320,9 @@ static void attend_tile(const float *qkv, float *out, const attention *a, tile w
  * is one span of them, and its results wait in a->waiting until the spans of a round are merged. */
 typedef struct {
     long height;         /* tokens of a range */
-    long parts;          /* into which the query heads of a KV head are divided */
-    long items;          /* without spans */
-    long base, spans;    /* the first span, and their number */
+    long parts;          /* parts into which the query heads of a KV head are divided */
+    long items;          /* items, if they are not divided into spans */
+    long base, spans;    /* base: the first span; spans: number of spans */
     long round;          /* spans whose results wait together; 0 if items are not divided into spans */
 } division;
 
@@ -353,7 +354,7 @@ static tile first_tile(const attention *a, tile item) {
 }
 
 /* The results in a->waiting of the queries of a step: over span `number` of a round, or, for number d->round, over all spans
- * before. */
+ * merged so far. */
 static results waiting(const attention *a, const division *d, long tokens, long number) {
     long queries = tokens * a->heads;
     float *peaks = a->waiting, *totals = peaks + (d->round + 1) * queries, *sums = totals + (d->round + 1) * queries;
@@ -368,7 +369,7 @@ static void attend_item(const float *qkv, float *out, const attention *a, tile i
     }
 }
 
-/* The place of the results of head h of token t among those of a step: those of the item that computes them are together. */
+/* The index of the results of head h of token t among those of a step. Results that one item computes are neighbours. */
 static long query_place(tile item, long tokens, long t, long h) { return tokens * item.head + t * item.heads + h - item.head; }
 
 static void attend_item_span(const float *qkv, const attention *a, tile item, long tokens, long span, results to) {

@@ -14,17 +14,20 @@
 typedef struct {
     long heads, kv_heads, dim, rotary, page_size, table_width, path_width;
     long width;                             /* floats of a row of qkv, which may have more columns than q, k and v */
-    /* Flags: store keys and values; use unnormalized keys as values; normalize values. */
+    /* Flags. writes: keys and values are stored; keys_as_values: keys, before norm and rotation, are the values too; norm_values:
+     * values are normalized. */
     long writes, keys_as_values, norm_values;
     float scale, eps;
     const float *q_norm, *k_norm;  /* norm weights [dim], or null */
     const float *rope_table;           /* [positions][2][rotary / 2] cos and sin */
+    /* table: [row][table_width], the pages of each row; the others: [token]. */
     const int64_t *positions, *slots, *firsts, *ends, *rows, *table;
     const int64_t *tails, *paths;  /* null if no token is a node of a draft tree */
     float *keys, *values;  /* [page][kv_head][slot][dim], of the type that kv_dtype says; codes of 4 bits share bytes */
     float *key_scales, *value_scales;  /* of codes: [page][kv_head][slot]; otherwise null */
     long kv_dtype;  /* type of keys and values, an enum of kv_quant.h */
-    /* Scratch memory for `room` floats, in which results wait when threads share a long context. Its size changes no bit. */
+    /* Scratch memory for `room` floats, in which partial results wait to be merged when threads share a long
+     * context. Its size changes no bit. */
     float *waiting;
     long room;
 } attention;

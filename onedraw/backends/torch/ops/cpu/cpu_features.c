@@ -1,4 +1,4 @@
-/* Whether this processor supports one of the instruction sets that the kernels were compiled for. */
+/* Whether this processor supports one of the instruction sets that the kernels were compiled for, by its name `path`. */
 
 #include <string.h>
 

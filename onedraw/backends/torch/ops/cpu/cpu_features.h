@@ -1,5 +1,5 @@
-/* The sources are compiled once per instruction set (avx512, avx2, portable) into one library; exported names end with its name.
- * The set is chosen at run time (cpu_features.c). Bits are equal within an instruction set, but not between them. */
+/* The sources are compiled once per instruction set (avx512, avx2, portable) into one library; exported names end with that of
+ * the set. The set is chosen at run time (cpu_features.c). Bits are equal within an instruction set, but not between them. */
 
 #ifndef ONEDRAW_CPU_FEATURES_H
 #define ONEDRAW_CPU_FEATURES_H

@@ -47,7 +47,7 @@ static void gate_token(const float *projected, const delta *d, long t) {
 }
 
 /* Updates one row of the state: s = s * decay + key * change. It is one function that is never inlined, so that the compiler
- * rounds a replayed update exactly like the first one. */
+ * rounds a replayed update exactly like the original one. */
 static __attribute__((noinline)) void advance(float *s, float decay, float key, const float *change, long width) {
     for (long j = 0; j < width; j++) s[j] = s[j] * decay + key * change[j];
 }

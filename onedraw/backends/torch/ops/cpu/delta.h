@@ -7,8 +7,9 @@
 #include <stdint.h>
 
 typedef struct {
-    /* The fields of RecurrentSpan in ../../state/recurrent_state.py; save_first: index of the span's first save in
-     * save_counts. */
+    /* The tokens of one row. first: index of the first token; fresh: whether the state starts at zero; prompt: tokens in chunked
+     * form; known: known tokens, those of `prompt` included; drafts: number of drafts; held: slot of the first draft in the
+     * rollback buffer; save_first: index of the first checkpoint to save in save_counts; saves: number of checkpoints. */
     long first, lane, fresh, prompt, known, drafts, held, save_first, saves;
 } run;
 

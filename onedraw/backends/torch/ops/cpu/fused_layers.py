@@ -114,8 +114,8 @@ class _Layer(ctypes.Structure):
 
 
 class CpuFusedLayers:
-    """The weights of consecutive layers for the C kernel. It keeps them alive, and points to the pages of the latest call. Owner:
-    the stack of layers that runs it."""
+    """The weights of consecutive layers for the C kernel. It keeps the weights alive, and points to the pages of the latest
+    call. Owner: the layers that it replaces."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[DenseLayer]) -> None:
         self._kernels, self._layers = kernels, tuple(layers)

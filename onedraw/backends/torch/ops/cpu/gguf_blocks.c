@@ -121,7 +121,7 @@ typedef struct {
     long height;  /* rows of all panels together; rows that are not stored are zero */
 } packing;
 
-/* Reorders 16 rows, block by block. */
+/* Reorders 16 stored rows into a panel, block by block. */
 INLINE void put_panel(const packing *p, const int kind, long first, uint8_t *panel) {
     sections s = sections_of(kind, panel, p->in);
     uint8_t *codes = (uint8_t *)s.codes, *high = (uint8_t *)s.high, *scales = (uint8_t *)s.scales;

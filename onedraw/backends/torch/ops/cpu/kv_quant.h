@@ -1,6 +1,6 @@
 /* Conversion of keys and values to and from the formats of KV pages: float32, bf16, f16, or codes with a scale per token and
- * head. Heads are converted one at a time. A code is a number of 8 or 4 bits that is multiplied by the scale; those of 4 bits
- * are codes of transformed heads. The reference in plain torch is ../../state/kv_pages.py. */
+ * head. Heads are converted one at a time. A code is a number of 8 or 4 bits that is multiplied by the scale. Before heads are
+ * quantized to 4 bits, they are transformed (transform_head). The reference in plain torch is ../../state/kv_pages.py. */
 
 #ifndef ONEDRAW_KV_QUANT_H
 #define ONEDRAW_KV_QUANT_H
@@ -53,8 +53,9 @@ INLINE float fp8_to_float(uint8_t code) {
 }
 
 /* The Walsh-Hadamard transform of a head in blocks of the largest power of two that divides dim, in place. `kept` is 1 for keys
- * and values, and 0 for queries and outputs of attention; their factors are powers of two whose product makes the transform
- * of both undo itself. */
+ * and values, and 0 for queries and outputs of attention. The results are multiplied by a power of two. The product of that for
+ * kept = 1 and that for kept = 0 is 1 / block, so a query times a key stays the same, and the transform of the output undoes that
+ * of the values. */
 INLINE void transform_head(float *x, long dim, int kept) {
     long block = dim & -dim, exponent = __builtin_ctzl((unsigned long)dim);
     for (long half = 1; half < block; half *= 2)
@@ -74,14 +75,15 @@ INLINE int head_is_finite(const float *x, long dim) {
     return finite;
 }
 
-/* The code of a number that is divided by its scale, |ratio| <= 15: codes 0 ... 15 stand for the odd numbers -15 ... 15. */
+/* The 4-bit code of x / scale, limited to -15 ... 15: codes 0 ... 15 stand for the odd numbers -15 ... 15. */
 INLINE uint8_t four_bits(float x, float scale) {
     float ratio = scale > 0.0f ? x / scale : 0.0f;
     ratio = ratio > 15.0f ? 15.0f : ratio < -15.0f ? -15.0f : ratio;
     return (uint8_t)rintf((ratio + 15.0f) * 0.5f);
 }
 
-/* Quantizes one head x to codes at offset `place` of the store; returns the scale. */
+/* Quantizes one head x to codes at offset `place` of the store; returns the scale. With 4 bits the largest ratio is 16.5, which
+ * is limited to 15: that makes the errors of the other numbers smaller. */
 INLINE float put_codes(const float *x, void *store, long kind, long place, long dim) {
     float largest = 0.0f, most = kind == KV_INT8 ? 127.0f : 448.0f;
     for (long d = 0; d < dim; d++) largest = fabsf(x[d]) > largest ? fabsf(x[d]) : largest;

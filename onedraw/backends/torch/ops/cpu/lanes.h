@@ -1,7 +1,7 @@
 /* Vectors of sixteen floats, of sixteen 32-bit integers, and of sixteen times four bytes, with the same functions for every
  * instruction set. `fused` rounds once if the set has fused multiply-add (avx512, avx2), and twice if not. A lane is one
- * element of a vector. Names begin with the vector's type: f_ for floats, b_ for bytes. A tile is the rows and outputs
- * computed together. */
+ * element of a vector. Names begin with the vector's type: f_ for floats, i_ for integers, b_ for bytes. A tile is the rows and
+ * outputs computed together. */
 
 #ifndef ONEDRAW_LANES_H
 #define ONEDRAW_LANES_H
@@ -37,8 +37,8 @@ INLINE float bfloat_to_float(uint16_t b) {
 
 #define MOST_ROWS 8   /* rows of a tile with activations as codes */
 #define FLOAT_ROWS 12 /* rows of a tile with activations as floats */
-#define QUERY_ROWS 6    /* rows and vectors of columns of a piece of attention's products */
-#define QUERY_VECTORS 4
+#define QUERY_ROWS 6    /* rows of a piece of attention's products */
+#define QUERY_VECTORS 4 /* columns of such a piece, in vectors of 16 */
 /* b_lift adds 2^CODE_LIFT to signed codes, because the dot instruction takes unsigned ones; the sum is corrected for it. */
 #define CODE_LIFT 7
 typedef __m512 floats;
@@ -243,7 +243,7 @@ INLINE bytes b_with(bytes x, bytes bits, const int left, const int mask) {
                    _mm256_or_si256(x.b, b_mask(b_moved(bits.b, left), mask))};
 }
 /* maddubs adds two products in 16 bits, and `dots` are such sums. dot_lifted takes signed codes: it multiplies their magnitudes
- * with numbers that have the codes' signs. */
+ * with the bytes at `four`, negated where the code is negative. */
 INLINE ints dot(ints dots, bytes codes, const int8_t *four) {
     int32_t x;
     memcpy(&x, four, 4);
@@ -329,7 +329,7 @@ INLINE void f_transpose(floats *x) {
     memcpy(x, to, sizeof to);
 }
 INLINE floats i_floats(ints x) { return __builtin_convertvector(x, floats); }
-/* The same conversion as half_to_float. It is not inlined, because compilers use vectors for its loops then. */
+/* The same conversion as half_to_float. It is not inlined, because compilers vectorize its loops only then. */
 static __attribute__((noinline, unused)) void halves_to_floats(const void *p, float *out) {
     uint16_t h[16];
     uint32_t bits[16];

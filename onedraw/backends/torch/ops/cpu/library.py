@@ -88,7 +88,7 @@ def commands(compiler: str, folder: Path) -> Iterator[list[str]]:
         yield [compiler, *FLAGS, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
     for isa, machine in instruction_sets().items():
         for source in SOURCES:
-            # Products and sums are fused only where the sources call `fused`; in the delta kernels the compiler may fuse them.
+            # Multiplications and additions are fused only where the sources call `fused`; in delta.c the compiler may fuse them.
             contract = "fast" if source.stem == "delta" else "off"
             own = (*machine, f"-ffp-contract={contract}", f"-DONEDRAW_ISA={isa}")
             yield [compiler, *FLAGS, *own, "-c", str(source), "-o", str(folder / f"{source.stem}-{isa}.o")]
@@ -143,8 +143,8 @@ def _run(command: list[str]) -> str:
 # ------------------------------------------------------------------ the loaded library
 
 
-ARENA_BYTES = 32 * 2**20
-WAITING = 2**20  # floats of scratch memory in which threads that share a long context leave results
+ARENA_BYTES = 32 * 2**20  # least size of the allocations that `Kernels.allocate` cuts up
+WAITING = 2**20  # floats of scratch memory in which threads that share a long context leave partial results of attention
 POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "packed_bytes": (LONG, [LONG, LONG, LONG]),

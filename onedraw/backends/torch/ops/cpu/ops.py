@@ -38,6 +38,7 @@ from onedraw.sampling.noise import key
 from onedraw.types import SamplingParams
 
 MOST_DELTA_DIMS = 512  # the largest key or value dimension of a head; must equal MOST of delta.c
+# The numpy mirror of `row_parameters` in sampling.h.
 ROW_PARAMETERS = np.dtype(
     [
         *(("top_p", "f8"), ("top_k", "i8"), ("divisor", "f4"), ("limit", "f4")),
@@ -242,7 +243,7 @@ class CpuOps(RowOps):
         return CpuAttentionInputs(self._kernels, arguments, inputs, table, firsts, rope_table)
 
     def check_supported(self, spec: DeltaSpec) -> None:
-        """Nothing to check: the limit of head sizes is checked by `_delta_arguments`."""
+        """Nothing is checked here: `_delta_arguments` checks the limit of head sizes."""
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> CpuDeltaInputs:
         return CpuDeltaInputs(self._kernels, recurrent_spans(inputs, conv=spec.conv))
@@ -296,7 +297,7 @@ class _SamplingArguments(ctypes.Structure):
 class CpuSampler(Sampler):
     """The sampler with its vocabulary-wide steps in one call into C (sampling.c). The sampling rule is the same; exponentials and
     logarithms are computed in C. As in every sampler, bias, penalties, bans and sets of allowed tokens are applied to the scores
-    before, and logprobs are computed afterwards."""
+    before this call, and logprobs are computed after it."""
 
     def __init__(self, kernels: Kernels, *, vocab: int, lanes: int, device: torch.device) -> None:
         super().__init__(vocab=vocab, lanes=lanes, device=device)

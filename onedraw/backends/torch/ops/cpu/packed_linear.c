@@ -58,7 +58,7 @@ INLINE void coded_tile(const int kind, const int count, const uint8_t *panel, lo
                        float *out) {
     long blocks = in / GROUP;
     sections s = sections_of(kind, panel, in);
-    /* Codes are 2^lift above the values that are summed up, which is subtracted from the sums; 0: they are not above them. */
+    /* Unless lift is 0, codes are 2^lift too large, so 2^lift times the sum of the activations' codes is subtracted from sums. */
     const int lift = kind == Q8_0 ? CODE_LIFT : kind == Q4_0 ? 3 : kind == Q5_0 ? 4 : kind == Q6_K ? 5 : 0;
     const long share = block_share(kind);
     floats total[8];

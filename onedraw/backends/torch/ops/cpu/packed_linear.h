@@ -8,7 +8,7 @@
 #include "thread_pool.h"
 
 typedef struct {
-    long kind, rows, column; /* ggml type; outputs of this weight; column of the product's output at which they begin */
+    long kind, rows, column; /* kind: ggml type; rows: outputs of this weight; column: of the product's first such output */
     const uint8_t *panels;
 } part;
 

@@ -105,7 +105,8 @@ class CpuLinear(Linear):
         return (residual.float() + self(x)).to(residual.dtype)
 
     def first_outputs(self, count: int) -> Linear:
-        """The panels of the first outputs. `count` is a multiple of 32, so that it ends where a panel of any type does."""
+        """The product of the first `count` outputs. It is this one if there are no more outputs, or several parts, or a bias, or
+        if `count` is no multiple of 32, where panels of all types end."""
         if len(self.parts) > 1 or self.bias is not None or not 0 < count < self.out_features or count % 32:
             return self
         (part,) = self.parts

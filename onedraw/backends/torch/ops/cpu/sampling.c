@@ -2,10 +2,10 @@
  * the best token. A deficit is the best score minus a token's score, divided by the temperature; the limit is the largest deficit
  * that is kept.
  *
- * A row is one item of work of the thread pool: its result depends on its own scores alone, and is computed in one order on
- * any thread. Only integers are summed, which is exact in any order. The noise is that of `onedraw/sampling/noise.py`: its
- * integers exactly, its logarithms within two units in the last place. A row whose scores are not a distribution gets the token
- * -1. */
+ * A row (the scores of one position) is one item of work of the thread pool: its result depends on its own scores alone, and is
+ * computed in one order on any thread. Only integers are summed, which is exact in any order. The noise is that of
+ * `onedraw/sampling/noise.py`: its integers exactly, its logarithms within two units in the last place. A row whose scores are
+ * not a distribution gets the token -1. */
 
 #include <math.h>
 #include <string.h>

@@ -76,7 +76,7 @@ long onedraw_pool_claim(worker *m, long total, long piece) {
     for (;;) {
         long item = place & ((1L << SHIFT) - 1);
         if (place >> SHIFT != m->loop) return -1;
-        if (item >= total) {
+        if (item >= total) {  /* a loop without items is ended here, as no thread reports items of it */
             if (!total && atomic_compare_exchange_strong(&t->place, &place, (m->loop + 1) << SHIFT)) wake(t);
             return -1;
         }

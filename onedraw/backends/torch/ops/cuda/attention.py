@@ -145,7 +145,7 @@ def _attend(
         begin_split = tl.load(tiles + tile * 8 + 7) + tl.num_programs(2) - 1 - tl.program_id(2)
         end_split = begin_split + 1
         if (split_start(begin_split, FIRST_SPLIT) > high) | (split_start(end_split, FIRST_SPLIT) <= low):
-            wait_for_inputs(PDL)  # wait anyway: a kernel that waits for this one relies on this wait
+            wait_for_inputs(PDL)  # wait anyway: a kernel that waits for this one takes the kernels before it as ended too
             return
     HEADS_PER_KV: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, BLOCK_M)
@@ -249,11 +249,12 @@ def attend(
     stages: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Attention of q [T, H * D] (rows of stride 1) over KV pages [P * K, S * D] → [T, H * D]. `scales`: those of quantized keys
-    and values, [P * K, S] each. If they are of 4 bits, q is transformed like the keys, and the output is transformed back."""
+    """Attention of q [T, H * D] (each row contiguous) over KV pages [P * K, S * D] → [T, H * D]. `scales`: those of quantized
+    keys and values, [P * K, S] each. If they are of 4 bits, q is transformed like the keys, and the output is transformed
+    back."""
     out = torch.empty(len(q), heads * dim, dtype=q.dtype, device=q.device)
     kv_quant = 0 if scales is None else {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.uint8: INT4}[keys.dtype].value
-    # A product needs 16 columns, for each place in a word of codes.
+    # `tl.dot` needs 16 columns or more, here for each of the 2 codes (or 4 of int4) in a word: 32, or 64.
     block_d = max(triton.next_power_of_2(dim), {0: 1, INT4.value: 64}.get(kv_quant, 32))
     splits = max((tile_set.splits for tile_set in tile_sets if not tile_set.sequential), default=0)
     merge_count = sum(len(tile_set.merge_tokens) for tile_set in tile_sets)

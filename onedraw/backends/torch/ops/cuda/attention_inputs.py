@@ -47,7 +47,7 @@ class AttentionShape:
     dim: int
     window: int | None
     full_grid: int  # the number of programs that fills the device: two per multiprocessor
-    small_shared_memory: bool = False  # whether a block has at most SMALL_SHARED bytes of shared memory
+    small_shared_memory: bool = False  # whether a program has at most SMALL_SHARED bytes (`linear.py`) of shared memory
 
     @property
     def group_size(self) -> int:
@@ -149,7 +149,8 @@ def _attention_layout(inputs: Inputs, shape: AttentionShape, tile_sets: tuple[Ti
 
 
 def _template(layout: AttentionLayout, tokens: list[Ints]) -> LayoutTemplate:
-    """A template with the merge rows filled in. `tokens`: for each tile set, the tokens whose splits are merged."""
+    """A template with `AttentionMetadata.merge_rows` filled in. `tokens`: for each tile set, the tokens whose splits are
+    merged."""
     starts = [0, *accumulate(map(_aligned, layout.sizes))]
     words = np.zeros(starts.pop(), dtype=np.int32)
     kept, behind = np.concatenate(tokens), 7 + (layout.depth is not None)
@@ -160,7 +161,8 @@ def _template(layout: AttentionLayout, tokens: list[Ints]) -> LayoutTemplate:
 
 
 def _aligned(size: int) -> int:
-    """The size rounded up to 16 bytes: kernels specialized for pointers aligned to 16 bytes then fit the arrays of every step."""
+    """The size rounded up to four words (16 bytes): kernels specialized for pointers aligned to 16 bytes then fit the arrays of
+    every step."""
     return -(-size // 4) * 4
 
 
@@ -270,7 +272,7 @@ def _add_tiles(
 
 def _tile_height(shape: AttentionShape, count: int, kind: int, splits: int) -> int:
     # Tiles taller than 64 are faster for long prompts with small heads. They are also faster where one tile holds all queries of
-    # a row, because the row's keys are then read once, if its splits alone fill the device. For a tree the last such tile would
+    # a row, whose keys are then read once, provided that splits alone give enough programs. For a tree the last such tile would
     # be nearly empty.
     long_prompt = count >= LONG_PROMPT and shape.dim <= 128
     enough_splits = splits * shape.kv_heads >= shape.full_grid // 4 and kind == FULL

@@ -3,8 +3,8 @@
 In: the token sampled at every position of a step, and the rows' drafts. Out: the kept drafts and their rollback slots; keys and
 values moved to the slots of their positions; tokens for the next step. Drafts are kept by the rule of `sampling/verify.py`:
 parents come before their children, so one pass finds the whole path. The host repeats the verification when the sampled tokens
-arrive; on the device it lets the next step start without waiting for the host. Axes: T tokens, R rows, W the most drafts of a
-row, K taps of the convolution, L layers. A row is the work of one sequence in one step; a lane is the slot of its recurrent
+arrive; verifying on the device lets the next step start without waiting for the host. Axes: T tokens, R rows, W the most drafts
+of a row, K taps of the convolution, L layers. A row is the work of one sequence in one step; a lane is the slot of its recurrent
 state; the rollback buffer holds the state increments of drafts, from which `recurrent_rollback.py` advances the lanes.
 """
 
@@ -32,7 +32,7 @@ class VerifiedDrafts:
     kept: Tensor  # [R, W] int32: index of the draft among the row's drafts
     slots: Tensor  # [R, W] int32: slot of the draft in the rollback buffer
     lanes: Tensor  # [R] int32: the lane of each row
-    window_sources: Tensor  # [R, 1 + K] int32: for `shift_conv_windows`, the lane (-1: none), then its K - 1 new inputs, padding
+    window_sources: Tensor  # [R, 1 + K] int32: for `shift_conv_windows`: lane (-1: none), rows of its K - 1 new inputs, padding
 
 
 @triton.jit(do_not_specialize=["width", "slot_count"])

@@ -2,7 +2,7 @@
 
 In: a weight [N, K]. Out: the row counts at which cuBLAS may compute its products. cuBLAS picks an algorithm by the shape of the
 product, and some algorithms split K. So every row count is compared by itself when the weight is loaded, and cuBLAS is called
-with these counts only. Below 512 rows they are the sizes to which captured steps are padded. Axes: T rows, N outputs, K inputs.
+with these counts only. The counts below 512 are the sizes to which captured steps are padded. Axes: T rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def library_rows(weight: Tensor) -> tuple[int, ...]:
 def agreeing_rows(
     weight: Tensor, library: Product, kernel: Product, counts: Sequence[int] = LIBRARY_ROWS
 ) -> tuple[int, ...] | None:
-    """The row counts at which `library` has the bits of `kernel`, for random rows at several places of a product. None if this
-    weight cannot show a difference, because its sums over K are the same in every order."""
+    """The row counts at which `library` has the bits of `kernel`, for random rows at several places of a larger product. None
+    if this weight cannot show a difference, because its sums over K are the same in reverse order."""
     counts = [count for count in counts if count * len(weight) * weight.itemsize <= CHECK_BYTES]
     most, agreeing = max(counts, default=0), list(counts)
     for seed in CHECK_SEEDS if counts else ():

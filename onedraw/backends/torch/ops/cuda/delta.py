@@ -178,7 +178,7 @@ def _conv_and_gates(
         _token_gates(
             projected, decay, bias, gates, draft_decays, token, tokens, slot, stride, START, VALUE_HEADS, BLOCK_HEADS, DRAFTS
         )
-    launch_dependents(PDL)  # at the end, because programs that start earlier are spread unevenly over the multiprocessors
+    launch_dependents(PDL)  # at the end: started earlier, the next kernel's programs spread unevenly over the multiprocessors
 
 
 def conv_and_gates(
@@ -337,7 +337,8 @@ def _gated_norm(
     SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token; the programs after those of all tokens each shift some channels of a window."""
+    """Compute the output of one head of one token. The programs after those of all tokens each shift some channels of a window
+    instead."""
     begin_kernel(PDL)
     program = tl.program_id(0)
     window_program = program - tokens * HEADS

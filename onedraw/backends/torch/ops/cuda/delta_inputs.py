@@ -143,7 +143,7 @@ def add_span(span: RecurrentSpan, paths: PathBuilder) -> None:
     walks = [list(range(node, node + 4 * len(span.drafts), 4))]
     if _is_tree(span):
         nodes = _depth_first(span.drafts)
-        # Each walk is at most so long that all parallel branches together cover the tree, in the fewest time steps.
+        # The length of walks is limited to the least with which the parallel branches cover the tree, so time steps are fewest.
         least = 1 + max(len(ancestors) for _, ancestors in nodes)
         limits = itertools.count(least)
         parts = next(walks for limit in limits if len(walks := _parallel_walks(nodes, limit)) <= paths.branches)

@@ -4,8 +4,8 @@ In: queries, keys, values and gates of every token, the lanes' states, and paths
 are updated in place. A path is the work of one program: the known tokens of a row, then a chain of drafts (for trees, see
 `delta_tree.py`). Drafts never change a lane's state: they store decay, key and change in the rollback buffer, from which
 `recurrent_rollback.py` repeats the update of the drafts that are kept. Axes: T tokens, P paths, Hv value heads, Dv their size.
-A lane is the slot of a sequence's recurrent state. An entry names one token of a path, as 4 * token. PDL is programmatic
-dependent launch.
+A lane is the slot of a sequence's recurrent state. An entry names one token of a path, as 4 * token (the two lower bits are
+flags, for trees only). PDL is programmatic dependent launch.
 
 A program is one warp that holds some columns of the state in registers. The rows of the state are divided into parts of ROWS
 rows, few enough that all threads that sum a column are in the warp; the inputs of later tokens are prefetched. The order of a sum

@@ -125,7 +125,8 @@ def _group_by_expert(
     PAIR_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program sorts all pairs: the position of a pair is the number of pairs that come before it, which it counts."""
+    """One program sorts all pairs: the position of a pair is the number of pairs that come before it, which the program
+    counts."""
     begin_kernel(PDL)
     expert = tl.arange(0, BLOCK_E)
     pair = tl.arange(0, BLOCK)
@@ -210,7 +211,7 @@ def _add_shared_expert(
 
 def add_shared_expert(out: Tensor, shared: Tensor, gate: Tensor | None, residual: Tensor | None, *, pdl: bool = False) -> Tensor:
     """Add the shared expert's output: residual + (shared · sigmoid(gate) + out), rounded where separate operations would round.
-    The gate is column 0 of `gate` [T, …]; None: 1."""
+    The gate is column 0 of `gate` [T, …]; for None, sigmoid(gate) is left out."""
     rows, width = out.shape
     y = torch.empty_like(out if residual is None else residual)
     if rows:
@@ -227,7 +228,7 @@ def add_shared_expert(out: Tensor, shared: Tensor, gate: Tensor | None, residual
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Pairs grouped by expert, on the device. They are computed without synchronizing with the host."""
+    """Pairs grouped by expert, on the device. The tables are computed without synchronizing with the host."""
 
     order: Tensor  # [T * used] int32: numbers of pairs, sorted by expert and then by row
     tiles: Tensor  # [n, 3] int32: expert, index in `order` of the tile's first pair, number of pairs (0 for an unused tile)

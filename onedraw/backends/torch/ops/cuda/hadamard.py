@@ -1,8 +1,8 @@
 """The Walsh-Hadamard transform of heads, for keys and values of 4 bits: `transformed` in `state/kv_pages.py` says why and how.
 
-In: heads in float32. Out: the same numbers as in plain torch: every sum has its order. PDL is programmatic dependent launch: a
-kernel may start while the one before it ends, and waits before it reads what that one writes. Axes: T tokens, H heads, D the size
-of a head.
+In: heads in float32. Out: bitwise the transform of plain torch, since every sum and difference is of the same two numbers. PDL is
+programmatic dependent launch: a kernel may start while the one before it ends, and waits before it reads what that one writes.
+Axes: T tokens, H heads, D the size of a head.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -25,9 +25,10 @@ def exponent_of(dim: int) -> int:
 
 @triton.jit
 def transform_heads(x, EXPONENT: tl.constexpr, KEPT: tl.constexpr):
-    """Transform heads x [heads, BLOCK_D] float32 in blocks of 2^EXPONENT. KEPT: 1 for keys and values, 0 for queries and outputs.
-    Each round adds and subtracts neighbours and moves their sums before all differences, so the numbers are in their own places
-    again after the last round."""
+    """Transform heads x [heads, BLOCK_D] float32 in blocks of 2^EXPONENT. KEPT: 1 for keys and values, 0 for queries and
+    outputs; the product of the factors for both is 2^-EXPONENT, which makes the transform undo itself. Each round adds and
+    subtracts neighbours and moves their sums before all differences, so the numbers are in their own places again after the last
+    round."""
     BLOCK: tl.constexpr = 2**EXPONENT
     BLOCKS: tl.constexpr = x.shape[0] * x.shape[1] // BLOCK
     blocks = tl.reshape(x, (BLOCKS, BLOCK))

@@ -51,7 +51,7 @@ def _unpack_asm(code: str, dtype: str) -> tuple[tl.constexpr, ...]:
     return tuple(_asm(f"{select} {_WIDEN_ASM[code, dtype].format(out='$0')}") for select in _SELECT_ASM[code])
 
 
-# One constant per dimension of a word, because kernels can read constants and no tuples of them.
+# One constant per dimension of a word, because kernels can read constants but no tuples of constants.
 INT8_BF16_0, INT8_BF16_1 = _unpack_asm("int8", "bf16")
 INT8_F16_0, INT8_F16_1 = _unpack_asm("int8", "f16")
 FP8_BF16_0, FP8_BF16_1 = _unpack_asm("fp8", "bf16")
@@ -141,8 +141,8 @@ def join_columns(parts, PARTS: tl.constexpr):
 @triton.jit
 def quantize_heads(x, dtype: tl.constexpr, LARGEST: tl.constexpr, SCALES: tl.constexpr):
     """Quantize heads x [heads, D] float32, which are finite: codes [heads, D], of 4 bits (`dtype` is uint8) [heads, D / 2], and
-    scales [heads]. LARGEST and SCALES are those of `state/kv_pages.py`. Adding and subtracting 1.5 * 2^23 rounds to an integer,
-    with ties to even."""
+    scales [heads]. The scale is the largest |x| / SCALES, and x / scale is limited to LARGEST (values: `state/kv_pages.py`).
+    Adding and subtracting 1.5 * 2^23 rounds to an integer, with ties to even."""
     largest = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(largest, tl.full(largest.shape, SCALES, tl.float32))
     divisor = tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape)
