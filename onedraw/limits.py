@@ -49,7 +49,7 @@ MAX_FORMAT_REFERENCES = 2_000  # `$ref`s of a schema
 MAX_FORMAT_MEMBERS = 10_000  # members of one list in a schema (`enum`, `anyOf`, …), or choices
 MAX_FORMAT_RULES = 5_000  # rules of a grammar
 MAX_TOOL_CHARACTERS = 1 << 20  # characters of the grammar that the server writes for the calls of a request's tools
-MAX_TOOL_WORK = 1 << 22  # characters that are written and checked for the grammar of tool calls, before it is done
+MAX_TOOL_WORK = 1 << 22  # characters written and checked in total until the grammar of tool calls is complete
 TOOL_CHECK_WORK = 1_000  # checking a part of that grammar counts as this many characters, besides those of the part
 MAX_LITERAL_DEPTH = 100  # values inside each other, with references followed, in a tool's schema if calls are not JSON
 
@@ -57,5 +57,5 @@ MAX_LITERAL_DEPTH = 100  # values inside each other, with references followed, i
 COMPILE_SECONDS = 3.0  # processor time for one format
 COMPILE_WALL_SECONDS = 30.0  # elapsed time after which the process is killed, in case the machine is busy or the process hangs
 COMPILE_MEMORY = 256 << 20  # bytes of address space for one format
-COMPILE_STACK = 16 << 20  # bytes of stack; the server compiles with twice as much, so it has room for what passed here
+COMPILE_STACK = 16 << 20  # bytes of stack; the server compiles with twice as much, so it can compile what this process did
 COMPILE_WAIT_SECONDS = 5.0  # how long a request waits while the formats of others are compiled

@@ -1,6 +1,6 @@
 """`onedraw generate`: continue or answer one prompt. The reply is streamed to stdout, or printed as one JSON object.
 
-The summary line goes to stderr, so that a pipe receives nothing but the reply.
+Reasoning and a summary line (seed, tokens, speed) go to stderr, so that a pipe receives nothing but the answer.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class ReplicaSet(FixedWeights):
     """The EngineClient of replicas with one fingerprint. Replicas may join and leave at any time.
 
     One lock guards all state. It is held while a sink is called, so the events of a reply arrive in order even if its next
-    replica is faster than the thread of the last one. It is not held while a replica's client is called with requests, which may
-    take time. A thread continues the streams that lost their replica.
+    replica sends some before the thread of its last one is done. It is not held while a replica's client is called with requests,
+    which may take time. A thread continues the streams that lost their replica.
     """
 
     where = "a set of replicas"

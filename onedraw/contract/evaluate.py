@@ -142,7 +142,7 @@ def evaluate(
     chat: bool = False,
     notify: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Answer all questions. `options` are those of generated replies; with `chat` a prompt is sent as a user message."""
+    """Answer all questions. `options` apply to generated replies only; with `chat` a prompt is sent as a user message."""
     jobs = [(question, job) for question in task.questions for job in _jobs(llm, question, options, seed=seed, chat=chat)]
     found: list[list[Reply]] = [[] for _ in task.questions]
     most = llm.service.max_requests

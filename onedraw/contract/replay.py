@@ -26,7 +26,7 @@ class Verdict:
     """The result of one record. `index` is the first token of the reply that differs, counted from 0; if only the ending
     differs it is the shorter length. `recorded` and `found` are the tokens at `index`."""
 
-    where: str
+    where: str  # file and line of the record
     id: str
     seed: int | None
     tokens: int  # number of tokens in the recorded reply
@@ -34,7 +34,7 @@ class Verdict:
     index: int | None = None
     recorded: int | None = None
     found: int | None = None
-    note: str = ""
+    note: str = ""  # what differs, or why the request could not be run
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def requests(llm: LLM, *, new_tokens: int) -> list[Generation]:
 
 # The order in which requests are sent. "after a part": before each request comes one with three quarters of its prompt, which
 # fills the prefix cache. "each twice": each request is sent twice in a row. "callers in turn": the last requests are sent by
-# callers of their own while the replies to the first caller run, so that they preempt these.
+# callers of their own while replies to the first caller are generated, so that those are preempted.
 Drive: TypeAlias = Literal["one by one", "at once", "streamed", "each twice", "after a part", "callers in turn"]
 
 CUTS = 3  # places in which each reply is cut

@@ -65,7 +65,7 @@ class CheckpointOffload:
                 log.warning("a checkpoint could not be exported to a snapshot: %s", error)
                 return
             if not checkpoint.logits:
-                arrays.pop("logits", None)  # It was saved without logits; the slot still has those of an earlier checkpoint.
+                arrays.pop("logits", None)  # The checkpoint has none; its slot still has those of an earlier checkpoint.
             self._folder.write(tokens, arrays, logits=checkpoint.logits, firsts=firsts)
 
     def fetch(self, history: History) -> None:

@@ -106,7 +106,8 @@ class EngineClient(Protocol):
 
 
 class FixedWeights:
-    """The part of an EngineClient that serves the weights it was started with. `where` says in errors where the engine runs."""
+    """The part of an EngineClient that refuses to pause and to replace weights, for engines that keep those they were started
+    with. `where` says in errors where the engine runs."""
 
     where: str
 

@@ -175,6 +175,7 @@ class Engine:
                 self._commit(member, result)
         saved = self.scheduler.allocator.take_saved()  # also without offload: the allocator's list would grow
         offloads = self._offload is not None and bool(saved)
+        # Deliver now if the export below, or the next `submit`, would keep this thread busy meanwhile.
         if offloads or not self.backend.capacity.async_tokens:
             self._deliver()
         if self._offload is not None and offloads:  # Events were delivered above, so that no reply waits for the export.
@@ -217,8 +218,8 @@ class Engine:
         return True
 
     def _returns_at_once(self, members: list[ScheduledRow]) -> bool:
-        """Whether the backend's `submit` returns before this plan is computed. It can only do so if it did so for every plan in
-        flight, because the device computes those first."""
+        """Whether the backend's `submit` returns before this plan is computed. It can only do so if every plan in flight
+        allows that too, because the device computes those first."""
         plans = [members, *(others for _, others in self._in_flight)]
         return all(self.backend.capacity.submits_async([member.row for member in plan]) for plan in plans)
 

@@ -330,7 +330,7 @@ class EngineServer:
         self._engine, self._channel, self._sender, self._codec = engine, channel, sender, codec
         self._fingerprint = fingerprint
         self._lock = threading.Lock()
-        self._building: dict[str, bool] = {}  # ids of requests whose constraint is built, and whether they were cancelled
+        self._building: dict[str, bool] = {}  # ids of requests whose constraint is being built, and whether they are cancelled
         self._builders = ThreadPoolExecutor(BUILDERS, thread_name_prefix="onedraw-constraints")
 
     def run(self, incoming: SimpleQueue[bytes | None]) -> None:

@@ -77,12 +77,12 @@ class Stats:
     mixed_logprobs: int = 0  # steps in which some rows have logprobs and some have none
     mixed_constraints: int = 0  # steps in which some rows are constrained and some are not
     failed_steps: int = 0
-    out_of_memory_steps: int = 0  # steps for which the device had no memory; their rows were preempted
+    out_of_memory_steps: int = 0  # steps for which the device had no memory; their rows were preempted, or failed
     state_losses: int = 0  # how often a process with layers of the model ended; all running sequences were preempted
     steps: int = 0
     overlapped_steps: int = 0  # steps submitted while another one, of other sequences, was in flight
     steps_ahead: int = 0  # steps submitted before the tokens of the previous one were known
-    step_seconds: float = 0.0  # duration of all steps together, with the backend's own drafter
+    step_seconds: float = 0.0  # duration of all steps together, including the backend's own drafter
 
     replicas: int = 0  # engines that run; a gauge
     replicas_lost: int = 0  # engines that died

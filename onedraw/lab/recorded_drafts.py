@@ -13,7 +13,7 @@ DEFAULT_LENGTH = 15  # drafts per chain by default
 
 class RecordedProposer:
     """Drafts the recorded answer of a prompt; only the first `kept` drafts of a chain are right. It drafts nothing until the
-    benchmark, which owns it, has set `answers`."""
+    benchmark, which owns it, has set `answers`; `vocab` must be set by then."""
 
     name = "replay"
 

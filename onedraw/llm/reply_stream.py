@@ -59,6 +59,7 @@ class ReplyStream:
         self._hit: str | None = None  # the stop string that ended the reply
         self.done = False
         self.begun = self._pieces(self._read_tokens(tuple(map(SampledToken, generation.given))))
+        # how many tokens of the reply, and of its reasoning, the generation gives
         self._given, self._given_reasoning = self._count, self._parser.reasoning_tokens
         if self._given < len(generation.given):
             raise self._ends_early(CONTINUE_IDS, self._given, len(generation.given))

@@ -52,6 +52,7 @@ NEUTRAL_SAMPLING: Mapping[str, float | int] = {
     **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
     **{"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
 }
+# the options that set a response format, of which a request has at most one
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # effort → thinking budget in tokens, for models whose chat template has no variable for the effort. None means unlimited.
@@ -342,7 +343,7 @@ def make_generation(
 
 
 def check_fingerprint(wanted: str | None, actual: str) -> None:
-    """Raise if a request names another fingerprint than the model's, since its tokens may be others."""
+    """Raise if a request names another fingerprint than the model's, since the model may then sample other tokens."""
     if wanted is not None and wanted != actual:
         raise BadParameter(
             "system_fingerprint",

@@ -85,7 +85,7 @@ class Allocator:
         self.lanes = Slots(sizes.lanes)
         self.checkpoint_slots = CheckpointSlots(sizes.checkpoints if reuse else 0, evict=self.remove_checkpoint)
         self.leases: dict[int, Lease] = {}  # lane → its lease
-        self.saving: set[tuple[int, ...]] = set()  # prefixes of which a planned row saves a checkpoint, so that no other does
+        self.saving: set[tuple[int, ...]] = set()  # prefixes of which a planned row saves a checkpoint, so that no other row does
         self.tokens_queried = 0  # tokens looked up in the prefix cache
         self.tokens_hit = 0  # tokens found in the prefix cache
         self.window_pages_freed = 0  # pages freed because a sliding window has moved beyond them
@@ -126,7 +126,7 @@ class Allocator:
     def releases_needed(
         self, leases: Sequence[Lease], history: History, *, reuse: bool, more: int = 1, step: int | None = None
     ) -> int | None:
-        """Return how many of these leases, from the first on, must be released before `allocate` succeeds. None if releasing all
+        """Return the least n such that `allocate` succeeds once the first n of these leases are released. None if releasing all
         of them is not enough."""
         needs = Needs(history, reuse, length=len(history) + more, step=step or len(history) + more)
         tokens = self._reusable_tokens(needs)
@@ -365,7 +365,8 @@ def _partial_page(resume: ResumePoint, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A checkpoint slot and pages that the first row of a lease copies before it runs. They are kept until then."""
+    """A checkpoint that the first row of a lease restores before it runs, by its slot, and the pages that this row copies. Slot
+    and source pages are kept until then."""
 
     slot: int
     copies: tuple[PageCopy, ...]

@@ -113,8 +113,8 @@ class SnapshotFolder:
             return _key(tokens) in self._index
 
     def read(self, snapshot: Snapshot) -> dict[str, npt.NDArray[Any]] | None:
-        """Return the arrays of a snapshot. None if the file is too large to read. Also None if it is damaged or of another
-        prompt; in these cases it is discarded."""
+        """Return the arrays of a snapshot. None if the file is over MAX_READ_BYTES. Also None if it cannot be read, is damaged
+        or of another prompt; in these cases it is discarded."""
         try:
             if snapshot.size > MAX_READ_BYTES:
                 return None
@@ -349,7 +349,8 @@ def _arrays(content: memoryview, described: Sequence[Any], start: int) -> list[t
 
 
 def _content(path: Path) -> memoryview:
-    """Read a file into an array that was not zeroed first. It is writable, so that torch can use it without a copy."""
+    """Read a file into an uninitialized array, which saves the time to zero it. The array is writable, so that torch can use it
+    without a copy."""
     content = np.empty(path.stat().st_size, np.uint8).data
     with path.open("rb") as file:
         if file.readinto(content) != len(content):

@@ -30,7 +30,7 @@ class Node:
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     # Checkpoints of prefixes that end inside the next page, by the tokens that follow this page (the tail).
     checkpoints: dict[tuple[int, ...], PrefixCheckpoint] = field(default_factory=dict)
-    pins: int = 0  # number of leases whose last committed full page this is; the tree keeps a pinned node
+    pins: int = 0  # number of leases whose last committed full page this is, and of snapshot imports; a pinned node stays
 
     @property
     def empty(self) -> bool:
@@ -252,7 +252,7 @@ def _page_availability(path: list[Node], rules: ReuseRules) -> Callable[[int], b
 
 
 MIN_INTERVAL = 8  # The checkpoints that a long prompt saves at equal intervals are at least this many chunks apart.
-MAX_SHARE = 4  # Those checkpoints of one prompt take at most 1 / MAX_SHARE of the slots.
+MAX_SHARE = 4  # The checkpoints at equal intervals of one prompt take at most 1 / MAX_SHARE of the slots.
 
 
 class Slots:

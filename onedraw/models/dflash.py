@@ -156,7 +156,7 @@ _SAFETENSORS = WeightNames(
     | name_table("layers.{layer}.", "attn_gate=self_attn.g_proj.weight")
     | name_table("layers.{layer}.attention_conv.", "attn_conv=base_kernel attn_conv_proj=kernel_projection.weight")
     | name_table("layers.{layer}.mlp_conv.", "mlp_conv=base_kernel mlp_conv_proj=kernel_projection.weight"),
-    ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d follows from d2t, which is read
+    ignored=r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # t2d follows from d2t (draft to target ids)
 )
 _SAFETENSORS = replace(
     _SAFETENSORS,
@@ -432,7 +432,7 @@ def default_target_layers(count: int, depth: int) -> tuple[int, ...]:
 
 
 def _refuse_switches(keys: ConfigReader) -> None:
-    """Refuse settings that change the computation, in any object that may contain them."""
+    """Refuse a drafter if one of these switches changes the computation. They may be at the top level or in a nested object."""
     keys.expect("sample_from_anchor", False)
     keys.expect("use_aux_hidden_state", True)
     keys.expect("attention_sink_bias", False)
@@ -610,7 +610,7 @@ def _with_own_tensors(spec: DrafterSpec, source: ModelSource, *, embed: str, hea
 
 
 def _validated(spec: DrafterSpec, origin: str) -> DrafterSpec:
-    """Raise CorruptFile if sizes do not fit together."""
+    """Raise CorruptFile if sizes do not fit together, or UnsupportedModel for a candidate selector with a reduced vocabulary."""
     check_layer_sizes(spec.layers, origin)
     if spec.mask_token >= spec.vocab:
         raise CorruptFile(f"{origin}: mask token {spec.mask_token} is outside the vocabulary of {spec.vocab}")

@@ -33,7 +33,7 @@ from onedraw.models.weight_transforms import EXPERT_WEIGHT_ALIAS, experts, gguf_
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "gelu_pytorch_tanh"
-PATTERN = 6  # every sixth layer is full attention if the config has no layer_types
+PATTERN = 6  # without layer_types every sixth layer is full attention; by config.json the last one too
 HEAD_DIM, GLOBAL_HEAD_DIM, WINDOW = 256, 512, 512  # if the config has no head_dim, global_head_dim, sliding_window
 # The rope of each layer type, if the config does not say otherwise.
 ROPES: Mapping[str, Mapping[str, Any]] = {
