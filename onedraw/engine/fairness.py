@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 TURN_TOKENS = 64  # the shortest turn, in sampled tokens
 RESUME_SHARE = 8  # A preempted row computes all its tokens again, so its turn samples at least 1 token for every 8 of them.
-PATIENCE = 8  # A request that waits for KV pages is passed by smaller ones at most this many times; then all others wait for it.
+PATIENCE = 8  # Smaller requests pass a request that waits for KV pages at most this many times; then all others wait for it.
 TRIES = 4  # In one step the scheduler tries to admit at most this many of the waiting requests.
 
 

@@ -280,14 +280,14 @@ class RemoteEngine(FixedWeights):
 
 
 class EventSender:
-    """Sends events to the client: those of a step in one frame, with the counters. `sink` is the sink of all requests."""
+    """Sends events to the client: those of a step in one message, with the counters. `sink` is the sink of all requests."""
 
     def __init__(self, channel: MessageSender) -> None:
         self._channel = channel
         self._lock = threading.Lock()
         self._events: deque[Event] = deque()
         self._stats: Stats | None = None  # the latest counters; None if they have been sent
-        self._sent = 0.0  # when the last frame was sent
+        self._sent = 0.0  # when the last message was sent
 
     def sink(self, event: Event) -> None:
         self._events.append(event)

@@ -131,7 +131,7 @@ class Service:
         self._call(lambda engine: engine.replace_weights(replace, snapshots))
 
     def _call(self, work: Callable[[Engine], None]) -> None:
-        """Run work on the engine's thread between two steps, and wait for it."""
+        """Run work on the engine's thread between two steps, and wait for it. What it raises is raised here."""
         result: Future[None] = Future()
         with self._changed:
             if self._stop or not self._thread.is_alive():
