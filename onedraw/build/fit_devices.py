@@ -228,6 +228,7 @@ def _fit(
     drafter: DrafterBytes | None,
     no_kernels: Mapping[str, str] | None = None,
 ) -> tuple[DeviceFit, MemoryPlan]:
+    """Choose dtypes and KV memory for these devices. Return them as a DeviceFit, and the sizes that they give."""
     dtypes = product_dtypes(
         devices,
         requested=settings.dtype,

@@ -29,7 +29,7 @@ from onedraw.backends.torch.state.model_state import StageState
 from onedraw.backends.torch.state.recurrent_state import CHUNK
 from onedraw.types import History, Plan, Row, SamplingParams
 
-ROWS = (1, 2, 5, 16, 64)
+ROWS = (1, 2, 5, 16, 64)  # numbers of rows that are always compared
 MOST_OUTPUTS = 8192  # If a product can be cut to its first outputs, so many are compared: all are computed alike. 32 divides it.
 DEPTH = 2  # fewest layers that run when whole steps are compared; more run until every kind of mixer is among them
 STEP_LENGTH = 270  # positions that a generated token attends to: more than one split of the keys

@@ -223,6 +223,8 @@ def _places(tables: Ints, rows: Ints, slots: Ints, page_size: int) -> Ints:
 
 
 def _tokens(layouts: Sequence[RowLayout], bucket: ShapeBucket, shape: CompiledShapes, tables: Ints) -> dict[str, Any]:
+    """Index arrays of tokens. `pieces`: how many pieces of `bucket.rows` tokens, the rows of a matrix product, are not all
+    padding."""
     tokens, positions, slots = (_full(bucket.tokens) for _ in range(3))
     rows = _full(bucket.tokens, shape.lanes)
     slots[:] = np.arange(bucket.tokens) % shape.page_size

@@ -53,7 +53,7 @@ class IreeBackend:
         sizes: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in manifest["sizes"].items()
         }
-        sizes["step_tokens"] = sizes.pop("turn_tokens")
+        sizes["step_tokens"] = sizes.pop("turn_tokens")  # manifests call it by the name of --turn-tokens
         self._shape = compiled_shapes(**sizes)
         self._runtime = IreeRuntime()
         self._graphs = {}

@@ -134,6 +134,7 @@ class TrainableDrafter:
         seen_keys, seen_values = keys_and_values(context, table[: context.shape[1]].expand(rows, -1, -1, -1))
         own_keys, own_values = keys_and_values(h, own_angles)
         keys, values = joined(seen_keys, own_keys), joined(seen_values, own_values)
+        # Under autocast norms give float32 and projections bf16; attention needs one dtype.
         kept = query.dtype if not torch.is_autocast_enabled(query.device.type) else torch.get_autocast_dtype(query.device.type)
         query, keys, values = query.to(kept), keys.to(kept), values.to(kept)
         found = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=mixer.scale)

@@ -127,6 +127,7 @@ class Trainer:
         chosen = random.choice(len(self.buffer.sequences), size=min(recipe.rows, len(self.buffer.sequences)), replace=False)
         batch = [self.buffer.sequences[int(index)] for index in chosen]
         measured = self._loss(batch, random)
+        # Linear warm-up, times a cosine that falls from 1 to 0.02.
         rate = min(1.0, (progress + 1e-3) / WARM_UP) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
         if recipe.optimizer == "adamw":  # the size of Muon's updates does not depend on the size of the gradient
             torch.nn.utils.clip_grad_norm_(self.drafter.weights.values(), 1.0)
@@ -163,6 +164,8 @@ class Trainer:
         blocks, slots = live.shape[0] * live.shape[1], live.shape[2]
         live, flat = live.view(blocks, slots).float(), hidden.reshape(blocks, slots, -1)
         begun = live[:, 0].sum().clamp(min=1)
+        # Losses of parts are differentiated up to `leaf`, so that only one part's logits exist at once; then the gradient of
+        # `leaf` goes through the drafter in one backward pass.
         leaf = flat.detach().requires_grad_(learn)
         total_loss = total_kept = 0.0
         for part in torch.split(torch.arange(blocks, device=device), max(LOGIT_NUMBERS // (slots * len(self._head)), 1)):
@@ -260,7 +263,7 @@ class Trainer:
             weight = names[f"weight/{owner}"]
             for optimizer, _ in self._optimizers:
                 if any(weight is own for group in optimizer.param_groups for own in group["params"]):
-                    place = torch.device("cpu") if field_name == "step" else device
+                    place = torch.device("cpu") if field_name == "step" else device  # where torch's optimizers keep this field
                     optimizer.state[weight][field_name] = torch.tensor(array, device=place)
         self.steps = int(arrays["steps"][0])
 
