@@ -25,7 +25,8 @@ from torch.distributed import ProcessGroupGloo
 from onedraw.errors import StateLost
 
 ENGINE = 0  # the rank of the engine's process
-CONTROL, REPLY, STREAM, PROBED = 1, 2, 3, 4  # tags: messages to a stage, its replies, residual streams, data for a probe
+# Tags. CONTROL: messages to a stage; REPLY: its replies; STREAM: residual streams; PROBED: data that a probe asks for.
+CONTROL, REPLY, STREAM, PROBED = 1, 2, 3, 4
 FOREVER = timedelta(days=30)  # A stage waits this long for work. A broken connection ends the wait.
 PACKET_BYTES = 8192  # the first part of a message has a fixed size, so that the receiver need not know the length
 LENGTH_BYTES = 8

@@ -55,7 +55,7 @@ class OpenLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """The facts about a stage that its process reports when the layers are loaded. All of it must be equal after a restart."""
+    """The facts about a stage that its process reports when the layers are loaded. All must be the same after a restart."""
 
     weights: str  # fingerprint of the checkpoint
     name: str  # name of the Ops

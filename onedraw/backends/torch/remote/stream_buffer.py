@@ -1,9 +1,9 @@
 """The residual stream of a step as one tensor of bytes, which goes from process to process.
 
-Layout, little-endian: a header of HEADER_BYTES (step number as int64, rank of the stage that failed as int64, or -1, whether it
-ran out of memory as int64, length of the error's text as int64, the text as UTF-8), then x [count, E], then the layers' own
-inputs [count, layers still to run, width] if the model has any. If a stage failed, what follows the header is undefined. E is the
-hidden width; `count` is the number of tokens without padding.
+Layout, little-endian: a header of HEADER_BYTES (four int64: step number, rank of the stage that failed or -1, whether that stage
+ran out of memory, length of the error's text; then the text as UTF-8), then x [count, E], then the layers' own inputs [count,
+layers still to run, width] if the model has any. If a stage failed, what follows the header is undefined. E is the hidden width;
+`count` is the number of tokens without padding.
 """
 
 from __future__ import annotations

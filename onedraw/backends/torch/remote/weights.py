@@ -53,7 +53,8 @@ class WeightSender:
 
 
 def received_weights(port: int, *, most: int) -> Iterator[tuple[str, Tensor]]:
-    """Connect to the sender at this port, and yield its tensors. `most`: the bytes that they may have."""
+    """Connect to the sender at this port, and yield its tensors. `most`: the most bytes of all tensors together. Raises
+    BadRequest if the list of tensors is refused, or if the sender is gone before the end."""
     try:
         link = _connect(port, RECEIVER)
         try:

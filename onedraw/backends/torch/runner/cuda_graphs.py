@@ -95,7 +95,8 @@ class CudaGraphs:
 
 
 def graph_caches(stage_devices: Sequence[StageDevice | RemoteStage], given: GraphCache | None = None) -> list[GraphCache | None]:
-    """For each stage, the graphs of its device, or None if the stage cannot be captured. `given`: used for all stages instead."""
+    """For each stage, the graphs of its device, or None if the stage cannot be captured. `given`: used instead
+    for all stages that can be captured."""
     captured = [
         place.device if isinstance(place, StageDevice) and place.ops.capture is not None else None for place in stage_devices
     ]

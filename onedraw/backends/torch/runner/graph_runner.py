@@ -4,8 +4,8 @@ In: a step, and stages whose operations can be captured. Out: a result that is s
 committed on every stage. Steps are padded to a few shapes (`Bucket`). All host arrays are copied to the device before a graph
 runs, so a graph reads only device memory and serves every step with the same signature. The layers of each stage are one graph;
 sampling is another, laid out while the layers run, so graphs of the layers serve every kind of sampling, and the host computes
-token masks in the time of the layers. The host waits for none of them, so consecutive steps overlap on the devices of several
-stages. The token that each lane sampled stays on the device, where the next step may start from it before the host has read it.
+token masks while the layers run. The host waits for no graph, so consecutive steps overlap on the devices of several stages. The
+token that each lane sampled stays on the device, where the next step may start from it before the host has read it.
 
 A row is the work of one sequence in one step; a lane is the slot of a sequence's state; the rollback buffer holds drafts until
 the commit. A probe (`LayerProbe`) collects layer outputs that a drafter reads, and which tokens are finite. Answers are the
@@ -206,7 +206,7 @@ class GraphSamples:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A step in flight. `answers` is complete on the host after the event `arrived`, or already if there is none."""
+    """A step in flight. `answers` is complete on the host after the event `arrived`, or at once if there is no event."""
 
     plan: Plan
     inputs: Inputs

@@ -136,7 +136,7 @@ class Inputs:
     host_slots: Ints  # [T] slot of each token's key and value in its row's pages laid end to end; the position, except in a tree
     host_ends: Ints  # [T] the last position that each token sees
     host_rows: Ints  # [T] the row of each token
-    host_tables: tuple[Ints, ...]  # for each page group [R, W]: the pages of each row, then the scratch page
+    host_tables: tuple[Ints, ...]  # for each page group [R, W]: the pages of each row, filled up with the scratch page
     host_tails: Ints | None  # [T] the position from which a token reads its path; None if no row branches
     host_paths: Ints | None  # [T, depth] the slots of the path, counted from the tail
     page_size: int

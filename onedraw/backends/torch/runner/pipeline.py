@@ -105,7 +105,7 @@ class Stage:
     runs: list[LayerRun]
     ropes: dict[RopeSpec, Tensor]
     entrance: StageBoundary | None  # the boundary before the stage; None for the first stage
-    mixers: tuple[AttentionSpec | DeltaSpec, ...]  # the kinds of mixers of its layers, each once
+    mixers: tuple[AttentionSpec | DeltaSpec, ...]  # the attention and Gated DeltaNet specs of its layers, each once
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:

@@ -1,9 +1,9 @@
 """Host-to-device inputs of a step: small arrays, and the facts that decide which kernels the step launches.
 
 In: numpy arrays, one after the other. Out: tensors on the device. `DirectStaging` copies each array by itself. `StagingBuffer`
-writes all arrays into one buffer, which is copied at once and has the same address in every step. A step's signature is
-the layout of its arrays and the facts that the host noted; steps with equal signatures read the same addresses and launch the
-same kernels, so a graph captured for one of them serves the others. A side is one of the buffer's copies on the host.
+writes all arrays into one buffer, which is copied at once and has the same address in every step. A step's signature is the
+layout of its arrays and the facts that the host noted; steps with equal signatures read the same addresses and launch the same
+kernels, so a graph captured for one of them serves the others. A side is one of the buffer's copies on the host.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _default_skinny_tiles(n: int) -> SkinnyTiles:
 
 # Tiles for 65 to 256 rows, measured on an H200 in bf16 with weights that are not in the L2 cache (bench/gpu_tiles.py many_rows):
 # the smallest tile with which one program per multiprocessor computes the whole product, and for wider products the largest tile.
-FILLED = 132  # multiprocessors of the H200, one program for each of which fills the device
+FILLED = 132  # multiprocessors of the H200: as many programs fill the device
 
 
 def _tile_of_128_rows(n: int) -> Tile:

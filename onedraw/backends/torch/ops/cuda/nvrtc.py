@@ -2,8 +2,8 @@
 
 In: a source file, its macros, a device. Out: a `Kernel`, which launches on torch's current stream, so CUDA graphs capture it.
 Machine code is cached in the folder given to `cache_in`, in files named by a hash of source, options and compiler version. A
-cached file with a wrong checksum, or that the driver does not load, is compiled again. NVRTC must have the major CUDA
-version that torch was built for, because the driver may not load the code of another one; the exact version is preferred.
+cached file with a wrong checksum, or that the driver does not load, is compiled again. NVRTC must have the major CUDA version
+that torch was built for, because the driver may not load the code of another one; the exact version is preferred.
 """
 
 from __future__ import annotations

@@ -257,8 +257,8 @@ def _row_argmax(tokens, block_maxima, best_values, best_ids, blocks, BLOCKS: tl.
 def sample_tokens(
     logits: Tensor, table: SamplingTable, *, vocab: int, width: int, weights: Tensor | None = None, pdl: bool = False
 ) -> tuple[SamplingResult, Tensor | None]:
-    """Sample one token per row of logits [C, ≥ V] (any dtype, inner stride 1). With `weights` [2, V] int64 also return checksums
-    [C]."""
+    """Sample one token per row of logits [C, ≥ V] (any dtype, inner stride 1). With `weights` [2, V] int64, the token weights of
+    checksums, also return checksums [C]."""
     rows, device = len(logits), logits.device
     blocks = triton.cdiv(width, BLOCK)
     grid, padded_blocks = (rows, blocks), triton.next_power_of_2(blocks)

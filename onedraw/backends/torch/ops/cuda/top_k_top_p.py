@@ -291,8 +291,8 @@ def _count_level(table, deficits, lists, histogram, row, start, width, limit, VO
 @triton.jit
 def _collect(table, deficits, lists, histogram, row, ids, width, limit, VOCAB: tl.constexpr, BY_MASS: tl.constexpr,
              LONG_LIST: tl.constexpr, LEVEL: tl.constexpr, SHORT_LIST: tl.constexpr):  # fmt: skip
-    """Append the tokens of the bin that contains the limit to the level's list, in any order. They are counted even if it
-    overflows."""
+    """Append the tokens of the bin that contains the limit to the level's list, in any order. The counter includes tokens
+    for which an overflowing list has no room."""
     bin, left = _target_bin(histogram, _target_weight(table, histogram, row, BY_MASS))
     target = lists + row * (LONG_LIST + SHORT_LIST)
     if LEVEL == 0:

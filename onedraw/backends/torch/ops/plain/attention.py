@@ -36,8 +36,8 @@ class TileGroup:
 
     height: int  # queries per tile
     queries: Tensor  # [N * height]: index of each query's token; a tile with fewer queries repeats its last one
-    slots: Tensor  # [t]: index of each of these tokens in `queries`
-    tokens: Tensor  # [t]: the tokens of this group
+    slots: Tensor  # [t]: index in `queries` of each token of `tokens`
+    tokens: Tensor  # [t]: the tokens of this group, without the padding of `queries`
     pair_tile: Tensor  # [X]: the tile of each (tile, block) pair
     reads: Tensor  # [X * BLOCK / S]: the pages of each pair's block, or [X * BLOCK]: the slots of its keys
     by_slot: bool  # whether `reads` has slots instead of pages

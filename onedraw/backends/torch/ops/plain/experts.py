@@ -97,8 +97,8 @@ def choose_experts(logits: Tensor, spec: MoeSpec, *, bias: Tensor | None, factor
 
 
 def join_shared(out: Tensor, always: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
-    """The experts' output `out`, plus the shared expert's output `always` times sigmoid of the gate's first column, plus the
-    residual."""
+    """The experts' output `out`, plus the shared expert's output `always` (times the sigmoid of the gate's first column, if there
+    is a gate), plus the residual if there is one."""
     wide = always.float()
     if gate is not None:
         wide = wide * opened(gate.float(), "sigmoid")[:, :1]

@@ -59,7 +59,7 @@ class Linear:
         raise NotImplementedError("this product's weight cannot be read back")
 
     def first_outputs(self, count: int) -> Linear:
-        """A product with at least the first `count` outputs, which shares the weight. Here the whole product."""
+        """A product with at least the first `count` outputs, which shares the weight. By default it is the whole product."""
         return self
 
     def __call__(self, x: Tensor) -> Tensor:

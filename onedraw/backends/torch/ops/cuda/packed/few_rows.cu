@@ -179,7 +179,7 @@ __device__ __forceinline__ void read_residual(const ProductArguments &p, float (
         }
 }
 
-// Adds the sums of distributed items and writes their units, except for the carried items.
+// Adds the sums of distributed items and writes their units, except for the carried items. `taken`: slot of the received carry.
 __device__ __forceinline__ void finish_distributed(const ProductArguments &p, const BlockItems &own_items, const float4 *stored, int taken) {
     const int begin = quotient(own_items.distributed_from, p.per_segment), end = quotient(own_items.end - own_items.carried, p.per_segment);
     int unit_index = begin + (threadIdx.x >> 5);

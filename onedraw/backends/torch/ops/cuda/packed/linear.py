@@ -59,7 +59,7 @@ from onedraw.models.source import ColumnSelection, LazyTensor
 # rows, so no CUDA graph uses the buffer for dequantized weights.
 MANY_ROWS_FROM = 257
 HOPPER = (9, 0)  # the compute capability of Hopper GPUs, which have a kernel of their own for many rows
-_ALIGNED = 256  # views of the buffer start at multiples of this many bytes
+_ALIGNED = 256  # tensors in the buffer for dequantized weights start at multiples of this many bytes
 
 
 class Workspace:

@@ -84,8 +84,8 @@ __device__ __forceinline__ void arrive_remote(u32 barrier, int rank) {
         : "memory");
 }
 
-// Called by a consumer warp that has read a stage. With clusters every block's producer must know, because each one writes a part
-// of W into all blocks; lane i therefore arrives at the barrier of block i.
+// Called by a consumer warp that has read a stage. With clusters the producers of all blocks wait for this, because each of them
+// writes a part of W into all blocks; lane i therefore arrives at the barrier of block i.
 __device__ __forceinline__ void release_stage(u32 barrier, int lane) {
     if (CLUSTER == 1) {
         if (lane == 0) arrive(barrier);
@@ -277,7 +277,7 @@ __device__ __forceinline__ void write_outputs(const ManyRowsArguments &args, con
 }
 
 #if PER > 1
-// Issues the product of one block of 32 inputs, starting from zero; the caller waits for it with wgmma_wait.
+// Issues the product of one block of 32 inputs, which overwrites `part`; the caller waits for it with wgmma_wait.
 __device__ __forceinline__ void wgmma_block(float (&part)[64], u32 rows, u32 weights) {
     const u64 a = descriptor_swizzled(rows), b = descriptor_swizzled(weights);
     wgmma_fence();
