@@ -45,8 +45,9 @@ def is_noted(count: int) -> bool:
 
 
 class SentPages(Generic[ReplicaT]):
-    """A table of the prompt pages that each replica was sent. When it is full, the least recently sent are forgotten first. A
-    replica that joins again, with an empty cache, must have another name here. The replica set owns it."""
+    """A table of the prompt pages that each replica was sent. When it is full, the pages that were sent longest ago are dropped.
+    A replica that starts anew has an empty cache, so it must be added as another `ReplicaT`, or it would match pages that it no
+    longer has. `ReplicaSet` (replica_set.py) owns the table."""
 
     def __init__(self, most: int = MAX_PAGES_SENT) -> None:
         self._most = most

@@ -37,8 +37,8 @@ def reply_constraint(
 
 
 class ConstraintFactory:
-    """Builds a new constraint for each request, since constraints have state. Any thread may use the factory; the LLM closes
-    it."""
+    """Builds a new constraint for each request, since constraints have state. Any thread may use the factory. Its owner, the
+    `LLM` object (llm/llm.py), closes it."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], *, isolated: bool = True) -> None:
         """`isolated`: a response format is compiled in a helper process before it is compiled in this one, so that a format that

@@ -167,7 +167,8 @@ class DflashDrafter:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The layers with features, each once and in ascending order, as a step gives their outputs."""
+        """The target's layers whose outputs are the features, each once, in ascending order: the order in which a step returns
+        their outputs."""
         return tuple(sorted(set(self._spec.target_layers)))
 
     @property

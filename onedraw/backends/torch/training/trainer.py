@@ -50,7 +50,8 @@ class Recipe:
     # "hard": cross-entropy with the sequence's tokens; "soft": with the target's likeliest next tokens; "kept": minus the
     # logarithm of the probability that the draft is kept
     loss: Literal["hard", "soft", "kept"] = "kept"
-    # the weight of a slot in the loss, "length": from the expected number of kept drafts; "decay": smaller for later slots
+    # How the slots of a block are weighted in the loss. "length": a slot counts as much as it and the slots after it can add to
+    # the expected number of kept drafts; "decay": later slots count less.
     weights: Literal["length", "decay"] = "length"
     optimizer: Literal["muon", "adamw"] = "muon"  # optimizer of the matrices; norms are always trained with AdamW
     rows: int = 8  # sequences per step

@@ -26,8 +26,8 @@ typedef struct {
     float *keys, *values;  /* [page][kv_head][slot][dim], of the type that kv_dtype says; codes of 4 bits share bytes */
     float *key_scales, *value_scales;  /* of codes: [page][kv_head][slot]; otherwise null */
     long kv_dtype;  /* type of keys and values, an enum of kv_quant.h */
-    /* Scratch memory for `room` floats, in which partial results wait to be merged when threads share a long
-     * context. Its size changes no bit. */
+    /* Scratch memory for `room` floats. When threads share a long context, it holds their partial results until
+     * they are merged. The output has the same bits for every `room`. */
     float *waiting;
     long room;
 } attention;
