@@ -258,10 +258,15 @@ def _run_one(llm: LLM, generation: Generation) -> Reply:
 
 
 async def _at_once(llm: LLM, generations: Sequence[Generation]) -> tuple[list[Reply], int]:
-    """Send all requests at the same time, in a shuffled order."""
+    """Send all requests at the same time, in a shuffled order. The engine begins when it has all of them: otherwise a fast model
+    could end one before the next arrives, and nothing would run in a batch."""
     order = list(range(len(generations)))
     random.Random(1).shuffle(order)
-    answered = await asyncio.gather(*(_folded(llm, generations[number]) for number in order))
+    llm.service.pause()
+    tasks = [asyncio.ensure_future(_folded(llm, generations[number])) for number in order]
+    await asyncio.sleep(0)  # Every task runs until it waits for its first event, so its request is submitted.
+    llm.service.resume()
+    answered = await asyncio.gather(*tasks)
     by_number = dict(zip(order, answered, strict=True))
     return [by_number[n][0] for n in range(len(generations))], sum(pieces for _, pieces in answered)
 

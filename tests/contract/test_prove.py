@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_every_variation_of_the_fake_model_is_the_same(honest: ProofTable) -> No
     assert set(found.values()) == {"same"}
     assert threads == "not exercised"  # the fake model uses no CPU threads
     assert honest.holds
+
+
+def test_requests_sent_at_once_run_in_one_batch_however_fast_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(FAKE, max_batch=8)
+    with build_llm(settings) as model:
+        submit = model.service.submit
+
+        def slowly(requests: Any) -> None:
+            submit(requests)
+            time.sleep(0.05)  # The fake model would finish a reply in this time.
+
+        monkeypatch.setattr(model.service, "submit", slowly)
+        asked = requests(model, new_tokens=4)
+        _, evidence = drive(model, asked[:4], "at once", settings=settings)
+    assert evidence.counted.mixed_steps >= 4  # every token of the four replies was sampled in a batch
 
 
 def test_the_quick_table_exercises_the_same_variations() -> None:
