@@ -12,13 +12,12 @@ import argparse
 import ctypes
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench.cpu_against_llamacpp import best
 from bench.measuring import report
 from onedraw.backends.packing import CPU_PACKED_KINDS
 from onedraw.backends.torch.ops.cpu.library import Kernels, build, find_compiler
@@ -28,16 +27,6 @@ from onedraw.settings import default_cache_dir
 
 TOTAL_BYTES = 512 << 20  # of the weights of one measurement: far more than a cache holds
 READ_BANDWIDTH = Path(__file__).with_name("read_bandwidth.c")
-
-
-def best(work: Callable[[], None], times: int) -> float:
-    """Return the shortest of several runs in seconds."""
-    found = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - begin)
-    return min(found)
 
 
 def read_bandwidth(threads: int) -> float:
