@@ -125,6 +125,8 @@ class Scheduler:
             proposal = self._propose(sequence, drafts_left, len(generating)) if drafts else NO_PROPOSAL
             if self._add_row(sequence, sequence.remaining, proposal, members, planned):
                 drafts_left -= len(members[-1].row.drafts)
+        if not prompts:
+            return self._with_draft_limits(members)
         left = step_tokens - sum(1 + len(m.row.drafts) for m in members)
         # whether a reply outside of the background is being generated, whose next token prompts should not delay for long
         waits = any(s.remaining <= 1 and not s.request.background for s in self.running)
