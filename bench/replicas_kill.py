@@ -181,7 +181,18 @@ class ServerProcess:
 
     def moves(self) -> list[float]:
         """When the server has noticed each death, in seconds since the epoch."""
-        found = re.findall(r"^(\S+ \S+) WARNING replica \S+ died", self.log.read_text(), re.MULTILINE)
+        return self._moments(r"WARNING replica \S+ died")
+
+    def moved(self) -> int:
+        """How many streams lost their replica."""
+        return sum(int(count) for count in re.findall(r"replica \S+ died; (\d+) requests", self.log.read_text()))
+
+    def replacements(self) -> list[float]:
+        """When each replica that replaces another one has begun to serve."""
+        return self._moments(r"INFO replica \d+\.\d+ serves")
+
+    def _moments(self, pattern: str) -> list[float]:
+        found = re.findall(rf"^(\S+ \S+) {pattern}", self.log.read_text(), re.MULTILINE)
         return [datetime.fromisoformat(moment).timestamp() for moment in found]
 
 
@@ -248,6 +259,7 @@ class Result:
     errors: int
     different: int
     notice_ms: float  # median time from a kill until the server has noticed it
+    replaced_s: float  # median time from a kill until another replica serves
     pause_median_s: float
     pause_p99_s: float
     usual_gap_p99_s: float  # between chunks, away from kills
@@ -290,9 +302,9 @@ def measure(model: str, *, streams: int, replicas: int, tokens: int, max_batch: 
         start = time.monotonic()
         answers, killed = asyncio.run(ask_and_kill(cases, many, replicas=replicas))
         seconds_many = time.monotonic() - start
-        noticed, moved = many.moves(), metric(many.port, "requests_moved_total")
+        noticed, replaced, moved = many.moves(), many.replacements(), many.moved()
     around, others = pauses(answers, killed, noticed)
-    longest = sorted(around)[-int(moved) :] if moved else []
+    longest = sorted(around)[-moved:] if moved else []
     wrong = [
         f"{case.kind}: {answer.content()} instead of {right.content()}"[:600]
         for case, answer, right in zip(cases, answers, expected, strict=True)
@@ -304,10 +316,11 @@ def measure(model: str, *, streams: int, replicas: int, tokens: int, max_batch: 
         streams=streams,
         tokens=sum(len(choice.ids) for answer in answers for choice in answer.choices.values()),
         kills=len(killed),
-        paused=int(moved),
+        paused=moved,
         errors=len(errors),
         different=len(wrong),
         notice_ms=1000 * statistics.median([seen - kill for kill, seen in zip(killed, noticed, strict=False)] or [0.0]),
+        replaced_s=statistics.median([back - kill for kill, back in zip(killed, replaced, strict=False)] or [0.0]),
         pause_median_s=statistics.median(longest or [0.0]),
         pause_p99_s=percentile(longest, 0.99),
         usual_gap_p99_s=percentile(others, 0.99),
