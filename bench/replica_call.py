@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 from onedraw.build.engine_process import EngineProcess, StartEngine
 from onedraw.build.llm import build_llm
+from onedraw.cluster.autoscaling import AutoscalingConfig
 from onedraw.cluster.ray_replicas import RayReplicas, ReplicaOptions
 from onedraw.engine.client import EngineClient, Event
 from onedraw.settings import Settings
@@ -86,7 +87,7 @@ def main() -> int:
     places: dict[str, StartEngine | None] = {
         "this process": None,
         "own process": EngineProcess,
-        "replica": lambda settings: RayReplicas(settings, ReplicaOptions(1)),
+        "replica": lambda settings: RayReplicas(settings, ReplicaOptions(AutoscalingConfig(1, 1))),
     }
     for place, start_engine in places.items():
         cost = measure(start_engine, streams=options.streams, tokens=options.tokens)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from onedraw.cli import terminal
 from onedraw.cli.flags import add_learning, add_record, add_settings, argument_type, read_settings, recorded
 from onedraw.cli.ps import registered
+from onedraw.cluster.autoscaling import DOWNSCALE_DELAY, UPSCALE_DELAY, AutoscalingConfig, replica_range
 from onedraw.errors import BadSetting
 from onedraw.settings import Settings, api_key, default_cache_dir, otlp_traces_endpoint, ray_address, size_in_bytes, update_token
 
@@ -30,6 +31,7 @@ EXAMPLES = """examples:
 """
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
+SCALING = ("target_ongoing_requests", "upscale_delay", "downscale_delay")  # options that need a range of replicas
 KEY_LIMITS = {
     "requests": "requests that an API key, or a client address without keys, may have running and waiting at once",
     "tokens": "tokens (prompt and max_tokens of every choice) that it may have running and waiting at once",
@@ -149,10 +151,29 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     web.add_argument(
         "--replicas",
-        type=int,
+        type=argument_type(replica_range),
         metavar="N",
         help="run N engines with the model as actors in a Ray cluster; when one dies, its replies go on elsewhere with the same "
-        "tokens, and another one is started (SIGHUP replaces all, one by one)",
+        "tokens, and another one is started (SIGHUP replaces all, one by one); with a range like 1..4 the load decides how many",
+    )
+    web.add_argument(
+        "--target-ongoing-requests",
+        type=float,
+        metavar="X",
+        help="requests per replica, running and waiting, that --replicas MIN..MAX aims at (default: as many as run at once)",
+    )
+    web.add_argument(
+        "--upscale-delay",
+        type=float,
+        metavar="SECONDS",
+        help=f"how long the load must ask for more replicas before they are started (default: {UPSCALE_DELAY:g})",
+    )
+    web.add_argument(
+        "--downscale-delay",
+        type=float,
+        metavar="SECONDS",
+        help=f"how long the load must need fewer replicas before some end (default: {DOWNSCALE_DELAY:g}); their replies go on "
+        "elsewhere",
     )
     web.add_argument(
         "--ray-address",
@@ -182,7 +203,7 @@ def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> Start
     from onedraw.build.engine_process import EngineProcess
 
     if arguments.replicas is None:
-        for name in ("ray_address", "replica_gpus"):
+        for name in ("ray_address", "replica_gpus", *SCALING):
             if getattr(arguments, name) is not None:
                 raise BadSetting(f"--{name.replace('_', '-')}: needs --replicas, the number of engines")
         return EngineProcess if arguments.engine_process == "on" else None
@@ -190,7 +211,12 @@ def engine_elsewhere(arguments: argparse.Namespace, settings: Settings) -> Start
     from onedraw.server.logs import log_config
 
     logging.config.dictConfig(log_config(arguments.log_level, arguments.log_format))  # Replicas log before uvicorn applies this.
-    options = ReplicaOptions(arguments.replicas, arguments.ray_address or ray_address(), arguments.replica_gpus)
+    given = {name: getattr(arguments, name) for name in SCALING if getattr(arguments, name) is not None}
+    least, most = arguments.replicas
+    scaling = AutoscalingConfig(least, most, **given)
+    if given and least == most:
+        raise BadSetting(f"--{min(given).replace('_', '-')}: the number of replicas is fixed; write a range like --replicas 1..4")
+    options = ReplicaOptions(scaling, arguments.ray_address or ray_address(), arguments.replica_gpus)
     replicas = RayReplicas(settings, options)
     signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=replicas.restart, daemon=True).start())
     return lambda _: replicas

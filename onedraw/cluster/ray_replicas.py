@@ -1,13 +1,12 @@
-"""Replicas in a Ray cluster: `onedraw serve MODEL --replicas N`.
+"""Replicas in a Ray cluster: `onedraw serve MODEL --replicas N` or `--replicas MIN..MAX`.
 
 In: settings, and how many replicas. Out: the ReplicaSet of engines that run as Ray actors, each with its backend and weights. An
-actor that ends is replaced, on whichever node Ray finds room. This process has the HTTP app and the tokenizer, but
-no weights.
+actor that ends is replaced, on whichever node Ray finds room. With MIN..MAX replicas start and end with the load
+(`autoscaling.py`). This process has the HTTP app and the tokenizer, but no weights.
 
-The replicas are plain actors and no Ray Serve deployment. A handle of Serve chooses the replica of each call itself. Here a
-request must go to the replica whose prefix cache has the beginning of its prompt, and a cancellation to the replica that has the
-request. A stream through a handle costs one message per token of each request, while an actor sends all events of an engine step
-in one message.
+The replicas are plain actors and no Ray Serve deployment. Serve counts calls of a handle, and waits for the end of a replica's
+calls before it ends the replica. So each request would have to be a call, with one message per token, while an actor sends all
+events of an engine step in one message. And Serve would pick the replica that ends, before its streams could move.
 
 An actor's method `serve` yields the messages of its engine as long as the engine runs; its method `deliver` takes the messages
 of the engine's client, in the order in which they were sent. All messages are bytes in the format of `engine/wire.py`.
@@ -18,7 +17,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,9 +29,11 @@ from typing import Any
 from onedraw.build.checkpoint import Progress
 from onedraw.build.engine_process import ReportHandler, encode_settings, engine_client, serve_engine
 from onedraw.build.ray_connection import connected, require_loopback, started_here, uses_token
+from onedraw.cluster.autoscaling import AutoscalingConfig, Change, scaled
 from onedraw.cluster.replica_set import ReplicaSet
 from onedraw.engine.client import BuildConstraint
 from onedraw.engine.remote import RemoteEngine
+from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, EngineLost, OnedrawError
 from onedraw.settings import Settings, default_cache_dir
 
@@ -42,13 +44,14 @@ IN_ORDER = "messages"  # the concurrency group of `deliver` and `place`; it has 
 PLACE_SECONDS = 30.0  # While Ray finds no node for a replica, a warning is logged each time that this long has passed.
 SILENT_SECONDS = 300.0  # A replica that has requests and sends nothing for this long is replaced.
 CHECK_SECONDS = 5.0  # how often it is checked whether a replica has ended or is silent
+SCALE_SECONDS = 1.0  # how often the number of replicas is compared with the load
 LONGEST_PAUSE = 60.0  # the longest pause between attempts to start a replica; it is one second at first and doubles
 FLAG = "--replicas"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    count: int
+    scaling: AutoscalingConfig  # how many replicas
     address: str | None = None  # address of a running Ray cluster; None starts a cluster of this machine alone
     gpus: float | None = (
         None  # GPUs of each replica; None: one for each CUDA device in the settings, or one if the cluster has any
@@ -148,38 +151,35 @@ class ActorChannel:
 
 
 class RayReplicas:
-    """Starts replicas, and replaces each one that ends. It is an EngineSource (starts engines outside of this process) for one
-    LLM. Once `client` has returned a client, that client owns and closes the RayReplicas."""
+    """Starts replicas, replaces each one that ends, and changes their number with the load. It is an EngineSource (starts engines
+    outside of this process) for one LLM. Once `client` has returned a client, that client owns and closes the RayReplicas."""
 
     def __init__(self, settings: Settings, options: ReplicaOptions) -> None:
-        if options.count < 1:
-            raise BadSetting(f"{FLAG}: must be at least 1, not {options.count}")
         if options.gpus is not None and options.gpus < 0:
             raise BadSetting(f"--replica-gpus: must be 0 or more, not {options.gpus:g}")
-        self._options = options
+        self._scaling = options.scaling
         self.fingerprint = ""
-        self._cpus = settings.threads or 1
+        self.cpus = settings.threads or 1
         self._owns_ray = False
         if options.address is not None:
-            self._ray = connected(FLAG, options.address)
+            self.ray = connected(FLAG, options.address)
             if not uses_token():
-                require_loopback(self._ray, FLAG)
+                require_loopback(self.ray, FLAG)
         else:
             if settings.threads is None:  # All replicas share this machine, and each would take all of its cores.
-                self._cpus = max(len(os.sched_getaffinity(0)) // options.count, 1)
-                settings = replace(settings, threads=None if settings.backend == "xla" else self._cpus)
-            self._ray = started_here(FLAG, cpus=self._cpus * options.count)
+                self.cpus = max(len(os.sched_getaffinity(0)) // self._scaling.max_replicas, 1)
+                settings = replace(settings, threads=None if settings.backend == "xla" else self.cpus)
+            self.ray = started_here(FLAG, cpus=self.cpus * self._scaling.max_replicas)
             self._owns_ray = True
-        self._settings = settings
-        self._gpus = _gpus(settings, self._ray.cluster_resources()) if options.gpus is None else options.gpus
-        self._actor_class = self._ray.remote(concurrency_groups={IN_ORDER: 1})(ReplicaActor)
+        self.settings = settings
+        self.gpus = _gpus(settings, self.ray.cluster_resources()) if options.gpus is None else options.gpus
+        self.actor_class = self.ray.remote(concurrency_groups={IN_ORDER: 1})(ReplicaActor)
         self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._channels: dict[int, ActorChannel] = {}  # by slot (the number of a replica, kept when it is replaced)
-        self._names: dict[int, str] = {}  # by slot, the name of each replica that serves
-        self.pids: dict[int, int] = {}  # by slot, the process id of the latest actor
-        self._first: Future[ReplicaSet] = Future()  # the replica set, once one replica serves
-        self._keepers: list[threading.Thread] = []
+        self._lock = threading.Lock()  # guards `_keepers` and `first`
+        self._keepers: dict[int, Keeper] = {}  # by the number of the replica, which it keeps when it is replaced
+        self.first: Future[ReplicaSet] = Future()  # the replica set, once one replica serves
+        self._scaler: threading.Thread | None = None
+        self._scaling_ends = threading.Event()
 
     def __enter__(self) -> RayReplicas:
         return self
@@ -188,34 +188,51 @@ class RayReplicas:
         if kind is not None:
             self.close()
 
+    @property
+    def wanted(self) -> int:
+        """How many replicas there should be."""
+        return len(self._keepers)
+
     def client(self, build_constraint: BuildConstraint, notify: Progress) -> ReplicaSet:
-        """Start all replicas, wait until one serves, and return one client of all replicas. If a replica fails before that, its
-        error is raised."""
+        """Start the first replicas, wait until one serves, and return one client of all replicas. If a replica fails before that,
+        its error is raised."""
 
         def report(line: str) -> None:
-            (log.info if self._first.done() else notify)(line)
+            (log.info if self.first.done() else notify)(line)
 
-        for slot in range(self._options.count):
-            keeper = threading.Thread(target=self._keep, args=(slot, build_constraint, report), daemon=True)
-            keeper.start()
-            self._keepers.append(keeper)
-        replicas = self._first.result()
+        start = partial(Keeper, self, build_constraint, report)
+        for number in range(self._scaling.min_replicas):
+            self._add(number, start)
+        replicas = self.first.result()
         self.fingerprint = replicas.fingerprint
+        if self._scaling.max_replicas > self._scaling.min_replicas:
+            self._scaler = threading.Thread(target=self._scale, args=(replicas, start), name="onedraw-scaler", daemon=True)
+            self._scaler.start()
         return replicas
+
+    def started(self, fingerprint: str) -> ReplicaSet:
+        """Return the replica set for a replica that has started. The first one decides the fingerprint of all."""
+        with self._lock:
+            if not self.first.done():
+                self.first.set_result(RayReplicaSet(fingerprint, self))
+        return self.first.result()
+
+    def failed(self, error: BaseException) -> bool:
+        """Note that a replica has not started. Return whether that is the end, because none has ever served."""
+        with self._lock:
+            if self.first.done() and self.first.exception() is None:
+                return False
+            if not self.first.done():
+                self.first.set_exception(error)
+            return True
 
     def restart(self) -> None:
         """Replace the replicas one after the other. Their requests continue on others meanwhile."""
-        replicas = self._first.result()
-        for slot in range(self._options.count):
-            old = self._names.pop(slot, None)
-            if old is None:  # The replica is being started.
-                continue
-            log.info("replacing replica %s", old)
-            engine = replicas.remove(old)
-            if engine is not None:
-                engine.close()
-            while slot not in self._names and not self._closing.wait(0.1):
-                pass
+        replicas = self.first.result()
+        with self._lock:
+            keepers = list(self._keepers.values())
+        for keeper in keepers:
+            keeper.restart(replicas)
         log.info("all replicas are replaced")
 
     def close(self) -> None:
@@ -224,86 +241,173 @@ class RayReplicas:
             if self._closing.is_set():
                 return
             self._closing.set()
-            for channel in self._channels.values():
-                channel.close()
-        for keeper in self._keepers:
+        self.stop_scaling()
+        keepers = list(self._keepers.values())
+        for keeper in keepers:
+            keeper.stop()
+        for keeper in keepers:
             keeper.join()
         if self._owns_ray:
-            self._ray.shutdown()
+            self.ray.shutdown()
 
-    # ------------------------------------------------------------------ one thread for each replica
+    # ------------------------------------------------------------------ the number of replicas
 
-    def _keep(self, slot: int, build_constraint: BuildConstraint, report: Progress) -> None:
-        """Start a replica, and another one whenever it has ended."""
+    def stop_scaling(self) -> None:
+        """Keep the number of replicas from now on. Returns when none is being added or removed."""
+        self._scaling_ends.set()
+        if self._scaler is not None:
+            self._scaler.join()
+
+    def _add(self, number: int, start: Callable[[int], Keeper]) -> None:
+        with self._lock:
+            if not self._closing.is_set():
+                self._keepers[number] = start(number)
+
+    def _scale(self, replicas: ReplicaSet, start: Callable[[int], Keeper]) -> None:
+        """Change the number of replicas with the load, until `stop_scaling`."""
+        change: Change | None = None
+        while not self._scaling_ends.wait(SCALE_SECONDS):
+            wanted, ongoing = self.wanted, replicas.ongoing
+            desired = self._scaling.desired(ongoing, lanes=replicas.capacity.lanes)
+            count, change = scaled(self._scaling, change, replicas=wanted, desired=desired, now=time.monotonic())
+            if count != wanted:
+                log.info("scaling from %d to %d replicas: %d requests are running and waiting", wanted, count, ongoing)
+            for number in range(self._scaling.max_replicas):
+                if self.wanted < count and number not in self._keepers:
+                    self._add(number, start)
+            while self.wanted > count and not self._scaling_ends.is_set():
+                self._remove_one(replicas)
+
+    def _remove_one(self, replicas: ReplicaSet) -> None:
+        """End a replica that does not serve yet, else the one with the fewest requests. So one that serves is left if there is
+        any."""
+        requests = {status.name: status.requests for status in replicas.statuses()}
+        number = min(reversed(self._keepers), key=lambda one: requests.get(self._keepers[one].name, -1))
+        keeper = self._keepers[number]
+        keeper.leave(replicas)
+        keeper.join()  # A new replica with this number would have the same snapshot folder.
+        with self._lock:
+            del self._keepers[number]
+
+
+class Keeper:
+    """Keeps one replica running: starts it, and another one whenever it has ended. It has a thread, which ends after `leave` or
+    `stop`. RayReplicas owns it."""
+
+    def __init__(self, source: RayReplicas, build_constraint: BuildConstraint, report: Progress, number: int) -> None:
+        self._source, self._ray, self._number = source, source.ray, number
+        self._build_constraint, self._report = build_constraint, report
+        self.name = ""  # the name of the replica that is started or serves
+        self._serves = threading.Event()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()  # guards `_channel`
+        self._channel: ActorChannel | None = None
+        self._thread = threading.Thread(target=self._keep, name=f"onedraw-replica-{number}", daemon=True)
+        self._thread.start()
+
+    def leave(self, replicas: ReplicaSet) -> None:
+        """End the replica for good. Its requests continue on others."""
+        self._stopping.set()
+        if not self._close_engine(replicas):
+            self.stop()
+
+    def restart(self, replicas: ReplicaSet) -> None:
+        """Replace the replica, unless it is being started, and wait until the new one serves."""
+        if not self._serves.is_set():
+            return
+        log.info("replacing replica %s", self.name)
+        self._serves.clear()
+        self._close_engine(replicas)
+        while not self._serves.wait(0.1) and not self._stopping.is_set():
+            pass
+
+    def stop(self) -> None:
+        """End the replica's process at once."""
+        self._stopping.set()
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _close_engine(self, replicas: ReplicaSet) -> bool:
+        """Let the replica leave the set and end. Return whether it was a member."""
+        engine = replicas.remove(self.name)
+        if engine is not None:
+            engine.close()
+        return engine is not None
+
+    # ------------------------------------------------------------------ the keeper's thread
+
+    def _keep(self) -> None:
         pause, incarnation = 1.0, 0
-        while not self._closing.is_set():
-            name = f"{slot}.{incarnation}" if incarnation else str(slot)
+        while not self._stopping.is_set():
+            self.name = f"{self._number}.{incarnation}" if incarnation else str(self._number)
             incarnation += 1
             try:
-                channel = self._start(slot, name)
-                engine = engine_client(channel, build_constraint, partial(_named, report, name), end_process=channel.end)
-                self._serve(slot, name, engine, channel)
+                channel, pid = self._start()
+                report = partial(_named, self._report, self.name)
+                engine = engine_client(channel, self._build_constraint, report, end_process=channel.end)
+                self._serve(engine, channel, pid)
                 pause = 1.0
             except Exception as error:
-                self._channels[slot].close()
-                if self._closing.is_set():
-                    break
-                if not self._first.done():
-                    self._fail(error)
+                if self._channel is not None:
+                    self._channel.close()
+                if self._stopping.is_set() or self._source.failed(error):
                     break
                 known = isinstance(error, (OnedrawError, self._ray.exceptions.RayError))
-                log.error("replica %s does not start: %s; next attempt in %g s", name, error, pause, exc_info=not known)
-                self._closing.wait(pause)
+                log.error("replica %s does not start: %s; next attempt in %g s", self.name, error, pause, exc_info=not known)
+                self._stopping.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-        self._fail(EngineLost("the replicas were closed before one of them served"))
+        self._source.failed(EngineLost("the replicas were closed before one of them served"))
 
-    def _start(self, slot: int, name: str) -> ActorChannel:
-        """Return the channel of a new actor, once a node has room for it."""
-        actor = self._actor_class.options(
-            num_cpus=self._cpus, num_gpus=self._gpus, scheduling_strategy="SPREAD", max_restarts=0
+    def _start(self) -> tuple[ActorChannel, int]:
+        """Return the channel and the process id of a new actor, once a node has room for it. While none has, Ray's own autoscaler
+        may add one."""
+        source = self._source
+        actor = source.actor_class.options(
+            num_cpus=source.cpus, num_gpus=source.gpus, scheduling_strategy="SPREAD", max_restarts=0
         ).remote()
-        channel = ActorChannel(self._ray, actor, encode_settings(_own_snapshots(self._settings, slot)))
+        channel = ActorChannel(self._ray, actor, encode_settings(_own_snapshots(source.settings, self._number)))
         with self._lock:
-            self._channels[slot] = channel
-            if self._closing.is_set():
+            self._channel = channel
+            if self._stopping.is_set():
                 channel.close()
         place = actor.place.options(concurrency_group=IN_ORDER).remote()
         while not self._ray.wait([place], timeout=PLACE_SECONDS)[0]:
             log.warning(
-                "replica %s has not started yet; it needs a node with %g free CPUs and %g GPUs", name, self._cpus, self._gpus
+                "replica %s has not started yet; it needs a node with %g free CPUs and %g GPUs",
+                self.name,
+                source.cpus,
+                source.gpus,
             )
         try:
-            self.pids[slot], token = self._ray.get(place)
+            pid, token = self._ray.get(place)
         except self._ray.exceptions.RayError as error:
-            raise EngineLost(f"replica {name} does not start: {str(error).partition(chr(10))[0]}") from None
+            raise EngineLost(f"replica {self.name} does not start: {str(error).partition(chr(10))[0]}") from None
         if not token:
             require_loopback(self._ray, FLAG)
-        return channel
+        return channel, pid
 
-    def _serve(self, slot: int, name: str, engine: RemoteEngine, channel: ActorChannel) -> None:
-        """Let a replica take requests until it has ended."""
-        with self._lock:
-            if not self._first.done():
-                self._first.set_result(RayReplicaSet(engine.fingerprint, self))
-        replicas = self._first.result()
+    def _serve(self, engine: RemoteEngine, channel: ActorChannel, pid: int) -> None:
+        """Let the replica take requests until it has ended."""
+        replicas = self._source.started(engine.fingerprint)
         try:
-            replicas.add(name, engine, fingerprint=engine.fingerprint)
+            replicas.add(self.name, engine, fingerprint=engine.fingerprint)
         except OnedrawError:
             engine.close()
             raise
-        self._names[slot] = name
-        log.info("replica %s serves in process %d", name, self.pids[slot])
+        log.info("replica %s serves in process %d", self.name, pid)
+        self._serves.set()
+        if self._stopping.is_set():  # `leave` has come before the replica was a member.
+            self._close_engine(replicas)
         while not engine.join(CHECK_SECONDS):
             if engine.silent_seconds > SILENT_SECONDS:
-                log.error("replica %s has sent nothing for %g s and is replaced", name, SILENT_SECONDS)
+                log.error("replica %s has sent nothing for %g s and is replaced", self.name, SILENT_SECONDS)
                 channel.close()
-        self._names.pop(slot, None)
-        replicas.lost(name)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            if not self._first.done():
-                self._first.set_exception(error)
+        self._serves.clear()
+        replicas.lost(self.name)
 
 
 class RayReplicaSet(ReplicaSet):
@@ -313,7 +417,11 @@ class RayReplicaSet(ReplicaSet):
         super().__init__(fingerprint)
         self._source = source
 
+    def stats(self) -> Stats:
+        return replace(super().stats(), replicas_wanted=self._source.wanted)
+
     def close(self, drain_seconds: float = 0.0) -> None:
+        self._source.stop_scaling()  # A replica that left now could not give its requests to others.
         super().close(drain_seconds)
         self._source.close()
 

@@ -2,7 +2,8 @@
 
 Each request goes to the replica that `routing.py` chooses. When a replica dies or leaves, its requests are sent to others with
 `Request.given`: the tokens that their callers have received. A caller sees a pause and then the next token, never an event twice,
-and no error as long as another replica can continue within the time that a request may wait.
+and no error as long as another replica can continue within the time that a request may wait. Requests that wait for a lane of
+their replica are sent to another one that has a free lane, such as one that has just joined.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Stream:
     settled: list[int] = field(default_factory=list)  # tokens that the caller has received
     before: Usage = field(default_factory=Usage)  # usage of the parts of the reply that earlier replicas generated
     usage: Usage = field(default_factory=Usage)  # usage up to the last event
+    begun: bool = False  # whether its present replica has sent an event of it
     scored: bool = False  # whether the caller has received the logprobs of the prompt
     losses: int = 0  # number of replicas that died while they had this stream
     cancelled: bool = False
@@ -74,7 +76,7 @@ class Stream:
         )
         self.settled.extend(sampled.token for sampled in event.sampled)
         self.done = event.finish is not None or event.error is not None
-        self.waits_since = None
+        self.waits_since, self.begun = None, True
         scored = None if self.scored else event.scored
         self.scored = self.scored or scored is not None
         if self.done or event.sampled or scored is not None:  # else the event has only prompt logprobs that the caller has
@@ -111,7 +113,7 @@ class ReplicaSet(FixedWeights):
 
     One lock guards all state. It is held while a sink is called, so the events of a reply arrive in order even if its next
     replica sends some before the thread of its last one is done. It is not held while a replica's client is called with requests,
-    which may take time. A thread continues the streams that lost their replica.
+    which may take time. A thread continues the streams that have no replica.
     """
 
     where = "a set of replicas"
@@ -172,6 +174,11 @@ class ReplicaSet(FixedWeights):
         with self._changed:
             if not self._closing:
                 self._leave(name, lost=True)
+
+    @property
+    def ongoing(self) -> int:
+        """The number of requests that run or wait, also those that wait for a replica."""
+        return len(self._streams)
 
     def statuses(self) -> list[ReplicaStatus]:
         with self._changed:
@@ -304,11 +311,11 @@ class ReplicaSet(FixedWeights):
         except REPLICA_ENDED:
             self._leave(replica.name, lost=True)
         for one, stream in zip(checked, batch, strict=True):
-            if stream.cancelled:  # The cancellation may have come before the replica knew the request.
+            if stream.cancelled or stream.attempt != attempt:  # That may have come before the replica knew the request.
                 replica.client.cancel(one.request.id)
 
     def _move_waiting(self) -> None:
-        """Continue streams that have lost their replica, the oldest first, until the set is closed."""
+        """Continue streams that have no replica, the oldest first, until the set is closed."""
         while True:
             with self._changed:
                 for stream in list(self._waiting):
@@ -317,6 +324,8 @@ class ReplicaSet(FixedWeights):
                         self._waiting.remove(stream)
                         stream.end(None if stream.cancelled else error)
                         self._forget(stream)
+                if not self._waiting and not self._closing:
+                    self._take_from_queue()
                 if not self._waiting:
                     if self._closing:
                         return
@@ -333,6 +342,24 @@ class ReplicaSet(FixedWeights):
                 self._send(replica, [stream], [replica.client.check(request)], attempt)
             except OnedrawError as error:
                 self._event(stream, attempt, Event(request.id, error=error))
+
+    def _take_from_queue(self) -> None:
+        """Let streams that wait for a lane of the busiest replica leave it, as many as another one has free lanes."""
+        if self._capacity is None:
+            return
+        lanes = self._capacity.lanes
+        free = next((one for one in self._loads.ascending() if self._by_number[one].client.ready), None)
+        busiest = self._loads.busiest()
+        if free is None or busiest is None:
+            return
+        count = min(lanes - self._loads[free], self._loads[busiest] - lanes)
+        replica = self._by_number[busiest]
+        # The streams sent last are behind the others in the replica's queue, so these are hardly being computed.
+        waiting = (stream for stream in reversed(replica.streams) if not stream.begun)
+        for stream in list(itertools.islice(waiting, max(count, 0))):
+            replica.client.cancel(stream.attempt_id)
+            stream.waits_since = None  # It may be set since an earlier loss.
+            self._wait(stream)
 
     def _why_over(self, stream: Stream) -> OnedrawError | None:
         """Return the error with which a stream without a replica ends now, if it does."""
@@ -389,7 +416,7 @@ class ReplicaSet(FixedWeights):
     def _wait(self, stream: Stream) -> None:
         """Let a stream leave its replica and wait for another one."""
         self._take_from_replica(stream)
-        stream.replica = None
+        stream.replica, stream.begun = None, False
         stream.attempt += 1
         stream.before = stream.usage
         stream.waits_since = stream.waits_since or time.monotonic()
@@ -416,7 +443,9 @@ class ReplicaSet(FixedWeights):
     def _forget(self, stream: Stream) -> None:
         self._take_from_replica(stream)
         self._streams.pop(stream.request.id, None)
-        if self._waiting:
+        busiest = self._loads.busiest()
+        lanes = 0 if self._capacity is None else self._capacity.lanes
+        if self._waiting or (busiest is not None and self._loads[busiest] > lanes):
             self._changed.notify_all()  # There is room at a replica now.
 
 

@@ -121,6 +121,10 @@ class Loads(Generic[ReplicaT]):
         for load in sorted(self._by_load):
             yield from self._by_load[load]
 
+    def busiest(self) -> ReplicaT | None:
+        """Return a replica with the most requests, or None if there is no replica."""
+        return next(iter(self._by_load[max(self._by_load)])) if self._by_load else None
+
     def _leave(self, replica: ReplicaT, load: int) -> None:
         same = self._by_load[load]
         del same[replica]

@@ -277,6 +277,7 @@ class Engine:
         allocator, drafting = self.scheduler.allocator, self.scheduler.speculator.stats()
         return Stats(
             replicas=1,
+            replicas_wanted=1,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             pages_used=allocator.pages_held,

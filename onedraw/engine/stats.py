@@ -37,7 +37,7 @@ class DraftingEstimates:
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since the start, except for `running`, `waiting`, `pages_*`, `checkpoints_used`, `checkpoints_total`,
-    `drafting` and `replicas`, which are gauges: they tell the present state."""
+    `drafting` and `replicas*`, which are gauges: they tell the present state."""
 
     running: int = 0
     waiting: int = 0
@@ -85,6 +85,7 @@ class Stats:
     step_seconds: float = 0.0  # duration of all steps together, including the backend's own drafter
 
     replicas: int = 0  # engines that run; a gauge
+    replicas_wanted: int = 0  # engines that there should be; a gauge
     replicas_lost: int = 0  # engines that died
     moved_requests: int = 0  # requests that were continued on another replica
 
@@ -120,7 +121,17 @@ def total(parts: Iterable[Stats]) -> Stats:
 
 def counters_only(stats: Stats) -> Stats:
     """Return the counts of an engine that has ended, which has no present state."""
-    return replace(stats, running=0, waiting=0, pages_used=0, pages_total=0, checkpoints_used=0, checkpoints_total=0, replicas=0)
+    return replace(
+        stats,
+        running=0,
+        waiting=0,
+        pages_used=0,
+        pages_total=0,
+        checkpoints_used=0,
+        checkpoints_total=0,
+        replicas=0,
+        replicas_wanted=0,
+    )
 
 
 def _difference(now: DraftStats, earlier: DraftStats) -> DraftStats:

@@ -32,6 +32,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("kv_cache_usage_perc", "Share of KV pages in use, from 0 to 1.", lambda s: s.pages_used / max(s.pages_total, 1)),
     ("prompt_checkpoints", "Prompt checkpoints in memory.", lambda s: s.checkpoints_used),
     ("replicas", "Engines that serve requests.", lambda s: s.replicas),
+    (
+        "replicas_wanted",
+        "Engines that there should be: those that serve and those that are being started.",
+        lambda s: s.replicas_wanted,
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),

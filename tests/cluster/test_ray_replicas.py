@@ -25,6 +25,7 @@ from tests.support import tiny
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed")
 CASES = workload(24, tokens=160)
 SIZES = {"threads": 1, "max_context": 800, "max_batch": 8}
+FLAGS = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,7 @@ def expected(model: Path) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def replicas(model: Path) -> Iterator[ServerProcess]:
-    sizes = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    with server(str(model), "--replicas", "2", "--no-self-check", *sizes) as served:
+    with server(str(model), "--replicas", "2", "--no-self-check", *FLAGS) as served:
         served.wait_for(r"replica \S+ serves in process", 2)
         yield served
     assert served.process.returncode == 0
@@ -55,7 +55,7 @@ def replicas(model: Path) -> Iterator[ServerProcess]:
 
 def same(answers: list[Answer], expected: list[Answer]) -> None:
     assert [answer.error for answer in answers if answer.error] == []
-    for case, answer, right in zip(CASES, answers, expected, strict=True):
+    for case, answer, right in zip(CASES[: len(expected)], answers, expected, strict=True):
         assert answer.content() == right.content(), case.kind
 
 
@@ -99,6 +99,30 @@ def test_a_rolling_restart_moves_the_streams(replicas: ServerProcess, expected: 
     assert metric(replicas.port, "requests_moved_total") > moved
 
 
+def test_the_number_of_replicas_follows_the_load(model: Path, expected: list[Answer]) -> None:
+    """One replica, then two under load, then one again; requests are never refused, and each reply is that of one process."""
+    few = CASES[:8]
+    scaling = ["--replicas", "1..2", "--target-ongoing-requests", "2", "--upscale-delay", "0", "--downscale-delay", "2"]
+    with server(str(model), *scaling, "--no-self-check", *FLAGS) as served:
+        assert (metric(served.port, "replicas"), metric(served.port, "replicas_wanted")) == (1, 1)
+
+        async def load() -> None:
+            serving = 1.0
+            while serving < 2:
+                serving = await asyncio.to_thread(metric, served.port, "replicas")
+                answers = [Answer() for _ in few]
+                await ask_all(few, port=served.port, answers=answers)
+                same(answers, expected[: len(few)])
+
+        asyncio.run(load())
+        served.wait_for(r"scaling from 1 to 2 replicas: \d+ requests")
+        served.wait_for("scaling from 2 to 1 replicas: 0 requests")
+        while metric(served.port, "replicas") > 1:
+            time.sleep(0.1)
+        assert metric(served.port, "replicas_wanted") == 1
+        assert metric(served.port, "replicas_lost_total") == 0
+
+
 def test_prompts_go_where_their_beginning_is_cached(replicas: ServerProcess) -> None:
     serves_again(replicas)
     hits = metric(replicas.port, "prefix_cache_hits_total")
@@ -134,10 +158,26 @@ def family(pid: int) -> list[int]:
 
 def test_options_of_replicas_without_replicas_are_refused() -> None:
     command = [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", "0"]
-    for extra in (["--ray-address", "auto"], ["--replica-gpus", "1"]):
+    for extra in (["--ray-address", "auto"], ["--replica-gpus", "1"], ["--upscale-delay", "1"]):
         ended = subprocess.run([*command, *extra], capture_output=True, text=True)
         assert re.search(rf"{extra[0]}: needs --replicas", ended.stderr)
         assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "4..1"], r"--replicas: .* not 4\.\.1"),
+        (["--replicas", "many"], "argument --replicas: not a number of replicas: 'many'"),
+        (["--replicas", "2", "--downscale-delay", "1"], "--downscale-delay: the number of replicas is fixed"),
+    ],
+)
+def test_numbers_of_replicas_that_make_no_sense_are_refused(options: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "onedraw.cli.main", "serve", "fake", "--backend", "fake", "--port", "0", *options]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode
+    assert re.search(message, ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_server_of_one_process_does_not_import_ray() -> None:

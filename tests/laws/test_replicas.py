@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from onedraw.build.llm import build_llm
+from onedraw.cluster.autoscaling import AutoscalingConfig, scaled
 from onedraw.cluster.replica_set import ReplicaSet, Stream
 from onedraw.engine.client import EngineClient, Event
+from onedraw.errors import OnedrawError
 from onedraw.llm.llm import LLM
 from onedraw.llm.reply import Reply
 from onedraw.settings import Settings
@@ -141,6 +144,88 @@ def test_a_replica_that_leaves_gives_its_running_requests_away(engines: list[LLM
     assert moved > 5
 
 
+def test_requests_that_wait_for_a_lane_go_to_a_replica_that_joins(engines: list[LLM]) -> None:
+    """The first replica has four lanes. Requests leave its queue, and the last events that it sends of them must not reach the
+    caller."""
+    expected = [content(replies(engines[0], "plain", seed)[0]) for seed in range(16)]
+    got: list[Any] = [None] * 16
+    with replicated(engines[0], [Mortal(engines[0].service)]) as (llm, replicas):
+
+        def ask(seed: int) -> None:
+            got[seed] = content(replies(llm, "plain", seed)[0])
+
+        engines[0].service.pause()  # so that all requests have come before any has ended
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
+        for thread in threads:
+            thread.start()
+        while replicas.ongoing < 16:
+            time.sleep(0.001)
+        replicas.add("second", Mortal(engines[1].service), fingerprint="one")
+        while replicas.stats().moved_requests < 4:
+            time.sleep(0.001)
+        engines[0].service.resume()
+        for thread in threads:
+            thread.join()
+        assert {status.name: status.sent for status in replicas.statuses()}["second"] >= 4
+        assert replicas.stats().replicas_lost == 0
+    assert got == expected
+
+
+def survives_growing_and_shrinking(engines: Sequence[LLM]) -> Counter[str]:
+    """Run many requests while replicas join and leave as the load decides, without delays. Raise AssertionError if a reply is not
+    that of one engine."""
+    names = list(REQUESTS)
+    work = [(names[number % len(names)], number) for number in range(40)]
+    expected = [[content(reply) for reply in replies(engines[0], *one)] for one in work]
+    config = AutoscalingConfig(1, 3, target_ongoing_requests=3, upscale_delay=0, downscale_delay=0)
+    got: list[list[Any]] = [[] for _ in work]
+    seen: Counter[str] = Counter()
+    with replicated(engines[0], [Mortal(engines[0].service)]) as (llm, replicas):
+        members, change, over = ["r0"], None, threading.Event()
+
+        def scale() -> None:
+            nonlocal change
+            while not over.wait(0.002):
+                desired = config.desired(replicas.ongoing, lanes=replicas.capacity.lanes)
+                count, change = scaled(config, change, replicas=len(members), desired=desired, now=0.0)
+                while len(members) < count:
+                    seen["joined"] += 1
+                    client = Mortal(engines[seen["joined"] % 3].service)
+                    members.append(f"r{seen['joined']}")
+                    replicas.add(members[-1], client, fingerprint="one")
+                while len(members) > count:
+                    seen["left"] += 1
+                    replicas.remove(members.pop(seen["left"] % len(members)))
+
+        def ask(index: int) -> None:
+            try:
+                got[index] = [content(reply) for reply in replies(llm, *work[index])]
+            except OnedrawError as error:
+                got[index] = [error]
+
+        scaler = threading.Thread(target=scale)
+        scaler.start()
+        for first in range(0, len(work), 10):  # Between two waves the load falls.
+            threads = [threading.Thread(target=ask, args=(index,)) for index in range(first, first + 10)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        over.set()
+        scaler.join()
+        seen["moved"] = replicas.stats().moved_requests
+        assert replicas.stats().replicas_lost == 0
+    assert got == expected
+    return seen
+
+
+def test_replicas_that_come_and_go_with_the_load_change_no_reply(engines: list[LLM]) -> None:
+    seen = survives_growing_and_shrinking(engines)
+    assert seen["joined"] >= 4
+    assert seen["left"] >= 4
+    assert seen["moved"] >= 4
+
+
 # ---------------------------------------------------------------------------------------------- planted faults
 
 
@@ -163,6 +248,8 @@ def test_a_given_token_too_few_is_caught(engines: list[LLM], monkeypatch: pytest
     assert holds(engines)
     monkeypatch.setattr(Stream, "continuation", short)
     assert not holds(engines)
+    with pytest.raises(AssertionError):
+        survives_growing_and_shrinking(engines)
 
 
 def test_an_event_that_is_delivered_twice_is_caught(engines: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,3 +274,5 @@ def test_late_events_of_a_replica_that_was_left_are_caught(engines: list[LLM], m
     monkeypatch.setattr(ReplicaSet, "_event", lambda self, stream, attempt, event: right(self, stream, stream.attempt, event))
     with pytest.raises(AssertionError):
         test_a_replica_that_leaves_gives_its_running_requests_away(engines)
+    with pytest.raises(AssertionError):
+        test_requests_that_wait_for_a_lane_go_to_a_replica_that_joins(engines)
