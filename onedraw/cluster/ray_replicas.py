@@ -4,9 +4,9 @@ In: settings, and how many replicas. Out: the ReplicaSet of engines that run as 
 actor that ends is replaced, on whichever node Ray finds room. With MIN..MAX replicas start and end with the load
 (`autoscaling.py`). This process has the HTTP app and the tokenizer, but no weights.
 
-The replicas are plain actors and no Ray Serve deployment. Serve counts calls of a handle, and waits for the end of a replica's
-calls before it ends the replica. So each request would have to be a call, with one message per token, while an actor sends all
-events of an engine step in one message. And Serve would pick the replica that ends, before its streams could move.
+The replicas are plain actors and no Ray Serve deployment. Serve counts calls of a handle, and ends a replica when its calls are
+over or a timeout is. So each request would have to be a call, with one message per token, while an actor sends all events of an
+engine step in one message. And Serve's controller would pick the replica that ends, before its streams could move.
 
 An actor's method `serve` yields the messages of its engine as long as the engine runs; its method `deliver` takes the messages
 of the engine's client, in the order in which they were sent. All messages are bytes in the format of `engine/wire.py`.

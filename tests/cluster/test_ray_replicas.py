@@ -123,6 +123,44 @@ def test_the_number_of_replicas_follows_the_load(model: Path, expected: list[Ans
         assert metric(served.port, "replicas_lost_total") == 0
 
 
+def test_a_replica_that_finds_no_room_is_given_up_when_the_load_falls() -> None:
+    """The cluster has room for one replica. Ray's own autoscaler could add a node for the second one, and here nobody does."""
+    program = """
+import threading, time
+from onedraw.build.llm import build_llm
+from onedraw.build.ray_connection import started_here
+from onedraw.cluster.autoscaling import AutoscalingConfig
+from onedraw.cluster.ray_replicas import RayReplicas, ReplicaOptions
+from onedraw.settings import Settings
+
+ray = started_here("--replicas", cpus=1)
+scaling = AutoscalingConfig(1, 2, target_ongoing_requests=1, upscale_delay=0, downscale_delay=0)
+settings = Settings(model="fake", backend="fake", threads=1, max_batch=4)
+with build_llm(settings, start_engine=lambda given: RayReplicas(given, ReplicaOptions(scaling, "auto"))) as llm:
+    def wanted(count):
+        while llm.service.stats().replicas_wanted != count:
+            time.sleep(0.05)
+    over = threading.Event()
+    def ask(seed):
+        while not over.is_set():
+            assert llm.generate("The sea", seed=seed, max_tokens=50).usage.completion == 50
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    wanted(2)
+    assert llm.service.stats().replicas == 1
+    over.set()
+    for thread in threads:
+        thread.join()
+    wanted(1)
+    assert llm.service.stats().replicas == 1
+print("given up")
+ray.shutdown()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "given up" in ended.stdout, ended.stderr
+
+
 def test_prompts_go_where_their_beginning_is_cached(replicas: ServerProcess) -> None:
     serves_again(replicas)
     hits = metric(replicas.port, "prefix_cache_hits_total")
