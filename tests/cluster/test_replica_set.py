@@ -181,6 +181,18 @@ def test_requests_of_a_dead_replica_wait_for_room_at_the_others() -> None:
         assert {end.finish for end in ends} == {"length"}
 
 
+def test_a_replica_that_becomes_idle_takes_a_request_from_the_queue_of_another() -> None:
+    with replica_set(Silent(start(FakeBackend(lanes=1))), start(Slow(lanes=1))) as replicas:
+        prompt = (7,) * 40
+        submit(replicas, request("long", prompt=prompt))
+        [short] = submit(replicas, request("short", max_tokens=200))
+        [same] = submit(replicas, request("same", prompt=prompt))
+        assert read(short)[1].finish == "length"
+        assert read(same)[1].finish == "length"
+        assert [status.requests for status in replicas.statuses()] == [1, 0]
+        assert replicas.stats().replicas_lost == 0
+
+
 def test_a_queue_that_is_full_everywhere_refuses_new_requests() -> None:
     with replica_set(start(Slow(lanes=1), queue_limit=1)) as replicas:
         for number in range(2):

@@ -161,6 +161,8 @@ def test_loads_are_the_sums_of_their_changes(changes: list[tuple[str, int]]) -> 
             loads.change(replica, 1 if what == "up" else -1)
         assert (loads.total, {one: loads[one] for one in loads}) == (sum(counts.values()), counts)
         assert [counts[one] for one in loads.ascending()] == sorted(counts.values())
+        busiest = loads.busiest()
+        assert (None if busiest is None else counts[busiest]) == max(counts.values(), default=None)
 
 
 def test_idle_replicas_get_new_prompts_in_turn() -> None:
