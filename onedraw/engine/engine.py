@@ -127,7 +127,8 @@ class Engine:
         """Add a request. `constraint` was built from `request.constraint`, and no other request uses the same object."""
         sequence = Sequence(request, None if constraint is None else IsolatedConstraint(constraint))
         self._totals["given_tokens"] += len(request.given)
-        if sequence.ending is not None:  # The given tokens are the whole reply.
+        if sequence.ending is not None and not sequence.bypasses_cache:
+            # The given tokens are the whole reply, and the prompt's logprobs are not requested, so there is nothing to compute.
             stop_id = request.given[-1] if sequence.ending == "stop" else None
             self._undelivered.append((sink, Event(request.id, (), sequence.ending, stop_id, sequence.usage)))
             return
@@ -357,7 +358,7 @@ class Engine:
         if finish is not None or error is not None:
             self._remove(row.request_id)
         if sampled or finish or scored is not None:
-            stop_id = sampled[-1].token if finish == "stop" else None
+            stop_id = sequence.history.output[-1] if finish == "stop" else None
             kept = sequence.kept - kept_before
             self._undelivered.append((sink, Event(row.request_id, sampled, finish, stop_id, sequence.usage, scored, kept=kept)))
         if error is not None:  # The error is a separate event, because a stop string in the tokens above may end the reply first.

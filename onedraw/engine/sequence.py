@@ -74,16 +74,20 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """How many tokens may still be sampled, by max_tokens."""
-        return self.request.params.max_tokens - len(self.history.output)
+        """How many tokens may still be sampled: none after a stop id, else as many as max_tokens leaves."""
+        return 0 if self._stopped else self.request.params.max_tokens - len(self.history.output)
+
+    @property
+    def _stopped(self) -> bool:
+        output = self.history.output
+        return bool(output) and output[-1] in self.request.params.stop_ids
 
     @property
     def ending(self) -> Finish | None:
         """The reason for which the reply ends with the tokens known so far; None if it goes on."""
-        output = self.history.output
-        if output and output[-1] in self.request.params.stop_ids:
+        if self._stopped:
             return "stop"
-        return "length" if output and self.room == 0 else None
+        return "length" if self.history.output and self.room == 0 else None
 
     @property
     def overtime(self) -> int:
@@ -185,5 +189,5 @@ class Sequence:
             self.history.output.append(token.token)
             if self.ending is not None:
                 return sampled[:count], self.ending
-        done = self.room == 0 and self.computed >= self.known
-        return sampled, "length" if done else None
+        done = self.room == 0 and self.computed >= self.known  # no token is sampled: only the prompt's logprobs are requested
+        return sampled, (self.ending or "length") if done else None

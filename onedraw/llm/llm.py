@@ -380,12 +380,19 @@ class LLM:
             if choice.generation.origin:
                 for piece in choice.stream.begun:
                     active[-1].reply.add(piece)
-        # Per choice: whether the tokens that the request gave (continue_ids) already end the reply, so that nothing is submitted
-        # to the engine.
+        # Per choice: whether the tokens that the request gave (continue_ids) already end the reply, by their text. The engine only
+        # computes the logprobs of the prompt then, if they are requested.
         over = [choice.stream.ended_by_text for choice in choices]
-        self.service.submit([(choice.checked, sink(index)) for index, choice in enumerate(choices) if not over[index]])
+        scored = [choice.request.params.prompt_logprobs is not None for choice in choices]
+        self.service.submit(
+            [
+                (_without_new_tokens(choice.checked) if over[index] else choice.checked, sink(index))
+                for index, choice in enumerate(choices)
+                if scored[index] or not over[index]
+            ]
+        )
         for index, choice in enumerate(choices):
-            if over[index]:
+            if over[index] and not scored[index]:
                 sink(index)(Event(choice.request.id, finish="stop", usage=Usage(prompt=len(choice.request.prompt))))
         return active
 
@@ -453,6 +460,14 @@ def idle_stats(llm: LLM) -> Stats:
             break
         time.sleep(0.001)
     return stats
+
+
+def _without_new_tokens(checked: CheckedRequest) -> CheckedRequest:
+    """Return a request whose reply consists of the tokens that it gives."""
+    request = checked.request
+    count = len(request.given)
+    params = replace(request.params, max_tokens=count, min_tokens=min(request.params.min_tokens, count))
+    return replace(checked, request=replace(request, params=params))
 
 
 def _one_or_all(replies: list[Reply]) -> Reply | list[Reply]:

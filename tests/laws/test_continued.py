@@ -32,9 +32,8 @@ def cut(
         for count in range(len(answer.tokens) + 1):
             given = tuple(answer.tokens[:count])
             continued.append(replace(renew(request), id=f"{request.id}/{count}", given=given))
-            over = count == len(answer.tokens) and count > 0 and answer.finish is not None
             rest = replace(answer, tokens=answer.tokens[count:], checksums=answer.checksums[count:])
-            rests.append(replace(rest, logprobs=answer.logprobs[count:], scored=[] if over else answer.scored))
+            rests.append(replace(rest, logprobs=answer.logprobs[count:]))
             whole[continued[-1].id] = answer.tokens
     return continued, rests, whole
 
@@ -59,6 +58,7 @@ def continued_equals(scenario: Scenario, make: type[FakeBackend], seed: int, *, 
     seen.update(
         hits=stats.prefix_hits, given=stats.given_tokens, over=sum(bool(r.given) and not a.tokens for r, a in zip(requests, got))
     )
+    seen.update(over_scored=sum(bool(r.given) and not a.tokens and bool(a.scored) for r, a in zip(requests, got)))
     seen.update(penalized=sum(bool(r.given) and r.params.counts_history for r in requests))
     return same(got, rests), seen
 
@@ -76,7 +76,7 @@ def test_a_continued_reply_is_the_rest_of_the_whole_one(kind: str, drafting: boo
         equal, found = continued_equals(scenario, FakeBackend, seed, drafting=drafting)
         assert equal, f"scenario {seed}"
         seen += found
-    expected = {"cuts", "given", "over", "preemptions", "hits", "penalized"} | ({"inside", "kept"} if drafting else set())
+    expected = {"cuts", "given", "over", "over_scored", "preemptions", "hits", "penalized"} | ({"inside", "kept"} if drafting else set())
     assert all(seen[name] > 0 for name in expected), seen
 
 

@@ -28,6 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ("a", "e "), "min_tokens": 3, "max_tokens": 60},
     "schema": {"guided_json": SCHEMA, "max_tokens": 48},
     "prompt logprobs": {"prompt_logprobs": 1, "max_tokens": 8},
+    "prompt logprobs, stop strings": {"prompt_logprobs": 1, "stop": ("a", "e "), "max_tokens": 60},
+    "prompt logprobs, stop ids": {"prompt_logprobs": 1, "stop_token_ids": tuple(range(0, 256, 5)), "max_tokens": 60},
     "prediction": {"prediction": "abcabcabc", "max_tokens": 16},
 }
 
@@ -61,7 +63,7 @@ def test_a_reply_cut_after_any_token_is_continued_with_its_rest(llm: LLM, name: 
             assert (rest.finish, rest.stop_reason, rest.seed) == (whole.finish, whole.stop_reason, seed)
             assert begun(llm, "The sea", {**options, "continue_ids": ids[:count]}) + rest.text == whole.text
             assert (rest.usage.prompt, rest.usage.completion) == (whole.usage.prompt, len(ids) - count)
-            assert count == len(ids) or rest.prompt_logprobs == whole.prompt_logprobs
+            assert rest.prompt_logprobs == whole.prompt_logprobs
 
 
 def test_a_tool_call_is_continued_inside_its_arguments(llm: LLM) -> None:
