@@ -80,7 +80,6 @@ class RecordWriter:
         self._file: int | None = None
         self._written = 0
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._begin()
         except OSError as error:
             raise BadSetting(f"{option}: cannot write to {folder} ({error.strerror}); choose a folder that is writable") from None
@@ -90,7 +89,8 @@ class RecordWriter:
         if self._most is not None and len(data) > self._size:
             raise ValueError(f"its {len(data):,} bytes are over the {self._size:,} of a file")
         with self._lock:
-            if self._file is None or (self._written and self._written + len(data) > self._size):
+            full = self._written and self._written + len(data) > self._size
+            if self._file is None or full or os.fstat(self._file).st_nlink == 0:  # 0: someone has deleted the file
                 self._begin()
             assert self._file is not None
             try:
@@ -124,6 +124,7 @@ class RecordWriter:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = max((_number(path) for path in self._folder.glob("requests-*.jsonl")), default=0)
         while self._file is None:
             number += 1

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import operator
 import os
 import queue
 import struct
@@ -65,8 +66,7 @@ class SnapshotFolder:
         self._max_queued = max_queued
         self._root, self._fingerprint, self._page_size, self._budget = root, fingerprint, page_size, budget
         self._folder = root / hashlib.blake2b(fingerprint.encode(), digest_size=8).hexdigest()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # Only the owner may read, since snapshots contain users' prompts.
-        self._folder.mkdir(exist_ok=True)
+        self._make_folders()
         self._index: dict[bytes, Snapshot] = {}  # from the hash of all of a snapshot's tokens to the snapshot
         self._pages: dict[bytes, tuple[Snapshot, int]] = {}  # from the hash of tokens up to a page's end to (snapshot, pages)
         self._lengths: dict[int, int] = {}  # from a length in tokens to the number of snapshots that have it
@@ -118,7 +118,7 @@ class SnapshotFolder:
         try:
             if snapshot.size > MAX_READ_BYTES:
                 return None
-            content = _content(snapshot.path)
+            content = _content(snapshot.path, snapshot.size)
             header, start = self._header(content)
             checksum = Checksum()
             checksum.update(content[:-DIGEST])
@@ -166,7 +166,7 @@ class SnapshotFolder:
         while (queued := self._queue.get()) is not None:
             try:
                 self._write(*queued)
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 log.warning("a snapshot could not be written: %s", error)
             finally:
                 with self._lock:
@@ -176,6 +176,7 @@ class SnapshotFolder:
         temporary = snapshot.path.with_name(f"{snapshot.path.stem}.{os.getpid()}.part")
         checksum, size = Checksum(), DIGEST
         try:
+            self._make_folders()  # Someone may have deleted them.
             with temporary.open("wb") as file:
                 for part in self._parts(snapshot, arrays):
                     checksum.update(part)
@@ -227,7 +228,11 @@ class SnapshotFolder:
             if gone is not None:
                 self._unregister(gone)
 
-    # ------------------------------------------------------------------ index of files
+    # ------------------------------------------------------------------ folders and index of files
+
+    def _make_folders(self) -> None:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)  # Only the owner may read, since snapshots contain prompts.
+        self._folder.mkdir(exist_ok=True)
 
     def _path(self, tokens: Sequence[int]) -> Path:
         return self._folder / f"{len(tokens)}-{_key(tokens).hex()}{SUFFIX}"
@@ -270,11 +275,12 @@ class SnapshotFolder:
                 if not 0 <= header["tokens"] <= size:
                     raise ValueError("it is truncated")
                 tokens = tuple(np.frombuffer(file.read(4 * header["tokens"]), "<u4").tolist())
+                firsts = tuple(map(operator.index, header["firsts"]))
             if size != start + 4 * header["tokens"] + header["bytes"] + DIGEST or len(tokens) != header["tokens"]:
                 raise ValueError("it is truncated")
             if path != self._path(tokens):
                 raise ValueError("it belongs to another prompt")
-            self._register(Snapshot(tokens, bool(header["logits"]), tuple(header["firsts"]), path, size))
+            self._register(Snapshot(tokens, bool(header["logits"]), firsts, path, size))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self._skip(path, error)
 
@@ -348,13 +354,13 @@ def _arrays(content: memoryview, described: Sequence[Any], start: int) -> list[t
     return found
 
 
-def _content(path: Path) -> memoryview:
-    """Read a file into an uninitialized array, which saves the time to zero it. The array is writable, so that torch can use it
-    without a copy."""
-    content = np.empty(path.stat().st_size, np.uint8).data
+def _content(path: Path, size: int) -> memoryview:
+    """Read a file of this size into an uninitialized array, which saves the time to zero it. The array is writable, so that torch
+    can use it without a copy."""
+    content = np.empty(size, np.uint8).data
     with path.open("rb") as file:
-        if file.readinto(content) != len(content):
-            raise ValueError("it is truncated")
+        if file.readinto(content) != size or file.read(1):
+            raise ValueError("its size has changed")
     return content
 
 

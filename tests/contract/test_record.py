@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -190,6 +191,19 @@ def test_a_learned_record_has_tokens_and_how_they_were_sampled_and_nothing_else(
     assert (record.id, record.reply, record.stop_reason) == ("learned", tuple(reply.token_ids), None)
     text = (folders[1] / record.where.split(":")[0]).read_text()
     assert not any(word in text for word in ("secret", "private", "client-7", "[ab]", 'logit_bias":[[5'))
+
+
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_records_are_kept_after_someone_has_deleted_the_file_or_its_folder(tmp_path: Path, all_of_it: bool) -> None:
+    folder = tmp_path / "records"
+    writer = RecordWriter(folder)
+    writer.write({"number": 1})
+    shutil.rmtree(folder)
+    if not all_of_it:
+        folder.mkdir()
+    for number in (2, 3):
+        writer.write({"number": number})
+    assert (folder / "requests-000001.jsonl").read_bytes() == b'{"number":2}\n{"number":3}\n'
 
 
 def test_a_new_process_writes_to_a_new_file(tmp_path: Path) -> None:

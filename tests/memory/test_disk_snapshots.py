@@ -140,6 +140,18 @@ def test_a_damaged_file_is_discarded_with_one_warning(
     assert opened(tmp_path).longest_whole(TOKENS, lengths=[40]) is not None
 
 
+def test_a_file_that_has_grown_beyond_all_memory_is_discarded(tmp_path: Path, snapshot_warnings: list[str]) -> None:
+    filled(tmp_path)
+    folder = opened(tmp_path)
+    found = folder.longest_whole(TOKENS)
+    assert found is not None
+    os.truncate(found.path, 2**42)
+    assert folder.read(found) is None
+    assert not found.path.exists()
+    assert len(snapshot_warnings) == 1
+    folder.close()
+
+
 def test_folders_with_the_names_of_snapshots_are_left_alone(tmp_path: Path, snapshot_warnings: list[str]) -> None:
     filled(tmp_path)
     place = next(tmp_path.glob("*/*.snapshot")).parent
@@ -159,6 +171,15 @@ def test_a_deleted_file_is_no_error(tmp_path: Path) -> None:
     assert found is not None
     assert folder.read(found) is None
     assert folder.longest_whole(TOKENS) is None
+
+
+def test_snapshots_are_written_after_someone_has_deleted_the_folder(tmp_path: Path) -> None:
+    folder = opened(tmp_path / "snapshots")
+    shutil.rmtree(tmp_path / "snapshots")
+    assert folder.write(TOKENS, ARRAYS, logits=True, firsts=(0,))
+    folder.close()
+    assert folder.written == 1
+    assert TOKENS in opened(tmp_path / "snapshots")
 
 
 def test_a_temporary_file_of_a_dead_process_is_removed(tmp_path: Path) -> None:
