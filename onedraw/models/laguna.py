@@ -102,10 +102,12 @@ def _dense(keys: ConfigReader, count: int, origin: str) -> list[bool]:
     """Return for each layer whether its feed-forward is dense: by mlp_layer_types, or by mlp_only_layers and
     decoder_sparse_step."""
     types, named, step = keys.get("mlp_layer_types"), keys.get("mlp_only_layers"), keys.integer("decoder_sparse_step", 1)
+    if named is not None and not isinstance(named, list):
+        raise CorruptFile(f"{origin}: mlp_only_layers must be a list of layers, not {named!r}")
     by_index = [index in ([0] if named is None else named) or (index + 1) % step != 0 for index in range(count)]
     if types is None:
         return by_index
-    if not isinstance(types, list) or len(types) != count or not {*types} <= {DENSE, SPARSE}:
+    if not isinstance(types, list) or len(types) != count or not all(kind in (DENSE, SPARSE) for kind in types):
         raise CorruptFile(f"{origin}: mlp_layer_types must list {count} layers, each {DENSE} or {SPARSE}, not {types!r}")
     dense = [kind == DENSE for kind in types]
     if named is not None and dense != by_index:

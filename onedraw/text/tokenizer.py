@@ -28,6 +28,7 @@ from onedraw.text.least_tokens import LeastTokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+MOST_GAPS = 2**20  # A vocabulary may have this many ids without a token. Every id costs time when a model is loaded.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -83,7 +84,10 @@ class Tokenizer:
         self.eos_id = eos_id
         self.strips_space = self._spelling.strips_space  # decoding removes one leading space
         # Ids may have gaps, so this is one more than the largest id, not the number of tokens.
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+        if self.vocab_size > MOST_GAPS + len(ids):
+            raise CorruptFile(f"the tokenizer has {len(ids):,} tokens, and one has the id {self.vocab_size - 1:,}; get its file again")
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -100,10 +104,13 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # not a narrower class, since the library raises plain Exceptions
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode("a")  # The library finds some faults only when it encodes.
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # The library raises plain Exceptions, and a panic in its native code is a BaseException.
             raise CorruptFile(f"{file} cannot be read as a tokenizer ({error}); get the file again") from None
-        backend.no_truncation()
-        backend.no_padding()
         config = tokenizer_config(folder)
         _add_configured_tokens(backend, config, folder)
         bos_id, eos_id = (_id_of(backend, special_text(config, name)) for name in ("bos_token", "eos_token"))

@@ -248,6 +248,8 @@ def test_a_key_that_would_change_the_model_is_refused_by_name(name: str, changed
         ("gemma4_e4b", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "has no entry for sliding_attention"),
         ("laguna", {"num_attention_heads_per_layer": [4]}, "num_attention_heads_per_layer must be 5"),
         ("laguna", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must list 5 layers"),
+        ("laguna", {"mlp_layer_types": [{}, "sparse", "sparse", "sparse", "sparse"]}, "mlp_layer_types must list 5 layers"),
+        ("laguna", {"mlp_only_layers": 0}, "mlp_only_layers must be a list"),
         ("laguna", {"mlp_only_layers": [1]}, "mlp_layer_types and mlp_only_layers contradict"),
         ("laguna", {"sliding_window": None}, "no sliding_window is set"),
     ],

@@ -161,6 +161,29 @@ def test_the_error_for_a_damaged_file_names_it(folder: Path, name: str) -> None:
         Tokenizer.from_folder(folder)
 
 
+def test_files_on_which_the_library_panics_are_refused(folder: Path) -> None:
+    """Its native code ends with a BaseException then, for the second file only when it encodes."""
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    unknown = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "no such token", "type_id": 0}}], "pair": []}
+    damages = [
+        {"model": {**whole["model"], "continuing_subword_prefix": "longer than its tokens"}},
+        {"post_processor": {**unknown, "special_tokens": {}}},
+    ]
+    for damage in damages:
+        (folder / "tokenizer.json").write_text(json.dumps({**whole, **damage}))
+        with pytest.raises(CorruptFile, match=r"tokenizer\.json cannot be read as a tokenizer"):
+            Tokenizer.from_folder(folder)
+
+
+def test_a_token_with_an_id_beyond_any_vocabulary_is_refused(folder: Path) -> None:
+    """Otherwise loading the model would read billions of tokens, of which nearly all are missing."""
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    whole["model"]["vocab"]["far away"] = 4_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(CorruptFile, match="has the id 4,000,000,000"):
+        Tokenizer.from_folder(folder)
+
+
 def test_an_unsupported_decoder_is_refused_by_name(folder: Path) -> None:
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.decoder = decoders.WordPiece()
