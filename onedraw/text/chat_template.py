@@ -47,6 +47,11 @@ class ChatTemplate:
             raise CorruptFile(
                 f"the checkpoint's chat template cannot be compiled: line {error.lineno}: {error.message}"
             ) from None
+        except (RecursionError, SyntaxError, MemoryError) as error:
+            # Jinja turns a template into Python code, in which loops cannot be nested as deep, and computes its constants.
+            raise CorruptFile(
+                f"the checkpoint's chat template cannot be compiled: it is nested too deep, or too large ({type(error).__name__})"
+            ) from None
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ChatTemplate | None:

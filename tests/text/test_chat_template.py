@@ -189,6 +189,20 @@ def render_error(source: str, messages: list[dict[str, Any]] | None = None, **kw
     return caught.value
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if x %}" * 1000 + "{% endif %}" * 1000,
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% for i in x %}" * 40 + "{% endfor %}" * 40,  # Python does not compile so many loops
+    ],
+    ids=("if", "brackets", "for"),
+)
+def test_a_template_that_is_nested_too_deep_is_refused(source: str) -> None:
+    with pytest.raises(CorruptFile, match="nested too deep"):
+        ChatTemplate(source, bos_token="", eos_token="")
+
+
 def test_a_message_that_the_template_raises_reaches_the_caller() -> None:
     error = render_error("{{ raise_exception('roles must alternate') }}")
     assert "roles must alternate" in str(error)
