@@ -87,7 +87,9 @@ class Tokenizer:
         ids = backend.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         if self.vocab_size > MOST_GAPS + len(ids):
-            raise CorruptFile(f"the tokenizer has {len(ids):,} tokens, and one has the id {self.vocab_size - 1:,}; get its file again")
+            raise CorruptFile(
+                f"the tokenizer has {len(ids):,} tokens, and one has the id {self.vocab_size - 1:,}; get its file again"
+            )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:

@@ -76,7 +76,9 @@ def test_a_continued_reply_is_the_rest_of_the_whole_one(kind: str, drafting: boo
         equal, found = continued_equals(scenario, FakeBackend, seed, drafting=drafting)
         assert equal, f"scenario {seed}"
         seen += found
-    expected = {"cuts", "given", "over", "over_scored", "preemptions", "hits", "penalized"} | ({"inside", "kept"} if drafting else set())
+    expected = {"cuts", "given", "over", "over_scored", "preemptions", "hits", "penalized"} | (
+        {"inside", "kept"} if drafting else set()
+    )
     assert all(seen[name] > 0 for name in expected), seen
 
 

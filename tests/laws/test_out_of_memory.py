@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from onedraw.backends.base import StepHandle
 from onedraw.backends.fake import FakeBackend
 from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.sampling import sampler as sampler_module
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import ScheduledRow
 from onedraw.engine.step_size import LEAST_TOKENS
@@ -210,6 +211,29 @@ def test_a_real_model_that_runs_out_of_memory_gives_the_same_tokens(name: str, c
     got, stats = run(backend, requests, Schedule(reuse=True, step_tokens=64))
     backend.close()
     assert stats.out_of_memory_steps >= 1
+    assert same(got, expected)
+
+
+def test_penalties_count_every_token_after_memory_ran_out_while_counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler had noted the tokens of its lanes as counted when memory ran out. The requests were resumed in the same lanes,
+    and their penalties lacked these tokens."""
+    folder = tiny.write_safetensors("qwen2", tmp_path / "qwen2")
+    strong: dict[str, Any] = {"temperature": 0.7, "frequency_penalty": 1.5, "repetition_penalty": 1.3, "max_tokens": 24}
+    requests = [request(f"r{i}", 9 + 5 * i, **strong) for i in range(4)]
+    expected = plain(lambda: make_backend(folder, kernels=False, check=False, lanes=1), requests)
+    real, seen = sampler_module._add, Counter[str]()
+
+    def add(counts: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        several = len({lane for lane, _ in pairs}) > 1  # the smallest step has enough memory
+        seen["calls"] += several
+        if several and seen["calls"] % 3 == 2 and seen["failed"] < 3:
+            seen["failed"] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory (planted)")
+        real(counts, pairs)
+
+    monkeypatch.setattr(sampler_module, "_add", add)
+    got, stats = run(make_backend(folder, kernels=False, check=False), requests, Schedule())
+    assert stats.out_of_memory_steps == seen["failed"] > 0
     assert same(got, expected)
 
 

@@ -143,6 +143,7 @@ class LoadedModel:
     model: Transformer
     states: list[StageState]
     checkpoint_logits: CheckpointLogits
+    sampler: Sampler
     executor: StepExecutor
     eager_runner: EagerRunner
     graph_runner: GraphRunner | None  # runs captured steps; None if some stage cannot be captured
@@ -234,6 +235,7 @@ class TorchBackend:
             model=model,
             states=states,
             checkpoint_logits=logits,
+            sampler=sampler,
             executor=StepExecutor(drafter, locks[-1]),
             eager_runner=EagerRunner(
                 model,
@@ -320,7 +322,7 @@ class TorchBackend:
         graphs.warm_up(capacity.lanes, min(limit for limit in limits if limit is not None), start, notify)
 
     def submit(self, plan: Plan) -> StepHandle:
-        with self._memory_errors():
+        with self._step_errors():
             return self._submit(plan)
 
     def _submit(self, plan: Plan) -> StepHandle:
@@ -362,8 +364,19 @@ class TorchBackend:
         return Step(plan, self._probe(), (slot or 0) * (self._capacity.draft_positions or 0))
 
     def collect(self, handle: StepHandle) -> Outcome:
-        with self._memory_errors():
+        with self._step_errors():
             return self._collect(handle)
+
+    @contextmanager
+    def _step_errors(self) -> Iterator[None]:
+        """As `_memory_errors`. After any error the penalties of all sequences are counted again, because the sequences of a failed
+        step may be computed again in the same lanes."""
+        try:
+            with self._memory_errors():
+                yield
+        except BaseException:
+            self._open.sampler.forget_counts()
+            raise
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ given logits, which may have padding of the model's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -87,11 +87,11 @@ class LaneCounts:
             self._marks[place.lane] = CountedHistory(place.request_id, history.prompt, known)
         return grown
 
-    def forget(self, places: Sequence[SamplingPosition]) -> None:
+    def forget(self, lanes: Iterable[int]) -> None:
         """Make the next use of these lanes count from the beginning, because tokens that `grown` returned were not added to
         `output`."""
-        for place in places:
-            self._marks[place.lane] = None
+        for lane in lanes:
+            self._marks[lane] = None
 
     def _open(self, lane: int, prompt: tuple[int, ...]) -> None:
         self.output[lane] = 0
@@ -229,6 +229,13 @@ class Sampler:
     @property
     def capturable(self) -> CapturableSampler | None:
         return None
+
+    def forget_counts(self) -> None:
+        """Count the history of every lane from its beginning when it is used next. Call it after a step has failed, because that
+        step may have noted tokens as counted, or cleared a lane, without counting them."""
+        with self._lock:
+            if self._counts is not None:
+                self._counts.forget(range(self._lanes))
 
     def sample(self, logits: Tensor, positions: Sequence[SamplingPosition]) -> list[SampledToken | None]:
         """One sample per row of `logits` ([C, V'] float32; columns past the vocabulary are never sampled)."""

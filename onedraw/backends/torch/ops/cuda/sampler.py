@@ -256,7 +256,7 @@ class TritonSampler(Sampler):
             bits = staging.put_rows(masks.bits(), len(table)) if len(masks) else None
         except BaseException:  # such as an array that does not fit: the counts were noted as added, but the step will not run
             if self._counts is not None:
-                self._counts.forget(counting)
+                self._counts.forget(position.lane for position in counting)
             raise
         return SamplingTable(
             rows=tensors[0],
