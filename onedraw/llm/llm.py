@@ -380,7 +380,7 @@ class LLM:
             if choice.generation.origin:
                 for piece in choice.stream.begun:
                     active[-1].reply.add(piece)
-        # Per choice: whether the tokens that the request gave (continue_ids) already end the reply, by their text. The engine only
+        # Per choice: whether the text of the tokens that the request gave (continue_ids) already ends the reply. The engine only
         # computes the logprobs of the prompt then, if they are requested.
         over = [choice.stream.ended_by_text for choice in choices]
         scored = [choice.request.params.prompt_logprobs is not None for choice in choices]

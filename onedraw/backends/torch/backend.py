@@ -369,8 +369,8 @@ class TorchBackend:
 
     @contextmanager
     def _step_errors(self) -> Iterator[None]:
-        """As `_memory_errors`. After any error the penalties of all sequences are counted again, because the sequences of a failed
-        step may be computed again in the same lanes."""
+        """As `_memory_errors`. After any error the penalties of all sequences are counted again, because those of a failed step
+        may be computed again in the same lanes."""
         try:
             with self._memory_errors():
                 yield
