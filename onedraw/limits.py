@@ -26,7 +26,7 @@ MAX_FORMAT_WORK = 2  # requests whose response format is compiled at the same ti
 MAX_PROMPT_TOKENS = 1 << 22  # tokens of all prompts of one request together
 MAX_REFERENCED_CHARACTERS = 1 << 25  # characters of all stored items that the input of /v1/responses refers to
 MAX_PROMPT_LOGPROBS = 1 << 20  # of `prompt_logprobs`, or `echo` with `logprobs`: tokens of all prompts × (1 + alternatives) × n
-MAX_REPLY_LOGPROBS = 1 << 23  # logprobs of the replies of a request: replies × max_tokens × (1 + alternatives)
+MAX_REPLY_LOGPROBS = 1 << 23  # logprobs of the replies of a request: replies × max_tokens × (1 + alternatives + given ids)
 
 # Batches: uploaded files, and batches of requests.
 MAX_BATCH_FILE = 200 << 20  # bytes of one uploaded file

@@ -36,6 +36,7 @@ from onedraw.errors import BadParameter
 SEED_LIMIT = 2**53  # Seeds travel as JSON numbers, which many programs hold exactly only below this.
 SEED_RANGE = 2**63  # A caller may give any signed 64-bit integer as the seed.
 MAX_TOP_LOGPROBS = 128  # the limit on `logprobs`: how many of the most likely tokens are returned with each token
+MAX_LOGPROB_TOKEN_IDS = 128  # the limit on `logprob_token_ids`: how many given tokens have logprobs at every sampled position
 PENDING_TOKEN = -1  # stands in Row.tokens for a token that the previous step is still sampling; see Row.awaits_token
 
 LogprobsMode = Literal["raw", "processed", "both"]
@@ -111,7 +112,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # banned token sequences: the last token is banned where the others precede it
     logprobs: int | None = None  # number of alternatives that are returned with each token's logprob; None: no logprobs
     logprobs_mode: LogprobsMode = "raw"
-    prompt_logprobs: int | None = None  # the same for prompt tokens from the second on
+    logprob_token_ids: tuple[int, ...] = ()  # tokens whose logprobs are returned too, where `logprobs` is not None
+    prompt_logprobs: int | None = None  # the same as `logprobs` for prompt tokens from the second on
     checksums: bool = False  # whether every sampled token has a checksum of its logits and scores
 
     def __post_init__(self) -> None:
@@ -128,6 +130,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), low=0, high=MAX_TOP_LOGPROBS)
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            many = f"has {len(self.logprob_token_ids)} token ids, and at most {MAX_LOGPROB_TOKEN_IDS} are allowed"
+            raise BadParameter("logprob_token_ids", many)
         for _, value in self.logit_bias:
             if not value <= LARGEST:
                 raise BadParameter("logit_bias", f"must be a number of up to {LARGEST:g}, or -inf, not {value}")
@@ -302,14 +307,20 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The logprob of a token, and of the most likely tokens at its position, the best first. With the mode "both" these are raw,
-    and `processed` and `mass` are set."""
+    """The logprob of a token, of the most likely tokens at its position, the best first, and of the tokens that the request asks
+    for by id, in its order. With the mode "both" these are raw, and `processed` and `mass` are set."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     processed: float | None = None  # the token's logprob in the distribution that is sampled from; -inf if a filter excludes it
     # The share of the probability that min-p, top-k and top-p left, after bias, penalties, bans and temperature.
     mass: float | None = None
+    asked: tuple[tuple[int, float], ...] = ()  # -inf if a filter or a ban excludes the token and the mode is "processed"
+
+    @property
+    def alternatives(self) -> tuple[tuple[int, float], ...]:
+        """The most likely tokens, then those asked for that are not among them. No token occurs twice."""
+        return tuple(dict((*self.top, *self.asked)).items()) if self.asked else self.top
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,11 @@ class SamplingPosition(NamedTuple):
     request_id: str
 
     @property
+    def asked(self) -> tuple[int, ...]:
+        """The token ids whose logprobs the request asks for."""
+        return () if self.params.logprobs is None else self.params.logprob_token_ids
+
+    @property
     def at(self) -> int:
         return len(self.history) + len(self.drafts)
 
@@ -72,7 +77,8 @@ def _sample(token: int, params: SamplingParams, rows: Integers, index: int) -> S
         return SampledToken(token)
     logprobs = None
     if params.logprobs is not None:
-        logprobs = read_logprobs(rows[index], params.logprobs, both=params.logprobs_mode == "both")
+        both = params.logprobs_mode == "both"
+        logprobs = read_logprobs(rows[index], params.logprobs, params.logprob_token_ids, both=both)
     return SampledToken(token, logprobs, int(rows[index, CHECKSUM]) if params.checksums else None)
 
 

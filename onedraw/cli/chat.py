@@ -69,7 +69,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_request_options(
         parser,
-        leave_out=("n", "continue_ids", "reply_ids", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums", "prediction"),
+        leave_out=(
+            *("n", "continue_ids", "reply_ids", "prediction"),
+            *("logprobs", "logprobs_mode", "logprob_token_ids", "prompt_logprobs", "checksums"),
+        ),
     )
     add_settings(parser, leave_out=("served_name", "queue_limit"))
 

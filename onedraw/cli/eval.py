@@ -28,7 +28,10 @@ A line is a question with its answer, {"prompt": "2 + 2 =", "answer": "4"}, or w
 See docs/evals.md.
 """
 MOST_TOKENS = 64
-NOT_OFFERED = ("seed", "n", "continue_ids", "reply_ids", "logprobs", "logprobs_mode", "prompt_logprobs", "checksums")
+NOT_OFFERED = (
+    *("seed", "n", "continue_ids", "reply_ids"),
+    *("logprobs", "logprobs_mode", "logprob_token_ids", "prompt_logprobs", "checksums"),
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:

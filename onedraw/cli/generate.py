@@ -145,7 +145,7 @@ def _choice_json(reply: Reply) -> dict[str, Any]:
 def _logprobs_json(scored: Logprobs) -> dict[str, Any]:
     return {
         "logprob": _finite(scored.logprob),
-        "top": [{"id": token, "logprob": _finite(value)} for token, value in scored.top],
+        "top": [{"id": token, "logprob": _finite(value)} for token, value in scored.alternatives],
     }
 
 

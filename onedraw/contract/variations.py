@@ -45,10 +45,13 @@ PROMPTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (NOTICE + "In spring a letter came, and", {"min_p": 0.05, "logit_bias": {5: 1.5, 7: -4.0}}),
     ("def fibonacci(n: int) -> int:\n", {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 40}),
     (NOTICE * 4 + "Years later", {"temperature": 1.0}),
-    ("One, two, three, one, two, three, one, two,", {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3}),
+    (
+        "One, two, three, one, two, three, one, two,",
+        {"temperature": 1.3, "dry_multiplier": 0.8, "logprobs": 3, "logprob_token_ids": [5, 9]},
+    ),
     (
         "Q: Why is the sky blue?\nA:",
-        {"temperature": 0.0, "repetition_penalty": 1.1, "logprobs": 5, "logprobs_mode": "processed"},
+        {"temperature": 0.0, "repetition_penalty": 1.1, "logprobs": 5, "logprobs_mode": "processed", "logprob_token_ids": [7]},
     ),
     # The negative penalty makes the reply repeat itself.
     ("The chorus sings: la la la la la la la la la", {"temperature": 0.8, "frequency_penalty": -2.0}),

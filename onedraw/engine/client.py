@@ -139,6 +139,9 @@ def check_request(request: Request, capacity: Capacity, build_constraint: BuildC
     for token in request.prompt:
         if not 0 <= token < capacity.vocab:
             raise BadParameter("prompt", f"token id {token} is outside the vocabulary of {capacity.vocab}")
+    for token in params.logprob_token_ids:
+        if not 0 <= token < capacity.vocab:
+            raise BadParameter("logprob_token_ids", f"token id {token} is outside the vocabulary of {capacity.vocab}")
     if request.given:
         _check_beginning(CONTINUE_IDS, request.given, request, constraint, vocab=capacity.vocab)
     if request.forced:

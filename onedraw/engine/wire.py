@@ -26,7 +26,7 @@ from onedraw.engine.stats import Stats
 from onedraw.errors import BadRequest, OnedrawError
 from onedraw.types import ConstraintSpec, Request
 
-VERSION = 4  # goes up with every change of a message or of a class in it
+VERSION = 5  # goes up with every change of a message or of a class in it
 MAX_INTEGER = 2**63 - 1  # No vocabulary or history is as long, so a larger top_k or range means the same as this one.
 # The classes of errors that can cross, by name. An error of another class crosses as the nearest of these that it inherits from.
 ERRORS: dict[str, type[OnedrawError]] = {

@@ -92,6 +92,7 @@ class RequestOptions:
     n: int = 1
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
+    logprob_token_ids: tuple[int, ...] = ()  # tokens whose logprobs are returned at every sampled position too
     prompt_logprobs: int | None = None
     checksums: bool = False
     skip_special_tokens: bool = True
@@ -303,6 +304,8 @@ def make_generation(
             param=REPLY_IDS,
             prompt=len(prompt),
         )
+    if options.logprob_token_ids and (options.logprobs is None or max_tokens == 0):
+        raise BadParameter("logprob_token_ids", "belongs to the logprobs of sampled tokens; ask for logprobs and for tokens")
     eos = () if options.ignore_eos else card.eos_ids
     params = SamplingParams(
         **_sampling_values(options, card.defaults),
@@ -315,6 +318,7 @@ def make_generation(
         bad_words=_bad_words(options.bad_words, llm),
         logprobs=options.logprobs,
         logprobs_mode=options.logprobs_mode,
+        logprob_token_ids=options.logprob_token_ids,
         # A request without a reply only makes sense for the logprobs of its prompt, so max_tokens 0 implies prompt logprobs.
         prompt_logprobs=0 if max_tokens == 0 and options.prompt_logprobs is None else options.prompt_logprobs,
         checksums=options.checksums,

@@ -80,7 +80,8 @@ def sample(logits: Floats, params: SamplingParams, history: History, drafts: Seq
     token = token if forced is None else forced
     found: Logprobs | None = None
     if params.logprobs is not None:
-        found = logprobs(scores if params.logprobs_mode == "processed" else logits, token, params.logprobs)
+        described = scores if params.logprobs_mode == "processed" else logits
+        found = logprobs(described, token, params.logprobs, params.logprob_token_ids)
         if params.logprobs_mode == "both":
             found = with_processed(found, *deficits(logits, params, history, drafts), token)
     return SampledToken(token, found, checksum(logits, scores) if params.checksums else None)

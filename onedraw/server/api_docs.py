@@ -145,6 +145,10 @@ choice's text; the tokens of a stop string have offsets beyond its end. In `toke
 the likeliest tokens there, to `logprob`, `rank` and `decoded_token`. The rank is null where the token is not among the likeliest.
 The whole prompt is computed, also where it is cached; in a stream the field is in the first chunk.
 
+`logprob_token_ids`, as in vLLM, adds tokens of your choice to `top_logprobs` at every position of the reply: after the likeliest
+tokens come those that are not among them, and each entry of a chat has an `id`. In a completion, whose alternatives are named by
+their text, such a token is named `token_id:N` if another one has its text. They follow `logprobs_mode`.
+
 The last chunk of a chat choice has its `finish_reason` and an empty `delta`. A tool call that `max_tokens` cuts is a call with
 the arguments so far, if its name is complete, and else it is dropped; the finish reason is `length` either way, and its markers
 are never part of the content. Where `tool_choice` forces a call, a `response_format` beside it has no effect.
@@ -197,7 +201,7 @@ tools and stop strings) and a reply: `reply_ids`, or `reply`, a text. It samples
 | `logprobs` | the model's own logprob of each token |
 | `processed_logprobs` | its logprob in the distribution that is sampled from; -9999 if a filter or a ban excludes it |
 | `kept_masses` | the share of the probability that `min_p`, `top_k`, `top_p` left, after bias, penalties, bans, temperature |
-| `top_logprobs` | with `top_logprobs: n`: the likeliest tokens of each position, with `id` |
+| `top_logprobs` | with `top_logprobs: n` or `logprob_token_ids`: the likeliest tokens of each position, then those, with `id` |
 | `score_checksums`, `prompt_token_ids` | with `return_checksums` and `return_token_ids` |
 
 The numbers have the bits that a generation of this reply has, alone or batched, with drafts or none, cold or from the cache; the
@@ -291,7 +295,7 @@ def _limits() -> list[str]:
         "tokens of all prompts of one request": limits.MAX_PROMPT_TOKENS,
         "characters of all stored items that the input of a response refers to": limits.MAX_REFERENCED_CHARACTERS,
         "logprobs of prompts (`echo`, `prompt_logprobs`): their tokens × `n` × (1 + alternatives)": limits.MAX_PROMPT_LOGPROBS,
-        "logprobs of replies: replies × `max_tokens` × (1 + alternatives)": limits.MAX_REPLY_LOGPROBS,
+        "logprobs of replies: replies × `max_tokens` × (1 + alternatives + `logprob_token_ids`)": limits.MAX_REPLY_LOGPROBS,
         "requests that are checked and tokenized at once; callers take turns": limits.MAX_SHORT_WORK,
         "requests with bodies of 256 KiB or more that are read and tokenized at once; callers take turns": limits.MAX_LONG_WORK,
         "requests with a response format that are read at once; callers take turns": limits.MAX_FORMAT_WORK,

@@ -591,7 +591,7 @@ async def _after(first: list[Json], chunks: AsyncGenerator[list[Json], None]) ->
 
 def logprobs_in(reply: Reply) -> int:
     found = [*(reply.prompt_logprobs or ()), *(token.logprobs for token in reply.tokens if token.logprobs is not None)]
-    return sum(1 + len(one.top) for one in found)
+    return sum(1 + len(one.top) + len(one.asked) for one in found)
 
 
 def _headers(ignored: tuple[str, ...]) -> dict[str, str]:

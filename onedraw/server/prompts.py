@@ -144,7 +144,11 @@ def _check_logprobs(request: CompletionRequest | ChatRequest, prepared: Prepared
             f"the prompts would have {of_prompts:,} logprobs in all, and at most {MAX_PROMPT_LOGPROBS:,} are returned; "
             "ask for fewer alternatives, or split the request",
         )
-    of_replies = sum((1 + one.params.logprobs) * one.params.max_tokens for one in asked if one.params.logprobs is not None)
+    of_replies = sum(
+        (1 + one.params.logprobs + len(one.params.logprob_token_ids)) * one.params.max_tokens
+        for one in asked
+        if one.params.logprobs is not None
+    )
     if of_replies > MAX_REPLY_LOGPROBS:
         raise BadParameter(
             name,

@@ -20,7 +20,7 @@ from onedraw.server.fields import TOOL_NAME, ListOf, StrictModel, Whole, field_d
 from onedraw.text.constraints.format_limits import schema_text
 from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
-from onedraw.types import MAX_TOP_LOGPROBS
+from onedraw.types import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 
 WEIGHTS_ADVICE = 'save the weights as safetensors below --weight-dir, and send {"weight_dir": FOLDER} to /update_weights'
 Mode = Literal["none", "auto", "required"]
@@ -352,6 +352,13 @@ class SamplingFields(TokenFields):
     n: int = field_doc(f"integer, 1 … {MAX_CHOICES}", "choices per prompt, each with its own seed", 1, ge=1, le=MAX_CHOICES)
     logprobs_mode: Literal["raw", "processed", "both"] = field_doc(
         '"raw", "processed" or "both"', "of the model's own distribution, of the one that was sampled from, or see below", "raw"
+    )
+    logprob_token_ids: ListOf[int] = field_doc(
+        f"list of at most {MAX_LOGPROB_TOKEN_IDS} integers",
+        "ids of tokens whose logprobs are returned at every position of the reply, after the likeliest alternatives; only with "
+        "`logprobs`",
+        [],
+        max_length=MAX_LOGPROB_TOKEN_IDS,
     )
     prompt_logprobs: int | None = field_doc(
         f"integer, 0 … {MAX_TOP_LOGPROBS}",

@@ -36,6 +36,7 @@ def test_every_row_is_sampled_by_the_rule(whole_numbers: bool, kind: type[Sample
         case = random_case(seed, rows=12 if INTERPRETED else 60, vocab=vocab, whole_numbers=whole_numbers, tokens=min(vocab, 6))
         for mode in ("raw", "processed", "both"):
             assert any(p.params.logprobs is not None and p.params.logprobs_mode == mode for p in case.positions)
+        assert any(p.asked for p in case.positions)
         assert any(p.history.forced for p in case.positions)
         assert any(p.history.constraint is not None for p in case.positions)
         assert wrong_rows(case, sample_all(make_sampler(vocab, device=DEVICE, kind=kind), case, DEVICE)) == []

@@ -94,6 +94,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         bad_words=st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
         logprobs=st.none() | st.integers(0, 128),
         logprobs_mode=st.sampled_from(["raw", "processed", "both"]),
+        logprob_token_ids=tokens,
         prompt_logprobs=st.none() | st.integers(0, 128),
         checksums=st.booleans(),
     )
@@ -154,6 +155,7 @@ logprobs = of(
     top=st.lists(st.tuples(ids, numbers), max_size=3).map(tuple),
     processed=st.none() | numbers,
     mass=st.none() | numbers,
+    asked=st.lists(st.tuples(ids, numbers), max_size=3).map(tuple),
 )
 sampled = of(
     SampledToken,

@@ -153,6 +153,7 @@ def random_params(rng: np.random.Generator, *, vocab: int, max_tokens: int, calm
         stop_ids=stop,
         bad_words=((int(rng.integers(0, vocab)), int(rng.integers(0, vocab))),) if rng.random() < 0.2 else (),
         logprobs=2 if rng.random() < 0.3 else None,
+        logprob_token_ids=(vocab - 1, int(rng.integers(0, vocab))) if rng.random() < 0.5 else (),
         checksums=True,
     )
 

@@ -39,7 +39,7 @@ MODERN = ("qwen3_5_odd", "qwen3_5_moe", "gemma4_e2b", "gemma4_26b", "laguna_odd"
 
 
 def scored(request: Request) -> Request:
-    return replace(request, params=replace(request.params, logprobs=2, logprobs_mode="both"))
+    return replace(request, params=replace(request.params, logprobs=2, logprobs_mode="both", logprob_token_ids=(0, VOCAB - 1)))
 
 
 def forcing(request: Request, answer: Answer, count: int, *, speculate: bool = True) -> Request:
@@ -84,6 +84,7 @@ def counted(requests: Sequence[Request], answers: Sequence[Answer], stats: Stats
         part=sum(0 < len(r.forced) < len(a.tokens) for r, a in zip(requests, answers, strict=True)),
         filtered=sum(one.mass is not None and one.mass < 1 for one in logprobs),
         adjusted=sum(one.processed is not None and one.processed != one.logprob for one in logprobs),
+        asked=sum(len(one.asked) for one in logprobs),
     )
 
 
@@ -94,7 +95,9 @@ def test_a_forced_reply_has_the_scores_of_its_generation(kind: str) -> None:
         equal, found = forced_equals(FakeBackend, seed, kind)
         assert equal, f"scenario {seed}"
         seen += found
-    assert all(seen[name] > 0 for name in ("forced", "preemptions", "hits", "whole", "part", "filtered", "adjusted")), seen
+    assert all(seen[name] > 0 for name in ("forced", "preemptions", "hits", "whole", "part", "filtered", "adjusted", "asked")), (
+        seen
+    )
 
 
 def test_forced_tokens_are_verified_many_at_a_time_and_not_counted_as_drafts() -> None:

@@ -51,6 +51,7 @@ def params(seed: int) -> SamplingParams:
         seed=seed,
         max_tokens=9 + seed % 4,
         logprobs=2 if seed % 3 == 1 else None,
+        logprob_token_ids=(seed, 3) if seed % 2 == 0 else (),
         prompt_logprobs=1 if seed == 4 else None,
         checksums=True,
     )

@@ -241,6 +241,18 @@ def test_processed_logprobs_are_those_of_the_sampling_rule_and_raw_ones_of_the_m
         assert [math.exp(value) for _, value in found.logprobs.top] == pytest.approx(top, rel=1e-5)
 
 
+def test_tokens_that_are_asked_for_have_their_logprobs_wherever_they_rank() -> None:
+    logits = np.log(floats(0.4, 0.3, 0.2, 0.1))
+    for mode, values in (("raw", [0.1, 0.4]), ("processed", [0.0, 0.4 / 0.7])):
+        params = SamplingParams(top_k=2, logprobs=1, logprobs_mode=mode, logprob_token_ids=(3, 0))  # type: ignore[arg-type]
+        found = sample(logits, params, EMPTY)
+        assert found is not None
+        assert found.logprobs is not None
+        assert [token for token, _ in found.logprobs.asked] == [3, 0]
+        assert [math.exp(value) for _, value in found.logprobs.asked] == pytest.approx(values, rel=1e-5)
+        assert [token for token, _ in found.logprobs.alternatives] == [0, 3]
+
+
 def test_a_checksum_changes_with_any_bit_of_logits_and_scores() -> None:
     rng = np.random.default_rng(2)
     logits, scores = rng.normal(size=(2, 300)).astype(np.float32)

@@ -33,7 +33,7 @@ def posted(served: Served, path: str, **body: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_chat_reply_is_scored_as_it_was_generated(served: Served, name: str) -> None:
-    body = {**BOTH, "messages": CHAT, "top_logprobs": 2, **OPTIONS[name]}
+    body = {**BOTH, "messages": CHAT, "top_logprobs": 2, "logprob_token_ids": [7, 9], **OPTIONS[name]}
     whole = posted(served, "/v1/chat/completions", **body, logprobs=True)
     (choice,) = whole["choices"]
     content = choice["logprobs"]["content"]
@@ -44,8 +44,8 @@ def test_a_chat_reply_is_scored_as_it_was_generated(served: Served, name: str) -
     assert found["kept_masses"] == [one["kept_mass"] for one in content]
     assert found["tokens"] == [one["token"] for one in content]
     assert found["score_checksums"] == choice["score_checksums"]
-    top = [[{name: one[name] for name in ("token", "logprob", "bytes")} for one in row] for row in found["top_logprobs"]]
-    assert top == [one["top_logprobs"] for one in content]
+    assert found["top_logprobs"] == [one["top_logprobs"] for one in content]
+    assert all({7, 9} <= {one["id"] for one in row} and len(row) <= 4 for row in found["top_logprobs"])
     assert found["prompt_token_ids"] == choice["prompt_token_ids"]
     assert found["usage"] == {key: whole["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert found["finish_reason"] == ("stop" if choice["finish_reason"] == "stop" else "length")
@@ -68,6 +68,47 @@ def test_a_completion_is_scored_by_ids_by_text_and_from_a_cut(fake: Served) -> N
     spelled = posted(fake, "/v1/score", prompt="The sea", reply=" is wide")
     assert "".join(spelled["tokens"]) == " is wide"
     assert "top_logprobs" not in spelled
+
+
+def test_tokens_asked_for_by_id_have_the_same_logprobs_in_chats_completions_and_streams(fake: Served) -> None:
+    body = {"temperature": 1.2, "top_k": 5, "seed": 3, "max_tokens": 12, "ignore_eos": True, "logprob_token_ids": [200, 65, 201]}
+    for mode in ("raw", "processed"):
+        body["logprobs_mode"] = mode
+        (choice,) = posted(fake, "/v1/chat/completions", **body, messages=CHAT, logprobs=True)["choices"]
+        rows = [{one["id"]: one["logprob"] for one in entry["top_logprobs"]} for entry in choice["logprobs"]["content"]]
+        assert all(list(row) == [200, 65, 201] for row in rows)
+        assert any(row[65] > -9999 for row in rows)
+        assert (mode == "processed") == any(row[200] == -9999 for row in rows)
+        whole = posted(fake, "/v1/chat/completions", **body, messages=CHAT, logprobs=True, top_logprobs=128)
+        for row, entry in zip(rows, whole["choices"][0]["logprobs"]["content"], strict=True):
+            everything = {one["id"]: one["logprob"] for one in entry["top_logprobs"]}
+            assert len(everything) == len(entry["top_logprobs"])
+            assert row.items() <= everything.items()
+        (choice,) = posted(fake, "/v1/completions", **body, prompt="The sea", logprobs=0)["choices"]
+        tops = choice["logprobs"]["top_logprobs"]
+        named = zip(tops, choice["logprobs"]["tokens"], strict=True)
+        chunks = fake.chunks("/v1/completions", **body, prompt="The sea", logprobs=0)
+        streamed = [one["choices"][0]["logprobs"] for one in chunks if one["choices"] and one["choices"][0]["logprobs"]]
+        assert [top for one in streamed for top in one["top_logprobs"]] == tops
+        assert all({"b", "\x0c", "\r"} <= set(top) <= {"b", "\x0c", "\r", token} for top, token in named)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT, "logprob_token_ids": [1]}),
+        ("/v1/completions", {"prompt": "a", "logprob_token_ids": [1]}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0, "max_tokens": 0, "echo": True, "logprob_token_ids": [1]}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0, "logprob_token_ids": [10**6]}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0, "logprob_token_ids": [-1]}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0, "logprob_token_ids": list(range(129))}),
+        ("/v1/score", {"prompt": "a", "reply": "b", "logprob_token_ids": [10**6]}),
+    ],
+)
+def test_token_ids_whose_logprobs_cannot_be_given_are_refused_by_name(fake: Served, path: str, body: dict[str, Any]) -> None:
+    reply = fake.post(path, **body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "logprob_token_ids", reply.text
 
 
 def test_the_library_scores_a_reply(fake: Served) -> None:

@@ -29,9 +29,9 @@ from onedraw.backends.xla.layers import linear, over, rms_norm, times
 from onedraw.backends.xla.platform import Array
 from onedraw.sampling.adjustments import HistoryTokens, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, filters
-from onedraw.sampling.logprobs import MASS_BITS
+from onedraw.sampling.logprobs import MASS_BITS, NOT_ASKED, asked_columns
 from onedraw.sampling.noise import BITS, HALF, MULTIPLIERS_32, SHIFTS_32, key
-from onedraw.types import MAX_TOP_LOGPROBS
+from onedraw.types import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 
 # Lengths of the sparse (row, token, value) lists that the program is compiled for. The smallest sufficient one is used, or a
 # multiple of the last.
@@ -76,9 +76,9 @@ def sample(
 
 
 def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs: XlaSamplingInputs, *, vocab: int) -> Array:
-    """Return a result row per position, [C, 7 + n] int64: token, checksum, then the columns of `sampling/logprobs.py` (total
-    mass, deficit of the token, three for the logprobs mode "both", and the n most likely tokens). n is the most that a request
-    may ask for."""
+    """Return a result row per position, [C, 7 + n + m] int64: token, checksum, then the columns of `sampling/logprobs.py` (total
+    mass, deficit of the token, three for the logprobs mode "both", the n most likely tokens, and m tokens asked for by id). n and
+    m are the most that a request may ask for."""
     scores = adjusted(logits, counts, inputs)
     best = _top(scores)
     valid = (best > -jnp.inf) & (best < jnp.inf) & (logits.max(1) < jnp.inf)
@@ -93,7 +93,7 @@ def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs:
     seen = jnp.where(inputs["raw"][:, None], _deficits(logits), filtered)
     kept = _kept_columns(filtered, deficit, token, inputs["both"])
     parts += _logprob_columns(seen, token, inputs["raw"] | inputs["processed"], kept, inputs["top"], vocab)
-    return jnp.concatenate(parts, axis=1)
+    return jnp.concatenate([*parts, _asked_columns(seen, inputs["asked"])], axis=1)
 
 
 def score(weights: dict[str, Any], x: Array, index: Array, tokens: Array, top: Array, *, eps: float, vocab: int) -> Array:
@@ -225,6 +225,16 @@ def _logprob_columns(deficit: Array, token: Array, wanted: Array, kept: Array, t
     ]
 
 
+def _asked_columns(deficit: Array, asked: Array) -> Array:
+    """Columns for the tokens that rows ask for by id, [C, ids]; where `asked` is -1 the deficit is infinite."""
+
+    def found() -> Array:
+        own = jnp.take_along_axis(deficit, jnp.maximum(asked, 0), axis=1)
+        return jnp.where(asked >= 0, _bits(own) << 32 | asked.astype(jnp.int64), NOT_ASKED)
+
+    return lax.cond((asked >= 0).any(), found, lambda: jnp.full(asked.shape, NOT_ASKED, jnp.int64))
+
+
 def _checksums(logits: Array, filtered: Array, sums: Array, inputs: XlaSamplingInputs) -> Array:
     """The 63-bit checksums of the exact bits of logits and filtered scores, [C]; zeros if no row requests them."""
 
@@ -353,6 +363,7 @@ def _dense(positions: Sequence[SamplingPosition], rows: int, vocab: int, lanes: 
         "both": column(both, False, boolean),
         "processed": column(processed, False, boolean),
         "top": np.int32(max((p.logprobs or 0 for p in params), default=0)),
+        "asked": asked_columns([p.asked for p in positions], rows=rows, columns=MAX_LOGPROB_TOKEN_IDS),
         "summed": np.bool_(any(p.checksums for p in params)),
     }
 

@@ -263,7 +263,7 @@ class OpenAIWriter:
     def _chat_entry(self, token: ReplyToken) -> Json:
         assert token.logprobs is not None  # every token has logprobs if the request asks for any
         found = token.logprobs
-        top = [self._entry(id, logprob) for id, logprob in found.top]
+        top = [self._entry(id, logprob) | ({"id": id} if found.asked else {}) for id, logprob in found.alternatives]
         entry = self._entry(token.token, found.logprob) | {"top_logprobs": top}
         return (
             entry if found.processed is None else entry | {"processed_logprob": finite(found.processed), "kept_mass": found.mass}
@@ -274,12 +274,17 @@ class OpenAIWriter:
 
     def _alternatives(self, token: ReplyToken) -> dict[str, float] | None:
         """Map the text of each alternative and of the token itself to its logprob. If two have the same text, the first and
-        likelier one is kept."""
+        likelier one is kept; a token that the request asks for by id is then named by its id."""
         if token.logprobs is None:
             return None
         found: dict[str, float] = {}
+        named: dict[str, int] = {}
         for id, logprob in (*token.logprobs.top, (token.token, token.logprobs.logprob)):
-            found.setdefault(self._token_text(id), finite(logprob))
+            if named.setdefault(self._token_text(id), id) == id:
+                found[self._token_text(id)] = finite(logprob)
+        for id, logprob in token.logprobs.asked:
+            text = self._token_text(id)
+            found[text if named.setdefault(text, id) == id else f"token_id:{id}"] = finite(logprob)
         return found
 
     def _token_text(self, id: int) -> str:

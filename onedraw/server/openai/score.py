@@ -32,8 +32,8 @@ class ScoreWriter(OpenAIWriter):
             "finish_reason": reply.finish,
             "usage": {name: counted[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
         }
-        if any(one.top for one in found):
-            score["top_logprobs"] = [[self._entry(id, value) | {"id": id} for id, value in one.top] for one in found]
+        if any(one.alternatives for one in found):
+            score["top_logprobs"] = [[self._entry(id, value) | {"id": id} for id, value in one.alternatives] for one in found]
         if self._prepared.token_ids:
             score["prompt_token_ids"] = list(reply.prompt_ids)
         if self._prepared.checksums:

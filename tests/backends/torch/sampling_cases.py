@@ -53,6 +53,7 @@ def random_params(rng: np.random.Generator, vocab: int) -> SamplingParams:
         bad_words=maybe((tuple(tokens(2)), tuple(tokens(1))), ()),
         logprobs=maybe(int(rng.choice([0, 1, 5, 20])), None, 0.5),
         logprobs_mode=("raw", "processed", "both")[int(rng.integers(3))],
+        logprob_token_ids=maybe(tuple(tokens(6)), ()),
         checksums=bool(rng.random() < 0.7),
     )
 
@@ -116,11 +117,15 @@ def _agrees(logits: np.ndarray, position: SamplingPosition, found: SampledToken 
 def _same_logprobs(expected: Logprobs | None, found: Logprobs | None) -> bool:
     if expected is None or found is None:
         return expected is found
-    same_ids = [token for token, _ in expected.top] == [token for token, _ in found.top]
+    same_ids = [token for token, _ in (*expected.top, *expected.asked)] == [token for token, _ in (*found.top, *found.asked)]
     if (expected.processed is None) != (found.processed is None):
         return False
     first, second = (
-        [one.logprob, *(value for _, value in one.top), *(() if one.processed is None else (one.processed, one.mass or 0.0))]
+        [
+            one.logprob,
+            *(value for _, value in (*one.top, *one.asked)),
+            *(() if one.processed is None else (one.processed, one.mass or 0.0)),
+        ]
         for one in (expected, found)
     )
     return same_ids and all(a == b or abs(a - b) < 1e-5 for a, b in zip(first, second, strict=True))

@@ -173,6 +173,14 @@ def test_penalties_applied_to_another_row_are_caught(monkeypatch: pytest.MonkeyP
     assert wrong_rows(case, sample_all(make_sampler(100), case))
 
 
+def test_logprobs_of_the_tokens_that_a_neighbour_asks_for_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(13, rows=40, vocab=100)
+    assert sum(bool(p.asked) for p in case.positions) > 1
+    honest = noise.asked_columns
+    monkeypatch.setattr(noise, "asked_columns", lambda asked, **size: np.roll(honest(asked, **size), 1, axis=0))
+    assert wrong_rows(case, sample_all(make_sampler(100), case))
+
+
 def test_token_counts_of_the_previous_request_of_a_lane_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CountedHistory, "is_prefix_of", lambda mark, place: mark.known <= len(place.history))
     assert sum(sum(grow(make_sampler(20, lanes=3), seed)) for seed in range(3)) > 0

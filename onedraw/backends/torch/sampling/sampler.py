@@ -42,7 +42,17 @@ from onedraw.backends.torch.sampling.exact import (
 )
 from onedraw.sampling.adjustments import HistoryTokens, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, checksum_weights, filters
-from onedraw.sampling.logprobs import ALL_TOTAL, KEPT_SAMPLED, KEPT_TOTAL, SAMPLED, TOP, TOTAL, read_logprobs
+from onedraw.sampling.logprobs import (
+    ALL_TOTAL,
+    KEPT_SAMPLED,
+    KEPT_TOTAL,
+    NOT_ASKED,
+    SAMPLED,
+    TOP,
+    TOTAL,
+    asked_columns,
+    read_logprobs,
+)
 from onedraw.sampling.noise import BITS, MULTIPLIERS_32, SHIFTS_32, key
 from onedraw.types import Logprobs, SampledToken, TokenMask
 
@@ -252,7 +262,7 @@ class Sampler:
         counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
         if not counts and not any(p.params.checksums for p in positions):
             return 1
-        return TOP + min(max(counts, default=0), self._vocab)
+        return TOP + min(max(counts, default=0), self._vocab) + max(len(p.asked) for p in positions)
 
     def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprobs]:
         """The model's own logprobs of given tokens, and of the `top` most likely tokens at their positions."""
@@ -266,7 +276,7 @@ class Sampler:
     def _scored(self, logits: Tensor, tokens: Sequence[int], top: int) -> Tensor:
         raw = self._padded(logits)
         answers = torch.zeros(len(raw), TOP + min(top, self._vocab), dtype=torch.int64, device=self._device)
-        self._describe(answers, None, _deficits(raw), self._index(tokens))
+        self._describe(answers, None, _deficits(raw), self._index(tokens), top=answers.shape[1] - TOP)
         return answers
 
     def _spans(self, rows: int) -> list[slice]:
@@ -292,14 +302,19 @@ class Sampler:
             rows, known = torch.tensor(forced, device=self._device).unbind(1)
             tokens[rows] = known
         answers = torch.zeros(len(positions), columns, dtype=torch.int64, device=self._device)
+        if columns > TOP:
+            answers[:, TOP:] = NOT_ASKED
         answers[:, TOKEN] = torch.where(law.sound, tokens, NO_TOKEN)
+        counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
+        top, asked = min(max(counts, default=0), self._vocab), self._asked(positions)
         modes = [p.params.logprobs_mode if p.params.logprobs is not None else "" for p in positions]
         if own := [row for row, mode in enumerate(modes) if mode in ("raw", "both")]:
             which = self._rows(own, len(positions))
-            self._describe(answers, which, _deficits(raw if which is None else raw[which]), tokens)
+            deficit = _deficits(raw if which is None else raw[which])
+            self._describe(answers, which, deficit, tokens, top=top, asked=asked)
         if lawful := [row for row, mode in enumerate(modes) if mode == "processed"]:
             which = self._rows(lawful, len(positions))
-            self._describe(answers, which, law.kept(which), tokens)
+            self._describe(answers, which, law.kept(which), tokens, top=top, asked=asked)
         if both := [row for row, mode in enumerate(modes) if mode == "both"]:
             self._describe_kept(answers, self._index(both), law, tokens)
         if any(p.params.checksums for p in positions):
@@ -446,19 +461,42 @@ class Sampler:
 
     # ── what is reported beside the token ─────────────────────────────────────────────────────────────────────────
 
-    def _describe(self, answers: Tensor, rows: Tensor | None, deficit: Tensor, tokens: Tensor) -> None:
-        """Write total mass, deficit of the token and the most likely tokens to these rows of `answers`."""
+    def _describe(
+        self,
+        answers: Tensor,
+        rows: Tensor | None,
+        deficit: Tensor,
+        tokens: Tensor,
+        *,
+        top: int,
+        asked: Tensor | None = None,
+    ) -> None:
+        """Write total mass, deficit of the token, the `top` most likely tokens and those that are asked for (of all rows, -1 for
+        none, [C, ids]) to these rows of `answers`."""
         chosen = deficit.gather(1, (tokens if rows is None else tokens[rows])[:, None])
         parts = [masses(deficit, self._scratch).sum(1, keepdim=True), chosen.view(torch.int32).to(torch.int64)]
-        top = answers.shape[1] - TOP
+        last = answers.shape[1]
+        columns = [TOTAL, SAMPLED, *range(TOP, TOP + top)]
         if top:
             parts.append(likeliest(deficit, top))
+        if asked is not None:
+            ids = asked if rows is None else asked[rows]
+            parts.append(asked_keys(deficit.gather(1, ids.clamp(min=0)), ids))
+            columns += range(last - asked.shape[1], last)
         found = torch.cat(parts, 1)
-        columns = torch.tensor([TOTAL, SAMPLED, *range(TOP, TOP + top)], device=self._device)
+        places = torch.tensor(columns, device=self._device)
         if rows is None:
-            answers[:, columns] = found
+            answers[:, places] = found
         else:
-            answers[rows[:, None], columns] = found
+            answers[rows[:, None], places] = found
+
+    def _asked(self, positions: Sequence[SamplingPosition]) -> Tensor | None:
+        """The token ids whose logprobs the rows ask for, -1 before them; None if no row asks for any.   [C, ids]"""
+        asked = [p.asked for p in positions]
+        columns = max(map(len, asked))
+        if not columns:
+            return None
+        return torch.from_numpy(asked_columns(asked, rows=len(asked), columns=columns)).to(self._device, torch.int64)
 
     def _describe_kept(self, answers: Tensor, rows: Tensor, law: FilteredScores, tokens: Tensor) -> None:
         """Write total mass and deficit of the token among the kept tokens, and the mass before the filters."""
@@ -494,6 +532,11 @@ class Sampler:
     def _entries(self, entries: Sequence[tuple[int, int, float]]) -> tuple[Tensor, Tensor, Tensor]:
         rows, tokens, values = zip(*entries, strict=True)
         return self._index(rows), self._index(tokens), self._column(values)[:, 0]
+
+
+def asked_keys(deficit: Tensor, ids: Tensor) -> Tensor:
+    """Token ids and their deficits as columns of `sampling/logprobs.py`; an id of -1 stands for none.   [C, ids] each"""
+    return torch.where(ids >= 0, deficit.view(torch.int32).to(torch.int64) << 32 | ids, NOT_ASKED)
 
 
 def _deficits(raw: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from onedraw.backends.torch.ops.cuda.linear import launch_options
 from onedraw.backends.torch.ops.cuda.sampling_kernels import BLOCK, SamplingResult
 from onedraw.backends.torch.ops.cuda.top_k_top_p import row_max
 from onedraw.backends.torch.ops.cuda.triton_math import begin_kernel, exp
+from onedraw.backends.torch.sampling.sampler import asked_keys
 from onedraw.sampling.logprobs import MASS_BITS, SAMPLED, TOP, TOTAL
 
 TOP_CAPACITIES = (32, 128)  # how many most likely tokens the samples have columns for; a step uses one of these for all its rows
@@ -160,3 +161,14 @@ def write_logprobs(
         **constants,
         **launch_options(pdl),
     )
+
+
+def write_asked(samples: Tensor, logits: Tensor, result: SamplingResult, requests: Tensor, asked: Tensor) -> None:
+    """Fill the last columns of `samples` with the tokens that rows ask for by id (`SamplingTable.asked`)."""
+    ids = asked.to(torch.int64)
+    known = ids.clamp(min=0)
+    best = result.block_maxima[:, 1].amax(1, keepdim=True) + 0.0  # adding 0 turns -0.0 into 0.0
+    kept = result.deficits.gather(1, known)
+    kept = kept.masked_fill(kept > result.limits[:, None], torch.inf)
+    raw = best - logits.gather(1, known).to(torch.float32)
+    samples[:, -asked.shape[1] :] = asked_keys(torch.where(requests[:, None] % 2 == 1, kept, raw), ids)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onedraw.backends.sampled_rows import CHECKSUM, TOKEN, SamplingPosition
 from onedraw.backends.torch.ops.cuda.commit import resolve_pending_tokens
-from onedraw.backends.torch.ops.cuda.logprobs import NO_LOGPROBS, TOP_CAPACITIES, write_logprobs
+from onedraw.backends.torch.ops.cuda.logprobs import NO_LOGPROBS, TOP_CAPACITIES, write_asked, write_logprobs
 from onedraw.backends.torch.ops.cuda.sampling_kernels import (
     COLUMNS,
     GREEDY,
@@ -33,7 +33,7 @@ from onedraw.backends.torch.runner.staging_buffers import DirectStaging, Staging
 from onedraw.backends.torch.sampling.sampler import LaneCounts, Sampler
 from onedraw.sampling.adjustments import NO_ADJUSTMENT, Adjustment, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, Filters, checksum_weights, filters
-from onedraw.sampling.logprobs import ALL_TOTAL, KEPT_SAMPLED, KEPT_TOTAL, SAMPLED, TOP, TOTAL
+from onedraw.sampling.logprobs import ALL_TOTAL, KEPT_SAMPLED, KEPT_TOTAL, SAMPLED, TOP, TOTAL, asked_columns
 from onedraw.sampling.noise import key
 from onedraw.types import PENDING_TOKEN, SamplingParams, TokenMask
 
@@ -152,7 +152,7 @@ class TritonSampler(Sampler):
         """The number of columns of the samples: one of a few numbers, so that captured steps share a layout."""
         counts = [p.params.logprobs for p in positions if p.params.logprobs is not None]
         if counts:
-            return TOP + next(capacity for capacity in TOP_CAPACITIES if capacity >= max(counts))
+            return TOP + next(capacity for capacity in TOP_CAPACITIES if capacity >= max(counts)) + _asked_capacity(positions)
         return CHECKSUM + 1 if any(p.params.checksums for p in positions) else 1
 
     def prepare(self, positions: Sequence[SamplingPosition], *, staging: Staging, rows: int = 0) -> TritonSamplingInputs:
@@ -171,7 +171,7 @@ class TritonSampler(Sampler):
                 sampler=self,
             )
         table = inputs.table
-        optional = (table.output, table.masks, table.logprobs, table.both, table.forced)
+        optional = (table.output, table.masks, table.logprobs, table.asked, table.both, table.forced)
         staging.note((table.has_top_k, table.has_top_p, table.adjusted, *(x is None for x in optional), checksums, columns))
         return inputs
 
@@ -210,7 +210,10 @@ class TritonSampler(Sampler):
         if checksums is not None:
             samples[:, CHECKSUM] = checksums
         if table.logprobs is not None:
-            write_logprobs(samples, logits, result, table.logprobs, **sizes, pdl=self._pdl)
+            ranked = samples if table.asked is None else samples[:, : -table.asked.shape[1]]
+            write_logprobs(ranked, logits, result, table.logprobs, **sizes, pdl=self._pdl)
+            if table.asked is not None:
+                write_asked(samples, logits, result, table.logprobs, table.asked)
         if table.both is not None:
             self._write_kept(samples, logits, result, table.both)
         return samples
@@ -250,6 +253,9 @@ class TritonSampler(Sampler):
             counts, increments = self._count_increments(counting, rows)
             staged = None if counts is None else staging.put(increments)
             requests = staging.put(_padded_to(len(table), logprobs)) if max(logprobs, default=NO_LOGPROBS) >= 0 else None
+            columns = _asked_capacity(positions)
+            asked = asked_columns([p.asked for p in positions], rows=len(table), columns=columns)
+            ids = staging.put(asked) if columns else None
             kept = staging.put(_padded_to(len(table), both)) if max(both, default=NO_LOGPROBS) >= 0 else None
             taken = staging.put(_padded_to(len(table), forced).astype(np.int64)) if max(forced, default=NO_TOKEN) >= 0 else None
             mask_rows = staging.put(masks.rows(len(table))) if len(masks) else None
@@ -268,6 +274,7 @@ class TritonSampler(Sampler):
             mask_rows=mask_rows,
             masks=bits,
             logprobs=requests,
+            asked=ids,
             both=kept,
             forced=taken,
             has_top_k=has_top_k,
@@ -357,6 +364,12 @@ def _draft_tokens(p: SamplingPosition) -> tuple[int, ...]:
 def _logprobs_request(params: SamplingParams) -> int:
     """Encode which logprobs a request asks for, as a number of `SamplingTable.logprobs`."""
     return NO_LOGPROBS if params.logprobs is None else 2 * params.logprobs + (params.logprobs_mode == "processed")
+
+
+def _asked_capacity(positions: Sequence[SamplingPosition]) -> int:
+    """The number of columns for tokens that are asked for: one of a few numbers, or 0 if none are."""
+    most = max((len(p.asked) for p in positions), default=0)
+    return next(capacity for capacity in TOP_CAPACITIES if capacity >= most) if most else 0
 
 
 def _wants_both(params: SamplingParams) -> bool:

@@ -50,6 +50,7 @@ class SamplingTable:
     masks: Tensor | None  # [M, words] int32, one bit per token that is allowed; None: no row has a mask
     mask_rows: Tensor | None  # [C] int32, the row of `masks` that applies, -1 for none
     logprobs: Tensor | None  # [C] int32, twice the number of most likely tokens, plus 1 for mode "processed"; or NO_LOGPROBS
+    asked: Tensor | None  # [C, ids] int32: token ids whose logprobs the rows ask for, -1 before them; None: no row asks for any
     both: Tensor | None  # [C] int32: for rows with mode "both", a request for processed logprobs alone; else NO_LOGPROBS
     forced: Tensor | None  # [C] int64: the token that the request forces, -1 where one is sampled; None: no row forces one
     has_top_k: bool  # whether some row of the step uses top-k
@@ -60,9 +61,10 @@ class SamplingTable:
         """The table of some of the rows. Entries, counts and masks are shared, because rows find them by index."""
         mask_rows = None if self.mask_rows is None else self.mask_rows[rows]
         logprobs = None if self.logprobs is None else self.logprobs[rows]
+        asked = None if self.asked is None else self.asked[rows]
         both = None if self.both is None else self.both[rows]
         forced = None if self.forced is None else self.forced[rows]
-        return replace(self, rows=self.rows[rows], mask_rows=mask_rows, logprobs=logprobs, both=both, forced=forced)
+        return replace(self, rows=self.rows[rows], mask_rows=mask_rows, logprobs=logprobs, asked=asked, both=both, forced=forced)
 
 
 @dataclass(frozen=True, slots=True)
