@@ -27,7 +27,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.gpu_decode import DEVICE, MATRICES, PAGE, TREE, normal
 from bench.measuring import replay_ms, report
 from onedraw.backends.torch.ops.cuda import attention as attention_kernels
 from onedraw.backends.torch.ops.cuda import attention_inputs
@@ -41,10 +40,21 @@ from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.runner.inputs import InputLayout, Span, lay_out
 from onedraw.types import Draft
 
+DEVICE = torch.device("cuda:0")
+PAGE = 16
+# (outputs, inputs) of the matrices of Llama-8B and Qwen3.6-27B
+MATRICES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+MATRICES += [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408), (248320, 5120)]
+TREE = tuple(Draft(1, -1 if i < 4 else (i - 4) // 2) for i in range(21))
 CHECK = False
 PART, PARTS = 0, 1
 ROWS = (1, 16, 24, 32, 64)
 GATED = {(28672, 4096), (34816, 5120)}
+
+
+def normal(*shape: int, spread: float = 1.0) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * spread
+
 
 # ------------------------------------------------------------------ products
 
