@@ -25,8 +25,8 @@ from onedraw.backends.torch.ops.cpu.packed_linear import CpuLinear, pack_panels,
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.elementwise import gated
 from onedraw.backends.torch.ops.plain.experts import PlainExpertBank
-from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
-from onedraw.backends.torch.ops.plain.ops import RowOps
+from onedraw.backends.torch.ops.plain.linear import RowRule
+from onedraw.backends.torch.ops.plain.ops import BaseOps
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import FilteredScores, Sampler
 from onedraw.backends.torch.state.recurrent_state import CHUNK, KeptDrafts, LaneStore, RecurrentSpans, recurrent_spans
@@ -137,7 +137,7 @@ class Packing:
     coded: bool = False
 
 
-class CpuOps(RowOps):
+class CpuOps(BaseOps):
     """The operations of a CPU, computed by C kernels. Threads only divide the outputs, so their number does not change any
     bits."""
 
@@ -177,19 +177,12 @@ class CpuOps(RowOps):
             second.append(self._side_by_side([StackItem(down, number)], pad_columns=LANE))
         return PlainExpertBank(tuple(first), tuple(second), activation, self.gated)
 
-    def packed_table(self, tensor: LazyTensor) -> None:
-        """Return None: the embedding needs no table, because its rows are read from the weight of the head or from the mapped
-        file."""
-
     def _side_by_side(
         self, tensors: Sequence[LazyTensor], *, bias: Tensor | None = None, pad: int = 1, pad_columns: int = 1
     ) -> CpuLinear:
         parts = [pack_panels(self._kernels, tensor, height=padded(tensor.shape[0], pad)) for tensor in tensors]
         width = padded(parts[0].width, pad_columns)
         return CpuLinear(self._kernels, parts, bias=bias, coded=self._packing.coded, in_features=width)
-
-    def gated_product(self, gate_up: Linear, activation: Activation) -> None:
-        """Return None: there is no such operation, because whole layers are fused instead (`fuse`)."""
 
     def fuse(self, layers: Sequence[DenseLayer]) -> CpuFusedLayers | None:
         plain = all(layer.activation == "silu" and layer.spec.gate is None for layer in layers)
@@ -241,9 +234,6 @@ class CpuOps(RowOps):
             room=self._kernels.waiting.numel(),
         )
         return CpuAttentionInputs(self._kernels, arguments, inputs, table, firsts, rope_table)
-
-    def check_supported(self, spec: DeltaSpec) -> None:
-        """Nothing is checked here: `_delta_arguments` checks the limit of head sizes."""
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> CpuDeltaInputs:
         return CpuDeltaInputs(self._kernels, recurrent_spans(inputs, conv=spec.conv))

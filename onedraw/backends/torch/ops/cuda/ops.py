@@ -10,7 +10,7 @@ number of rows from which another kernel or tile is used; the self-check at star
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,12 +34,12 @@ from onedraw.backends.torch.ops.cuda.rope import norm_rope_and_cache
 from onedraw.backends.torch.ops.cuda.sampler import TritonSampler
 from onedraw.backends.torch.ops.plain.delta import DeltaWeights
 from onedraw.backends.torch.ops.plain.linear import Linear, RowRule
-from onedraw.backends.torch.ops.plain.ops import FloatOps
+from onedraw.backends.torch.ops.plain.ops import BaseOps
 from onedraw.backends.torch.runner.inputs import Inputs
 from onedraw.backends.torch.sampling.sampler import Sampler
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.model_state import ModelState
-from onedraw.backends.torch.state.recurrent_state import LaneStore, recurrent_spans
+from onedraw.backends.torch.state.recurrent_state import KeptDrafts, LaneStore, recurrent_spans
 from onedraw.errors import UnsupportedModel
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
@@ -280,7 +280,7 @@ class TritonBank:
         )
 
 
-class TritonOps(FloatOps):
+class TritonOps(BaseOps):
     """The operations of a model in Triton. `pdl`: use programmatic dependent launch, where a kernel may start while the one
     before it ends (Hopper and later)."""
 
@@ -360,15 +360,14 @@ class TritonOps(FloatOps):
     def commit(self, state: ModelState, drafts: DraftCommit) -> None:
         if isinstance(drafts, DeviceCommit):
             self._commit_on_device(state, drafts)
-            return
-        paths = drafts.paths(state)
-        state.move_kept_pages(paths)
-        kept = state.kept_drafts(paths)
-        for store in state.lanes if kept else ():
-            held, device = (store.decays, store.keys, store.changes), store.states.device
-            lanes, places, sources = commit_tables(kept, conv=store.spec.conv, slot_count=len(store.fed), device=device)
-            commit_states(store.states, increments=held, lanes=lanes, kept_slots=places)
-            delta_kernels.shift_conv_windows(store.fed, store.windows, store.windows, sources)
+        else:
+            super().commit(state, drafts)
+
+    def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None:
+        held, device = (store.decays, store.keys, store.changes), store.states.device
+        lanes, places, sources = commit_tables(kept, conv=store.spec.conv, slot_count=len(store.fed), device=device)
+        commit_states(store.states, increments=held, lanes=lanes, kept_slots=places)
+        delta_kernels.shift_conv_windows(store.fed, store.windows, store.windows, sources)
 
     def _commit_on_device(self, state: ModelState, drafts: DeviceCommit) -> None:
         """Commit without reading anything on the host, so that the commit can be captured in a CUDA graph."""

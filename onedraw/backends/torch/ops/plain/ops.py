@@ -30,11 +30,19 @@ from onedraw.models.source import LazyTensor
 from onedraw.models.spec import Activation, AttentionSpec, DeltaSpec, Gate, MoeSpec
 
 
-class FloatOps:
-    """Defaults for implementations that need weights as float tensors and have no fused operations."""
+class BaseOps(ABC):
+    """Defaults of all implementations: no operation works on quantized weights, fuses layers, captures steps in CUDA graphs or
+    chooses a kernel by the number of rows, and output gates and mixtures of experts are computed in plain torch."""
 
     reads_weight_rows = False
-    thread_pool: int | None = None
+
+    @property
+    def thread_pool(self) -> int | None:
+        return None
+
+    @property
+    def capture(self) -> CaptureOps | None:
+        return None
 
     def packed_linear(self, tensors: Sequence[LazyTensor], *, bias: Tensor | None, pad: int, pad_columns: int) -> Linear | None:
         return None
@@ -51,17 +59,11 @@ class FloatOps:
     def fuse(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
         return None
 
-
-class RowOps(ABC):
-    """The operations that plain torch (`TorchOps`) and the C kernels share: output gates, mixtures of experts, and the commit of
-    kept drafts. Neither captures steps in CUDA graphs, and in both only matrix products choose a kernel by the number of rows."""
-
-    @property
-    def capture(self) -> CaptureOps | None:
-        return None
-
     def kernel_borders(self, mixers: Collection[AttentionSpec | DeltaSpec]) -> tuple[int, ...]:
         return ()
+
+    def check_supported(self, spec: DeltaSpec) -> None:
+        return
 
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
@@ -72,7 +74,7 @@ class RowOps(ABC):
     def apply_gate(self, x: Tensor, gate: Tensor, kind: Gate) -> Tensor:
         return times_gate(x, gate, kind)
 
-    def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> PlainExpertBank:
+    def expert_bank(self, gate_up: list[Tensor], down: list[Tensor], activation: Activation) -> ExpertBank:
         return PlainExpertBank(tuple(map(self.linear, gate_up)), tuple(map(self.linear, down)), activation, self.gated)
 
     def choose_experts(
@@ -94,7 +96,7 @@ class RowOps(ABC):
     def commit_delta(self, store: LaneStore, kept: Sequence[KeptDrafts]) -> None: ...
 
 
-class TorchOps(RowOps, FloatOps):
+class TorchOps(BaseOps):
     """Operations in plain torch. The self-check changes `rule`, the row rule of products, if rows depend on each other, and
     `tile_heights` if attention tiles of different heights round differently."""
 
@@ -131,9 +133,6 @@ class TorchOps(RowOps, FloatOps):
             groups=groups,
             rows=[store_rows(group, kv_heads=spec.kv_heads, page_size=inputs.page_size) for group in groups],
         )
-
-    def check_supported(self, spec: DeltaSpec) -> None:
-        """Nothing to check, because every shape is supported."""
 
     def prepare_delta(self, inputs: Inputs, spec: DeltaSpec) -> TorchDeltaInputs:
         return TorchDeltaInputs(recurrent_spans(inputs, conv=spec.conv))
