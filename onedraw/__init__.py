@@ -22,18 +22,10 @@ __all__ = ["LLM", "Model", "__version__", "load", "send_weights", "torch_forward
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use, so that `import onedraw` stays fast. `Model` is the former name of `LLM`."""
-    if name == "load":
-        from onedraw.api import load
+    if name in ("load", "send_weights", "torch_forward"):
+        from onedraw import api
 
-        return load
-    if name == "torch_forward":
-        from onedraw.api import torch_forward
-
-        return torch_forward
-    if name == "send_weights":
-        from onedraw.api import send_weights
-
-        return send_weights
+        return getattr(api, name)
     if name in ("LLM", "Model"):
         from onedraw.llm.llm import LLM
 

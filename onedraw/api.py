@@ -31,6 +31,6 @@ def send_weights(url: str, tensors: Iterable[tuple[str, Any]], *, token: str) ->
     """Replace the weights of a server on this machine. `tensors`: all tensors of a checkpoint of the model, each with its name in
     the checkpoint, on any device; they are sent over loopback. `token`: the server's --update-token. Returns the fingerprint of
     the model with these weights."""
-    from onedraw.build.send_weights import send_weights
+    from onedraw.build.weight_updates import send_weights
 
     return send_weights(url, tensors, token=token)

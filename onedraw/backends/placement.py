@@ -84,7 +84,7 @@ def plan_split(
     rows = staging_plan(spec, (widest,) * (len(devices) - 1), tokens=tokens, dtype=activation).rows
     boundary = rows * row_bytes(spec.hidden, activation, inputs=layer_inputs_after(spec, widest)) if len(devices) > 1 else 0
     layers_of = range(len(spec.layers))
-    state_bytes = [_state_bytes(spec, plan, index) for index in layers_of]  # pages and states of each layer
+    state_bytes = [_state_bytes(spec, plan, index) for index in layers_of]  # of each layer: (pages, states)
     layer_weights = [[one.layer_bytes(spec, index) for index in layers_of] for one in stored]
     # Two hypothetical devices with the same description are two devices.
     one_pool = len({d.memory_pool for d in devices}) == 1 and not (len(devices) > 1 and devices[0].hypothetical)
@@ -169,12 +169,11 @@ def _state_bytes(spec: ModelSpec, plan: MemoryPlan, index: int) -> tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """The form in which a device stores weights: the dtype of its products, and the bytes of packed weights, None for others. A
-    tied head is stored twice if embedding and head are in different memories. The table of per-layer inputs is not counted: it is
-    read from the mapped checkpoint."""
+    """The form in which a device stores weights, and its bytes. A tied head is stored twice if embedding and head are on devices
+    that do not share their memory. The table of per-layer inputs is not counted, since it is read from the mapped checkpoint."""
 
-    dtype: str
-    packed: PackedWeightBytes | None
+    dtype: str  # of products
+    packed: PackedWeightBytes | None  # None if the weights are not packed; then their bytes follow from `dtype`
 
     def layer_bytes(self, spec: ModelSpec, index: int) -> int:
         return spec.weight_bytes(index, self.dtype) if self.packed is None else self.packed.layers[index]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -124,8 +125,7 @@ def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
     spec: DrafterSpec | ModelSpec | MtpSpec
     saved = twice = 0  # bytes that packed weights save; number of weights that are stored twice
     if isinstance(source, Path):
-        own = open_drafter(source)
-        try:
+        with closing(open_drafter(source)) as own:
             if is_drafter(own):
                 drafter = read_drafter_info(own, len(info.spec.layers))
                 spec = drafter.spec
@@ -140,8 +140,6 @@ def drafter_bytes(source: Path | Literal["mtp"] | None, info: ModelInfo, checkpo
             else:
                 spec = read_model_info(own).spec
             saved += gpu_packed_savings(own.tensors.values())
-        finally:
-            own.close()
     else:
         spec = read_mtp_info(checkpoint, info).spec
     mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
@@ -204,11 +202,8 @@ class DrafterBuilder:
         is part of the fingerprint of snapshots, so its definition must never change."""
         if not isinstance(self.source, Path):
             return "its own head"
-        checkpoint = open_drafter(self.source)
-        try:
+        with closing(open_drafter(self.source)) as checkpoint:
             return f"{checkpoint.fingerprint()} {checkpoint.stamp()}"
-        finally:
-            checkpoint.close()
 
     def maker(self, settings: Settings, target: ModelInfo, *, max_context: int) -> Callable[[Any, Any, Any], Any]:
         """Return a function that makes the drafter once the target is loaded. Raise UnsupportedModel if the drafter does not
@@ -229,8 +224,7 @@ class DrafterBuilder:
             if not isinstance(self.source, Path):
                 head = read_mtp_info(self.target, target)
                 return ahead(MtpHead(head.spec, head.weights, target=transformer, layout=layout, max_context=max_context), layout)
-            checkpoint = open_drafter(self.source)
-            try:
+            with closing(open_drafter(self.source)) as checkpoint:
                 if is_drafter(checkpoint):
                     drafter = read_drafter_info(checkpoint, len(target.spec.layers))
                     check_drafter_fits(drafter.spec, target.spec)
@@ -257,8 +251,6 @@ class DrafterBuilder:
                     max_context=max_context + 1,
                 )
                 return ahead(SmallModel(small, layout=layout), layout)
-            finally:
-                checkpoint.close()
 
         return make
 

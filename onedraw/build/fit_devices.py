@@ -78,7 +78,7 @@ def memory_plan_for(
     return memory_plan(
         info.spec,
         dtype=dtype,
-        weights=plan_weight_storage(info.weights, dtype).weights if dtype in PACKED_DTYPES else None,
+        weights=stored_weights(info, dtype).packed,
         max_context=settings.max_context,
         max_batch=settings.lanes,
         page_size=settings.page_size,

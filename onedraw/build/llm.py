@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,13 +70,12 @@ def build_llm(
     `build_llm` is called with `sender`, which sends the engine's events to the client."""
     notify = progress or (lambda line: None)
     _require_snapshot_dir(settings)
-    match settings.backend:
-        case "fake":
-            return _build_fake(settings, notify, speculator, start_engine=start_engine, sender=sender)
-        case "torch" | "xla":
-            if (export := find_export(settings)) is not None:
-                return _build_export(export, settings, notify, speculator, start_engine=start_engine, sender=sender)
-            return _build_model(settings, notify, speculator, warm_up=warm_up, start_engine=start_engine, sender=sender)
+    engine: dict[str, Any] = {"speculator": speculator, "start_engine": start_engine, "sender": sender}
+    if settings.backend == "fake":
+        return _build_ready(_fake_model(settings), settings, notify, **engine)
+    if (export := find_export(settings)) is not None:
+        return _build_ready(_exported_model(export, notify), settings, notify, **engine)
+    return _build_model(settings, notify, warm_up=warm_up, **engine)
 
 
 def make_service(
@@ -168,14 +167,20 @@ def _unusable(root: Path, error: OSError) -> BadSetting:
 # ---------------------------------------------------------------------- with and without weights
 
 
-def _build_fake(
-    settings: Settings,
-    notify: Progress,
-    speculator: Speculator | None,
-    *,
-    start_engine: StartEngine | None,
-    sender: EventSender | None,
-) -> LLM:
+@dataclass(frozen=True, slots=True)
+class _ReadyModel:
+    """A model without a checkpoint: the fake backend's, or an export of `onedraw export`."""
+
+    family: str
+    weights: str  # fingerprint of the weights
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    eos: tuple[int, ...]
+    defaults: dict[str, float | int]  # sampling values
+    make_backend: Callable[[], Backend]
+
+
+def _fake_model(settings: Settings) -> _ReadyModel:
     require_state_dtype(settings.state_dtype, "states of recurrent layers")
     if settings.kv_dtype != "auto":
         raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
@@ -202,63 +207,57 @@ def _build_fake(
             favoured=tokenizer.encode(READABLE, add_special=False),
         )
 
-    eos = (tokenizer.eos_id or 0,)
-    constraints, observer = ConstraintFactory(tokenizer, eos, isolated=sender is None), _observer(settings, tokenizer)
-    service: EngineClient
-    if start_engine is not None:
-        with start_engine(settings) as process:
-            service = process.client(constraints.build, notify)
-    else:
-        service = make_service(
-            make_backend, settings, speculator, weights="fake", observer=observer, constraints=constraints, sender=sender
-        )
-    card = model_card(settings, family="fake", weights="fake", capacity=service.capacity, eos=eos, defaults={})
-    return LLM(service=service, tokenizer=tokenizer, template=fake_chat_template(), card=card, constraints=constraints)
+    return _ReadyModel("fake", "fake", tokenizer, fake_chat_template(), (tokenizer.eos_id or 0,), {}, make_backend)
 
 
-def _build_export(
-    export: Export,
+def _exported_model(export: Export, notify: Progress) -> _ReadyModel:
+    """Return the model of an export of `onedraw export`, which IREE runs."""
+    tokenizer, template = Tokenizer.from_folder(export.folder), ChatTemplate.from_folder(export.folder)
+    make_backend = partial(iree_backend, export, notify)
+    return _ReadyModel(export.family, export.fingerprint, tokenizer, template, export.eos_ids, export.defaults, make_backend)
+
+
+def _build_ready(
+    model: _ReadyModel,
     settings: Settings,
     notify: Progress,
-    speculator: Speculator | None,
     *,
+    speculator: Speculator | None,
     start_engine: StartEngine | None,
     sender: EventSender | None,
 ) -> LLM:
-    """Build the LLM of an export of `onedraw export`, which IREE runs."""
-    tokenizer, template = Tokenizer.from_folder(export.folder), ChatTemplate.from_folder(export.folder)
-    constraints = ConstraintFactory(tokenizer, export.eos_ids, isolated=sender is None)
+    constraints = ConstraintFactory(model.tokenizer, model.eos, isolated=sender is None)
     service: EngineClient
     if start_engine is not None:
         with start_engine(settings) as process:
             service = process.client(constraints.build, notify)
     else:
         service = make_service(
-            partial(iree_backend, export, notify),
+            model.make_backend,
             settings,
             speculator,
-            weights=export.fingerprint,
-            observer=_observer(settings, tokenizer),
+            weights=model.weights,
+            observer=_observer(settings, model.tokenizer),
             constraints=constraints,
             sender=sender,
         )
     card = model_card(
         settings,
-        family=export.family,
-        weights=export.fingerprint,
+        family=model.family,
+        weights=model.weights,
         capacity=service.capacity,
-        eos=export.eos_ids,
-        defaults=export.defaults,
+        eos=model.eos,
+        defaults=model.defaults,
     )
-    return LLM(service=service, tokenizer=tokenizer, template=template, card=card, constraints=constraints)
+    return LLM(service=service, tokenizer=model.tokenizer, template=model.template, card=card, constraints=constraints)
 
 
 def _build_model(
     settings: Settings,
     notify: Progress,
-    speculator: Speculator | None,
     *,
     warm_up: bool,
+    speculator: Speculator | None,
     start_engine: StartEngine | None,
     sender: EventSender | None,
 ) -> LLM:

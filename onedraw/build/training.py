@@ -54,11 +54,8 @@ class Example:
 
 def target_info(settings: Settings) -> ModelInfo:
     """Return the description of the target."""
-    checkpoint = find_checkpoint(settings)
-    try:
+    with closing(find_checkpoint(settings)) as checkpoint:
         return describe(settings, checkpoint)
-    finally:
-        checkpoint.close()
 
 
 def new_drafter_spec(target: ModelSpec, *, mask_token: int, block: int, layers: int | None = None) -> DrafterSpec:
@@ -109,8 +106,7 @@ def feature_layers(count: int, depth: int) -> tuple[int, ...]:
 
 def read_initial(path: Path, target: ModelSpec) -> tuple[DrafterSpec, dict[WeightKey, npt.NDArray[np.float32]]]:
     """Return shape and weights of the drafter that training begins with."""
-    checkpoint = open_drafter(path)
-    try:
+    with closing(open_drafter(path)) as checkpoint:
         info = read_drafter_info(checkpoint, len(target.layers))
         check_drafter_fits(info.spec, target)
         if reason := _why_untrainable(info.spec):
@@ -119,8 +115,6 @@ def read_initial(path: Path, target: ModelSpec) -> tuple[DrafterSpec, dict[Weigh
         for index in range(len(info.spec.layers)):
             found |= {(index, k): v for k, v in info.weights.layer(index).items()}
         return replace(info.spec, layout="z-lab"), found
-    finally:
-        checkpoint.close()
 
 
 def _why_untrainable(spec: DrafterSpec) -> str:
@@ -232,8 +226,7 @@ class DraftTraining:
         run. The mask token of a new drafter is `mask_token`, or else a token that no example has."""
         from onedraw.backends.torch.training.trainer import Recipe, make_trainer
 
-        checkpoint = find_checkpoint(settings, notify)
-        try:
+        with closing(find_checkpoint(settings, notify)) as checkpoint:
             info = describe(settings, checkpoint)
             tokenizer, _ = read_text(checkpoint)
             weights = None
@@ -261,8 +254,6 @@ class DraftTraining:
             except BaseException:
                 self.reader.close()
                 raise
-        finally:
-            checkpoint.close()
 
     def close(self) -> None:
         self.reader.close()

@@ -1,5 +1,7 @@
 """Replaces the weights of a running model by those of a folder, or by tensors from memory or from another process.
 
+The other process, such as a trainer, calls `send_weights`.
+
 In: a folder or tensors. Out: the new fingerprint of the model. All new weights are read and compared with those in use before the
 engine is asked to replace any: they must be of the same model, shapes and stored types, so that a server that is started with the
 new weights would compute the same.
@@ -7,9 +9,12 @@ new weights would compute the same.
 
 from __future__ import annotations
 
+import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +25,14 @@ from onedraw.checkpoints.in_memory import InMemoryCheckpoint, copy_to_memory, de
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.safetensors import read_file
 from onedraw.engine.client import EngineClient
-from onedraw.errors import BadParameter, BadRequest, Conflict, ModelError, Unsupported
+from onedraw.errors import BadParameter, BadRequest, Conflict, ModelError, StateLost, Unsupported
 from onedraw.llm.llm import Accept
 from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.models.registry import ModelInfo, read_model_info
 from onedraw.models.spec import ModelSpec
 from onedraw.models.weight_names import WeightKey, weight_shapes
 
+UPDATE_SECONDS = 1800.0  # the longest wait for the server's answer
 HEADER_BYTES = 1 << 24  # the most bytes of the header of an uploaded file
 
 
@@ -156,3 +162,29 @@ class _Alone:
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
+
+
+def send_weights(url: str, tensors: Iterable[tuple[str, Any]], *, token: str) -> str:
+    """Send a trainer's weights to a server on this machine, without a file. Return the fingerprint of the model with them."""
+    from onedraw.backends.torch.remote.weights import WeightSender
+
+    sender = WeightSender(tensors)
+
+    def send() -> None:
+        with suppress(StateLost):  # the server's answer says why
+            sender.send()
+
+    thread = threading.Thread(target=send, name="send weights", daemon=True)
+    thread.start()
+    headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
+    body = json.dumps({"port": sender.port}).encode()
+    asked = urllib.request.Request(url.rstrip("/") + "/update_weights", body, headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=UPDATE_SECONDS) as answer:
+            return str(json.load(answer)["fingerprint"])
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read().decode("utf-8", "replace")
+        raise BadRequest(f"the server refuses the weights: {said}", code="weights_refused") from None
+    finally:
+        sender.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,8 +103,7 @@ def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
     require_jax()
     from onedraw.backends.xla.export import export_model
 
-    checkpoint = find_checkpoint(settings, notify)
-    try:
+    with closing(find_checkpoint(settings, notify)) as checkpoint:
         info = describe(settings, checkpoint)
         tokenizer, template = read_text(checkpoint)
         plan = memory_plan_for(settings, info, dtype="f32")
@@ -124,8 +124,6 @@ def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
         if template is not None:
             template.save(folder)
         return path
-    finally:
-        checkpoint.close()
 
 
 # ---------------------------------------------------------------------- serving an export

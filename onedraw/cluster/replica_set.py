@@ -79,7 +79,9 @@ class Stream:
         self.waits_since, self.begun = None, True
         scored = None if self.scored else event.scored
         self.scored = self.scored or scored is not None
-        if self.done or event.sampled or scored is not None:  # else the event has only prompt logprobs that the caller has
+        if (
+            self.done or event.sampled or scored is not None
+        ):  # else the event has nothing but prompt logprobs that the caller has already
             self.sink(replace(event, request_id=self.request.id, usage=self.usage, scored=scored))
         return self.done
 
@@ -402,7 +404,8 @@ class ReplicaSet(FixedWeights):
             moving = [(stream, stream.attempt_id) for stream in replica.streams]
             for stream, _ in moving:
                 stream.losses += lost
-                # Restart the stream's wait. If this replica has sent it no event, the time of an earlier loss is still set.
+                # `_wait` sets a new time only where none is set, and that of an earlier loss is still set if this replica has
+                # sent the stream no event.
                 stream.waits_since = None
                 self._wait(stream)
             if lost:

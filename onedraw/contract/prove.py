@@ -321,9 +321,6 @@ def bytes_per_page(settings: Settings, *, kv_dtype: str) -> int:
 
     if settings.backend == "fake":
         return 1
-    checkpoint = find_checkpoint(settings)
-    try:
+    with contextlib.closing(find_checkpoint(settings)) as checkpoint:
         plan = memory_plan_for(settings, read_model_info(checkpoint), dtype="f32", kv_dtype=kv_dtype or None)
         return sum(group.page_bytes for group in plan.groups)
-    finally:
-        checkpoint.close()

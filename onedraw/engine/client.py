@@ -74,8 +74,8 @@ class EngineClient(Protocol):
 
     def submit(self, requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         """Accept all of the requests or none. A sink gets the events of its request, on a thread of the client, so it must not
-        block; the last event has a finish reason or an error. A full queue is an error that is raised here, or, where only the
-        engine can tell, the first and last event of each of these requests."""
+        block; the last event has a finish reason or an error. If the queue is full, this raises an error; a client that cannot
+        know it sends each of these requests one event, with that error."""
         ...
 
     def cancel(self, request_id: str) -> None:

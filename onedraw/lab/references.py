@@ -13,7 +13,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -76,16 +76,13 @@ def decode_step_floor(settings: Settings) -> Callable[[int, int], float] | None:
         reason = why_no_cpu_kernels(default_cache_dir())
     elif kernels == "tensor cores":
         reason = why_no_gpu_kernels()
-    checkpoint = find_checkpoint(settings)
-    try:
+    with closing(find_checkpoint(settings)) as checkpoint:
         info = read_model_info(checkpoint)
         spec, kinds = info.spec, matrix_kinds(info.weights)
         stream = {"activations": settings.cpu_activations, "stream": "auto"}
         no_kernels: dict[str, str] = {kernels: reason} if kernels and reason else {}
         (dtype,) = product_dtypes([device], requested=settings.dtype, **stream, kinds=kinds, no_kernels=no_kernels)
         sizes = matrix_sizes(info.weights, dtype)
-    finally:
-        checkpoint.close()
     bandwidth = read_bandwidth() if on_cpu else copy_bandwidth(device.name)
     kv_dtype = kv_precision(settings.kv_dtype, products=dtype)
     return lambda rows, context: step_bytes(spec, sizes, dtype=kv_dtype, rows=rows, context=context) / bandwidth

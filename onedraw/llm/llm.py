@@ -13,7 +13,7 @@ import queue
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,19 +49,12 @@ class PreparedChoice:
     checked: CheckedRequest
     stream: ReplyStream  # turns events into pieces; it has already read the tokens that the request gave
     fingerprint: str  # the model's fingerprint when this choice was prepared
+    # Collects the pieces if a reply with tool calls is to be cached, see `_cache_calls`.
+    reply: Reply = field(default_factory=Reply)
 
     @property
     def request(self) -> Request:
         return self.checked.request
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveChoice:
-    """A choice that was submitted. `reply` collects its pieces if a reply with tool calls is to be cached, see `_cache_calls`."""
-
-    prepared: PreparedChoice
-    stream: ReplyStream
-    reply: Reply
 
 
 Accept = Callable[[str], None]
@@ -291,13 +284,13 @@ class LLM:
         Leaving the loop early cancels the choices that are not finished.
         """
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        active = self._begin(choices, lambda index: lambda event: events.put((index, event)))
+        self._begin(choices, lambda index: lambda event: events.put((index, event)))
         try:
-            while not all(choice.stream.done for choice in active):
+            while not all(choice.stream.done for choice in choices):
                 index, event = events.get()
-                yield from self._push(active[index], event)
+                yield from self._push(choices[index], event)
         finally:
-            self._cancel(active)
+            self._cancel(choices)
 
     async def bursts(self, choices: Sequence[PreparedChoice]) -> AsyncGenerator[list[Piece], None]:
         """Do the same as `pieces` for asyncio, in lists: events that arrived together give one list."""
@@ -306,16 +299,16 @@ class LLM:
         def sink(index: int) -> Sink:
             return lambda event: mailbox.put((index, event))
 
-        active = self._begin(choices, sink)
+        self._begin(choices, sink)
         try:
-            while not all(choice.stream.done for choice in active):
-                found, error = self._push_all(active, await mailbox.take())
+            while not all(choice.stream.done for choice in choices):
+                found, error = self._push_all(choices, await mailbox.take())
                 if found:
                     yield found
                 if error is not None:
                     raise error
         finally:
-            self._cancel(active)
+            self._cancel(choices)
 
     async def apieces(self, choices: Sequence[PreparedChoice]) -> AsyncGenerator[Piece, None]:
         """Do the same as `pieces` for asyncio."""
@@ -372,14 +365,12 @@ class LLM:
         now = self.card.fingerprint
         return [PreparedChoice(generation, one, ReplyStream(0, generation, self.tokenizer), now) for one in checked]
 
-    def _begin(self, choices: Sequence[PreparedChoice], sink: Callable[[int], Sink]) -> list[ActiveChoice]:
-        active = []
+    def _begin(self, choices: Sequence[PreparedChoice], sink: Callable[[int], Sink]) -> None:
         for index, choice in enumerate(choices):
             choice.stream.index = index
-            active.append(ActiveChoice(choice, choice.stream, Reply()))
             if choice.generation.origin:
                 for piece in choice.stream.begun:
-                    active[-1].reply.add(piece)
+                    choice.reply.add(piece)
         # Per choice: whether the text of the tokens that the request gave (continue_ids) already ends the reply. The engine only
         # computes the logprobs of the prompt then, if they are requested.
         over = [choice.stream.ended_by_text for choice in choices]
@@ -394,41 +385,40 @@ class LLM:
         for index, choice in enumerate(choices):
             if over[index] and not scored[index]:
                 sink(index)(Event(choice.request.id, finish="stop", usage=Usage(prompt=len(choice.request.prompt))))
-        return active
 
-    def _push(self, choice: ActiveChoice, event: Event) -> list[Piece]:
+    def _push(self, choice: PreparedChoice, event: Event) -> list[Piece]:
         if choice.stream.done:  # After a stop string, events still arrive until the engine has cancelled the request.
             return []
         if event.error is not None:
             raise event.error
         pieces = choice.stream.push(event)
         if pieces[-1].finish is not None and event.finish is None:  # A stop string ended the reply, which the engine cannot see.
-            self.service.cancel(choice.prepared.request.id)
-        if choice.prepared.generation.origin:
+            self.service.cancel(choice.request.id)
+        if choice.generation.origin:
             self._cache_calls(choice, pieces)
         return pieces
 
     def _push_all(
-        self, active: Sequence[ActiveChoice], events: Sequence[tuple[int, Event]]
+        self, choices: Sequence[PreparedChoice], events: Sequence[tuple[int, Event]]
     ) -> tuple[list[Piece], OnedrawError | None]:
         """Return the pieces of these events up to the first error, and that error if there is one. Later events are dropped."""
         found: list[Piece] = []
         for index, event in events:
             try:
-                found += self._push(active[index], event)
+                found += self._push(choices[index], event)
             except OnedrawError as error:
                 return found, error
         return found, None
 
-    def _cancel(self, active: Sequence[ActiveChoice]) -> None:
-        for choice in active:
+    def _cancel(self, choices: Sequence[PreparedChoice]) -> None:
+        for choice in choices:
             if not choice.stream.done:
-                self.service.cancel(choice.prepared.request.id)
+                self.service.cancel(choice.request.id)
 
-    def _cache_calls(self, choice: ActiveChoice, pieces: Sequence[Piece]) -> None:
+    def _cache_calls(self, choice: PreparedChoice, pieces: Sequence[Piece]) -> None:
         """Cache a reply that ended with tool calls. The last piece is yielded only afterwards, so the cache has the reply before
         a client can send it back in its next request."""
-        reply, generation = choice.reply, choice.prepared.generation
+        reply, generation = choice.reply, choice.generation
         for piece in pieces:
             reply.add(piece)
         if reply.finish == "tool_calls":

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TRACE = "onedraw.trace"  # the entry of the ASGI scope with the request's RequestTrace
 TRACED = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
-)  # the paths that generate
+)  # the paths of requests that generate a reply
 Attribute = str | int | float | bool | Sequence[str]
 
 

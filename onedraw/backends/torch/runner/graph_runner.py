@@ -141,8 +141,9 @@ class GraphStage:
     def advance(
         self, before: StageStream | None, plan: Plan, bucket: Bucket, layout: InputLayout, probe: LayerProbe
     ) -> ResidualStream:
-        """Replay `Transformer.advance` as a graph, for a stage beside others that are not captured. The stream that is returned
-        has memory of its own. May raise StagingBufferFull, before anything has been computed."""
+        """Run the layers of this stage as a graph, in a step whose other stages are run kernel by kernel. The residual stream
+        that is returned is a copy, which no later replay overwrites. StagingBufferFull may be raised before anything has been
+        computed."""
         inputs = staged_inputs(plan, layout=layout, staging=self.staging, bucket=bucket)
         laid = self.lay_out(inputs, bucket, NOTHING, NOTHING)
         signature, entered = self.send(probe.layers), self.cross(before, bucket, probe)
@@ -412,7 +413,8 @@ class GraphRunner:
                 continue
             notify(f"capturing CUDA graphs, {number} of {len(shapes)}")
             kinds: list[tuple[SamplingParams, Constraint | None]] = [(params, None) for params in WARM_UP_PARAMS]
-            if not shape.drafts:  # each shape with drafts has sampling graphs of its own: rarer kinds wait for their first use
+            # Each shape with drafts has its own sampling graphs, so those of rarer requests are captured at first use.
+            if not shape.drafts:
                 kinds += [(WARM_UP_LOGPROBS, None), (SamplingParams(temperature=1.0), AnyToken(self._model.spec.vocab))]
             for params, constraint in kinds:
                 start(Plan(tuple(self._warm_up_row(lane, shape, params, constraint) for lane in range(shape.rows))))

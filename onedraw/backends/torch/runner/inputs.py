@@ -57,7 +57,7 @@ class Bucket:
     rows: int
     tokens: int
     longest: int  # the most tokens of one row
-    reach: int  # the number of positions that a token may see, and of slots that it may have
+    reach: int  # positions for which the page table of a row has room, drafts included
     depth: int | None = None  # the length of a draft's path; None if every row is a chain
 
 

@@ -157,9 +157,9 @@ def _is_tree(span: RecurrentSpan) -> bool:
 
 
 def _parallel_walks(nodes: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
-    """The entries of drafts in depth-first order, relative to the first draft, cut into walks of at most `limit` entries. Where a
-    draft is not a child of the draft before it, the walk restarts from the state after the known tokens and repeats the draft's
-    ancestors."""
+    """Cut a tree of drafts into walks: lists of at most `limit` entries, which are processed in parallel. `nodes`: the drafts in
+    depth-first order, each with its ancestors. Where a draft is not a child of the draft before it, the walk restarts from the
+    state after the known tokens and repeats the draft's ancestors. Entries count tokens from the first draft on."""
     walks: list[list[int]] = []
     last_path: list[int] = []
     for index, ancestors in nodes:
