@@ -27,7 +27,8 @@ import numpy as np
 from onedraw.checkpoints.base import packed_bytes
 from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes
 from onedraw.checkpoints.gguf import read_file
-from onedraw.checkpoints.random_weights import RandomCheckpoint, RandomQuantTensor, open_random, random_blocks, shape_config
+from onedraw.checkpoints.in_memory import InMemoryCheckpoint
+from onedraw.checkpoints.random_weights import RandomQuantTensor, open_random, random_blocks, shape_config
 from onedraw.models.registry import read_model_info
 from onedraw.models.spec import DeltaSpec, ModelSpec
 from onedraw.models.weight_names import PLAIN_NAMES, WeightKey, weight_shapes
@@ -211,7 +212,7 @@ def _metadata(spec: ModelSpec, config: Mapping[str, Any], arch: str) -> dict[str
     return {f"{arch}.{key}": value for key, value in found.items()}
 
 
-def _tensors(spec: ModelSpec, checkpoint: RandomCheckpoint, names: Mapping[str, str]) -> Iterator[TensorToWrite]:
+def _tensors(spec: ModelSpec, checkpoint: InMemoryCheckpoint, names: Mapping[str, str]) -> Iterator[TensorToWrite]:
     for (layer, weight), shape in weight_shapes(spec).items():
         tensor = checkpoint.tensors[PLAIN_NAMES.stored_name((layer, weight))]
         if weight == "attn_gate":  # stored in the q tensor, interleaved by head

@@ -48,7 +48,8 @@ from onedraw.backends.torch.runner.staging_buffers import DirectStaging
 from onedraw.backends.torch.state.kv_pages import PageStore
 from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.build.drafters import DrafterBuilder
-from onedraw.checkpoints.random_weights import RandomCheckpoint, named_mixture, open_random
+from onedraw.checkpoints.in_memory import InMemoryCheckpoint
+from onedraw.checkpoints.random_weights import named_mixture, open_random
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.lab.recorded_drafts import RecordedProposer
@@ -501,7 +502,7 @@ def warm_up(bench: Bench) -> None:
 
 
 def drafter_maker(
-    name: str, checkpoint: RandomCheckpoint, info: ModelInfo, *, context: int, lanes: int
+    name: str, checkpoint: InMemoryCheckpoint, info: ModelInfo, *, context: int, lanes: int
 ) -> Callable[[Any, Any, Any], Any]:
     """Return what builds the drafter, as the server does it, from a path or from `random:SHAPE-dflash`."""
     builder = DrafterBuilder(Path(name), fake_tokenizer(), checkpoint)

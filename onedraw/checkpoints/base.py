@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes, Floats, dequantize_into, unpacker
 from onedraw.errors import CorruptFile, UnsupportedModel
-from onedraw.models.source import ModelSource
+from onedraw.models.source import ModelSource, TensorBase
 
 INTEGER_TYPES = {"I32": "<i4", "I64": "<i8"}
 SAMPLE_BYTES = 256  # bytes of every tensor that enter the fingerprint
@@ -43,7 +43,7 @@ class Checkpoint(ModelSource, Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
+class StoredTensor(TensorBase):
     name: str
     shape: tuple[int, ...]
     kind: str  # storage type, a key of QUANT_TYPES in `dequantize.py`
@@ -62,11 +62,6 @@ class StoredTensor:
     def require_readable(self) -> None:
         """Raise UnsupportedModel if this type cannot be dequantized here."""
         unpacker(self.kind, self.name)
-
-    def float32(self) -> Floats:
-        out = np.empty(self.shape, np.float32)
-        self.into(out)
-        return out
 
     def int64(self) -> NDArray[np.int64]:
         """The values of an integer tensor."""
@@ -87,10 +82,6 @@ class StoredTensor:
     def packed(self) -> Bytes:
         """The rows as they are stored on disk, [rows, bytes]; nothing is converted."""
         return self.data.reshape(math.prod(self.shape[:-1]), -1)
-
-    def factors(self) -> None:
-        """None: a stored tensor alone has no factors. Those of NVFP4 are a tensor of their own, which `gguf.py` adds."""
-        return
 
     def take_rows(self, order: NDArray[np.intp]) -> StoredTensor:
         """A tensor whose row i is row order[i] of this one. A row is a whole number of blocks, so rows are copied without

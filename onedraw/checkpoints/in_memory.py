@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are in host memory, so that it does not depend on files any more.
+"""A checkpoint without files: its tensors are in host memory, or random (`random_weights.py`).
 
 In: an open checkpoint, whose tensors are copied, or tensors by name with the configuration of a checkpoint. Out: an
 InMemoryCheckpoint. An update of weights reads from it: files may be overwritten or removed meanwhile."""
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from onedraw.models.source import CheckpointFormat, LazyTensor
 class InMemoryCheckpoint:
     path: Path
     format: CheckpointFormat
-    tensors: Mapping[str, LazyTensor]
-    config: Mapping[str, Any]
-    generation_config: Mapping[str, Any]
-    identity: str  # fingerprint of the weights, made from samples of every tensor
-    files: str  # identity of the files that the weights were read from; random if they came from memory
+    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    identity: str = ""  # fingerprint of the weights: of samples of every tensor, or of all that random weights depend on
+    files: str = ""  # identity of the files that the weights were read from; random if weights were sent; "" for random weights
 
     def fingerprint(self) -> str:
         return self.identity
@@ -35,7 +35,7 @@ class InMemoryCheckpoint:
         return self.files
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op: there are no files."""
 
 
 def copy_to_memory(checkpoint: Checkpoint) -> InMemoryCheckpoint:
@@ -61,7 +61,7 @@ def with_tensors(checkpoint: InMemoryCheckpoint, tensors: Mapping[str, StoredTen
 def described(checkpoint: Checkpoint) -> InMemoryCheckpoint:
     """The configuration of a checkpoint, without its tensors."""
     return InMemoryCheckpoint(
-        checkpoint.path, checkpoint.format, {}, checkpoint.config, checkpoint.generation_config, checkpoint.fingerprint(), ""
+        checkpoint.path, checkpoint.format, {}, checkpoint.config, checkpoint.generation_config, checkpoint.fingerprint()
     )
 
 

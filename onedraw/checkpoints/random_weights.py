@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes, Floats
-from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
+from onedraw.checkpoints.in_memory import InMemoryCheckpoint
+from onedraw.errors import CorruptFile, ModelNotFound
 from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, detect_layout, drafter_shapes, read_drafter_spec
 from onedraw.models.registry import find_family
-from onedraw.models.source import CheckpointFormat, LazyTensor, ReshapedRows
+from onedraw.models.source import LazyTensor, ReshapedRows, TensorBase
 from onedraw.models.spec import ModelSpec
 from onedraw.models.weight_names import PLAIN_NAMES, ModelWeights, weight_shapes
 
@@ -172,49 +173,16 @@ def _config(model: str, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _ConfigOnly:
-    """A source with a configuration and no tensors, to find its family."""
-
-    config: Mapping[str, Any]
-    path: Path
-    format: CheckpointFormat = "plain"
-    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
-    generation_config: Mapping[str, Any] = field(default_factory=dict)
-
-
-def open_random(model: str) -> RandomCheckpoint:
+def open_random(model: str) -> InMemoryCheckpoint:
     config = {"eos_token_id": END_TOKEN, **shape_config(model)}
-    family = find_family(_ConfigOnly(config, Path(model)))
-    mixture = named_mixture(model)[1]
+    family = find_family(InMemoryCheckpoint(Path(model), "plain", config=config))
     spec = family.from_config(config, model)
-    return RandomCheckpoint(spec, config=config, name=model, on_device=True, mixture=mixture)
+    return random_checkpoint(spec, config=config, name=model, on_device=True, mixture=named_mixture(model)[1])
 
 
-@dataclass(frozen=True, slots=True)
-class RandomDrafter:
+def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = "") -> InMemoryCheckpoint:
     """A DFlash drafter with random weights, for benchmarks of speculative decoding."""
-
-    config: Mapping[str, Any]
-    path: Path
-    mixture: str = ""
-    tensors: Mapping[str, LazyTensor] = field(default_factory=dict)
-    format: CheckpointFormat = "safetensors"
-    generation_config: Mapping[str, Any] = field(default_factory=dict)
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.config} {self.mixture}".encode()).hexdigest()[:16]
-
-    def stamp(self) -> str:
-        """Empty: there are no files."""
-        return ""
-
-    def close(self) -> None:
-        """No-op: there are no files."""
-
-
-def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = "") -> RandomDrafter:
-    bare = RandomDrafter(config, Path(name), mixture)
+    bare = InMemoryCheckpoint(Path(name), "safetensors", config=config, identity=_hash(f"{config} {mixture}"))
     layout = detect_layout(bare)
     spec = read_drafter_spec(bare, layout)
     tensors: dict[str, LazyTensor] = {}
@@ -226,13 +194,13 @@ def make_random_drafter(config: Mapping[str, Any], name: str, *, mixture: str = 
     return replace(bare, tensors=tensors)
 
 
-def open_random_drafter(model: str) -> RandomDrafter:
+def open_random_drafter(model: str) -> InMemoryCheckpoint:
     """The drafter `random:qwen3.6-27b-dflash` or `random:PATH/config.json`, with or without a quantization suffix."""
     return make_random_drafter(_config(model, DRAFTER_SHAPES), model, mixture=named_mixture(model)[1])
 
 
 def random_weights(spec: ModelSpec, seed: int = 0) -> ModelWeights:
-    return ModelWeights(RandomCheckpoint(spec, seed), spec, PLAIN_NAMES)
+    return ModelWeights(random_checkpoint(spec, seed), spec, PLAIN_NAMES)
 
 
 # Fields of the spec that were renamed, from the new name to the old one: the fingerprint is made from the old names, so that it
@@ -240,53 +208,40 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> ModelWeights:
 RENAMED_FIELDS = {"parallel_experts": "beside", "rotated_pairs": "turning"}
 
 
-class RandomCheckpoint:
+def random_checkpoint(
+    spec: ModelSpec,
+    seed: int = 0,
+    *,
+    config: dict[str, Any] | None = None,
+    name: str = "",
+    on_device: bool = False,
+    mixture: str = "",
+) -> InMemoryCheckpoint:
     """A checkpoint whose tensors are generated when read: float32, or blocks of a quantization mixture."""
+    described = str(spec)
+    for new, old in RENAMED_FIELDS.items():
+        described = described.replace(f"{new}=", f"{old}=")
+    tensors: dict[str, LazyTensor] = {}
+    for key, shape in weight_shapes(spec).items():
+        tensor = replace(
+            random_tensor(PLAIN_NAMES.stored_name(key), key[1], shape, tied=spec.tied, seed=seed), on_device=on_device
+        )
+        kind = mixture_kind(mixture, *key, shape, layers=len(spec.layers), tied=spec.tied) if mixture else "F32"
+        packed = RandomQuantTensor(tensor.name, shape, kind, seed, tensor.std)
+        tensors[tensor.name] = tensor if kind == "F32" else packed
+    path, identity = Path(name or f"random-{spec.family}"), _hash(f"{seed} {described} {mixture}")
+    return InMemoryCheckpoint(path, "plain", tensors, config or {}, identity=identity)
 
-    format: CheckpointFormat = "plain"
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        seed: int = 0,
-        *,
-        config: dict[str, Any] | None = None,
-        name: str = "",
-        on_device: bool = False,
-        mixture: str = "",
-    ) -> None:
-        self.path = Path(name or f"random-{spec.family}")
-        self.config: dict[str, Any] = config or {}
-        self.generation_config: dict[str, Any] = {}
-        described = str(spec)
-        for new, old in RENAMED_FIELDS.items():
-            described = described.replace(f"{new}=", f"{old}=")
-        self._identity = f"{seed} {described} {mixture}"
-        self.tensors: dict[str, LazyTensor] = {}
-        for key, shape in weight_shapes(spec).items():
-            tensor = replace(
-                random_tensor(PLAIN_NAMES.stored_name(key), key[1], shape, tied=spec.tied, seed=seed), on_device=on_device
-            )
-            kind = mixture_kind(mixture, *key, shape, layers=len(spec.layers), tied=spec.tied) if mixture else "F32"
-            packed = RandomQuantTensor(tensor.name, shape, kind, seed, tensor.std)
-            self.tensors[tensor.name] = tensor if kind == "F32" else packed
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self._identity.encode()).hexdigest()[:16]
-
-    def stamp(self) -> str:
-        """Empty: there are no files."""
-        return ""
-
-    def close(self) -> None:
-        """No-op: there are no files."""
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 POOL = 4_194_301  # random numbers drawn for one large tensor; a prime, so that repeats do not align with rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RandomTensor:
+class RandomTensor(TensorBase):
     name: str
     shape: tuple[int, ...]
     seed: int
@@ -298,26 +253,8 @@ class RandomTensor:
     on_device: bool = False  # whether the device may generate its own random numbers, which saves the copy
     kind: str = "F32"
 
-    def require_readable(self) -> None:
-        """Always readable."""
-
-    def float32(self) -> Floats:
-        out = np.empty(self.shape, np.float32)
-        self.into(out)
-        return out
-
     def int64(self) -> NDArray[np.int64]:
         return self.float32().astype(np.int64)
-
-    @property
-    def stays_packed(self) -> bool:
-        return False
-
-    def packed(self) -> NDArray[np.uint8] | None:
-        return None
-
-    def factors(self) -> None:
-        return None
 
     def into(self, out: Floats) -> None:
         if not out.flags.c_contiguous:  # reshaping such an `out` would copy it, and what is written to the copy would be lost
@@ -439,7 +376,7 @@ def _q4_k_m(layer: int | None, weight: str, *, layers: int, tied: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RandomQuantTensor:
+class RandomQuantTensor(TensorBase):
     name: str
     shape: tuple[int, ...]
     kind: str
@@ -449,9 +386,6 @@ class RandomQuantTensor:
     @property
     def stays_packed(self) -> bool:
         return True
-
-    def require_readable(self) -> None:
-        """Always readable."""
 
     def packed(self) -> Bytes:
         """Rows as overlapping windows into a pool of random blocks, [rows, bytes], without copying."""
@@ -463,17 +397,9 @@ class RandomQuantTensor:
             pool[first:], (rows, blocks * quant.block_bytes), (quant.block_bytes, 1), writeable=False
         )
 
-    def factors(self) -> None:
-        return None
-
-    def float32(self) -> Floats:
-        return self._stored().float32()
-
     def into(self, out: Floats) -> None:
-        self._stored().into(out)
-
-    def int64(self) -> NDArray[np.int64]:
-        raise UnsupportedModel(f"tensor {self.name}: random blocks cannot be read as integers")
+        blocks = np.ascontiguousarray(self.packed()).reshape(-1)
+        StoredTensor(self.name, self.shape, self.kind, blocks).into(out)
 
     def take_rows(self, order: NDArray[np.intp]) -> LazyTensor:
         rows = self.packed().reshape(self.shape[0], -1) if len(self.shape) > 2 else self.packed()
@@ -481,9 +407,6 @@ class RandomQuantTensor:
 
     def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
         return RandomQuantTensor(self.name, shape, self.kind, self.seed, self.std)
-
-    def _stored(self) -> StoredTensor:
-        return StoredTensor(self.name, self.shape, self.kind, np.ascontiguousarray(self.packed()).reshape(-1))
 
 
 @lru_cache(maxsize=32)  # large enough for Qwen3.6-27B, whose weights need thirty pools

@@ -95,13 +95,18 @@ class WeightSource(Protocol):
     def tensor(self, layer: int | None, weight: str) -> LazyTensor: ...
 
 
-class TensorView:
-    """Base class of views. A view implements `require_readable`, `into` and `take_rows`, and overrides `packed` and the others if
-    it can carry them out without dequantizing."""
+class TensorBase:
+    """What all tensors have in common: those in files, random ones, and views of others. A subclass implements `into` and
+    `take_rows`, and overrides the other methods if it can do more, such as return the stored blocks."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
+    sources: tuple[LazyTensor, ...] = ()  # the tensors that a view rearranges
+
+    def require_readable(self) -> None:
+        for tensor in self.sources:
+            tensor.require_readable()
 
     def into(self, out: Floats) -> None:
         raise NotImplementedError
@@ -128,16 +133,13 @@ class TensorView:
         raise ValueError(f"tensor {self.name}: this view cannot be reshaped")
 
 
-class RowSelection(TensorView):
+class RowSelection(TensorBase):
     """Rows of another tensor, which stay quantized: row i is row order[i] of that tensor."""
 
     def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
         self.shape = (len(order), *tensor.shape[1:])
-        self._tensor, self._order = tensor, order
-
-    def require_readable(self) -> None:
-        self._tensor.require_readable()
+        self.sources, self._tensor, self._order = (tensor,), tensor, order
 
     @property
     def stays_packed(self) -> bool:
@@ -160,17 +162,14 @@ class RowSelection(TensorView):
         return ReshapedRows(self, shape)
 
 
-class ReshapedRows(TensorView):
+class ReshapedRows(TensorBase):
     """The same values in the same order with the first axis split: [experts·rows, columns] as [experts, rows, columns]."""
 
     def __init__(self, tensor: LazyTensor, shape: tuple[int, ...]) -> None:
         if math.prod(shape) != math.prod(tensor.shape) or tensor.shape[0] % shape[0]:
             raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} cannot be reshaped to {shape}")
         self.name, self.kind, self.shape = tensor.name, tensor.kind, shape
-        self._tensor, self._inner = tensor, tensor.shape[0] // shape[0]
-
-    def require_readable(self) -> None:
-        self._tensor.require_readable()
+        self.sources, self._tensor, self._inner = (tensor,), tensor, tensor.shape[0] // shape[0]
 
     @property
     def stays_packed(self) -> bool:
@@ -193,17 +192,14 @@ class ReshapedRows(TensorView):
         return ReshapedRows(RowSelection(self._tensor, rows), (len(order), *self.shape[1:]))
 
 
-class ColumnSelection(TensorView):
+class ColumnSelection(TensorBase):
     """Columns of another tensor: column i is column order[i] of that tensor. A quantized block spans several columns of a row, so
     the values must be dequantized."""
 
     def __init__(self, tensor: LazyTensor, order: Order) -> None:
         self.name, self.kind = tensor.name, tensor.kind
         self.shape = (*tensor.shape[:-1], len(order))
-        self.stored, self.order = tensor, order
-
-    def require_readable(self) -> None:
-        self.stored.require_readable()
+        self.sources, self.stored, self.order = (tensor,), tensor, order
 
     def into(self, out: Floats) -> None:
         np.take(self.stored.float32(), self.order, axis=-1, out=out)
@@ -212,17 +208,14 @@ class ColumnSelection(TensorView):
         return ColumnSelection(self.stored.take_rows(order), self.order)
 
 
-class ScaledRows(TensorView):
+class ScaledRows(TensorBase):
     """A stack of matrices, each multiplied by its own factor: [experts, …] times [experts]."""
 
     def __init__(self, tensor: LazyTensor, factors: Floats) -> None:
         if factors.shape != tensor.shape[:1]:
             raise ValueError(f"tensor {tensor.name} of shape {tensor.shape} has {len(factors)} factors")
         self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape
-        self._tensor, self._factors = tensor, factors
-
-    def require_readable(self) -> None:
-        self._tensor.require_readable()
+        self.sources, self._tensor, self._factors = (tensor,), tensor, factors
 
     @property
     def stays_packed(self) -> bool:
@@ -251,50 +244,43 @@ class ScaledRows(TensorView):
         return ScaledRows(self._tensor.reshaped(shape), np.repeat(self._factors, shape[0] // len(self._factors)))
 
 
-class StackedTensors(TensorView):
+class StackedTensors(TensorBase):
     """Tensors of one shape, stacked along a new first axis."""
 
     def __init__(self, tensors: tuple[LazyTensor, ...]) -> None:
         self.name, self.kind = tensors[0].name, tensors[0].kind
         self.shape = (len(tensors), *tensors[0].shape)
-        self._tensors = tensors
-
-    def require_readable(self) -> None:
-        for tensor in self._tensors:
-            tensor.require_readable()
+        self.sources = tensors
 
     @property
     def stays_packed(self) -> bool:
-        return all(tensor.stays_packed and tensor.kind == self.kind for tensor in self._tensors)
+        return all(tensor.stays_packed and tensor.kind == self.kind for tensor in self.sources)
 
     def packed(self) -> NDArray[np.uint8] | None:
         if not self.stays_packed:
             return None
-        return np.concatenate([rows for tensor in self._tensors if (rows := tensor.packed()) is not None])
+        return np.concatenate([rows for tensor in self.sources if (rows := tensor.packed()) is not None])
 
     def factors(self) -> Floats | None:
-        found, rows = [tensor.factors() for tensor in self._tensors], math.prod(self.shape[1:-1])
+        found, rows = [tensor.factors() for tensor in self.sources], math.prod(self.shape[1:-1])
         if all(own is None for own in found):
             return None
         return np.concatenate([np.ones(rows, np.float32) if own is None else own for own in found])
 
     def into(self, out: Floats) -> None:
-        for tensor, part in zip(self._tensors, out, strict=True):
+        for tensor, part in zip(self.sources, out, strict=True):
             tensor.into(part)
 
     def take_rows(self, order: Order) -> LazyTensor:
-        return StackedTensors(tuple(self._tensors[index] for index in order))
+        return StackedTensors(tuple(self.sources[index] for index in order))
 
 
-class StackItem(TensorView):
+class StackItem(TensorBase):
     """Matrix `number` of a stack [experts, rows, columns]."""
 
     def __init__(self, stack: LazyTensor, number: int) -> None:
         self.name, self.kind, self.shape = stack.name, stack.kind, stack.shape[1:]
-        self._stack, self._number = stack, number
-
-    def require_readable(self) -> None:
-        self._stack.require_readable()
+        self.sources, self._stack, self._number = (stack,), stack, number
 
     @property
     def stays_packed(self) -> bool:
@@ -337,15 +323,12 @@ ADD_ONE = ElementwiseOp("w + 1", _add_one)
 NEGATIVE_EXPONENTIAL = ElementwiseOp("-exp(w)", _negative_exponential)
 
 
-class ElementwiseTensor(TensorView):
+class ElementwiseTensor(TensorBase):
     """A function applied to every value of another tensor."""
 
     def __init__(self, tensor: LazyTensor, change: ElementwiseOp) -> None:
         self.name, self.kind, self.shape = tensor.name, tensor.kind, tensor.shape
-        self._tensor, self._change = tensor, change
-
-    def require_readable(self) -> None:
-        self._tensor.require_readable()
+        self.sources, self._tensor, self._change = (tensor,), tensor, change
 
     def into(self, out: Floats) -> None:
         self._tensor.into(out)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from onedraw.checkpoints import random_weights as random
-from onedraw.checkpoints.random_weights import POOL, RandomCheckpoint, RandomTensor, random_weights
+from onedraw.checkpoints.random_weights import POOL, RandomTensor, random_checkpoint, random_weights
 from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from onedraw.models.weight_names import weight_shapes
 from tests.reference.forward import logits
@@ -55,7 +55,7 @@ def test_random_weights_of_every_family_have_a_reasonable_magnitude(name: str) -
 
 
 def test_rows_of_a_random_tensor_can_be_selected() -> None:
-    tensor = RandomCheckpoint(SPEC).tensors["layers.0.q"]
+    tensor = random_checkpoint(SPEC).tensors["layers.0.q"]
     order = np.random.default_rng(0).permutation(64)
     twice = tensor.take_rows(order).take_rows(order)
     np.testing.assert_array_equal(twice.float32(), tensor.float32()[order][order])
@@ -86,5 +86,5 @@ def test_a_large_tensor_repeats_its_numbers_and_reads_single_rows_cheaply(monkey
 
 
 def test_the_fingerprint_changes_with_seed_and_shape() -> None:
-    assert RandomCheckpoint(SPEC, 1).fingerprint() == RandomCheckpoint(SPEC, 1).fingerprint()
-    assert RandomCheckpoint(SPEC, 1).fingerprint() != RandomCheckpoint(SPEC, 2).fingerprint()
+    assert random_checkpoint(SPEC, 1).fingerprint() == random_checkpoint(SPEC, 1).fingerprint()
+    assert random_checkpoint(SPEC, 1).fingerprint() != random_checkpoint(SPEC, 2).fingerprint()
