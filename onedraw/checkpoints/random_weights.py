@@ -25,6 +25,7 @@ from onedraw.checkpoints.base import StoredTensor
 from onedraw.checkpoints.dequantize import QUANT_TYPES, Bytes, Floats
 from onedraw.checkpoints.in_memory import InMemoryCheckpoint
 from onedraw.errors import CorruptFile, ModelNotFound
+from onedraw.models.config_reader import FULL, SLIDING
 from onedraw.models.dflash import DRAFTER_WEIGHT_NAMES, detect_layout, drafter_shapes, read_drafter_spec
 from onedraw.models.registry import find_family
 from onedraw.models.source import LazyTensor, ReshapedRows, TensorBase
@@ -47,7 +48,6 @@ QWEN3_6: dict[str, Any] = {
     "tie_word_embeddings": False,
     "rope_parameters": QWEN_ROPE,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
         "architectures": ["LlamaForCausalLM"],

@@ -7,11 +7,12 @@ key that may change the computation raises UnsupportedModel. Null counts as abse
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # layer types in config.json
 # Keys of config.json that do not affect the forward pass.
 IGNORED_KEYS = frozenset(
     {
@@ -269,6 +270,13 @@ def layer_types(keys: ConfigReader, count: int, *, accepted: Collection[str], de
         if kind not in accepted:
             raise UnsupportedModel(f"{origin}: layer_types: {kind!r} is not supported; supported: {', '.join(accepted)}")
     return types
+
+
+def layer_windows(types: Sequence[str], window: int | None, origin: str) -> list[int | None]:
+    """The attention window of every layer: `window` in layers of the type SLIDING, None in others."""
+    if window is None and SLIDING in types:
+        raise CorruptFile(f"{origin}: layer_types has sliding_attention layers, but no sliding_window is set")
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def code_notes(keys: ConfigReader) -> tuple[str, ...]:

@@ -48,13 +48,16 @@ from numpy.typing import NDArray
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import (
+    FULL,
     IGNORED_KEYS,
     IGNORED_MOE_KEYS,
     MAX_LAYERS,
+    SLIDING,
     ConfigReader,
     code_notes,
     default_head_dim,
     layer_types,
+    layer_windows,
 )
 from onedraw.models.family import IGNORED_METADATA, check_layer_sizes
 from onedraw.models.laguna import read_gate, stored_gate
@@ -401,14 +404,10 @@ def _laguna_layers(layers: tuple[LayerSpec, ...], keys: ConfigReader, origin: st
 
 def _windows(keys: ConfigReader, count: int, origin: str) -> list[int | None]:
     """The window of every layer: by layer_types, or by Qwen3's rule (use_sliding_window from max_window_layers on)."""
-    full, sliding = kinds = ("full_attention", "sliding_attention")
     window, used = keys.optional_integer("sliding_window"), keys.flag("use_sliding_window")
     first = keys.integer("max_window_layers", 0, least=0)
-    by_index = [sliding if window and used and index >= first else full for index in range(count)]
-    types = layer_types(keys, count, accepted=kinds, default=by_index, origin=origin)
-    if window is None and sliding in types:
-        raise CorruptFile(f"{origin}: layer_types has sliding_attention layers, but no sliding_window is set")
-    return [window if kind == sliding else None for kind in types]
+    by_index = [SLIDING if window and used and index >= first else FULL for index in range(count)]
+    return layer_windows(layer_types(keys, count, accepted=(FULL, SLIDING), default=by_index, origin=origin), window, origin)
 
 
 def _target_layers(keys: ConfigReader, inner: ConfigReader, *, count: int, depth: int | None, origin: str) -> tuple[int, ...]:

@@ -12,13 +12,16 @@ from typing import Any, Literal, assert_never
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import (
+    FULL,
     IGNORED_KEYS,
     IGNORED_MOE_KEYS,
     MAX_LAYERS,
+    SLIDING,
     ConfigReader,
     code_notes,
     default_head_dim,
     layer_types,
+    layer_windows,
     refuse_quantized,
 )
 from onedraw.models.rope import rope_from_config, rope_from_metadata
@@ -132,7 +135,7 @@ DEFAULT_WINDOW = 4096  # sliding window of layers that have one, if the config l
 def _windows(keys: ConfigReader, count: int, traits: Traits, origin: str) -> list[int | None]:
     """The sliding window of every layer."""
     if traits.window == "never":
-        keys.expect("layer_types", ["full_attention"] * count)
+        keys.expect("layer_types", [FULL] * count)
         keys.expect("sliding_window")
         return [None] * count
     window = keys.optional_integer("sliding_window")
@@ -145,12 +148,8 @@ def _windows(keys: ConfigReader, count: int, traits: Traits, origin: str) -> lis
     if traits.window == "switched":
         window = window if keys.flag("use_sliding_window") else None
         keys.get("max_window_layers")  # present in older configs, without effect in this family
-    full, sliding = kinds = ("full_attention", "sliding_attention")
-    by_index = [sliding if window and index >= first else full for index in range(count)]
-    types = layer_types(keys, count, accepted=kinds, default=by_index, origin=origin)
-    if window is None and "sliding_attention" in types:
-        raise CorruptFile(f"{origin}: layer_types has sliding_attention layers, but no sliding_window is set")
-    return [window if kind == "sliding_attention" else None for kind in types]
+    by_index = [SLIDING if window and index >= first else FULL for index in range(count)]
+    return layer_windows(layer_types(keys, count, accepted=(FULL, SLIDING), default=by_index, origin=origin), window, origin)
 
 
 def _feed_forwards(keys: ConfigReader, count: int, traits: Traits, origin: str) -> list[MlpSpec | MoeSpec]:

@@ -16,8 +16,10 @@ from typing import Any
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import (
+    FULL,
     IGNORED_KEYS,
     MAX_LAYERS,
+    SLIDING,
     ConfigReader,
     code_notes,
     layer_types,
@@ -31,7 +33,6 @@ from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, Mo
 from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, name_table
 from onedraw.models.weight_transforms import EXPERT_WEIGHT_ALIAS, experts, gguf_experts
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "gelu_pytorch_tanh"
 PATTERN = 6  # without layer_types every sixth layer is full attention; by config.json the last one too
 HEAD_DIM, GLOBAL_HEAD_DIM, WINDOW = 256, 512, 512  # if the config has no head_dim, global_head_dim, sliding_window

@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 from onedraw.errors import CorruptFile, UnsupportedModel
 from onedraw.models.config_reader import (
+    FULL,
     IGNORED_KEYS,
     IGNORED_MOE_KEYS,
     MAX_LAYERS,
+    SLIDING,
     ConfigReader,
     code_notes,
     layer_types,
+    layer_windows,
     refuse_quantized,
 )
 from onedraw.models.family import IGNORED_METADATA, Family, gguf_outer_fields, validated
@@ -26,7 +29,6 @@ from onedraw.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, Mo
 from onedraw.models.weight_names import GGUF_NAMES, PLAIN_NAMES, SAFETENSORS_NAMES, WeightNames, name_table
 from onedraw.models.weight_transforms import EXPERT_WEIGHT_ALIAS, experts, gguf_experts
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
 PATTERN = 4  # in a GGUF file without a sliding_window_pattern, the first of every four layers is full attention
 HEAD_DIM = 128
@@ -44,9 +46,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
     keys.expect("rope_style", "rotate-half")
     count, max_context = keys.integer("num_hidden_layers", most=MAX_LAYERS), keys.integer("max_position_embeddings")
     types = layer_types(keys, count, accepted=(FULL, SLIDING), default=[FULL] * count, origin=origin)
-    window = keys.optional_integer("sliding_window")
-    if window is None and SLIDING in types:
-        raise CorruptFile(f"{origin}: layer_types has sliding_attention layers, but no sliding_window is set")
+    windows = layer_windows(types, keys.optional_integer("sliding_window"), origin)
     head_dim, bias = keys.integer("head_dim", HEAD_DIM), keys.flag("attention_bias")
     heads = keys.integers("num_attention_heads_per_layer", count, [keys.integer("num_attention_heads")] * count)
     kv_heads, gate_per = keys.integer("num_key_value_heads"), read_gate(keys, origin)
@@ -60,7 +60,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> ModelSpec:
             head_dim=head_dim,
             rope=ropes[kind],
             scale=head_dim**-0.5,
-            window=window if kind == SLIDING else None,
+            window=windows[index],
             qkv_bias=bias,
             out_bias=bias,
             qk_norm=True,

@@ -11,6 +11,7 @@ from typing import Any
 
 from onedraw.errors import UnsupportedModel
 from onedraw.models.config_reader import (
+    FULL,
     IGNORED_KEYS,
     IGNORED_MOE_KEYS,
     MAX_LAYERS,
@@ -39,7 +40,7 @@ from onedraw.models.weight_transforms import (
     squeeze_conv,
 )
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"  # the layer type of Gated DeltaNet layers
 INTERVAL = 4  # every fourth layer is full attention if the config has no full_attention_interval
 ROTARY_FACTOR = 0.25  # share of a head that is rotated if the config has no partial_rotary_factor
 HEAD_DIM = 256

@@ -22,7 +22,7 @@ from onedraw.models.source import (
     StackedTensors,
 )
 from onedraw.models.spec import DeltaSpec
-from onedraw.models.weight_names import WeightLookup, WeightTransform
+from onedraw.models.weight_names import WeightLookup, WeightTransform, as_stored
 
 # ------------------------------------------------------------------ one tensor
 
@@ -115,14 +115,6 @@ def experts(prefix: str) -> dict[str, WeightTransform]:
     """The transforms for experts of a transformers folder, where gate and up may be fused or separate, and experts may share one
     tensor or have one each."""
 
-    def inner(part: Literal["gate", "up"]) -> WeightTransform:
-        def transform(lookup: WeightLookup) -> LazyTensor:
-            if lookup.has(f"{prefix}gate_up_proj"):
-                return half_of_fused(f"{prefix}gate_up_proj", part)(lookup)
-            return stacked_or_separate(f"{part}_proj")(lookup)
-
-        return transform
-
     def stacked_or_separate(name: str) -> WeightTransform:
         def transform(lookup: WeightLookup) -> LazyTensor:
             if lookup.has(prefix + name):
@@ -132,26 +124,24 @@ def experts(prefix: str) -> dict[str, WeightTransform]:
 
         return transform
 
-    return {"expert_gate": inner("gate"), "expert_up": inner("up"), "expert_down": stacked_or_separate("down_proj")}
+    return _expert_transforms(f"{prefix}gate_up_proj", *map(stacked_or_separate, ("gate_proj", "up_proj", "down_proj")))
 
 
 def gguf_experts() -> dict[str, WeightTransform]:
     """The transforms for experts of a GGUF file, where gate and up may be fused or separate."""
+    stored = (as_stored(f"blk.{{layer}}.ffn_{part}_exps.weight") for part in ("gate", "up", "down"))
+    return _expert_transforms("blk.{layer}.ffn_gate_up_exps.weight", *stored)
 
-    def inner(part: Literal["gate", "up"]) -> WeightTransform:
-        def transform(lookup: WeightLookup) -> LazyTensor:
-            fused = "blk.{layer}.ffn_gate_up_exps.weight"
-            if lookup.has(fused):
-                return half_of_fused(fused, part)(lookup)
-            return lookup.find(f"blk.{{layer}}.ffn_{part}_exps.weight")
 
-        return transform
+def _expert_transforms(
+    fused: str, gate: WeightTransform, up: WeightTransform, down: WeightTransform
+) -> dict[str, WeightTransform]:
+    """The transforms for experts whose gate and up are in the tensor `fused` if the checkpoint has it."""
 
-    return {
-        "expert_gate": inner("gate"),
-        "expert_up": inner("up"),
-        "expert_down": lambda lookup: lookup.find("blk.{layer}.ffn_down_exps.weight"),
-    }
+    def half(part: Literal["gate", "up"], separate: WeightTransform) -> WeightTransform:
+        return lambda lookup: (half_of_fused(fused, part) if lookup.has(fused) else separate)(lookup)
+
+    return {"expert_gate": half("gate", gate), "expert_up": half("up", up), "expert_down": down}
 
 
 def half_of_fused(name: str, part: Literal["gate", "up"]) -> WeightTransform:
