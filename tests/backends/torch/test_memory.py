@@ -6,6 +6,7 @@ import pytest
 
 from onedraw.backends.memory_plan import memory_plan
 from onedraw.backends.torch.backend import TorchBackend
+from onedraw.backends.torch.state.model_state import ModelState
 from onedraw.checkpoints.random_weights import random_weights
 from onedraw.errors import OutOfMemory
 from onedraw.models.spec import DeltaSpec
@@ -45,10 +46,16 @@ def test_the_backend_allocates_the_planned_bytes(name: str, kv: str) -> None:
         check=False,
     )
     [state] = backend.states
-    kept = backend.checkpoint_logits.rows.nbytes + state.checkpoint_bytes
-    assert state.page_bytes == pytest.approx(plan.kv_bytes, rel=0.01)  # one padding page per group is added
-    assert state.lane_bytes == plan.lane_bytes * 3
-    assert state.draft_bytes == plan.draft_positions * plan.draft_bytes
+    assert isinstance(state, ModelState)
+
+    def lane_bytes(*names: str) -> int:
+        return sum(getattr(store, name).nbytes for store in state.lanes for name in names)
+
+    pages = sum(part.nbytes for _, store in state.attending for part in store.parts().values())
+    kept = backend.checkpoint_logits.rows.nbytes + lane_bytes("saved_states", "saved_windows")
+    assert pages == pytest.approx(plan.kv_bytes, rel=0.01)  # one padding page per group is added
+    assert lane_bytes("states", "windows") == plan.lane_bytes * 3
+    assert lane_bytes("decays", "keys", "changes", "fed") == plan.draft_positions * plan.draft_bytes
     assert kept == plan.checkpoints * plan.checkpoint_bytes
 
 

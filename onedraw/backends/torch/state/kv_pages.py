@@ -124,10 +124,6 @@ class PageStore:
         named = {"keys": self.keys, "values": self.values, "key_scales": self.key_scales, "value_scales": self.value_scales}
         return {name: bits(x).view(-1, self._heads, x.shape[1]) for name, x in named.items() if x is not None}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts().values())
-
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         for part in self.parts().values():
             part[targets] = part[sources]

@@ -100,22 +100,6 @@ class ModelState:
             found.append((places, first.dtype.itemsize * first.shape[1] // self.sizes.page_size))
         return found
 
-    @property
-    def page_bytes(self) -> int:
-        return sum(store.nbytes for group in self._groups for store in group)
-
-    @property
-    def lane_bytes(self) -> int:
-        return sum(store.lane_bytes for store in self.lanes)
-
-    @property
-    def draft_bytes(self) -> int:
-        return sum(store.draft_bytes for store in self.lanes)
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return sum(store.checkpoint_bytes for store in self.lanes)
-
     # ------------------------------------------------------------------ before a step
 
     def open(self, rows: Sequence[Row]) -> None:

@@ -68,18 +68,6 @@ class LaneStore:
         """The store of a layer that shares no block."""
         return LaneStore(LaneBlock(spec, 1, lanes=lanes, drafts=drafts, checkpoints=checkpoints, device=device), 0)
 
-    @property
-    def draft_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.decays, self.keys, self.changes, self.fed))
-
-    @property
-    def lane_bytes(self) -> int:
-        return self.states.nbytes + self.windows.nbytes
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return self.saved_states.nbytes + self.saved_windows.nbytes
-
     def restore(self, slots: Sequence[int], lanes: Sequence[int]) -> None:
         """Copy the states of checkpoints to lanes."""
         for slot, lane in zip(slots, lanes, strict=True):
