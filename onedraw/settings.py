@@ -223,26 +223,26 @@ class Settings:
         return cls(**given).with_environment(given=given)
 
 
-def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
+def default_cache_dir() -> Path:
     """Return the user's cache folder: ONEDRAW_CACHE, else XDG_CACHE_HOME/onedraw, else ~/.cache/onedraw."""
-    if environment.get("ONEDRAW_CACHE"):
-        return Path(environment["ONEDRAW_CACHE"])
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onedraw"
+    if os.environ.get("ONEDRAW_CACHE"):
+        return Path(os.environ["ONEDRAW_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onedraw"
 
 
-def api_key(environment: Mapping[str, str] = os.environ) -> str | None:
+def api_key() -> str | None:
     """Return the API key in ONEDRAW_API_KEY. Unlike one on the command line, it is not in the system's list of processes."""
-    return environment.get("ONEDRAW_API_KEY") or None
+    return os.environ.get("ONEDRAW_API_KEY") or None
 
 
-def ray_address(environment: Mapping[str, str] = os.environ) -> str | None:
+def ray_address() -> str | None:
     """Return the address of the Ray cluster that RAY_ADDRESS names, if it names one."""
-    return environment.get("RAY_ADDRESS") or None
+    return os.environ.get("RAY_ADDRESS") or None
 
 
-def update_token(environment: Mapping[str, str] = os.environ) -> str | None:
+def update_token() -> str | None:
     """Return the update token in ONEDRAW_UPDATE_TOKEN. Unlike a flag, it is not in the system's list of processes."""
-    return environment.get("ONEDRAW_UPDATE_TOKEN") or None
+    return os.environ.get("ONEDRAW_UPDATE_TOKEN") or None
 
 
 def otlp_traces_endpoint(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -19,8 +19,6 @@ from onedraw.types import MAX_DRAFTS, Outcome, Plan, Row
 
 StepHandle = NewType("StepHandle", int)
 
-STATE_DTYPE = "f32"
-
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
@@ -154,8 +152,10 @@ class SupportsSnapshots(Protocol):
         ...
 
 
-def require_state_dtype(dtype: str, buffer: str) -> None:
+def require_state_dtype(dtype: str) -> None:
     """Recurrent state is float32 everywhere: rounding errors of a narrower dtype would accumulate over all later tokens, and a
     state restored from a checkpoint would differ from one that was never saved."""
-    if dtype != STATE_DTYPE:
-        raise BadSetting(f"--state-dtype: {dtype} is not supported for the {buffer}; recurrent state is always {STATE_DTYPE}")
+    if dtype != "f32":
+        raise BadSetting(
+            f"--state-dtype: {dtype} is not supported for the states of recurrent layers; recurrent state is always f32"
+        )

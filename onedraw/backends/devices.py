@@ -177,7 +177,7 @@ def weakest(found: Iterable[Precision]) -> Precision:
     return min(found, key=PRECISIONS.index, default="f32")
 
 
-def product_precision(devices: Iterable[Device], *, requested: str = "auto") -> str:
+def product_precision(devices: Iterable[Device], *, requested: str) -> str:
     """Dtype of weights and products: the requested one, else the best that all devices support."""
     return requested if requested != "auto" else weakest(map(device_precision, devices))
 

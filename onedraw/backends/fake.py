@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.backends.base import Capacity, PageGroup, StepHandle, require_state_dtype
+from onedraw.backends.base import Capacity, PageGroup, StepHandle
 from onedraw.backends.sampled_rows import row_outcome
 from onedraw.sampling.law import sample
 from onedraw.sampling.logprobs import logprobs
@@ -56,13 +56,11 @@ class FakeBackend:
         draft_positions: int | None = None,
         max_in_flight: int = 1,
         min_step_rows: int = 1,
-        state_dtype: str = "f32",
         returns_logits: bool = True,
         async_scheduling: bool = False,
         async_tokens: int = 0,
         favoured: Sequence[int] = (),
     ) -> None:
-        require_state_dtype(state_dtype, "recurrent state of the fake backend")
         counts = [pages] * len(windows) if isinstance(pages, int) else pages
         self._capacity = Capacity(
             vocab=vocab,

@@ -181,7 +181,7 @@ class _ReadyModel:
 
 
 def _fake_model(settings: Settings) -> _ReadyModel:
-    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    require_state_dtype(settings.state_dtype)
     if settings.kv_dtype != "auto":
         raise BadSetting("--kv-dtype: the fake backend has no keys and values; leave it at auto")
     if drafter_names(settings) or "mtp" in settings.draft:
@@ -358,7 +358,7 @@ def _torch_backend_on(
     from onedraw.backends.torch.backend import TorchBackend
     from onedraw.backends.torch.device import available_memory, why_no_cpu_kernels, why_no_gpu_kernels, why_no_triton
 
-    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    require_state_dtype(settings.state_dtype)
     settings = with_device_sizes(settings, info.spec, devices)
     cache = settings.cache_dir or default_cache_dir()
     size = None if drafter is None else drafter.size(info)

@@ -38,7 +38,7 @@ def xla_backend(settings: Settings, info: ModelInfo, notify: Progress, *, progre
     from onedraw.backends.xla.inputs import require_supported
     from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
 
-    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    require_state_dtype(settings.state_dtype)
     require_supported(info.spec)
     platform = resolve_platform(settings.xla_platform)
     devices, found = find_devices(platform, settings.device_names)

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from onedraw.build.xla import compiled_steps, xla_settings
 
     settings = read_settings(arguments)
-    require_state_dtype(settings.state_dtype, "states of recurrent layers")
+    require_state_dtype(settings.state_dtype)
     with terminal.progress() as notify:
         checkpoint = find_checkpoint(settings, notify)
     try:

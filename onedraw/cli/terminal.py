@@ -99,8 +99,9 @@ def progress(*, out: TextIO | None = None) -> Iterator[Progress]:
     yield notify
 
 
-def bar(done: int, total: int, *, width: int = 24) -> str:
+def bar(done: int, total: int) -> str:
     """Return a progress bar with the numbers behind it."""
+    width = 24
     filled = width * done // max(total, 1)
     return f"{'█' * filled}{'░' * (width - filled)} {done} of {total}"
 
