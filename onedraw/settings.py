@@ -203,6 +203,15 @@ class Settings:
         return DEFAULT_STEP_TOKENS if self.turn_tokens is None else self.turn_tokens
 
     @property
+    def cache_folder(self) -> Path:
+        """The folder for downloads, compiled kernels and snapshots."""
+        return self.cache_dir or default_cache_dir()
+
+    @property
+    def snapshot_folder(self) -> Path:
+        return self.snapshot_dir or self.cache_folder / "snapshots"
+
+    @property
     def device_names(self) -> list[str]:
         return [self.device] if self.devices is None else [name.strip() for name in self.devices.split(",")]
 

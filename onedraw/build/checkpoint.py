@@ -13,7 +13,7 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.checkpoints.random_weights import is_random, open_random, open_random_drafter
 from onedraw.errors import ModelError
 from onedraw.models.registry import ModelInfo, read_model_info
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.settings import Settings
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.fake_tokenizer import fake_chat_template, synthetic_tokenizer
 from onedraw.text.tokenizer import Tokenizer
@@ -25,11 +25,7 @@ def find_checkpoint(settings: Settings, progress: Progress | None = None) -> Che
     """Open the model's checkpoint, downloaded first if needed; `random:SHAPE` has random weights."""
     if is_random(settings.model):
         return open_random(settings.model)
-    return open_checkpoint(resolve_model(settings.model, cache_folder(settings), progress))
-
-
-def cache_folder(settings: Settings) -> Path:
-    return settings.cache_dir or default_cache_dir()
+    return open_checkpoint(resolve_model(settings.model, settings.cache_folder, progress))
 
 
 def describe(settings: Settings, checkpoint: Checkpoint) -> ModelInfo:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from onedraw.backends.devices import float_dtype
 from onedraw.backends.memory_plan import INT4_MULTIPLE, MemoryPlan, drafter_pages, drafter_window
 from onedraw.backends.packing import gpu_packed_savings, is_gpu_packed
-from onedraw.build.checkpoint import Progress, cache_folder, open_drafter, read_text
+from onedraw.build.checkpoint import Progress, open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
 from onedraw.checkpoints import drafters
 from onedraw.checkpoints.base import Checkpoint
@@ -78,7 +78,7 @@ def select_drafter(
     if named == ["mtp"]:
         return "mtp"
     if named:
-        return Path(named[0]) if is_random(named[0]) else resolve_model(named[0], cache_folder(settings), progress)
+        return Path(named[0]) if is_random(named[0]) else resolve_model(named[0], settings.cache_folder, progress)
     if "auto" not in settings.draft:
         return None
     built_in = find_built_in_drafter(info.spec, checkpoint) or find_downloaded_drafter(settings, info, checkpoint)
@@ -91,7 +91,7 @@ def find_downloaded_drafter(settings: Settings, info: ModelInfo, checkpoint: Che
     if known is None or known.drafter is None:
         return None
     try:
-        path = resolve_model(known.drafter, cache_folder(settings), offline=True)
+        path = resolve_model(known.drafter, settings.cache_folder, offline=True)
         drafter = open_drafter(path)
     except ModelError:
         return None

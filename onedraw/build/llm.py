@@ -38,7 +38,7 @@ from onedraw.llm.llm import LLM
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
 from onedraw.models.registry import ModelInfo
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.settings import Settings
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.constraints.factory import ConstraintFactory
@@ -133,22 +133,18 @@ def _snapshot_folder(settings: Settings, backend: Backend, weights: str) -> Snap
         f"onedraw {__version__}, weights {weights}, {backend.identity}, {_dtypes(capacity)}, chunk {capacity.chunk}, "
         f"page {capacity.page_size}, windows {[group.window for group in capacity.groups]}, drafter {capacity.drafter or 'none'}"
     )
-    root = _snapshot_dir(settings)
+    root = settings.snapshot_folder
     try:
         return SnapshotFolder(root, fingerprint=fingerprint, page_size=capacity.page_size, budget=settings.cache_budget)
     except OSError as error:
         raise _unusable(root, error) from None
 
 
-def _snapshot_dir(settings: Settings) -> Path:
-    return settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots"
-
-
 def _require_snapshot_dir(settings: Settings) -> None:
     """Raise if the snapshot folder cannot be written, before the slow loading of a model."""
     if settings.cache_budget is None:
         return
-    root = _snapshot_dir(settings)
+    root = settings.snapshot_folder
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
@@ -360,7 +356,7 @@ def _torch_backend_on(
 
     require_state_dtype(settings.state_dtype)
     settings = with_device_sizes(settings, info.spec, devices)
-    cache = settings.cache_dir or default_cache_dir()
+    cache = settings.cache_folder
     size = None if drafter is None else drafter.size(info)
     on_cpu = all(device.kind == "cpu" for device in devices)
     quantized = not SPAN_BYTES.keys().isdisjoint(matrix_kinds(info.weights))

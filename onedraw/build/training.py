@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.build.checkpoint import Progress, cache_folder, describe, find_checkpoint, open_drafter, read_text
+from onedraw.build.checkpoint import Progress, describe, find_checkpoint, open_drafter, read_text
 from onedraw.build.fit_devices import DrafterBytes
 from onedraw.build.llm import torch_backend
 from onedraw.engine.engine import Engine, Event
@@ -277,4 +277,4 @@ def build_torch_forward(model: Path | str, progress: Progress | None = None) -> 
 
     settings = Settings.of(model=str(model))
     with closing(find_checkpoint(settings, progress)) as checkpoint:
-        return TorchForward(describe(settings, checkpoint), cache=cache_folder(settings))
+        return TorchForward(describe(settings, checkpoint), cache=settings.cache_folder)

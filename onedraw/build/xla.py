@@ -21,7 +21,7 @@ from onedraw.build.checkpoint import Progress, describe, find_checkpoint, read_t
 from onedraw.build.fit_devices import memory_plan_for, plan_devices
 from onedraw.errors import BadSetting, CorruptFile
 from onedraw.models.registry import ModelInfo
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.settings import Settings
 
 if TYPE_CHECKING:
     from onedraw.backends.xla.backend import XlaBackend
@@ -42,7 +42,7 @@ def xla_backend(settings: Settings, info: ModelInfo, notify: Progress, *, progre
     require_supported(info.spec)
     platform = resolve_platform(settings.xla_platform)
     devices, found = find_devices(platform, settings.device_names)
-    kept = keep_compiled((settings.cache_dir or default_cache_dir()) / "xla")
+    kept = keep_compiled(settings.cache_folder / "xla")
     settings = xla_settings(settings, devices)
     plan, split = plan_devices(settings, info, devices)
     drafts = 0 if "none" in settings.draft else DRAFTS

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from onedraw.cli import terminal
-from onedraw.cli.flags import SETTINGS_HELP
+from onedraw.cli.flags import add_cache_dir
 from onedraw.settings import Settings
 
 HELP = "write a model as StableHLO graphs, for IREE and other runtimes"
@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=int, default=1024, metavar="N", help="tokens of one sequence (default: 1024)")
     parser.add_argument("--turn-tokens", type=int, default=64, metavar="N", help="tokens of a prefill step (default: 64)")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="positions per page (default: 16)")
-    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+    add_cache_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -139,6 +139,10 @@ def option_flags() -> list[Flag]:
     return _flags(RequestOptions, OPTIONS_HELP)
 
 
+def add_cache_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+
+
 def add_settings(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     group = parser.add_argument_group("how to run the model")
     _add(group, settings_flags(), leave_out)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 
 from onedraw.backends.memory_plan import human_bytes
 from onedraw.cli import terminal
-from onedraw.cli.flags import SETTINGS_HELP
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.cli.flags import add_cache_dir
+from onedraw.settings import Settings
 
 HELP = "list the short names of models, and the models on disk"
 EXAMPLES = """examples:
@@ -20,14 +19,14 @@ EXAMPLES = """examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+    add_cache_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from onedraw.checkpoints.catalogue import CATALOGUE
     from onedraw.checkpoints.installed import installed_models
 
-    installed = installed_models(Settings.of(cache_dir=arguments.cache_dir).cache_dir or default_cache_dir())
+    installed = installed_models(Settings.of(cache_dir=arguments.cache_dir).cache_folder)
     sizes = {model.name: model.size for model in installed}
     if arguments.json:
         names = [

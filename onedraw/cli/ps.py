@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from onedraw.cli import terminal
-from onedraw.cli.flags import SETTINGS_HELP
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.cli.flags import add_cache_dir
+from onedraw.settings import Settings
 
 HELP = "list the servers that run on this machine"
 EXAMPLES = """examples:
@@ -32,11 +32,11 @@ FACTS = {"pid", "model", "device", "url", "started"}  # fields that the JSON obj
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+    add_cache_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    servers = running_servers(Settings.of(cache_dir=arguments.cache_dir).cache_dir or default_cache_dir())
+    servers = running_servers(Settings.of(cache_dir=arguments.cache_dir).cache_folder)
     if arguments.json:
         terminal.print_json({"servers": servers})
     else:

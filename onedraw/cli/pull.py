@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from onedraw.cli import terminal
-from onedraw.cli.flags import SETTINGS_HELP
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.cli.flags import add_cache_dir
+from onedraw.settings import Settings
 
 HELP = "download a model, and the drafter that the catalogue names for it"
 EXAMPLES = """examples:
@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "model", metavar="NAME", help="a short name (`onedraw list` shows them), or a hub id like Qwen/Qwen3-0.6B"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+    add_cache_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def download(settings: Settings, notify: terminal.Progress) -> Path:
     from onedraw.checkpoints.download import resolve_model
     from onedraw.errors import ModelError
 
-    cache = settings.cache_dir or default_cache_dir()
+    cache = settings.cache_folder
     path = resolve_model(settings.model, cache, progress=notify)
     known = find_in_catalogue(settings.model, path)
     if known is not None and known.drafter is not None and "auto" in settings.draft:

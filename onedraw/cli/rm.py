@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from onedraw.backends.memory_plan import human_bytes
 from onedraw.cli import terminal
-from onedraw.cli.flags import SETTINGS_HELP
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.cli.flags import add_cache_dir
+from onedraw.settings import Settings
 
 HELP = "remove a downloaded model from disk"
 EXAMPLES = """examples:
@@ -19,12 +18,12 @@ EXAMPLES = """examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="NAME", help="a short name or a hub id, as `onedraw list` shows it")
-    parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help=SETTINGS_HELP["cache_dir"])
+    add_cache_dir(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from onedraw.checkpoints.installed import remove_model
 
-    removed = remove_model(arguments.model, Settings.of(cache_dir=arguments.cache_dir).cache_dir or default_cache_dir())
+    removed = remove_model(arguments.model, Settings.of(cache_dir=arguments.cache_dir).cache_folder)
     terminal.dim(f"removed {removed.name}: {human_bytes(removed.size)}")
     return 0

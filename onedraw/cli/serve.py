@@ -18,7 +18,7 @@ from onedraw.cli.flags import add_learning, add_record, add_settings, argument_t
 from onedraw.cli.ps import registered
 from onedraw.cluster.autoscaling import DOWNSCALE_DELAY, UPSCALE_DELAY, AutoscalingConfig, replica_range
 from onedraw.errors import BadSetting
-from onedraw.settings import Settings, api_key, default_cache_dir, otlp_traces_endpoint, ray_address, size_in_bytes, update_token
+from onedraw.settings import Settings, api_key, otlp_traces_endpoint, ray_address, size_in_bytes, update_token
 
 if TYPE_CHECKING:
     from onedraw.build.engine_process import StartEngine
@@ -255,7 +255,7 @@ def run(arguments: argparse.Namespace) -> int:
         weight_dir=arguments.weight_dir,
         metrics_prefix=arguments.metrics_prefix,
         otlp_traces_endpoint=arguments.otlp_traces_endpoint or otlp_traces_endpoint(),
-        batch_dir=arguments.batch_dir or (settings.cache_dir or default_cache_dir()) / "batches",
+        batch_dir=arguments.batch_dir or settings.cache_folder / "batches",
         batch_disk=arguments.batch_disk,
         log_level=arguments.log_level,
         log_format=arguments.log_format,
@@ -265,7 +265,7 @@ def run(arguments: argparse.Namespace) -> int:
         with terminal.progress() as notify:
             llm = build_llm(settings, notify, start_engine=engine_elsewhere(arguments, settings))
         with llm, recorded(llm, arguments) as llm:
-            cache, (host, port) = settings.cache_dir or default_cache_dir(), listener.getsockname()[:2]
+            cache, (host, port) = settings.cache_folder, listener.getsockname()[:2]
             with registered(cache, model=llm.card.name, device=llm.card.device, url=f"http://{host}:{port}"):
                 serve(llm, options, listener, proposers=proposer_names(settings))
     return 0

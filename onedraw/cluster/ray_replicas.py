@@ -35,7 +35,7 @@ from onedraw.engine.client import BuildConstraint
 from onedraw.engine.remote import RemoteEngine
 from onedraw.engine.stats import Stats
 from onedraw.errors import BadSetting, EngineLost, OnedrawError
-from onedraw.settings import Settings, default_cache_dir
+from onedraw.settings import Settings
 
 log = logging.getLogger("onedraw.cluster")
 
@@ -443,5 +443,4 @@ def _own_snapshots(settings: Settings, slot: int) -> Settings:
     that other engines add or delete."""
     if settings.cache_budget is None:
         return settings
-    folder = settings.snapshot_dir or (settings.cache_dir or default_cache_dir()) / "snapshots"
-    return replace(settings, snapshot_dir=folder / f"replica-{slot}")
+    return replace(settings, snapshot_dir=settings.snapshot_folder / f"replica-{slot}")

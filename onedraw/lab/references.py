@@ -197,7 +197,7 @@ def peer_rates(
     if is_random(settings.model):
         source = shape_config(settings.model)
     else:
-        source = str(resolve_model(settings.model, settings.cache_dir or default_cache_dir()))
+        source = str(resolve_model(settings.model, settings.cache_folder))
         if not Path(source).is_dir():
             raise BadSetting("--against transformers: pass a folder with safetensors or a random: shape as the model")
     options: dict[str, Any] = {"batches": batches, "prompt_tokens": prompt_tokens, "sampling": sampling}
