@@ -106,7 +106,7 @@ class EagerRunner:
         outcomes = row_outcomes(plan, inputs, sampled, scored, lambda: first_faults(probe))
         return EagerResult(plan, inputs, hidden, probe.features, outcomes)
 
-    def commit(self, laid: EagerInputs, sampled: EagerResult) -> None:
+    def commit(self, laid: EagerInputs, sampled: EagerResult) -> EagerResult:
         drafts = HostCommit.of(sampled.plan.rows, [row.kept for row in sampled.outcomes], laid.step.rollback_start)
         for state, stage in zip(self._states, self._model.stages, strict=True):
             if isinstance(stage, Stage):
@@ -114,6 +114,4 @@ class EagerRunner:
                 stage.commit(state, drafts)
             else:
                 stage.commit(drafts)
-
-    def result(self, laid: EagerInputs, sampled: EagerResult) -> EagerResult:
         return sampled

@@ -385,12 +385,11 @@ class GraphRunner:
             answers = answers.clone()
         return hidden.clone() if several else hidden, answers
 
-    def commit(self, laid: GraphInputs, sampled: GraphSamples) -> None:
-        """Commit on all stages but the last, which committed in the graph that samples."""
+    def commit(self, laid: GraphInputs, sampled: GraphSamples) -> CapturedStep:
+        """Commit on all stages but the last, which committed in the graph that samples; then start the copy of the answers to the
+        host."""
         for stage, own, signature in zip(self._stages[:-1], laid.stages, laid.signatures, strict=False):
             stage.commit_late(signature, own, sampled.answers)
-
-    def result(self, laid: GraphInputs, sampled: GraphSamples) -> CapturedStep:
         with current_device(self._stages[-1].device):
             # If several steps may be in flight, no step awaits a token, and this copy would only make the devices wait for each
             # other.

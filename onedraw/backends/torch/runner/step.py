@@ -93,11 +93,9 @@ class StepRunner(Protocol[Laid, Sampled]):
         """After the last stage, sample a token for every position that samples, and find which drafts are kept."""
         ...
 
-    def commit(self, laid: Laid, sampled: Sampled) -> None:
-        """Make kept drafts part of the state, on every stage (`Ops.commit`)."""
+    def commit(self, laid: Laid, sampled: Sampled) -> StepResult:
+        """Make kept drafts part of the state, on every stage (`Ops.commit`), and return the result of the step."""
         ...
-
-    def result(self, laid: Laid, sampled: Sampled) -> StepResult: ...
 
 
 class StepExecutor:
@@ -162,9 +160,7 @@ class StepExecutor:
 
 
 def _sample_and_commit(runner: StepRunner[Laid, Sampled], laid: Laid, stream: StageStream) -> StepResult:
-    sampled = runner.sample(laid, stream)
-    runner.commit(laid, sampled)
-    return runner.result(laid, sampled)
+    return runner.commit(laid, runner.sample(laid, stream))
 
 
 # ------------------------------------------------------------------ verification on the host
