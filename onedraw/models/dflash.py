@@ -76,8 +76,8 @@ from onedraw.models.spec import (
 from onedraw.models.weight_names import (
     GGUF_NAMES,
     SAFETENSORS_NAMES,
+    NamedWeights,
     TensorShape,
-    WeightArrays,
     WeightKey,
     WeightLookup,
     WeightNames,
@@ -636,28 +636,17 @@ def drafter_shapes(spec: DrafterSpec) -> dict[WeightKey, TensorShape]:
     return shapes
 
 
-class DrafterWeights:
+class DrafterWeights(NamedWeights):
     """The weights of one drafter. The constructor refuses missing, misshapen and unknown tensors."""
 
     def __init__(self, source: ModelSource, spec: DrafterSpec, names: WeightNames) -> None:
         self.spec = spec
         self._origin = str(source.path)
         used: set[str] = set()
-        self._tensors = find_weights(source, spec, names, shapes=drafter_shapes(spec), used=used)
+        super().__init__(find_weights(source, spec, names, shapes=drafter_shapes(spec), used=used))
         self._map = find_tensor(source, names.outer["d2t"], (spec.draft_vocab,)) if spec.mapped else None
         used |= {self._map.name} if self._map else set()
         refuse_unused_tensors(source, used, ignored=names.ignored, kind="DFlash drafter")
-
-    def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight, whose rows stay quantized until they are read."""
-        return self._tensors[layer, weight]
-
-    def outer(self) -> WeightArrays:
-        """All weights outside the layers."""
-        return {weight: self._tensors[None, weight].float32() for weight in self.spec.outer_shapes()}
-
-    def layer(self, index: int) -> WeightArrays:
-        return {weight: self._tensors[index, weight].float32() for weight in self.spec.layer_shapes(index)}
 
     def target_ids(self) -> NDArray[np.int64] | None:
         """The target's token id of every draft id; None if they are the same."""

@@ -25,11 +25,11 @@ from math import prod
 from onedraw.errors import UnsupportedModel
 from onedraw.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from onedraw.models.registry import ModelInfo
-from onedraw.models.source import LazyTensor, ModelSource
+from onedraw.models.source import ModelSource
 from onedraw.models.spec import AttentionSpec, LayerSpec, ModelSpec, Norm, Shapes
 from onedraw.models.weight_names import (
+    NamedWeights,
     TensorShape,
-    WeightArrays,
     WeightKey,
     WeightNames,
     find_weights,
@@ -124,8 +124,8 @@ class _ExtendedStack:
     hidden: int
 
 
-class MtpWeights:
-    """The weights of one MTP head. The constructor refuses missing, misshapen and unknown tensors."""
+class MtpWeights(NamedWeights):
+    """The weights of one MTP head, whose layer has index 0. The constructor refuses missing, misshapen and unknown tensors."""
 
     def __init__(self, source: ModelSource, spec: MtpSpec, names: WeightNames, *, depth: int) -> None:
         self.spec = spec
@@ -133,16 +133,5 @@ class MtpWeights:
         shapes |= {(depth, weight): shape for weight, shape in spec.layer.shapes(spec.hidden).items()}
         stack, used = _ExtendedStack((spec.layer,) * (depth + 1), spec.hidden), set[str]()
         found = find_weights(source, stack, names, shapes=shapes, used=used)
-        self._tensors = {(None if layer is None else 0, weight): tensor for (layer, weight), tensor in found.items()}
+        super().__init__({(None if layer is None else 0, weight): tensor for (layer, weight), tensor in found.items()})
         refuse_unused_tensors(source, used, ignored=names.ignored, kind="MTP head")
-
-    def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight, whose rows stay quantized until they are read. The only layer has index 0; None: outside the layer."""
-        return self._tensors[layer, weight]
-
-    def outer(self) -> WeightArrays:
-        """All weights outside the layer."""
-        return {weight: self._tensors[None, weight].float32() for weight in self.spec.outer_shapes()}
-
-    def layer(self, index: int = 0) -> WeightArrays:
-        return {weight: self._tensors[index, weight].float32() for weight in self.spec.layer.shapes(self.spec.hidden)}

@@ -180,17 +180,14 @@ def weight_shapes(spec: ModelSpec) -> dict[WeightKey, TensorShape]:
     return shapes
 
 
-class ModelWeights:
-    """The weights of one checkpoint. The constructor refuses missing, misshapen and unknown tensors."""
+class NamedWeights:
+    """Weights by layer and name, which are read when requested."""
 
-    def __init__(self, source: ModelSource, spec: ModelSpec, names: WeightNames) -> None:
-        used: set[str] = set()
-        self._tensors = find_weights(source, spec, names, shapes=weight_shapes(spec), used=used)
-        used |= _redundant_tensors(spec, names, _resolve_aliases(source, names))
-        self.spec = replace(spec, notes=(*spec.notes, *_notes_on_unused(source, spec, names, used)))
+    def __init__(self, tensors: Mapping[WeightKey, LazyTensor]) -> None:
+        self._tensors = tensors
 
     def tensor(self, layer: int | None, weight: str) -> LazyTensor:
-        """One weight, whose rows stay quantized until they are read."""
+        """One weight, whose rows stay quantized until they are read. `layer` None: a weight outside the layers."""
         return self._tensors[layer, weight]
 
     def read(self, layer: int | None, weight: str) -> NDArray[np.float32]:
@@ -198,10 +195,20 @@ class ModelWeights:
 
     def outer(self) -> WeightArrays:
         """All weights outside the layers."""
-        return {weight: self.read(None, weight) for weight in self.spec.outer_shapes()}
+        return {weight: self.read(None, weight) for layer, weight in self._tensors if layer is None}
 
     def layer(self, index: int) -> WeightArrays:
-        return {weight: self.read(index, weight) for weight in self.spec.layers[index].shapes(self.spec.hidden)}
+        return {weight: self.read(index, weight) for layer, weight in self._tensors if layer == index}
+
+
+class ModelWeights(NamedWeights):
+    """The weights of one checkpoint. The constructor refuses missing, misshapen and unknown tensors."""
+
+    def __init__(self, source: ModelSource, spec: ModelSpec, names: WeightNames) -> None:
+        used: set[str] = set()
+        super().__init__(find_weights(source, spec, names, shapes=weight_shapes(spec), used=used))
+        used |= _redundant_tensors(spec, names, _resolve_aliases(source, names))
+        self.spec = replace(spec, notes=(*spec.notes, *_notes_on_unused(source, spec, names, used)))
 
 
 def find_weights(

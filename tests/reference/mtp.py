@@ -16,7 +16,7 @@ def mtp_logits(target: ModelWeights, mtp: MtpWeights, hidden: np.ndarray, tokens
     """
     spec, outer = target.spec, target.outer()
     w = {name: value.astype(np.float64) for name, value in mtp.outer().items()}
-    layer = {name: value.astype(np.float64) for name, value in mtp.layer().items()}
+    layer = {name: value.astype(np.float64) for name, value in mtp.layer(0).items()}
     embedded = outer["embed"][tokens].astype(np.float64)
     joined = np.concatenate([norm(embedded, w["embed_norm"], spec), norm(hidden, w["hidden_norm"], spec)], axis=-1)
     y = run_layer(joined @ w["fc"].T, layer, mtp.spec.layer, spec)
