@@ -71,9 +71,8 @@ class Settings:
     prefix_cache: bool = True  # whether prompts share the KV pages of common prefixes
     scheduling_policy: SchedulingPolicy = "fair"  # whether callers take turns, or the order of arrival decides
     queue_limit: int = 256  # requests that may wait before new ones are refused with 429
-    draft: tuple[str, ...] = (
-        "auto",
-    )  # drafters: auto, none, ngram, prediction, mtp, or the path or hub id of a drafter or draft model
+    # Drafters: auto, none, ngram, prediction, mtp, or the path or hub id of a drafter or draft model.
+    draft: tuple[str, ...] = ("auto",)
     draft_tokens: int | None = None  # drafts per row and step; None adapts them to how many are kept
     tree_budget: int = 0  # nodes of a draft tree; 0 means that drafts form a chain
     trace_verify: bool = False  # whether to print how every draft was verified

@@ -184,12 +184,10 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    given: tuple[
-        int, ...
-    ] = ()  # tokens with which the reply begins, generated earlier; later tokens are sampled as if these had been sampled here
-    forced: tuple[
-        int, ...
-    ] = ()  # first tokens of the reply, including `given`: each is taken as sampled, whatever the noise, to get its logprob
+    # Tokens with which the reply begins, generated earlier; later tokens are sampled as if these had been sampled here.
+    given: tuple[int, ...] = ()
+    # First tokens of the reply, including `given`: each is taken as sampled, whatever the noise, to get its logprob.
+    forced: tuple[int, ...] = ()
     predicted: tuple[int, ...] = ()  # the reply that the caller expects; used as drafts, which are verified like any others
     speculate: bool = True  # whether drafts may be used for this request
     constraint: ConstraintSpec | None = None  # a response format, a thinking budget, or both

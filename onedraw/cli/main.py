@@ -27,31 +27,10 @@ COMMANDS = (
 MANY_OPTIONS = 20  # If a command has more options than this, `--help` shows only those in COMMON.
 COMMON = frozenset(
     (
-        *(
-            "--help",
-            "--help-all",
-            "--host",
-            "--port",
-            "--api-key",
-            "--device",
-            "--devices",
-            "--dtype",
-            "--max-context",
-            "--max-batch",
-        ),
-        *(
-            "--kv-memory",
-            "--kv-dtype",
-            "--draft",
-            "--threads",
-            "--record",
-            "--json",
-            "--batch",
-            "--prompt-tokens",
-            "--new-tokens",
-        ),
-        *("--temperature", "--top-p", "--max-tokens", "--seed", "--system", "--chat", "--against", "--quick"),
-        *("--data", "--out", "--minutes", "--init", "--temperatures"),
+        *("--help", "--help-all", "--host", "--port", "--api-key", "--device", "--devices", "--dtype", "--max-context"),
+        *("--max-batch", "--kv-memory", "--kv-dtype", "--draft", "--threads", "--record", "--json", "--batch"),
+        *("--prompt-tokens", "--new-tokens", "--temperature", "--top-p", "--max-tokens", "--seed", "--system", "--chat"),
+        *("--against", "--quick", "--data", "--out", "--minutes", "--init", "--temperatures"),
     )
 )
 DESCRIPTION = "Onedraw runs language models so that speed never changes the answer."

@@ -79,9 +79,8 @@ class Stream:
         self.waits_since, self.begun = None, True
         scored = None if self.scored else event.scored
         self.scored = self.scored or scored is not None
-        if (
-            self.done or event.sampled or scored is not None
-        ):  # else the event has nothing but prompt logprobs that the caller has already
+        # Any other event has nothing but prompt logprobs that the caller has already.
+        if self.done or event.sampled or scored is not None:
             self.sink(replace(event, request_id=self.request.id, usage=self.usage, scored=scored))
         return self.done
 

@@ -113,9 +113,8 @@ class PromptTurns:
     """
 
     def __init__(self) -> None:
-        self._received: dict[
-            tuple[bool, str] | TurnKey, int
-        ] = {}  # prompt tokens received by each caller, and by each of its requests
+        # Prompt tokens received by each caller, and by each of its requests.
+        self._received: dict[tuple[bool, str] | TurnKey, int] = {}
 
     def order(self, keys: Sequence[TurnKey]) -> list[int]:
         """Return the indices of `keys` in the order in which their rows get tokens. `keys` has the oldest row first."""

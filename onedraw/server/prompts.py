@@ -31,9 +31,8 @@ from onedraw.server.protocol import (
 )
 from onedraw.types import Call, Piece, Usage
 
-TEMPLATE_NAMES = frozenset(
-    {"messages", "add_generation_prompt", "continue_final_message", "tools", "self", "use"}
-)  # keys that are refused in chat_template_kwargs
+# Keys that are refused in chat_template_kwargs.
+TEMPLATE_NAMES = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "self", "use"})
 
 PrepareChoices = Callable[..., list[PreparedChoice]]  # makes the choices of the generations that it is called with
 

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 TRACE = "onedraw.trace"  # the entry of the ASGI scope with the request's RequestTrace
-TRACED = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
-)  # the paths of requests that generate a reply
+# The paths of requests that generate a reply.
+TRACED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"})
 Attribute = str | int | float | bool | Sequence[str]
 
 

@@ -23,10 +23,8 @@ from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.errors import BadSetting
 
 _FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-DTYPES = {
-    **_FLOATS,
-    **{name: _FLOATS[beside] for name, beside in PACKED.items()},
-}  # dtype of activations and KV cache, by the dtype name of the model
+# The dtype of activations and KV cache, by the dtype name of the model.
+DTYPES = {**_FLOATS, **{name: _FLOATS[beside] for name, beside in PACKED.items()}}
 DEFAULT_THREADS = torch.get_num_threads()  # torch's own default, or OMP_NUM_THREADS
 
 

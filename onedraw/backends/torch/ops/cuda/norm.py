@@ -143,9 +143,8 @@ def gated_activation(
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        max_block, min_block = (
-            (2048, 1) if packed is None else (SEGMENT * SPAN, SPAN)
-        )  # a segment of packed activations has one factor, so a program has a whole segment
+        # A segment of packed activations has one factor, so a program computes a whole segment.
+        max_block, min_block = (2048, 1) if packed is None else (SEGMENT * SPAN, SPAN)
         block = max(min(max_block, triton.next_power_of_2(width)), min_block)
         _gated_activation[(rows, triton.cdiv(width, block))](
             gate_up,

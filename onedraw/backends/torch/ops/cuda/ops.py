@@ -230,9 +230,8 @@ class TritonDeltaInputs:
             drafts=drafts,
             pdl=self.pdl,
         )
-        out = torch.empty(
-            len(projected), spec.value_heads, spec.value_dim, device=projected.device
-        )  # rows of padding stay uninitialized
+        # Rows of padding stay uninitialized.
+        out = torch.empty(len(projected), spec.value_heads, spec.value_dim, device=projected.device)
         chunks = {"chunks": tables.chunks, "spans": tables.chunk_spans, "save_slots": tables.chunk_slots}
         chunked_delta(gates, store.states, store.saved_states, out, **chunks)
         run_paths(gates, store.states, out, tables.paths, drafts=drafts, pdl=self.pdl)

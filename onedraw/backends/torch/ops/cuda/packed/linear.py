@@ -73,9 +73,8 @@ class Workspace:
     def __init__(self, device: torch.device, most: int = DEQUANT_BYTES) -> None:
         self._device, self._most, self._needed, self._partial_sum_bytes = device, most, 0, 0
         self._dequantized = torch.empty(0, dtype=torch.uint8, device=device)
-        self._partial_sums = [
-            torch.empty(0, dtype=torch.float32, device=device)
-        ]  # the last one is in use; earlier ones are kept for captured CUDA graphs
+        # The last one is in use; earlier ones are kept for captured CUDA graphs.
+        self._partial_sums = [torch.empty(0, dtype=torch.float32, device=device)]
         self._carries: list[Tensor] = []
         self._views: dict[tuple[str, int, int], DequantizedWeight] = {}  # views of `_dequantized` by type, spans and outputs
 

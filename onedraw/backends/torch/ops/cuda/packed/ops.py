@@ -127,12 +127,8 @@ class PackedOps(TritonOps):
     def __init__(self, device: torch.device, dtype: torch.dtype, *, pdl: bool = False) -> None:
         super().__init__(device, pdl=pdl)
         self.name = f"{device.type}-triton-packed"
-        self._dtype, self._copier, self._pending, self._workspace = (
-            dtype,
-            HostToDeviceCopy(device),
-            PendingActivations(),
-            Workspace(device),
-        )
+        self._dtype, self._copier = dtype, HostToDeviceCopy(device)
+        self._pending, self._workspace = PendingActivations(), Workspace(device)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         if x.dim() != 2 or x.dtype != self._dtype:
