@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -45,6 +46,7 @@ class Stream:
     before: Usage = field(default_factory=Usage)  # usage of the parts of the reply that earlier replicas generated
     usage: Usage = field(default_factory=Usage)  # usage up to the last event
     begun: bool = False  # whether its present replica has sent an event of it
+    heard: float | None = None  # when its caller received the last event
     scored: bool = False  # whether the caller has received the logprobs of the prompt
     losses: int = 0  # number of replicas that died while they had this stream
     cancelled: bool = False
@@ -76,7 +78,7 @@ class Stream:
         )
         self.settled.extend(sampled.token for sampled in event.sampled)
         self.done = event.finish is not None or event.error is not None
-        self.waits_since, self.begun = None, True
+        self.waits_since, self.begun, self.heard = None, True, time.monotonic()
         scored = None if self.scored else event.scored
         self.scored = self.scored or scored is not None
         # Any other event has nothing but prompt logprobs that the caller has already.
@@ -133,7 +135,7 @@ class ReplicaSet(FixedWeights):
         self._changed = threading.Condition(threading.RLock())
         self._replicas: dict[str, Replica] = {}
         self._streams: dict[str, Stream] = {}  # by request id, until its last event
-        self._waiting: deque[Stream] = deque()  # streams without a replica, the oldest first
+        self._waiting: deque[Stream] = deque()  # streams without a replica, in the order in which they get one
         self._numbers = itertools.count()
         self._by_number: dict[int, Replica] = {}  # the same replicas as in `_replicas`
         self._sent_pages: SentPages[int] = SentPages()
@@ -297,7 +299,6 @@ class ReplicaSet(FixedWeights):
             replica = self._by_number[number]
             self._sent_pages.add(batch[0].pages, number)
             self._loads.change(number, len(batch))
-            self._moved += sum(stream.attempt > 0 for stream in batch)
             replica.sent += len(batch)
             replica.streams.update(dict.fromkeys(batch))
             for stream in batch:
@@ -316,7 +317,7 @@ class ReplicaSet(FixedWeights):
                 replica.client.cancel(one.request.id)
 
     def _move_waiting(self) -> None:
-        """Continue streams that have no replica, the oldest first, until the set is closed."""
+        """Continue streams that have no replica, one after the other, until the set is closed."""
         while True:
             with self._changed:
                 for stream in list(self._waiting):
@@ -344,23 +345,31 @@ class ReplicaSet(FixedWeights):
             except OnedrawError as error:
                 self._event(stream, attempt, Event(request.id, error=error))
 
-    def _take_from_queue(self) -> None:
-        """Let streams that wait for a lane of the busiest replica leave it, as many as another one has free lanes."""
-        if self._capacity is None:
-            return
-        lanes = self._capacity.lanes
-        free = next((one for one in self._loads.ascending() if self._by_number[one].client.ready), None)
-        busiest = self._loads.busiest()
-        if free is None or busiest is None:
-            return
-        count = min(lanes - self._loads[free], self._loads[busiest] - lanes)
-        replica = self._by_number[busiest]
-        # The streams sent last are behind the others in the replica's queue, so these are hardly being computed.
-        waiting = (stream for stream in reversed(replica.streams) if not stream.begun)
-        for stream in list(itertools.islice(waiting, max(count, 0))):
+    def _queued(self, replica: Replica) -> list[Stream]:
+        """Return the streams that wait for a lane of a replica, the last one first. Which ones run is known to the replica only;
+        those that were sent last and have had no event hardly do."""
+        assert self._capacity is not None
+        count = max(self._loads[replica.number] - self._capacity.lanes, 0)
+        return list(itertools.islice((stream for stream in reversed(replica.streams) if not stream.begun), count))
+
+    def _call_back(self, replica: Replica, streams: Sequence[Stream]) -> None:
+        """Let streams leave the queue of a replica."""
+        for stream in streams:
             replica.client.cancel(stream.attempt_id)
             stream.waits_since = None  # It may be set since an earlier loss.
             self._wait(stream)
+
+    def _take_from_queue(self) -> None:
+        """Let streams that wait for a lane of the busiest replica leave it, as many as another one has free lanes. First come
+        those whose callers have received a part of the reply."""
+        free = next((one for one in self._loads.ascending() if self._by_number[one].client.ready), None)
+        busiest = self._loads.busiest()
+        if free is None or busiest is None or self._capacity is None:
+            return
+        replica, lanes = self._by_number[busiest], self._capacity.lanes - self._loads[free]
+        taken = sorted(self._queued(replica), key=lambda stream: stream.heard is None)[: max(lanes, 0)]
+        self._moved += len(taken)
+        self._call_back(replica, taken)
 
     def _why_over(self, stream: Stream) -> OnedrawError | None:
         """Return the error with which a stream without a replica ends now, if it does."""
@@ -391,7 +400,8 @@ class ReplicaSet(FixedWeights):
                 self._forget(stream)
 
     def _leave(self, name: str, *, lost: bool) -> EngineClient | None:
-        """Forget a replica and let its streams wait for others."""
+        """Forget a replica and let its streams wait for others. Streams in the queues of the others go behind those whose callers
+        have received a part of the reply."""
         with self._changed:
             replica = self._replicas.pop(name, None)
             if replica is None:
@@ -407,6 +417,10 @@ class ReplicaSet(FixedWeights):
                 # sent the stream no event.
                 stream.waits_since = None
                 self._wait(stream)
+            self._moved += len(moving)
+            for other in self._replicas.values() if moving else ():
+                self._call_back(other, self._queued(other)[::-1])
+            self._waiting = deque(sorted(self._waiting, key=lambda stream: math.inf if stream.heard is None else stream.heard))
             if lost:
                 log.warning("replica %s died; %d requests continue on other replicas", name, len(moving))
                 self._on_lost(name)

@@ -126,9 +126,14 @@ def test_a_request_that_waits_for_a_replica_goes_on_when_one_joins() -> None:
 class Silent(Mortal):
     """A replica that accepts requests and sends no event, as one does whose lanes are all taken."""
 
+    def __init__(self, client: EngineClient) -> None:
+        super().__init__(client)
+        self.got: list[str] = []  # the ids of its requests, in the order in which they came
+
     def submit(self, requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
         with self._lock:
             self._running.update({self._id(checked.request.id): sink for checked, sink in requests})
+            self.got += [checked.request.id.partition("~")[0] for checked, _ in requests]
 
 
 def test_the_time_in_the_queue_of_a_replica_is_no_wait_for_one() -> None:
@@ -191,6 +196,18 @@ def test_a_replica_that_becomes_idle_takes_a_request_from_the_queue_of_another()
         assert read(same)[1].finish == "length"
         assert [status.requests for status in replicas.statuses()] == [1, 0]
         assert replicas.stats().replicas_lost == 0
+
+
+def test_a_reply_that_has_begun_goes_before_those_that_wait_in_the_queue() -> None:
+    """The second replica takes a request from the queue of the first one, and dies when it has sent three events of it."""
+    first = Silent(start(FakeBackend(lanes=1)))
+    with replica_set(first) as replicas:
+        for name in ("a", "b", "c"):
+            submit(replicas, request(name))
+        replicas.add("second", Mortal(start(FakeBackend(lanes=1)), 3), fingerprint="one")
+        wait_until(lambda: len(first.got) == 5)
+        assert first.got == ["a", "b", "c", "c", "b"]
+        assert replicas.stats().moved_requests == 2, "b has only lost its place"
 
 
 def test_a_queue_that_is_full_everywhere_refuses_new_requests() -> None:
