@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import mmap
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,6 +147,8 @@ def stamp(files: Iterable[Path]) -> str:
 def map_file(path: Path) -> Bytes:
     """The whole file, memory-mapped read-only."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # Opening a named pipe would wait until some process writes to it.
+            raise CorruptFile(f"{path}: not a regular file")
         with path.open("rb") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except ValueError:  # mmap refuses an empty file with this error

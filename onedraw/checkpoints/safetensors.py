@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class SafetensorsCheckpoint:
         shards: dict[str, dict[str, StoredTensor]] = {}
         for name, file in index.items():
             if file not in shards:
-                if not (self.path / file).is_file():
+                if not os.path.isfile(self.path / file):  # unlike Path.is_file, false for a name that is too long
                     raise CorruptFile(f"{self.path / file}: the file is missing; tensor {name} should be in it")
                 shards[file] = read_file(self.path / file)
             if name not in shards[file]:

@@ -51,6 +51,7 @@ from onedraw.models.config_reader import (
     FULL,
     IGNORED_KEYS,
     IGNORED_MOE_KEYS,
+    MAX_INTEGER,
     MAX_LAYERS,
     SLIDING,
     ConfigReader,
@@ -92,6 +93,7 @@ LAGUNA, DFLASH2 = "DFlashLagunaForCausalLM", "DFlash2DraftModel"
 ZLAB = ("DFlashDraftModel", DFLASH2, LAGUNA)
 GGUF_DRAFTS = ("qwen35-dflash-draft", "dflash-draft", "gemma4-dflash-draft")  # architectures in files of Lucebox
 SUPPORTED = f"{', '.join(ZLAB)}, speculators of type dflash, GGUF of architecture dflash, {', '.join(GGUF_DRAFTS)}"
+MOST_BLOCK = 1024  # A larger block size can only be a damaged file. Rows carry at most 64 drafts.
 DEFAULT_BLOCK = 16  # block size of z-lab configs and Lucebox files that name none
 DEFAULT_HEAD_DIM = 128  # head size of Qwen3 configs that name none
 DEFAULT_MASKS = {"qwen35-dflash-draft": 248070, "gemma4-dflash-draft": 4}  # mask tokens of Lucebox files that name none
@@ -312,7 +314,7 @@ def _from_zlab(source: ModelSource) -> DrafterSpec:
         vocab=keys.integer("vocab_size"),
         draft_vocab=keys.integer("draft_vocab_size", keys.integer("vocab_size")),
         eps=keys.number("rms_norm_eps", 1e-6),
-        block=_either(keys, inner, "block_size", origin, least=2) or DEFAULT_BLOCK,
+        block=_either(keys, inner, "block_size", origin, least=2, most=MOST_BLOCK) or DEFAULT_BLOCK,
         mask_token=_mask(_either(keys, inner, "mask_token_id", origin, least=0), origin),
         target_layers=ids,
         max_context=keys.integer("max_position_embeddings"),
@@ -355,7 +357,7 @@ def _from_speculators(source: ModelSource) -> DrafterSpec:
         vocab=vocab,
         draft_vocab=keys.integer("draft_vocab_size", vocab),
         eps=stack.number("rms_norm_eps", 1e-6),
-        block=keys.integer("block_size", least=2),
+        block=keys.integer("block_size", least=2, most=MOST_BLOCK),
         mask_token=_mask(keys.optional_integer("mask_token_id", least=0), origin),
         target_layers=_zero_based(counted, "aux_hidden_state_layer_ids", offset=1, origin=origin),
         max_context=stack.integer("max_position_embeddings"),
@@ -477,7 +479,7 @@ def _from_metadata(source: ModelSource, layout: DrafterLayout, depth: int | None
         vocab=vocab,
         draft_vocab=head.shape[0] if head is not None and head.shape else vocab,
         eps=keys.number("attention.layer_norm_rms_epsilon"),
-        block=keys.integer(own + "block_size", DEFAULT_BLOCK if lucebox else None, least=2),
+        block=keys.integer(own + "block_size", DEFAULT_BLOCK if lucebox else None, least=2, most=MOST_BLOCK),
         mask_token=_mask(DEFAULT_MASKS.get(arch) if mask is None else mask, origin),
         target_layers=ids,
         max_context=keys.integer("context_length"),
@@ -580,9 +582,11 @@ def _optional_number(keys: ConfigReader, name: str) -> float | None:
     return None if keys.get(name) is None else keys.number(name)
 
 
-def _either(keys: ConfigReader, inner: ConfigReader, name: str, origin: str, *, least: int = 1) -> int | None:
+def _either(
+    keys: ConfigReader, inner: ConfigReader, name: str, origin: str, *, least: int = 1, most: int = MAX_INTEGER
+) -> int | None:
     """A number at the top level or in dflash_config; if it is in both, the two must be equal."""
-    outside, inside = keys.optional_integer(name, least=least), inner.optional_integer(name, least=least)
+    outside, inside = (part.optional_integer(name, least=least, most=most) for part in (keys, inner))
     if outside is not None and inside is not None and outside != inside:
         raise CorruptFile(f"{origin}: {name} is {outside}, but dflash_config.{name} is {inside}; keep one")
     return inside if outside is None else outside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,29 @@ def test_the_error_about_a_missing_shard_names_file_and_tensor(tmp_path: Path) -
     lost = sorted(tmp_path.glob("*.safetensors"))[1]
     lost.unlink()
     with pytest.raises(CorruptFile, match=rf"{lost.name}: the file is missing; tensor model\.\S+ should be in it"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_a_named_pipe_in_place_of_the_weights_is_refused_at_once(tmp_path: Path) -> None:
+    """Opening one waits for a process that writes to it."""
+    tiny.write_safetensors("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    writes = os.open(tmp_path / "model.safetensors", os.O_RDWR)  # so that a reader that opens it fails instead of waiting
+    try:
+        with pytest.raises(CorruptFile, match="not a regular file"):
+            SafetensorsCheckpoint(tmp_path)
+    finally:
+        os.close(writes)
+
+
+def test_a_shard_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
+    tiny.write_safetensors("llama", tmp_path, shard="200KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "x" * 5000
+    path.write_text(json.dumps(index))
+    with pytest.raises(CorruptFile, match=r"the file is missing; tensor model\.norm\.weight should be in it"):
         SafetensorsCheckpoint(tmp_path)
 
 

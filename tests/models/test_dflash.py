@@ -319,6 +319,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two lists of layers": ({"target_layer_ids": [1, 2]}, "contradict each other"),
     "a block of one": ({"block_size": 1}, "block_size must be a whole number from 2"),
+    "a block for which no memory is large enough": ({"block_size": 10**9}, "block_size must be a whole number from 2 to 1024"),
     "no mask": ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id is missing"),
     "a mask outside": ({"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 512}}, "mask token 512 is outside .* 512"),
     "no layers": (
