@@ -1,6 +1,6 @@
 // Client of the server's public API: the model list, and a chat as a stream of chunks.
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(message, { status = 0, code = null, param = null } = {}) {
     super(message);
     this.status = status;

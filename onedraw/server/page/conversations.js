@@ -15,7 +15,7 @@ const MOST_ENTRIES = 10_000; // the most entries in an imported conversation
 // A random id. crypto.randomUUID does not exist on pages without https.
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
-export const shortTitle = (text) => {
+const shortTitle = (text) => {
   const line = text.trim().split("\n")[0].trim();
   return line.length > LONGEST_TITLE ? line.slice(0, LONGEST_TITLE - 1) + "…" : line || "Untitled";
 };

@@ -9,7 +9,7 @@ import { MarkdownView } from "./render.js";
 const STRIP = 120; // the most parts of the coloured strip under a reply
 
 // Whether replies show their tokens, or their Markdown.
-export const tokensShown = () => document.body.classList.contains("tokens");
+const tokensShown = () => document.body.classList.contains("tokens");
 
 // The text of one channel of a reply, in two views: as Markdown, and token by token. Only the view that is shown is updated.
 export class Text {
