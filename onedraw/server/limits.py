@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from onedraw.errors import BadRequest, OnedrawError
 
 PERMIT = "onedraw.permit"  # the entry of the ASGI scope with the request's Permit
-MANY_ACCOUNTS = 10_000  # From this number of accounts on, those that equal a new one are dropped, to bound memory.
+MANY_ACCOUNTS = 10_000  # From this number of accounts on, unused ones (`Account.unused`) are dropped, to bound memory.
 
 
 class RateLimited(OnedrawError):

@@ -416,8 +416,8 @@ class TrainingRun:
         replace_file(self._state, data)
 
     def _saved(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-        """The saved state: a header that says how far the run is, and arrays. The mask token was in no data when the run began;
-        it is kept even if replies sampled later contain it."""
+        """The saved state: a header that says how far the run is, and arrays. The header has the mask token, since a run that
+        goes on keeps it, although replies that were sampled meanwhile may contain this token."""
         if not self._state.exists():
             return None
         try:
