@@ -104,7 +104,7 @@ class Engine:
         self._undelivered: deque[tuple[Sink, Event]] = deque()  # events whose sinks were not called yet, oldest first
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._seconds = 0.0
-        self._losses = 0  # how often the state was lost since a step was last collected
+        self._losses = 0  # how often the state was lost since a step was last collected, or since requests failed because of it
         self.paused = False  # while it is set, plans in flight are collected and no others are submitted
 
     @property
@@ -429,6 +429,7 @@ class Engine:
             self.backend.recover()
         except StateLost as failure:
             log.error("the backend cannot be restored: %s", failure)
+            self._losses = 0  # the next requests try again
             for request_id in list(self._live):
                 _, sink = self._remove(request_id)
                 self._undelivered.append((sink, Event(request_id, error=StateLost(_NOT_RESTORED))))
