@@ -457,7 +457,7 @@ def _without_new_tokens(checked: CheckedRequest) -> CheckedRequest:
     request = checked.request
     count = len(request.given)
     params = replace(request.params, max_tokens=count, min_tokens=min(request.params.min_tokens, count))
-    return replace(checked, request=replace(request, params=params))
+    return replace(checked, request=replace(request, params=params, forced=request.forced[:count]))
 
 
 def _one_or_all(replies: list[Reply]) -> Reply | list[Reply]:
