@@ -200,6 +200,6 @@ def _within_64_bits(request: Request) -> Request:
     params = request.params
     dry = params.dry
     if dry is not None:
-        dry = replace(dry, allowed_length=min(dry.allowed_length, MAX_INTEGER), range=min(dry.range, MAX_INTEGER))
+        dry = replace(dry, range=min(dry.range, MAX_INTEGER))
     bias = tuple((token, float(value)) for token, value in params.logit_bias)
     return replace(request, params=replace(params, top_k=min(params.top_k, MAX_INTEGER), dry=dry, logit_bias=bias))

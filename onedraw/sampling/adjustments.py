@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.types import DryParams, History, SamplingParams, TokenMask
+from onedraw.types import LONGEST_MATCH, DryParams, History, SamplingParams, TokenMask
 
-LONGEST_MATCH = 64  # A longer repetition counts as this long (or as allowed_length if that is more), to bound the work.
 _LARGEST = float(np.finfo(np.float32).max)  # the limit on a penalty, so that scores stay finite
 
 Tokens = npt.NDArray[np.int64]
@@ -131,13 +130,12 @@ def dry_penalties(tokens: Tokens, dry: DryParams) -> tuple[tuple[int, float], ..
     it.
     """
     tokens = tokens[-dry.range :] if dry.range else tokens
-    cap = max(LONGEST_MATCH, dry.allowed_length)
     if len(tokens) < 2 or int(tokens[-1]) in dry.breakers:
         return ()
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # earlier occurrences of the last token
     lengths = np.ones(len(ends), dtype=np.int64)
     alive = np.arange(len(ends))
-    for back in range(1, min(cap, len(tokens))):
+    for back in range(1, min(LONGEST_MATCH, len(tokens))):
         expected = int(tokens[-1 - back])
         alive = alive[ends[alive] >= back]
         alive = alive[tokens[ends[alive] - back] == expected]

@@ -42,7 +42,7 @@ from onedraw.text.constraints.wire import FORMATS, decode_constraint, encode_con
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import ReplySyntax
 from onedraw.text.tools.dialects import CallableTools, Tool
-from onedraw.types import SEED_LIMIT, DryParams, Logprobs, Request, SampledToken, SamplingParams, Usage
+from onedraw.types import LONGEST_MATCH, SEED_LIMIT, DryParams, Logprobs, Request, SampledToken, SamplingParams, Usage
 from tests.support.searching import examples
 
 CODEC = RequestCodec(encode_constraint, decode_constraint)
@@ -66,7 +66,7 @@ dry = of(
     DryParams,
     multiplier=st.floats(0, 1e300),
     base=st.floats(1, 1e300),
-    allowed_length=st.integers(1, MAX_INTEGER),
+    allowed_length=st.integers(1, LONGEST_MATCH),
     range=st.integers(0, MAX_INTEGER),
     breakers=st.frozensets(ids, max_size=4),
 )
@@ -280,12 +280,12 @@ def test_an_event_of_an_engine_arrives_as_the_engine_made_it() -> None:
 
 
 def test_integers_without_a_limit_are_cut_to_64_bits() -> None:
-    params = SamplingParams(top_k=10**400, dry=DryParams(1.0, allowed_length=10**30, range=10**40), logit_bias=((3, -(10**30)),))
+    params = SamplingParams(top_k=10**400, dry=DryParams(1.0, range=10**40), logit_bias=((3, -(10**30)),))
     message = decode_to_engine(CODEC.submit((Request("a", (1,), params),)))
     assert isinstance(message, Submit)
     (found,) = CODEC.requests(message)
     assert found.params.top_k == MAX_INTEGER
-    assert found.params.dry == DryParams(1.0, allowed_length=MAX_INTEGER, range=MAX_INTEGER)
+    assert found.params.dry == DryParams(1.0, range=MAX_INTEGER)
     assert found.params.logit_bias == ((3, -1e30),)
 
 

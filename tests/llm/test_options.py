@@ -36,6 +36,7 @@ def llm() -> Iterator[LLM]:
         ({"dry_range": -77}, "dry_range"),
         ({"dry_base": -1.0}, "dry_base"),
         ({"dry_allowed_length": -5}, "dry_allowed_length"),
+        ({"dry_allowed_length": 65}, "dry_allowed_length"),
         ({"dry_multiplier": 0.0, "dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"top_k": -(10**400)}, "top_k"),
         ({"temperature": 10**400}, "temperature"),

@@ -18,7 +18,7 @@ def slow_dry(tokens: list[int], dry: DryParams) -> dict[int, float]:
     longest: dict[int, int] = {}
     for place in range(len(tokens)):  # the token that followed a repetition
         length = 0
-        while length < place and length < max(LONGEST_MATCH, dry.allowed_length):
+        while length < place and length < LONGEST_MATCH:
             token = tokens[place - 1 - length]
             if token != tokens[-1 - length] or token in dry.breakers:
                 break
@@ -70,10 +70,12 @@ def test_a_huge_base_gives_the_largest_penalty_not_an_error() -> None:
 
 
 def test_dry_is_fast_for_a_long_repetitive_history() -> None:
-    """The worst case is one repeated token: every position matches."""
+    """The worst case is one repeated token: every position matches. So is any number of tokens that a repetition may need."""
     tokens = np.zeros(100_000, dtype=np.int64)
-    _, calls = count_calls(lambda: dry_penalties(tokens, DryParams(multiplier=1.0)))
-    assert calls < 4 * LONGEST_MATCH + 100  # walks of whole arrays, a few for each length of a match
+    for allowed_length in (2, LONGEST_MATCH):
+        dry = DryParams(multiplier=1.0, allowed_length=allowed_length)
+        _, calls = count_calls(lambda dry=dry: dry_penalties(tokens, dry))
+        assert calls < 4 * LONGEST_MATCH + 100  # walks of whole arrays, a few for each length of a match
 
 
 @settings(max_examples=200)
