@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -187,10 +187,18 @@ class Tokenizer:
         return self._containing(tuple(texts))
 
     def _search(self, texts: tuple[str, ...]) -> frozenset[int]:
-        # One regular expression searches for all texts at once. If there are no texts it is (?!), which matches nothing.
-        search = re.compile(b"|".join(re.escape(_utf8(text)) for text in texts) if texts else b"(?!)").search
-        special = self._special
-        return frozenset(i for i in range(self.vocab_size) if search(self.token_bytes(i)) and i not in special)
+        # Every part of a token that is as long as one of the texts is looked up, so the work does not grow with their number.
+        wanted = {_utf8(text) for text in texts}
+        lengths = sorted({len(text) for text in wanted})
+
+        def parts(token: bytes) -> Iterator[bytes]:
+            for length in lengths:
+                if length > len(token):
+                    return
+                yield from (token[i : i + length] for i in range(len(token) - length + 1))
+
+        found = (i for i in range(self.vocab_size) if not wanted.isdisjoint(parts(self.token_bytes(i))))
+        return frozenset(found) - self._special
 
     @cached_property
     def fingerprint(self) -> str:
