@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -231,3 +234,19 @@ def test_a_template_that_iterates_over_arguments_gets_an_object_for_a_truncated_
     assert message["tool_calls"][0]["function"]["arguments"] == {}
     (message,), _ = template_inputs(messages, [], ToolSyntax("hermes", native=True))
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_white_space_that_a_call_may_follow_is_held_in_work_that_grows_with_its_length() -> None:
+    """Regression: each character copied all white space before it, so a model that was made to write white space silenced the
+    server. The process has a minute of processor time and needs about two seconds."""
+    script = """
+import resource
+from onedraw.text.tools.call_stream import Content, ToolCallParser
+from onedraw.text.tools.dialects import CallableTools, Tool
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+for dialect in ("hermes", "pythonic"):
+    parser = ToolCallParser(CallableTools(dialect, (Tool("f"),)))
+    assert not parser.push(" " * 400_000)
+    assert parser.push("<x") == [Content(" " * 400_000 + "<x")]
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 0

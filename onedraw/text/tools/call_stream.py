@@ -39,7 +39,8 @@ class ToolCallParser:
         self._markers = MARKERS.get(calls.dialect)
         self._opens = None if self._markers is None else self._markers[0]
         self._required = calls.required
-        self._held = ""  # text that may become an opening marker, or white space that is dropped if a call follows
+        self._space: list[str] = []  # white space that is dropped if a call follows
+        self._partial = ""  # text after it that may become an opening marker
         self._call: _OpenCall | None = None
         self._content_begun = False  # whether the reply has content other than white space
         self._after_call = False  # whether only white space has followed the last call
@@ -71,35 +72,37 @@ class ToolCallParser:
             self._call = None
         elif self._call is not None:
             self._abort_call(out, truncated=True)
-        if cut and self._opens is not None:
-            shortest = 1 if self._required else 2
-            partial = max((n for n in range(shortest, len(self._opens)) if self._held.endswith(self._opens[:n])), default=0)
-            self._held = self._held[: len(self._held) - partial].rstrip(SPACE) if partial else self._held
-        self._add_content(self._held, out)
-        self._held = ""
+        if not (cut and self._opens is not None and len(self._partial) >= (1 if self._required else 2)):
+            self._add_content("".join(self._space) + self._partial, out)
+        self._space.clear()
+        self._partial = ""
         return _merged(out)
 
     def _find_marker(self, character: str, opens: str, out: list[CallEvent | Content]) -> None:
-        self._held += character
-        if self._held.endswith(opens):
-            self._add_content(self._held[: -len(opens)].rstrip(SPACE), out)
-            self._held = ""
+        self._partial += character
+        if self._partial == opens:
+            self._space.clear()
+            self._partial = ""
             self._call = _OpenCall(self._new_parser, opens)
             return
-        keep = max((n for n in range(1, len(opens)) if self._held.endswith(opens[:n])), default=0)
-        safe = self._held[: len(self._held) - keep].rstrip(SPACE)
-        self._add_content(safe, out)
-        self._held = self._held[len(safe) :]
+        keep = max((n for n in range(1, len(opens)) if self._partial.endswith(opens[:n])), default=0)
+        safe = self._partial[: len(self._partial) - keep]
+        self._partial = self._partial[len(safe) :]
+        if text := safe.rstrip(SPACE):
+            self._add_content("".join(self._space) + text, out)
+            self._space.clear()
+        if len(text) < len(safe):
+            self._space.append(safe[len(text) :])
 
     def _find_unmarked_call(self, character: str, out: list[CallEvent | Content]) -> None:
         """Look for a call without markers. It can only be at the beginning of the reply or right after another call."""
         if self._content_begun:
             self._add_content(character, out)
         elif character in SPACE or (self._after_call and character in ";,"):
-            self._held += character
+            self._space.append(character)
         else:
-            self._call = _OpenCall(self._new_parser, self._held)
-            self._held = ""
+            self._call = _OpenCall(self._new_parser, "".join(self._space))
+            self._space.clear()
             self._continue_call(character, out)
 
     def _continue_call(self, character: str, out: list[CallEvent | Content]) -> None:
@@ -152,14 +155,23 @@ class _OpenCall:
         self._events: list[CallEvent] = []
         self._parser = new_parser(self._events)
         next(self._parser)
-        self.text = text  # all text from the opening marker on, which becomes content if it turns out not to be a call
+        self._text = [text]  # all text from the opening marker on, which becomes content if it turns out not to be a call
+        self._unparsed = 0  # the number of characters since the last event that the parser emitted
         self.started = self.ended = 0  # `started` counts the calls that have a name, `ended` those that are complete
-        self.unparsed = ""  # text since the last event that the parser emitted
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    @property
+    def unparsed(self) -> str:
+        """The text since the last event that the parser emitted."""
+        return "".join(self._text[len(self._text) - self._unparsed :])
 
     def push(self, character: str) -> bool:
         """Add a character and return whether the call is complete."""
-        self.text += character
-        self.unparsed += character
+        self._text.append(character)
+        self._unparsed += 1
         try:
             self._parser.send(character)
         except StopIteration:
@@ -167,7 +179,7 @@ class _OpenCall:
         finally:
             self.started += sum(isinstance(event, CallStart) for event in self._events)
             if self._events:
-                self.unparsed = ""
+                self._unparsed = 0
         return False
 
     def take_events(self) -> list[CallEvent]:
