@@ -502,8 +502,8 @@ def test_the_output_of_a_file_replaces_files_alone(tmp_path: Path) -> None:
     assert target.read_bytes().count(b"\n") == 1
 
 
-def test_a_batch_that_fails_unexpectedly_does_not_keep_others_waiting(tmp_path: Path) -> None:
-    """All later batches of its caller waited for one whose file the disk had lost."""
+def test_a_batch_whose_input_file_the_disk_has_lost_fails_and_says_so(tmp_path: Path) -> None:
+    """All later batches of its caller waited for it, and then it waited itself until it was cancelled."""
     options = ServerOptions(batch_dir=tmp_path)
     with fake_llm() as llm:
         slowed(llm, 0.05)
@@ -514,7 +514,9 @@ def test_a_batch_that_fails_unexpectedly_does_not_keep_others_waiting(tmp_path: 
         with serving(llm, options) as served:
             assert ended(served.client(), second.id).status == "completed"
             assert served.get(f"/v1/files/{first.input_file_id}/content").status_code == 404
-            assert served.client().batches.retrieve(first.id).status in ("validating", "in_progress")
+            lost = served.client().batches.retrieve(first.id)
+            assert (lost.status, lost.errors.data[0].code) == ("failed", "input_file_lost")
+            assert "upload it again" in lost.errors.data[0].message
 
 
 def test_results_are_read_up_to_the_first_torn_one(tmp_path: Path) -> None:

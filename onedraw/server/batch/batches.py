@@ -38,6 +38,11 @@ WHY: dict[Status, tuple[str, str]] = {  # status of a batch that ended early →
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was run"),
     "failed": ("batch_failed", "the batch failed before this line was run"),
 }
+INPUT_LOST = LineFault(
+    "input_file_lost",
+    "the server's disk has lost the input file, so its other lines cannot be run or named; upload it again",
+    param="input_file_id",
+)
 
 Answer = Callable[[BatchLine, LineIdentity, str | None], Awaitable[LineResult]]
 
@@ -150,6 +155,10 @@ class Batches:
 
     async def _advance(self, batch: Batch) -> None:
         """Do the next step of a batch."""
+        if batch.status != "cancelling" and await asyncio.to_thread(self._lost, batch):
+            log.error("batch %s failed: its input file %s is not in the folder", batch.id, batch.input_file_id)
+            await self._end(batch, "failed", (INPUT_LOST,))
+            return
         match batch.status:
             case "validating":
                 await self._validate(batch)
@@ -210,11 +219,12 @@ class Batches:
         await self._change(batch, status, errors=faults, **changes)
 
     def _write_files(self, batch: Batch, status: Status) -> dict[str, Any]:
-        """Write the files of a batch and return their ids and the counts. Every line is in exactly one of them."""
+        """Write the files of a batch and return their ids and the counts. Every line is in exactly one of them, except those
+        without a result if the input file is lost."""
         code, message = WHY.get(status, ("", ""))
         with ResultLog(self.store.results(batch), title=batch.id) as results:
             left: dict[int, bytes] = {}
-            for line in self._lines(batch) if len(results) < batch.total else ():
+            for line in self._lines(batch) if len(results) < batch.total and not self._lost(batch) else ():
                 if isinstance(line, BatchLine) and line.number not in results:
                     made = unfinished_line(line, batch.identity.line(line.number), code=code, message=message)
                     left[line.number] = made.text
@@ -227,6 +237,10 @@ class Batches:
                     self.store.add_output(str(ids[kind]), parts, batch=batch, filename=f"{batch.id}_{kind}.jsonl")
             counted = {"completed": results.completed, "failed": len(failed)}
         return {**counted, "output_file_id": ids["output"], "error_file_id": ids["error"]}
+
+    def _lost(self, batch: Batch) -> bool:
+        """Whether the disk has lost the input file of a batch: as long as a batch needs its file, nobody can delete it here."""
+        return not self.store.content(batch.input_file_id).exists()
 
     def _lines(self, batch: Batch) -> Iterator[BatchLine | LineFault]:
         return read_lines(self.store.content(batch.input_file_id), longest=self._longest, endpoint=batch.endpoint)
