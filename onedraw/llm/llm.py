@@ -38,6 +38,7 @@ from onedraw.types import ModelCard, Piece, Request, Usage
 ONE_CHOICE = (
     "continue_ids continues one choice: continue each with a request of its own, with n = 1 and the seed that the choice reported"
 )
+TOKENS_ON_LOOP = 256  # Events with more tokens are read on a thread, so that the event loop stays free for other requests.
 IDLE_SECONDS = 10.0  # the longest that `idle_stats` waits for the engine to become idle
 
 
@@ -302,7 +303,11 @@ class LLM:
         self._begin(choices, sink)
         try:
             while not all(choice.stream.done for choice in choices):
-                found, error = self._push_all(choices, await mailbox.take())
+                events = await mailbox.take()
+                if sum(len(event.sampled) for _, event in events) <= TOKENS_ON_LOOP:
+                    found, error = self._push_all(choices, events)
+                else:
+                    found, error = await asyncio.to_thread(self._push_all, choices, events)
                 if found:
                     yield found
                 if error is not None:

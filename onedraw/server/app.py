@@ -508,6 +508,8 @@ class ReplyRun:
         self._timer = timer
         self._permit = permit
         self._trace = trace
+        asked = prepared.choices[0].request.params.logprobs
+        self._logprobs = 0 if asked is None else 1 + asked  # logprobs of each token of the replies
         self._finishes: dict[int, Finish] = {}  # choice index → how the choice ended
         self._usages: dict[int, Usage] = {}  # choice index → its token counts, once the choice has ended
 
@@ -520,8 +522,9 @@ class ReplyRun:
         """Yield non-empty lists of chunks. The pieces that one engine step gives are sent in one write."""
         async with aclosing(self._bursts()) as bursts:
             async for burst in bursts:
-                # A prompt token may have 128 (2^7) alternatives.
-                many = any(len(piece.prompt_logprobs or ()) > LOGPROBS_ON_LOOP >> 7 for piece in burst)
+                # A prompt token may have 128 alternatives. A client that reads slowly gets many steps in one burst.
+                scored = sum(len(piece.tokens) * self._logprobs + len(piece.prompt_logprobs or ()) * 128 for piece in burst)
+                many = scored > LOGPROBS_ON_LOOP
                 if written := await asyncio.to_thread(self._written, burst) if many else self._written(burst):
                     yield written
         if ending := self._writer.ending(self._usage()):

@@ -6,6 +6,7 @@ generator is closed, which cancels the generation.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from onedraw.server.errors import error_object, known, log
 from onedraw.server.middleware import or_disconnect
 
 Chunk = dict[str, Any]
+CHUNKS_ON_LOOP = 64  # More chunks at once, as for a client that reads slowly, are written on a thread.
 
 
 def event(chunk: Chunk) -> bytes:
@@ -76,7 +78,9 @@ class ChunkStream(Response):
         async with aclosing(self._chunks) as stream:
             try:
                 async for chunks in stream:
-                    await send({"type": "http.response.body", "body": self._joined(chunks), "more_body": True})
+                    many = len(chunks) > CHUNKS_ON_LOOP
+                    body = await asyncio.to_thread(self._joined, chunks) if many else self._joined(chunks)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
                 last = self._framing.last
             except Exception as error:
                 last = self._error_chunks(known(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -13,13 +14,14 @@ import pytest
 from onedraw.build.llm import build_llm
 from onedraw.engine.client import CheckedRequest, EngineClient, Event, Sink
 from onedraw.errors import BadParameter, ContextOverflow, NoTokenLeft, OnedrawError
-from onedraw.llm.llm import LLM
-from onedraw.llm.reply_stream import Generation
+from onedraw.llm.llm import LLM, TOKENS_ON_LOOP
+from onedraw.llm.reply import Reply
+from onedraw.llm.reply_stream import Generation, ReplyStream
 from onedraw.llm.request_options import RequestOptions, make_chat_generation, make_generation
 from onedraw.settings import Settings
 from onedraw.text.constraints.factory import ConstraintFactory
 from onedraw.text.fake_tokenizer import fake_tokenizer
-from onedraw.types import ModelCard, Request, SampledToken, SamplingParams
+from onedraw.types import ModelCard, Piece, Request, SampledToken, SamplingParams
 
 TOKENIZER = fake_tokenizer()
 CARD = ModelCard(name="x", family="x", vocab=259, max_context=64, eos_ids=(), defaults={}, fingerprint="x")
@@ -104,6 +106,32 @@ def test_closed_event_loops_are_forgotten() -> None:
         for _ in range(4):
             asyncio.run(llm.arun(make_generation(RequestOptions(max_tokens=2), llm=llm, prompt=(5, 6))))
         assert len(llm._wakeups) == 1
+
+
+def test_the_event_loop_stays_free_while_the_text_of_many_tokens_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a scored reply arrives in a few events, and reading a long one silenced all streams of a server. Here reading
+    it waits until the event loop has run something else."""
+    ran, push = threading.Event(), ReplyStream.push
+
+    def slow(self: ReplyStream, event: Event) -> list[Piece]:
+        assert len(event.sampled) <= TOKENS_ON_LOOP or ran.wait(60)
+        return push(self, event)
+
+    monkeypatch.setattr(ReplyStream, "push", slow)
+
+    def script(requests: Sequence[tuple[CheckedRequest, Sink]]) -> None:
+        ((request, sink),) = requests
+        sink(Event(request.request.id, tuple(map(SampledToken, [65] * (TOKENS_ON_LOOP + 1)))))
+        sink(Event(request.request.id, finish="length"))
+
+    async def check() -> Reply:
+        running = asyncio.ensure_future(an_llm(script).arun(Generation((1,), SamplingParams())))
+        await asyncio.sleep(0.05)
+        ran.set()
+        (reply,) = await running
+        return reply
+
+    assert len(asyncio.run(check()).tokens) == TOKENS_ON_LOOP + 1
 
 
 def test_a_request_can_be_sent_to_another_process() -> None:
