@@ -22,11 +22,15 @@ MAX_ERROR_CHARACTERS = 1 << 12  # characters of an error's message, which may re
 # Work.
 MAX_SHORT_WORK = 6  # short requests that are checked and tokenized at the same time; further ones wait, and callers take turns
 MAX_LONG_WORK = 2  # long requests that are checked and tokenized at the same time
-MAX_FORMAT_WORK = 2  # requests whose response format is compiled at the same time
+MAX_FORMAT_WORK = 3  # requests whose response format is compiled at the same time, each in a process of its own
+MAX_CALLER_FORMAT_WORK = 2  # the same of one caller, so that costly formats leave room for those of other callers
 MAX_PROMPT_TOKENS = 1 << 22  # tokens of all prompts of one request together
+MAX_METADATA = 16  # entries of the metadata of a response or batch; a key may have 64 characters, a value 512
 MAX_REFERENCED_CHARACTERS = 1 << 25  # characters of all stored items that the input of /v1/responses refers to
 MAX_PROMPT_LOGPROBS = 1 << 20  # of `prompt_logprobs`, or `echo` with `logprobs`: tokens of all prompts × (1 + alternatives) × n
 MAX_REPLY_LOGPROBS = 1 << 23  # logprobs of the replies of a request: replies × max_tokens × (1 + alternatives + given ids)
+
+MAX_UNREAD = 1 << 29  # bytes of replies that wait until their clients read them; beyond that connections are closed
 
 # Batches: uploaded files, and batches of requests.
 MAX_BATCH_FILE = 200 << 20  # bytes of one uploaded file
@@ -37,7 +41,6 @@ MAX_BATCH_FILES = 1_000  # files that one caller may have stored
 MAX_BATCHES = 1_000  # batches that one caller may have stored; the oldest that ended is dropped for a new one
 MAX_BATCH_FAULTS = 100  # lines that are reported as wrong; the rest of the file is not checked then
 MAX_CUSTOM_ID = 512  # characters of `custom_id`, the client's name for a line
-MAX_BATCH_METADATA = 16  # entries of a batch's metadata; a key may have 64 characters, a value 512
 BATCH_KEEP_SECONDS = 30 * 24 * 3600  # how long batches that have ended, and their files, are kept
 
 # Response formats: JSON schemas (also those of tools), grammars, regular expressions, choices.
@@ -51,6 +54,7 @@ MAX_FORMAT_RULES = 5_000  # rules of a grammar
 MAX_TOOL_CHARACTERS = 1 << 20  # characters of the grammar that the server writes for the calls of a request's tools
 MAX_TOOL_WORK = 1 << 22  # characters written and checked in total until the grammar of tool calls is complete
 TOOL_CHECK_WORK = 1_000  # checking a part of that grammar counts as this many characters, besides those of the part
+TOOL_SECONDS = 6.0  # processor time for checking the schemas of all tools of a request, in the process described below
 MAX_LITERAL_DEPTH = 100  # values inside each other, with references followed, in a tool's schema if calls are not JSON
 
 # The helper process that compiles a response format before the server does.

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from onedraw.errors import BadRequest, OnedrawError
 from onedraw.limits import MAX_ERROR_CHARACTERS
 from onedraw.server.limits import RateLimited
+from onedraw.text.tokenizer import replace_surrogates
 
 log = logging.getLogger("onedraw.server")
 
@@ -141,8 +142,11 @@ TextT = TypeVar("TextT", str, str | None)
 
 
 def _cut(text: TextT) -> TextT:
-    """Cut a message to its greatest length. It may repeat what the client sent, such as the name of an unknown field."""
-    return text if text is None or len(text) <= MAX_ERROR_CHARACTERS else text[:MAX_ERROR_CHARACTERS] + "…"
+    """Cut a message to its greatest length, and replace what UTF-8 cannot encode. It may repeat what the client sent, such as the
+    name of an unknown field."""
+    if text is None:
+        return None
+    return replace_surrogates(text if len(text) <= MAX_ERROR_CHARACTERS else text[:MAX_ERROR_CHARACTERS] + "…")
 
 
 def _type(status: int) -> str:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from pydantic.fields import FieldInfo
 
 from onedraw.errors import BadParameter, BadRequest
+from onedraw.limits import MAX_METADATA
 from onedraw.types import SEED_RANGE
 
 LONGEST_NAME = 64  # longer than any known field name; a longer unknown name is cut before similar names are searched for
@@ -32,6 +33,11 @@ LEFT_OUT_TOOL = re.compile(
 Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # Counts are limited to 32 bits, which every backend can hold.
 
 
+# The caller's own notes about a response or a batch, which are stored and sent back.
+Metadata = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+]
 ItemT = TypeVar("ItemT")
 
 

@@ -1,17 +1,22 @@
-"""The HTTP parser of uvicorn, with a bound on the head of a request and on what follows its body, and without upgrades.
+"""The HTTP parser of uvicorn, with a bound on the head of a request and on what follows its body, a bound on the replies that
+clients do not read, and without upgrades.
 
 Uvicorn's own parser collects a URL, a header or a trailer of any length, on the event loop and before any check of a key. It also
-drops the body of a request that offers another protocol, as Java's HTTP client does with every request to an http:// URL.
+drops the body of a request that offers another protocol, as Java's HTTP client does with every request to an http:// URL. A reply
+that its client does not read waits in memory for as long as the client keeps the connection.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from typing import Any, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from onedraw.limits import MAX_HEAD
+from onedraw.limits import MAX_HEAD, MAX_UNREAD
+from onedraw.server.auth import turn_caller
 
 OFFERS = (b"connection", b"upgrade", b"http2-settings")  # headers that offer another protocol
 _BODY = b"the head of the request is too large"
@@ -25,6 +30,11 @@ class BoundedParser(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._pending = 0  # bytes since the last complete head or part of a body
+
+    @property
+    def caller(self) -> str:
+        """The caller of the latest request."""
+        return turn_caller(cast(Scope, self.scope))
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -42,18 +52,20 @@ class BoundedParser(HttpToolsProtocol):
             self.transport.close()
 
     def _feed(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:  # The head offers another protocol: parse it again without the offer.
-            method = self.parser.get_method()
-            if method == b"CONNECT":
-                raise httptools.HttpParserError("this server is no proxy") from None
-            close = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
-            kept = [(name, value) for name, value in self.headers if name not in OFFERS]
-            lines = [name + b": " + value for name, value in (*kept, *([(b"connection", b"close")] if close else []))]
-            head = b"\r\n".join((method + b" " + self.url + b" HTTP/1.1", *lines, b"", b""))
-            self.parser = httptools.HttpRequestParser(self)
-            self._feed(head + data[offer.args[0] :])
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:  # The head offers another protocol: parse it again without the offer.
+                method = self.parser.get_method()
+                if method == b"CONNECT":
+                    raise httptools.HttpParserError("this server is no proxy") from None
+                close = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
+                kept = [(name, value) for name, value in self.headers if name not in OFFERS]
+                lines = [name + b": " + value for name, value in (*kept, *([(b"connection", b"close")] if close else []))]
+                head = b"\r\n".join((method + b" " + self.url + b" HTTP/1.1", *lines, b"", b""))
+                self.parser = httptools.HttpRequestParser(self)
+                data = head + data[offer.args[0] :]
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -67,3 +79,19 @@ class BoundedParser(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """Note that this client reads more slowly than its reply is written. While such replies have more than MAX_UNREAD bytes
+        together, close the connection with the largest of the caller that has most of them, except the only one."""
+        super().pause_writing()
+        slow = [one for one in self.connections if isinstance(one, BoundedParser) and one.flow.write_paused]
+        unread = {one: one.transport.get_write_buffer_size() for one in slow}
+        callers: defaultdict[str, int] = defaultdict(int)
+        for connection, size in unread.items():
+            callers[connection.caller] += size
+        while sum(callers.values()) > MAX_UNREAD and len(unread) > 1:
+            most = max(callers, key=callers.__getitem__)
+            theirs = [connection for connection in unread if connection.caller == most]
+            largest = max(theirs, key=unread.__getitem__)
+            callers[most] -= unread.pop(largest)
+            largest.transport.abort()

@@ -3,8 +3,10 @@ headers took memory until the connection ended."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -81,3 +83,49 @@ def test_an_offer_to_change_the_protocol_is_ignored(served: Served, offered: str
     head = b"connection: upgrade, close\r\nupgrade: h2c\r\nauthorization: Bearer a\r\ncontent-length: %d\r\n\r\n" % len(BODY)
     assert b"connection: close" in sent(served, HEAD + head + BODY)[1]
     assert sent(served, b"CONNECT test:80 HTTP/1.1\r\nhost: test\r\n\r\n")[1].startswith(b"HTTP/1.1 400 ")
+
+
+def test_many_offers_on_one_connection_are_ignored(served: Served) -> None:
+    """Regression: each was parsed inside of the one before, and the connection ended with a traceback in the log."""
+    offer = b"GET /health HTTP/1.1\r\nhost: test\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    address, answers, many = httpx.URL(served.url), b"", 1_500
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE) as connection:
+        connection.sendall(offer * many)
+        while answers.count(b"HTTP/1.1 200 ") < many:
+            part = connection.recv(1 << 16)
+            assert part
+            answers += part
+
+
+def test_replies_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: they waited in memory for as long as their clients kept the connections. Ann asks for far more than the bound
+    and reads nothing; Bob, who reads slowly, gets all of his."""
+    monkeypatch.setattr("onedraw.server.http_parser.MAX_UNREAD", 24 * MEGABYTE)
+    body = json.dumps({"tokens": [257] * MEGABYTE}).encode()  # The answer has twelve bytes for each token.
+    keys = (ApiKey("ann", "a"), ApiKey("bob", "b"))
+    with fake_llm() as llm, serving(llm, ServerOptions(api_keys=keys)) as served, ExitStack() as stack:
+
+        def ask(key: str) -> socket.socket:
+            address = httpx.URL(served.url)
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)  # so that little waits outside of the server
+            connection.settimeout(PATIENCE)
+            connection.connect((address.host, address.port))
+            head = f"POST /detokenize HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            return connection
+
+        def received(connection: socket.socket) -> int:
+            length = 0
+            with suppress(ConnectionError):
+                while part := connection.recv(1 << 16):
+                    length += len(part)
+            return length
+
+        bob, whole = ask("b"), received(ask("b"))
+        assert bob.recv(1)
+        ann = [ask("a") for _ in range(8)]
+        assert all(connection.recv(1) for connection in ann)  # All were answered before the first is read.
+        lengths = [received(connection) for connection in ann]
+        assert 0 < sum(length < whole - 1 for length in lengths) < len(ann)
+        assert received(bob) == whole - 1

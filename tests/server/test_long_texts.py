@@ -241,15 +241,38 @@ def test_a_caller_that_disconnects_while_it_waits_leaves_its_turn_to_the_next() 
         waiting = {name: asyncio.ensure_future(take(name)) for name in ("b", "c", "d")}
         await asyncio.sleep(0)
         waiting["b"].cancel()
-        turns.release()  # c has the slot now, and disconnects before it runs
+        turns.release("a")  # c has the slot now, and disconnects before it runs
         waiting["c"].cancel()
         for _ in range(5):
             await asyncio.sleep(0)
-        turns.release()
+        turns.release("d")
         await turns.acquire("e")  # the one slot is free again
         return got
 
     assert asyncio.run(check()) == ["d"]
+
+
+def test_one_caller_leaves_a_slot_to_the_others() -> None:
+    """Regression: two costly formats of one caller held up those of all others until both were compiled."""
+
+    async def check() -> list[str]:
+        turns, got = Turns(2, share=1), list[str]()
+
+        async def take(caller: str) -> None:
+            await turns.acquire(caller)
+            got.append(caller)
+
+        tasks = [asyncio.ensure_future(take(caller)) for caller in "aaab"]
+        await asyncio.sleep(0)
+        assert got == ["a", "b"]
+        tasks += [asyncio.ensure_future(take("c"))]
+        for caller in ("b", "a", "c", "a", "a"):
+            turns.release(caller)
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        return got
+
+    assert asyncio.run(check()) == ["a", "b", "c", "a", "a"]
 
 
 def test_requests_are_answered_while_many_formats_wait_to_be_compiled(fake: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def stored_response(number: int, item: dict[str, Any] | None = None) -> StoredRe
 
 
 def test_stored_responses_are_bounded() -> None:
-    memory = ResponseStore(most_characters=500)
+    memory = ResponseStore(500)
     for number in range(9):
         memory.keep(stored_response(number))
     assert memory.before("resp_8")[0]["content"] == "x" * 60
@@ -229,12 +229,31 @@ def test_deleting_a_later_response_keeps_the_items_of_an_earlier_one() -> None:
 
 
 def test_a_response_too_large_to_store_evicts_no_other() -> None:
-    memory = ResponseStore(most_characters=500)
+    memory = ResponseStore(500)
     memory.keep(stored_response(0))
     memory.keep(StoredResponse({"id": "resp_1", "output": []}, (), ({"role": "user", "content": "x" * 600},)))
     assert memory.find("resp_0")
     with pytest.raises(NoSuchResponse):
         memory.find("resp_1")
+
+
+def test_a_response_that_many_connections_could_ask_for_at_once_is_not_stored() -> None:
+    """Regression: one of 25 MB was sent to any number of clients that did not read it, and took their number times its size."""
+    memory = ResponseStore(10_000, most_of_one=500)
+    memory.keep(stored_response(0))
+    memory.keep(StoredResponse({"id": "resp_1", "output": []}, ({"id": "in_1", "text": "x" * 600},), ()))
+    assert memory.find("resp_0")
+    with pytest.raises(NoSuchResponse):
+        memory.find("resp_1")
+
+
+@pytest.mark.parametrize(
+    "notes", [{"a": "x" * 513}, {"x" * 65: "a"}, {"": "a"}, {str(i): "a" for i in range(17)}, {"a": 1}, ["a"]]
+)
+def test_metadata_is_bounded(fake: Any, notes: Any) -> None:
+    answer = fake.post(PATH, input="Hello.", max_output_tokens=2, metadata=notes)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("metadata")
 
 
 def test_a_response_is_not_found_with_another_key() -> None:

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.fixtures.hostile_formats import CORPUS
-from tests.support.helper_process import helper_pid, is_checking
+from tests.support.helper_process import checking, helper_pid
 
 HELLO = [{"role": "user", "content": "Hello."}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -215,7 +215,7 @@ def test_a_neighbour_is_answered_while_a_costly_format_is_compiled(fake: Any) ->
     thread = threading.Thread(target=lambda: answers.append(fake.post(CHAT, messages=HELLO, max_tokens=9, guided_regex="[xyz]")))
     thread.start()
     try:
-        while not is_checking(compiler):
+        while not checking(compiler):
             threading.Event().wait(0.001)
         chunks = list(fake.chunks(CHAT, messages=HELLO, max_tokens=30, seed=1))
         assert chunks

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from onedraw import limits
 from onedraw.text.constraints.grammar import GrammarCompiler
 
 
 def helper_pid(compiler: GrammarCompiler) -> int:
-    process = compiler._checker._process  # type: ignore[union-attr]  # None where formats are not isolated
-    assert process is not None
-    return process._process.pid
+    """Return the id of the process that checks the next format."""
+    return compiler._checker._idle[-1]._process.pid  # type: ignore[union-attr]  # None where formats are not isolated
 
 
-def is_checking(compiler: GrammarCompiler) -> bool:
-    """Whether a format is in the helper process now."""
-    return compiler._checker._lock.locked()  # type: ignore[union-attr]
+def checking(compiler: GrammarCompiler) -> int:
+    """Return how many formats are in helper processes now."""
+    return limits.MAX_FORMAT_WORK - compiler._checker._turns._value  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from onedraw.text.reply_parser import PLAIN_TEXT
 from onedraw.text.tools.dialects import Dialect, Tool
 from onedraw.text.tools.grammar import ToolCallGrammar
 from tests.fixtures.hostile_formats import CORPUS, STRING, items_chain
-from tests.support.helper_process import helper_pid
+from tests.support.helper_process import checking, helper_pid
 
 TOKENIZER = fake_tokenizer()
 EOS = 256
@@ -149,6 +149,50 @@ def test_references_to_one_value_and_to_themselves_are_followed_once() -> None:
     check_schema({"anyOf": [{"$ref": text} for text in ("", "#/", "#/x/y", "#/anyOf/99", "other.json#/a", "#name")]}, "x")
 
 
+COSTLY_TEXTS = {
+    "a name without a colon": {"guided_grammar": "start: x\n" + "a" * 262_000},
+    "an expression of opening brackets": {"guided_grammar": "start: /" + "[" * 262_000},
+    "schemas that never end": {"guided_grammar": "start: " + "%json " * 43_000},
+    "a count before white space": {"guided_grammar": 'root ::= "a"{1,' + " " * 262_000},
+}
+CHECK = """
+import json, resource, sys
+from onedraw.errors import BadParameter
+from onedraw.text.constraints.format_limits import check_lark
+from onedraw.text.constraints.gbnf import translate
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+text = json.loads(sys.stdin.read())["guided_grammar"]
+try:
+    (translate if "::=" in text else check_lark)(text, "guided_grammar")
+except BadParameter as error:
+    assert error.param == "guided_grammar"
+"""
+
+
+@pytest.mark.parametrize("name", COSTLY_TEXTS)
+def test_checking_a_text_takes_work_that_grows_with_its_length(name: str) -> None:
+    """Regression: the patterns with which a grammar was read took the square of its length, which is minutes during which
+    nothing else ran. The process has a minute of processor time and needs about one second."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK], input=json.dumps(COSTLY_TEXTS[name]), text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0
+
+
+def test_a_slash_ends_an_expression_also_inside_a_class_as_in_the_compiler() -> None:
+    uses = "start: /[/ a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(600)) + '\na600: "x"'
+    with pytest.raises(BadParameter, match="levels deep"):
+        check_lark(uses, "x")
+
+
+@pytest.mark.parametrize("text", [r'{"\ud800": 1}', r'{"properties": {"\ud800": {"pattern": "("}}}', r'{"const": "\ud800"}'])
+def test_a_schema_as_text_with_half_of_a_surrogate_pair_is_refused(text: str) -> None:
+    with pytest.raises(BadParameter, match="surrogate") as error:
+        JsonFormat.of(text, "guided_json")
+    assert str(error.value).isascii()
+    assert JsonFormat.of(r'{"const": "\\ud800 and \ud83d\ude00"}', "guided_json").schema
+
+
 def test_quoted_text_and_comments_are_no_rules() -> None:
     names = " ".join(f'"a{i}: b{i}"' for i in range(50))
     check_lark(f"start: {names} /a: b/ // c: d\n", "x")
@@ -180,6 +224,28 @@ def test_types_that_multiply_are_not_written_without_end() -> None:
     with pytest.raises(BadRequest, match="too much work") as error:
         writer.write([tool], required=True, parallel=True)
     assert error.value.param == "tools"
+
+
+def test_the_schemas_of_all_tools_share_the_time_for_checking_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each had the whole time of a format, so a request with 60 costly ones kept others waiting for minutes."""
+    monkeypatch.setattr(limits, "TOOL_SECONDS", 0.2)
+    asked: list[str] = []
+
+    def check(schema: Any, param: str, spend: Callable[[float], None]) -> Any:
+        asked.append(param)
+        spend(0.06)
+        return schema
+
+    tools = [Tool(f"f{i}", "", '{"type": "object"}', strict=False, param=f"tools[{i}]") for i in range(60)]
+    writer = ToolCallGrammar("hermes", tokenizer=TOKENIZER, lark_text=COMPILER.lark_text, check=check)
+    with pytest.raises(BadRequest, match=r"0\.2 seconds") as error:
+        writer.write(tools, required=True, parallel=True)
+    assert error.value.param == "tools"
+    assert len(asked) == 4
+    spent: list[float] = []
+    COMPILER.check_schema({"type": "object", "properties": {"new": {"type": "string"}}}, "x", spent.append)
+    COMPILER.check_schema({"type": "object", "properties": {"new": {"type": "string"}}}, "x", spent.append)
+    assert spent[0] > spent[1] == 0
 
 
 # ---------------------------------------------------------------------- the helper process
@@ -261,35 +327,34 @@ def test_a_helper_process_that_was_killed_is_replaced(compiler: GrammarCompiler)
 def test_a_format_that_is_being_checked_holds_up_no_format_that_was_compiled_before(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor another one that is new, which has a process of its own; only a third one waits."""
     compiler.constraint(ORDINARY, PLAIN_TEXT)
     monkeypatch.setattr(limits, "COMPILE_WAIT_SECONDS", 0.01)
-    stopped = helper_pid(compiler)
-    os.kill(stopped, signal.SIGSTOP)
-    asked, done = threading.Event(), threading.Event()
-    check = compiler._checker._process.ask  # type: ignore[union-attr]
+    stopped, threads, done = [], [], []
 
-    def note(*args: Any) -> Any:
-        asked.set()
-        return check(*args)
+    def slow(pattern: str) -> None:
+        compiler.constraint(RegexFormat(pattern, "x"), PLAIN_TEXT)
+        done.append(pattern)
 
-    monkeypatch.setattr(compiler._checker._process, "ask", note)
-
-    def slow() -> None:
-        compiler.constraint(RegexFormat("[cd]", "x"), PLAIN_TEXT)
-        done.set()
-
-    thread = threading.Thread(target=slow)
-    thread.start()
     try:
-        assert asked.wait(60)
+        for number in range(limits.MAX_FORMAT_WORK):
+            compiler.constraint(RegexFormat(f"new {number}", "x"), PLAIN_TEXT)
+            stopped.append(helper_pid(compiler))
+            os.kill(stopped[-1], signal.SIGSTOP)
+            threads.append(threading.Thread(target=slow, args=(f"slow {number}",)))
+            threads[-1].start()
+            while checking(compiler) <= number:
+                threading.Event().wait(0.01)
         compiler.constraint(ORDINARY, PLAIN_TEXT)
         with pytest.raises(QueueFull, match="being compiled"):
             compiler.constraint(RegexFormat("[ef]", "x"), PLAIN_TEXT)
-        assert not done.is_set()
+        assert not done
     finally:
-        os.kill(stopped, signal.SIGCONT)
-        thread.join()
-    assert done.is_set()
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        for thread in threads:
+            thread.join()
+    assert len(set(stopped)) == len(done) == limits.MAX_FORMAT_WORK
     compiler.constraint(RegexFormat("[ef]", "x"), PLAIN_TEXT)
 
 
@@ -297,7 +362,7 @@ SCRIPT = """
 import sys, onedraw
 model = onedraw.load("smollm2", backend="fake")
 print(model.generate("a", guided_choice=["yes"], max_tokens=20).text, flush=True)
-print(model.constraints.grammars._checker._process._process.pid, flush=True)
+print(model.constraints.grammars._checker._idle[-1]._process.pid, flush=True)
 sys.stdin.read() if len(sys.argv) > 1 else model.close()
 """
 

@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from onedraw.errors import BadParameter, BadRequest
-from onedraw.limits import BATCH_KEEP_SECONDS, MAX_BATCH_METADATA
+from onedraw.limits import BATCH_KEEP_SECONDS
 from onedraw.server.batch.lines import ENDPOINTS
 from onedraw.server.errors import BodyTooLarge, BodyTooSlow
-from onedraw.server.fields import StrictModel, field_doc, seed_field
+from onedraw.server.fields import Metadata, StrictModel, field_doc, seed_field
 
 HOUR = 3600
 MAX_HOURS = 7 * 24
 UPLOAD_SECONDS = 600.0  # the time within which the last byte of an uploaded file must arrive
 FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
-Note = Annotated[str, Field(max_length=512)]
-NoteName = Annotated[str, Field(min_length=1, max_length=64)]
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/score"]
 assert Endpoint.__args__ == ENDPOINTS  # type: ignore[attr-defined]
 
@@ -44,7 +41,7 @@ class BatchRequest(StrictModel):
         ...,
         pattern=r"^[1-9]\d{0,2}h$",
     )
-    metadata: dict[NoteName, Note] | None = field_doc("object", "the caller's own notes", max_length=MAX_BATCH_METADATA)
+    metadata: Metadata | None = field_doc("object", "the caller's own notes")
     output_expires_after: ExpiresAfter | None = field_doc("object", "when the output files expire; without it after 30 days")
     seed: int | None = seed_field("the batch")
 

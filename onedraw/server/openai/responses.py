@@ -12,8 +12,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from onedraw.errors import BadParameter, BadRequest, OnedrawError
@@ -25,14 +27,15 @@ from onedraw.server.prompts import PreparedRequest
 from onedraw.server.protocol import ToolChoice
 from onedraw.types import Finish, ModelCard, Piece, ReplyToken, Usage
 
-MAX_CHARACTERS = 2**26  # The limit on the characters of all stored responses together.
+MAX_STORED = 2**26  # The limit on the bytes of all stored responses together, as JSON.
+MAX_BYTES = 2**22  # The limit on the bytes of one, with its conversation: it may be asked for many times at once.
 
 
 class NoSuchResponse(BadRequest):
     code, status = "response_not_found", 404
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredResponse:
     """A response as it was sent, its input items, and the whole conversation including it as chat messages."""
 
@@ -41,9 +44,10 @@ class StoredResponse:
     messages: tuple[Json, ...]
     owner: str | None = None  # name of the API key that created it; no other key may read it
 
-    @property
+    @cached_property
     def size(self) -> int:
-        return sum(len(str(part)) for part in (self.response, *self.items, *self.messages))
+        """The number of bytes as JSON."""
+        return sum(len(msgspec.json.encode(part)) for part in (self.response, self.items, self.messages))
 
     @property
     def referable(self) -> Sequence[Json]:
@@ -55,8 +59,8 @@ class StoredResponse:
 class ResponseStore:
     """Stored responses in memory. When they exceed the limit, the oldest are dropped. Its methods are thread-safe."""
 
-    def __init__(self, most_characters: int = MAX_CHARACTERS) -> None:
-        self._most = most_characters
+    def __init__(self, most: int = MAX_STORED, *, most_of_one: int = MAX_BYTES) -> None:
+        self._most, self._most_of_one = most, min(most, most_of_one)
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         # (owner, item id) → the stored items with that id. Several responses can contain the same item.
         self._items: dict[tuple[str | None, str], list[Json]] = {}
@@ -64,7 +68,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def keep(self, stored: StoredResponse) -> None:
-        if stored.size > self._most:  # Such a response is not stored, because it would displace all others and still not fit.
+        if stored.size > self._most_of_one:
             return
         with self._lock:
             self._kept[stored.response["id"]] = stored

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainValidator, model_validator
+from pydantic import PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onedraw.errors import BadParameter
@@ -17,6 +17,7 @@ from onedraw.llm.request_options import EFFORTS, Effort
 from onedraw.server.fields import (
     TOOL_NAME,
     ListOf,
+    Metadata,
     Rule,
     StrictModel,
     Whole,
@@ -131,12 +132,6 @@ def _items(value: object) -> str | list[dict[str, Any]]:
     return value
 
 
-def _notes(value: object) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise PydanticCustomError("notes", "must be an object: name → text")
-    return value
-
-
 NumberedMessage = tuple[int, dict[str, Any]]  # the index of a message's first input item, and the chat message
 
 
@@ -211,9 +206,7 @@ class ResponsesRequest(TokenFields):
     )
     text: ResponseText | None = field_doc("object", "`format`: the response format")
     reasoning: ResponseReasoning | None = field_doc("object", "`effort`")
-    metadata: Annotated[dict[str, str], BeforeValidator(_notes)] | None = field_doc(
-        "object", "the caller's own notes, returned with the response"
-    )
+    metadata: Metadata | None = field_doc("object", "the caller's own notes, returned with the response")
     thinking_budget: Whole | None = field_doc("integer >= 0", "tokens of thinking, after which it is closed")
     chat_template_kwargs: dict[str, Any] = field_doc("object", "variables of the checkpoint's chat template", {})
 

@@ -187,6 +187,7 @@ def main() -> None:
 
 def _answer(check: GrammarCheck, line: bytes, answers: Any, seconds: float, size: int) -> None:
     _limit_time(seconds)
+    begun = time.process_time()
     try:
         found = check.answer(json.loads(line))
     except BaseException:  # After a lack of memory or a panic in native code, the state of this process may be damaged.
@@ -196,7 +197,8 @@ def _answer(check: GrammarCheck, line: bytes, answers: Any, seconds: float, size
     # against the limit of later ones.
     last = _address_space() > size + GROWTH
     error = None if found is None else {"path": found.path, "reason": found.reason}
-    answers.write(json.dumps({"error": error, "last": last}).encode() + b"\n")
+    answer = {"error": error, "seconds": time.process_time() - begun, "last": last}
+    answers.write(json.dumps(answer).encode() + b"\n")
 
 
 def _limit_time(seconds: float) -> None:

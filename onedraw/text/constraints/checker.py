@@ -1,9 +1,9 @@
 """Compiles response formats in a helper process first, so that a format which is too costly, or which crashes the native
 compiler, ends that process and not the server.
 
-The input is the text of a grammar, or a schema; the output is a Refusal, which says why it cannot be used, or None. The process
-(`check_process.py`) starts with the first check and is replaced if it dies. It ends with the checker, and also if the server is
-killed, because its input, a pipe from the server, is closed then.
+The input is the text of a grammar, or a schema; the output is a CheckedFormat, which says why it cannot be used, if so. The
+process (`check_process.py`) starts with the first check and is replaced if it dies; another one starts while it is at work. It
+ends with the checker, and also if the server is killed, because its input, a pipe from the server, is closed then.
 """
 
 from __future__ import annotations
@@ -39,8 +39,15 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedFormat:
+    refusal: Refusal | None  # None: the format can be used
+    seconds: float = 0.0  # processor time that finding this took
+
+
 class GrammarChecker:
-    """Checks one format at a time, for one vocabulary. Several threads may use it. The GrammarCompiler owns and closes it."""
+    """Checks formats for one vocabulary, each in one of `limits.MAX_FORMAT_WORK` processes, so that a costly format holds up no
+    other one. Several threads may use it. The GrammarCompiler owns and closes it."""
 
     def __init__(self, *, tokens: Sequence[bytes], special: Sequence[int], eos_ids: Sequence[int]) -> None:
         setup = {
@@ -52,68 +59,73 @@ class GrammarChecker:
             "stack": limits.COMPILE_STACK,
         }
         self._setup = _line(setup)
-        self._process: _Process | None = None
-        self._lock = threading.Lock()
+        self._idle: list[_Process] = []  # processes that check nothing now
+        self._turns = threading.BoundedSemaphore(limits.MAX_FORMAT_WORK)
         self._closed = False
 
-    def check(self, request: Mapping[str, Any]) -> Refusal | None:
-        """Return why a format cannot be used, or None if it can. `request` has a `grammar` as text, with its `schema` if it is
-        made of one, or a `schema` alone. If other checks take too long, raise QueueFull; if the process does not start or the
-        checker was closed, StepFailed."""
+    def check(self, request: Mapping[str, Any]) -> CheckedFormat:
+        """Return whether a format can be used. `request` has a `grammar` as text, with its `schema` if it is made of one, or a
+        `schema` alone. If other checks take too long, raise QueueFull; if the process does not start or the checker was closed,
+        StepFailed."""
         line = _line(request)
-        if not self._lock.acquire(timeout=limits.COMPILE_WAIT_SECONDS):
+        if not self._turns.acquire(timeout=limits.COMPILE_WAIT_SECONDS):
             raise QueueFull("other response formats are being compiled; try again in a moment")
         try:
             answer = self._ask(line)
             if answer is None:  # The system killed the process, perhaps because others use too much memory. Try once more.
                 answer = self._ask(line)
         finally:
-            self._lock.release()
+            self._turns.release()
         if answer is None:
-            return Refusal("", "cannot be compiled: the process that compiles it was killed")
+            return CheckedFormat(Refusal("", "cannot be compiled: the process that compiles it was killed"))
         error = answer["error"]
-        return None if error is None else Refusal(error["path"], error["reason"])
+        return CheckedFormat(None if error is None else Refusal(error["path"], error["reason"]), answer["seconds"])
 
     def start(self) -> None:
-        """Start the process without waiting for it."""
-        with self._lock:
-            self._running()
+        """Start a process without waiting for it."""
+        with self._turns:
+            self._idle.append(self._process())
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._end()
+        """Wait until the formats that are being checked are, and end all processes."""
+        self._closed = True
+        for _ in range(limits.MAX_FORMAT_WORK):
+            self._turns.acquire()
+        while self._idle:
+            self._idle.pop().close()
+        self._turns.release(limits.MAX_FORMAT_WORK)
 
     def _ask(self, line: bytes) -> dict[str, Any] | None:
-        """Send a line to the process and return its answer, or None if something outside killed it. A format that ends the
-        process is refused."""
-        process = self._running()
-        process.wait_until_ready()
-        answer = process.ask(line, limits.COMPILE_WALL_SECONDS)
-        if answer is not None:
-            if answer["last"]:
-                self._end()
+        """Send a line to a process and return its answer, or None if something outside killed it. A format that ends the process
+        is refused."""
+        process = self._process()
+        try:
+            process.wait_until_ready()
+            answer = process.ask(line, limits.COMPILE_WALL_SECONDS)
+        except BaseException:
+            process.close()
+            raise
+        if answer is not None and not answer["last"]:
+            self._idle.append(process)
             return answer
-        code = process.wait()
-        self._end()
-        if code in _KILLED and not process.timed_out:
-            return None
+        code = process.wait() if answer is None else 0
+        process.close()
+        if answer is not None or (code in _KILLED and not process.timed_out):
+            return answer
         log.warning("a response format ended the process that compiles formats first (exit status %s); it was refused", code)
-        return {"error": {"path": "", "reason": _too_costly(code, process.timed_out)}}
+        return {"error": {"path": "", "reason": _too_costly(code, process.timed_out)}, "seconds": limits.COMPILE_SECONDS}
 
-    def _running(self) -> _Process:
+    def _process(self) -> _Process:
+        """Return an idle process, or a new one if there is none."""
         if self._closed:
             raise StepFailed("the model was closed")
-        if self._process is not None and not self._process.alive:
-            self._end()
-        if self._process is None:
-            self._process = _Process(self._setup)
-        return self._process
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        with suppress(IndexError):
+            while True:
+                process = self._idle.pop()
+                if process.alive:
+                    return process
+                process.close()
+        return _Process(self._setup)
 
 
 class _Process:

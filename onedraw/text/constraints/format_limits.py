@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from onedraw import limits
 from onedraw.errors import BadParameter
+from onedraw.text.tokenizer import has_surrogate
 
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -25,6 +26,8 @@ def schema_text(schema: Any, param: str) -> str:
     """Return a schema as JSON text, or raise BadParameter if it is over a limit."""
     check_schema(schema, param)
     text = json.dumps(schema)
+    if "\\ud" in text and has_surrogate(json.dumps(schema, ensure_ascii=False)):
+        raise BadParameter(param, "contains half of a surrogate pair; send valid Unicode")
     check_characters(text, param)
     return text
 
@@ -129,10 +132,10 @@ def _target(root: Any, pointer: str) -> Any:
 # For each rule of a grammar, the rules that it uses: (name of the used rule, number of groups around it).
 Uses = Mapping[str, Sequence[tuple[str, int]]]
 
-_DEFINITION = re.compile(r"\s*[!?]*([A-Za-z_][\w-]*)[^:\"/|]*:(?!:=)")
-_SYMBOL = re.compile(
-    r"//.*|\"(?:\\.|[^\"\\])*\"?|/(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\])+/?|([A-Za-z_][\w-]*)|([({\[])|([)}\]])|[^\s]"
-)
+# The work of these patterns grows linearly with the text, because their repetitions never give back what they have read. As in
+# the compiler, a regular expression ends at the first slash that is not escaped, also inside a character class.
+_DEFINITION = re.compile(r"\s*+[!?]*+([A-Za-z_][\w-]*+)[^:\"/|]*+:(?!:=)")
+_SYMBOL = re.compile(r"//.*|\"(?:\\.|[^\"\\])*+\"?|/(?:\\.|[^/\\])++/?|([A-Za-z_][\w-]*+)|([({\[])|([)}\]])|[^\s]")
 _JSON_RULE = re.compile(r"%json\s*")
 
 
@@ -160,7 +163,9 @@ def check_lark(text: str, param: str, *, most: int | None = None) -> None:
 def _without_schemas(text: str, param: str) -> str:
     """Return a Lark grammar without the JSON schemas in it, after checking those schemas."""
     kept, end, decoder = [], 0, json.JSONDecoder()
-    for found in _JSON_RULE.finditer(text):
+    for number, found in enumerate(_JSON_RULE.finditer(text)):
+        if number == limits.MAX_FORMAT_RULES:
+            raise BadParameter(param, f"has more than {limits.MAX_FORMAT_RULES:,} schemas; at most that many are allowed")
         if found.start() < end:
             continue
         try:

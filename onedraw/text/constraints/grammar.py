@@ -22,7 +22,7 @@ from onedraw.errors import BadParameter, Unsupported
 from onedraw.limits import COMPILE_STACK, MAX_FORMAT_CHARACTERS, MAX_TOOL_CHARACTERS
 from onedraw.text.constraints.base import BoundedNumbers, common_prefix, token_mask
 from onedraw.text.constraints.check_process import first_line
-from onedraw.text.constraints.checker import GrammarChecker, Refusal
+from onedraw.text.constraints.checker import CheckedFormat, GrammarChecker, Refusal
 from onedraw.text.constraints.format_limits import check_lark, schema_text
 from onedraw.text.constraints.gbnf import Translation, translate
 from onedraw.text.constraints.numbers import exact_numbers
@@ -132,11 +132,20 @@ class GrammarCompiler:
             return BoundedNumbers(grammar, token_bytes=self._tokenizer.token_bytes, digits=self._digits)
         return grammar
 
-    def check_schema(self, schema: Any, param: str) -> Any:
-        """Return the schema if it can be compiled; else raise BadParameter with the path of the keyword that cannot be used."""
+    def check_schema(self, schema: Any, param: str, spend: Callable[[float], None] = lambda seconds: None) -> Any:
+        """Return the schema if it can be compiled; else raise BadParameter with the path of the keyword that cannot be used.
+        `spend` is called with the processor time that this took in the helper process."""
         text = schema_text(schema, param)
-        exact = exact_numbers(schema, param)
-        refusal = self._results.get(("schema", _digest(text)), len(text), lambda: self._check({"schema": exact}))
+        exact, seconds = exact_numbers(schema, param), 0.0
+
+        def check() -> Refusal | None:
+            nonlocal seconds
+            checked = self._check({"schema": exact})
+            seconds = checked.seconds
+            return checked.refusal
+
+        refusal = self._results.get(("schema", _digest(text)), len(text), check)
+        spend(seconds)
         if refusal is not None:
             raise BadParameter(param + refusal.path, refusal.reason)
         return schema
@@ -168,7 +177,7 @@ class GrammarCompiler:
         body, translation = self._body(format)
         grammar = json.dumps({"grammars": [{"lark_grammar": self._start(syntax)}, {"name": "body", **body}]})
         schema = {"schema": exact_numbers(json.loads(format.schema), format.param)} if isinstance(format, JsonFormat) else {}
-        refusal = self._check({"grammar": grammar, **schema})
+        refusal = self._check({"grammar": grammar, **schema}).refusal
         if refusal is not None:
             return refusal if translation is None else replace(refusal, reason=translation.in_source(refusal.reason))
         matcher = _with_stack(lambda: self._library.LLMatcher(self._vocabulary, grammar, log_level=0))
@@ -177,8 +186,8 @@ class GrammarCompiler:
         matcher.compute_bitmask()  # The first mask takes longest to compute, and copies of the matcher inherit it.
         return matcher
 
-    def _check(self, request: Mapping[str, Any]) -> Refusal | None:
-        return None if self._checker is None else self._checker.check(request)
+    def _check(self, request: Mapping[str, Any]) -> CheckedFormat:
+        return CheckedFormat(None) if self._checker is None else self._checker.check(request)
 
     def _body(self, format: ReplyFormat) -> tuple[dict[str, Any], Translation | None]:
         """Return the constrained part in llguidance's form, and the translation if the format has another notation."""

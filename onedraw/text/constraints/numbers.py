@@ -36,6 +36,8 @@ def exact_numbers(schema: Any, param: str) -> Any:
         bound = schema.get(keyword)
         if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= ALWAYS_EXACT:
             continue
+        if bound != bound:  # NaN, which Python reads from a schema that is given as text
+            raise BadParameter(f"{param}.{keyword}", "is not a number")
         del exact[keyword]
         target = keyword
         if not fractions and keyword.startswith("exclusive"):

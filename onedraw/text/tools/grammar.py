@@ -46,7 +46,9 @@ from onedraw.text.tools.schema import (
 )
 
 LarkText = Callable[[str], str]  # writes a text in Lark's notation, with special tokens by their ids
-CheckSchema = Callable[[Any, str], Any]  # (schema, path of the schema in the request) → the schema, or raises BadParameter
+# (schema, its path in the request, a function that is called with the processor time of the check) → the schema, or raises
+# BadParameter
+CheckSchema = Callable[[Any, str, Callable[[float], None]], Any]
 
 _ANY_TEXT = r"/(.|\n)*/"
 _UNESCAPED_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")
@@ -67,7 +69,11 @@ class _Rules:
 
     def check(self, schema: Any, param: str) -> Any:
         self.spend(limits.TOOL_CHECK_WORK + len(json.dumps(schema)))
-        return self._check(schema, param)
+        return self._check(schema, param, self._spend_seconds)
+
+    def _spend_seconds(self, seconds: float) -> None:
+        """Count processor time as its share of the whole work that is allowed."""
+        self.spend(int(seconds / limits.TOOL_SECONDS * limits.MAX_TOOL_WORK))
 
     def spend(self, work: int) -> None:
         """Count work, and raise BadRequest when it exceeds the limit. BadParameter would not do: it is caught where a tool is not
@@ -76,7 +82,7 @@ class _Rules:
         if self._work > limits.MAX_TOOL_WORK:
             raise BadRequest(
                 f"tools: their schemas take too much work: {limits.MAX_TOOL_WORK:,} characters may be written and checked for "
-                f"the grammar of their calls; send fewer tools, or simpler schemas",
+                f"the grammar of their calls, and {limits.TOOL_SECONDS:g} seconds be used; send fewer tools, or simpler schemas",
                 param="tools",
                 code="invalid_parameter",
             )
