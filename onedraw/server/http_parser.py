@@ -30,6 +30,9 @@ class BoundedParser(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._pending = 0  # bytes since the last complete head or part of a body
+        # Parts of a body that arrived together. They are passed on as one: for each, uvicorn copies all before it, and a client
+        # may send each byte as a part of its own.
+        self._parts: list[bytes] = []
 
     @property
     def caller(self) -> str:
@@ -43,6 +46,7 @@ class BoundedParser(HttpToolsProtocol):
         self._pending += len(data)
         try:
             self._feed(data)
+            self._pass_on()
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
             return
@@ -74,10 +78,17 @@ class BoundedParser(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._pending = 0
-        super().on_body(body)
+        self._parts.append(body)
+
+    def _pass_on(self) -> None:
+        if self._parts:
+            body = b"".join(self._parts)
+            self._parts.clear()
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
+            self._pass_on()
             super().on_message_complete()
 
     def pause_writing(self) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from onedraw.limits import MAX_HEAD
 from onedraw.server.auth import ApiKey
@@ -95,6 +96,24 @@ def test_many_offers_on_one_connection_are_ignored(served: Served) -> None:
             part = connection.recv(1 << 16)
             assert part
             answers += part
+
+
+def test_parts_of_a_body_that_arrive_together_are_joined_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: one client that sent each byte as a chunk kept the event loop from all others, since each copied the body so
+    far."""
+    parts: list[int] = []
+    on_body = HttpToolsProtocol.on_body
+
+    def count(self: HttpToolsProtocol, body: bytes) -> None:
+        parts.append(len(body))
+        on_body(self, body)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", count)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 20_000)
+    head = b"transfer-encoding: chunked\r\nconnection: close\r\nauthorization: Bearer a\r\n\r\n"
+    assert sent(served, HEAD + head + chunks + b"0\r\n\r\n")[1].startswith(b"HTTP/1.1 200 ")
+    assert sum(parts) == len(BODY) + 20_000
+    assert len(parts) < 1_000
 
 
 def test_replies_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
