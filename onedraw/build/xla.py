@@ -35,11 +35,9 @@ def require_jax() -> None:
 
 def xla_backend(settings: Settings, info: ModelInfo, notify: Progress, *, progress: Callable[[int, int], None]) -> XlaBackend:
     from onedraw.backends.xla.backend import DRAFTS, XlaBackend, XlaStageDevice
-    from onedraw.backends.xla.inputs import require_supported
     from onedraw.backends.xla.platform import find_devices, keep_compiled, resolve_platform
 
     require_state_dtype(settings.state_dtype)
-    require_supported(info.spec)
     platform = resolve_platform(settings.xla_platform)
     devices, found = find_devices(platform, settings.device_names)
     kept = keep_compiled(settings.cache_folder / "xla")
@@ -78,11 +76,9 @@ def xla_settings(settings: Settings, devices: Sequence[Device]) -> Settings:
 
 
 def compiled_steps(settings: Settings, info: ModelInfo, plan: MemoryPlan, device: Device) -> list[str]:
-    """Return the step shapes that --backend xla compiles with its last stage on this device. Raise UnsupportedModel if it cannot
-    run the model."""
-    from onedraw.backends.xla.inputs import compiled_shapes, product_rows, require_supported
+    """Return the step shapes that --backend xla compiles with its last stage on this device."""
+    from onedraw.backends.xla.inputs import compiled_shapes, product_rows
 
-    require_supported(info.spec)
     shape = compiled_shapes(
         lanes=settings.lanes,
         page_size=settings.page_size,

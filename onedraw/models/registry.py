@@ -2,7 +2,7 @@
 
 In: a checkpoint. Out: its ModelInfo, without reading weights. A family is found by `architectures` and `model_type` of
 config.json, or by `general.architecture` of a GGUF file. To support a new family, write it as a Family (see `family.py`) and add
-it to FAMILIES. A family that `--backend xla` runs is also named in FAMILIES of `backends/xla/inputs.py`.
+it to FAMILIES.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The contract on the xla backend: tiny models of a dense and a hybrid family, compared by tokens and checksums.
+"""The contract on the xla backend: tiny models of a dense family, of hybrids, of experts, and of one whose layers share keys and
+values and have inputs of their own. Tokens and checksums are compared.
 
 The laws share one backend per model, since compiling its programs takes long.
 """
@@ -19,7 +20,7 @@ from tests.backends.xla.making import xla_backend
 
 # isort: split
 from onedraw.backends.xla import backend as backend_module
-from onedraw.backends.xla import inputs, layers, sampler, state
+from onedraw.backends.xla import inputs, layers, model, sampler, state
 from onedraw.build import xla as compiling
 from onedraw.checkpoints.open import open_checkpoint
 from onedraw.memory.allocator import Allocator
@@ -30,9 +31,9 @@ from tests.laws.harness import KnownAnswerProposer, Schedule, plain, run, same
 from tests.laws.test_forced import forcing, scored
 from tests.laws.test_snapshots import requests_of as disk_requests
 from tests.laws.test_snapshots import restarted
-from tests.support import tiny
+from tests.support import tiny, tiny_modern
 
-DENSE, HYBRID = "qwen3", "qwen3_5_odd"
+DENSE, HYBRID, EXPERTS, SHARED = "qwen3", "qwen3_5_odd", "qwen3_moe", "gemma4_e4b"
 COUNTED = ("restores", "whole_prompts", "page_copies", "checkpoints_saved", "preemptions", "middle_chunks", "draft_trees")
 
 
@@ -95,10 +96,12 @@ class Case:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     place = tmp_path_factory.mktemp("xla")
-    return {name: Case(tiny.write_safetensors(name, place / name)) for name in (DENSE, HYBRID)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny_modern.QWEN3_MOE, "num_experts_per_tok", 3)  # the order of two additions could not be seen
+        return {name: Case(tiny.write_safetensors(name, place / name)) for name in (DENSE, HYBRID, EXPERTS, SHARED)}
 
 
-@pytest.mark.parametrize("name", [DENSE, HYBRID])
+@pytest.mark.parametrize("name", [DENSE, HYBRID, EXPERTS, SHARED])
 def test_no_schedule_changes_a_bit(cases: dict[str, Case], name: str) -> None:
     case = cases[name]
     drafts, trees = case.drafts, dataclasses.replace(case.drafts, tree=True)
@@ -143,7 +146,7 @@ def test_a_prompt_restored_from_disk_gives_the_bits_of_a_cold_run(cases: dict[st
     assert counted["whole"] >= 3
 
 
-@pytest.mark.parametrize(("name", "cuts"), [(DENSE, (1, 2)), (HYBRID, (2,))])
+@pytest.mark.parametrize(("name", "cuts"), [(DENSE, (1, 2)), (HYBRID, (2,)), (SHARED, (1, 2))])
 def test_layers_on_several_devices_give_the_bits_of_one_device(cases: dict[str, Case], name: str, cuts: tuple[int, ...]) -> None:
     case = cases[name]
     split = xla_backend(case.folder, cuts=cuts)
@@ -219,6 +222,16 @@ def shift_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_recurrent_inputs", off_by_one)
 
 
+def add_experts_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of every other token of the step are added in the opposite order."""
+    real = model.choose_experts
+
+    def turned(*given: Any) -> tuple[Any, Any]:
+        return tuple(found.at[1::2].set(found[1::2, ::-1]) for found in real(*given))  # type: ignore[return-value]
+
+    monkeypatch.setattr(model, "choose_experts", turned)
+
+
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, bool]] = [
     (forget_to_move_nodes, DENSE, True),
     (commit_everything, HYBRID, False),
@@ -226,6 +239,7 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, bool]] = [
     (lose_the_last_draft, DENSE, False),
     (sum_by_rows, DENSE, False),
     (shift_the_window, HYBRID, False),
+    (add_experts_by_place, EXPERTS, False),
 ]
 
 

@@ -15,14 +15,16 @@ from tests.backends.xla.making import xla_backend
 from onedraw.backends.xla.backend import XlaBackend
 from onedraw.backends.xla.inputs import make_inputs
 from onedraw.backends.xla.sampler import logits_of
-from onedraw.errors import UnsupportedModel
 from onedraw.types import Request, SamplingParams
 from tests.laws.harness import Schedule, run
 from tests.support import tiny
 from tests.support.torch_backend import make_backend, slice_row
 
 LENGTH = 150  # past every window, past a block of keys and two chunks
-FAMILIES = ("llama31", "mistral", "qwen2", "qwen3", "qwen3_5")
+FAMILIES = (
+    *("llama31", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe"),
+    *("gemma4_31b", "gemma4_26b", "gemma4_e2b", "laguna_odd"),
+)
 
 
 def logits(backend: XlaBackend, tokens: list[int], cuts: list[int], *, prompt: int = LENGTH) -> torch.Tensor:
@@ -34,10 +36,7 @@ def logits(backend: XlaBackend, tokens: list[int], cuts: list[int], *, prompt: i
         x, _, _ = backend._forward(inputs, np.zeros(backend.shape.picks, dtype=np.int32))
         rows = np.asarray(x)[: stop - start]
         rows = np.pad(rows, ((0, -len(rows) % 8), (0, 0)))
-        found = [
-            np.asarray(logits_of(backend._head, part, eps=backend._spec.eps, vocab=tiny.VOCAB))
-            for part in np.split(rows, len(rows) // 8)
-        ]
+        found = [np.asarray(logits_of(backend._head, part, spec=backend._spec)) for part in np.split(rows, len(rows) // 8)]
         out.append(np.concatenate(found)[: stop - start, : tiny.VOCAB])
     return torch.from_numpy(np.concatenate(out))
 
@@ -81,9 +80,3 @@ def test_tokens_equal_the_torch_backends(pair: tuple[object, Path, XlaBackend]) 
     found, wanted = ([entry.logprob for entry in answers[5].logprobs] for answers in (got, expected))
     assert len(found) == 40
     assert found == pytest.approx(wanted, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", ["gemma4_e2b", "qwen3_moe", "laguna"])
-def test_an_unsupported_family_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"--backend xla does not support {name.partition('_e2b')[0]}"):
-        xla_backend(tiny.write_safetensors(name, tmp_path / "hf"))

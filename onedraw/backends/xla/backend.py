@@ -30,7 +30,6 @@ from onedraw.backends.xla.inputs import (
     conv_width,
     make_inputs,
     product_rows,
-    require_supported,
     round_up,
 )
 from onedraw.backends.xla.model import XlaStage
@@ -96,7 +95,6 @@ class XlaBackend:
         """Load the model. `warm`: compile all programs now; otherwise each is compiled when a step first needs it. `check`: run
         the self-check. `notify` receives lines for the user. `progress` is called after each loaded layer with its number and the
         total."""
-        require_supported(spec)
         self._spec, self._stage_devices = spec, tuple(stage_devices)
         self._conv = conv_width(spec)
         self._width = round_up(spec.vocab, VECTOR)
@@ -155,9 +153,9 @@ class XlaBackend:
         self.report = self._checked(notify) if check else None
 
     def _make_programs(self) -> None:
-        fixed: dict[str, Any] = {"eps": self._spec.eps, "vocab": self._spec.vocab}
-        self._sample = jax.jit(partial(sample, rows=self.shape.slab, **fixed), donate_argnums=(2, 3), compiler_options=OPTIONS)
-        self._score = jax.jit(partial(score, **fixed), compiler_options=OPTIONS)
+        sampling = partial(sample, rows=self.shape.slab, spec=self._spec)
+        self._sample = jax.jit(sampling, donate_argnums=(2, 3), compiler_options=OPTIONS)
+        self._score = jax.jit(partial(score, spec=self._spec), compiler_options=OPTIONS)
 
     def _warm(self, notify: Callable[[str], None]) -> None:
         """Compile every program now by running empty steps. jax caches compiled programs on disk."""
@@ -241,13 +239,13 @@ class XlaBackend:
     def _forward(self, inputs: XlaInputs, pick_tokens: Any) -> tuple[Array, Array, list[list[Weights]]]:
         """Run all stages. Returns the residuals [T, E], the residuals [C, E] of picked tokens, and the state increments of
         drafts, stage by stage."""
-        x: Any = inputs.arrays["tokens"]
+        stream = self._stages[0].opened(inputs.arrays["tokens"])
         picked: Any = None
         increments = []
         for stage in self._stages:
-            changes, x, picked = stage.run(x, inputs, pick_tokens)
+            changes, stream, picked = stage.run(stream, inputs, pick_tokens)
             increments.append(changes)
-        return x, picked, increments
+        return stream.x, picked, increments
 
     def _picks(self, rows: Sequence[Row], inputs: XlaInputs) -> list[SamplePick]:
         """For each row that samples, one pick after its last known token and one after each draft."""

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, conv_width, make_inputs, require_supported
+from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, conv_width, make_inputs
 from onedraw.backends.xla.iree import FORMAT, MANIFEST
-from onedraw.backends.xla.model import XlaStage, run_layers
+from onedraw.backends.xla.model import XlaStage, XlaStream, run_layers
 from onedraw.backends.xla.platform import find_devices
 from onedraw.backends.xla.sampler import logits_of
 from onedraw.errors import BadSetting, UnsupportedModel
@@ -44,7 +44,6 @@ def export_model(
 ) -> Path:
     """Write all files and return the path of the manifest. The graphs are float32 and have the arithmetic of the xla backend.
     `about` has the other facts that serving needs; it is copied into the manifest."""
-    require_supported(spec)
     if spec.recurrent:
         raise UnsupportedModel(
             f"{spec.family} cannot be exported: its recurrent layers need LAPACK's triangular solve, which other runtimes do not "
@@ -100,9 +99,9 @@ def _graph(stage: XlaStage, bucket: ShapeBucket) -> tuple[str, dict[str, Any]]:
 
     def step(given: dict[str, Any]) -> dict[str, Any]:
         weights, inputs = given["weights"], given["inputs"]
-        layers = (weights, given["state"], inputs["tokens"], inputs, given["runs"], given["picks"])
+        layers = (weights, given["state"], XlaStream(inputs["tokens"], None), inputs, given["runs"], given["picks"])
         state, _, _, picked = run_layers(*layers, stage=stage, bucket=bucket)
-        return {"state": state, "logits": logits_of(weights, picked, eps=spec.eps, vocab=spec.vocab)}
+        return {"state": state, "logits": logits_of(weights, picked, spec=spec)}
 
     inputs = make_inputs((), stage.shape, conv=conv_width(spec), bucket=bucket)
     picks = np.zeros(stage.shape.picks, dtype=np.int32)

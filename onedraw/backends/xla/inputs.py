@@ -8,7 +8,7 @@ Nodes of a draft tree take the slots after the row's known tokens, in order, and
 the slot of a sequence's recurrent state. Rows, lanes, pages and checkpoints have one extra entry at the end, which padding reads
 and writes.
 
-This module imports no jax, so `inspect` can check a model and list the compiled shapes without it.
+This module imports no jax, so `inspect` can list the compiled shapes without it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.errors import UnsupportedModel
-from onedraw.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelSpec
+from onedraw.models.spec import DeltaSpec, ModelSpec
 from onedraw.sampling.verify import draft_paths
 from onedraw.types import Row
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5")
 MIN_PRODUCT_ROWS = 4  # fewest rows of a matrix product: for fewer, libraries have other kernels, which round differently
 # Most rows of a matrix product: with more, the order of additions along the reduced axis was seen to change.
 MAX_PRODUCT_ROWS = 32
+COLUMNS = 8  # columns of the matrix of ones in sums over a width, and of products that need one column only
 KEYS = 128  # key positions per block of attention; blocks start at multiples of this
 TILE = 16  # queries of one attention tile in a mixed step
 TILES = 8  # attention tiles that are computed at once
@@ -386,23 +385,6 @@ def _prompt_tokens(layout: RowLayout) -> int:
     if prompt == layout.known and row.stop < row.prompt_stop and row.stop % CHUNK:
         raise AssertionError(f"a prompt row stops at {row.stop}, inside a chunk")
     return prompt
-
-
-def require_supported(spec: ModelSpec) -> None:
-    """Raise UnsupportedModel for architectures that the layers of this backend do not implement."""
-    if spec.family not in FAMILIES or spec.softcap is not None or not all(map(_plain, spec.layers)):
-        raise UnsupportedModel(
-            f"--backend xla does not support {spec.family} yet; it runs {', '.join(FAMILIES)}; use --backend torch"
-        )
-
-
-def _plain(layer: LayerSpec) -> bool:
-    """Whether a layer is attention or a delta layer, then a gated feed-forward network, both with pre-norms, and nothing else:
-    some families add norms, parallel experts, per-layer inputs or shared keys."""
-    mixer = layer.mixer
-    odd = isinstance(mixer, AttentionSpec) and (mixer.v_norm or mixer.keys_as_values or mixer.reuses is not None)
-    added = layer.sandwich or layer.parallel_experts is not None or layer.inputs or layer.scaled
-    return isinstance(layer.feed_forward, MlpSpec) and not odd and not added
 
 
 def conv_width(spec: ModelSpec) -> int:

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onedraw.backends.xla.inputs import KEYS, MIN_PRODUCT_ROWS, CompiledShapes, ShapeBucket
+from onedraw.backends.xla.inputs import COLUMNS, KEYS, MIN_PRODUCT_ROWS, CompiledShapes, ShapeBucket
 from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec
 
-COLUMNS = 8  # columns of the matrix of ones in `row_sum`
 RowArrays = tuple[Array, ...]
 
 
@@ -66,15 +65,17 @@ def over(x: Array, y: Array) -> Array:
     return x / jnp.where(jnp.isnan(x), 1, y)
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. A float32 weight is applied before rounding to x's dtype, any other after
-    it."""
+def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
+    """RMSNorm, x / sqrt(mean(x²) + eps) · weight; None stands for a weight of ones. A float32 weight is applied before rounding
+    to x's dtype, any other after it."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(row_sum(wide * wide) * (1 / x.shape[-1]) + eps)
-    normed = wide * scale
+    normed = times(wide, scale)
+    if weight is None:
+        return normed.astype(x.dtype)
     if weight.dtype == jnp.float32:
-        return (normed * weight).astype(x.dtype)
-    return normed.astype(x.dtype) * weight
+        return times(normed, weight).astype(x.dtype)
+    return times(normed.astype(x.dtype), weight)
 
 
 def rotary(x: Array, angles: Array) -> Array:
@@ -106,10 +107,15 @@ def gate_value(x: Array, gate: Gate) -> Array:
             assert_never(gate)
 
 
-def feed_forward(h: Array, weights: Weights, spec: MlpSpec) -> Array:
-    both = linear(h, weights["gate_up"], weights.get("gate_up_bias")).astype(jnp.float32)
+def softcapped(x: Array, cap: float) -> Array:
+    return times(jnp.tanh(x / cap), jnp.float32(cap))
+
+
+def feed_forward(h: Array, weights: Weights, spec: MlpSpec, *, prefix: str = "") -> Array:
+    """The gated feed-forward whose weights have these names, with `prefix` before them."""
+    both = linear(h, weights[f"{prefix}gate_up"], weights.get(f"{prefix}gate_up_bias")).astype(jnp.float32)
     mixed = activated(both[:, : spec.width], spec.activation) * both[:, spec.width :]
-    return linear(mixed.astype(h.dtype), weights["down"], weights.get("down_bias"))
+    return linear(mixed.astype(h.dtype), weights[f"{prefix}down"], weights.get(f"{prefix}down_bias"))
 
 
 # ------------------------------------------------------------------ attention
@@ -117,14 +123,19 @@ def feed_forward(h: Array, weights: Weights, spec: MlpSpec) -> Array:
 
 def project(h: Array, angles: Array, weights: Weights, spec: AttentionSpec, eps: float) -> RowArrays:
     """Queries [T, H, D], keys and values [T, K, D], and the projection [T, W] of the output gate, from normalized activations
-    h."""
+    h. A layer that reuses the keys and values of another layer has K = 0."""
     rows, dim = len(h), spec.head_dim
-    widths = [spec.heads * dim, spec.kv_heads * dim, spec.kv_heads * dim]
+    heads = 0 if spec.reuses is not None else spec.kv_heads
+    counts = [spec.heads, heads, 0 if spec.keys_as_values else heads]
     out = linear(h, weights["qkv"], weights.get("qkv_bias"))
-    q, k, v, gate = jnp.split(out, [widths[0], sum(widths[:2]), sum(widths)], axis=1)
-    q, k, v = (part.reshape(rows, -1, dim) for part in (q, k, v))
+    *parts, gate = jnp.split(out, [sum(counts[:stop]) * dim for stop in (1, 2, 3)], axis=1)
+    q, k, v = (part.reshape(rows, count, dim) for part, count in zip(parts, counts, strict=True))
+    v = k if spec.keys_as_values else v
     if spec.qk_norm:
-        q, k = rms_norm(q, weights["q_norm"], eps), rms_norm(k, weights["k_norm"], eps)
+        q = rms_norm(q, weights["q_norm"], eps)
+        k = rms_norm(k, weights["k_norm"], eps) if heads else k
+    if spec.v_norm and heads:
+        v = rms_norm(v, None, eps)
     angles = angles.astype(h.dtype)
     return rotary(q, angles), rotary(k, angles), v, gate
 

@@ -25,8 +25,9 @@ from jax import lax
 
 from onedraw.backends.sampled_rows import CountedHistory, SamplingPosition
 from onedraw.backends.xla.inputs import round_up
-from onedraw.backends.xla.layers import linear, over, rms_norm, times
+from onedraw.backends.xla.layers import linear, over, rms_norm, softcapped, times
 from onedraw.backends.xla.platform import Array
+from onedraw.models.spec import ModelSpec
 from onedraw.sampling.adjustments import HistoryTokens, adjustment, valid_ids
 from onedraw.sampling.law import NO_TOKEN, filters
 from onedraw.sampling.logprobs import MASS_BITS, NOT_ASKED, asked_columns
@@ -44,10 +45,11 @@ Entries = list[tuple[int, int, float]]
 XlaSamplingInputs = dict[str, Any]
 
 
-def logits_of(weights: dict[str, Any], x: Array, *, eps: float, vocab: int) -> Array:
+def logits_of(weights: dict[str, Any], x: Array, *, spec: ModelSpec) -> Array:
     """Float32 logits [C, V'] of residuals x [C, E]; the padding after the vocabulary is -inf."""
-    hidden = rms_norm(x, weights["norm"], eps).astype(weights["head"].dtype)
+    hidden = rms_norm(x, weights["norm"], spec.eps).astype(weights["head"].dtype)
     logits = linear(hidden, weights["head"]).astype(jnp.float32)
+    vocab, logits = spec.vocab, logits if spec.softcap is None else softcapped(logits, spec.softcap)
     return jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
 
 
@@ -62,16 +64,15 @@ def sample(
     inputs: XlaSamplingInputs,
     *,
     rows: int,
-    eps: float,
-    vocab: int,
+    spec: ModelSpec,
 ) -> tuple[Array, Array, Array]:
     """Sample picks [offset, offset + rows) of the step. Returns the logits saved for checkpoints, all sampled tokens so far, and
     the result rows of this slab."""
     x = lax.dynamic_slice_in_dim(picked, slab["offset"], rows)
-    logits = logits_of(weights, x, eps=eps, vocab=vocab)
+    logits = logits_of(weights, x, spec=spec)
     logits = jnp.where((slab["restore"] >= 0)[:, None], saved[jnp.maximum(slab["restore"], 0)], logits)
     saved = saved.at[slab["keep"]].set(logits)
-    results = sample_rows(logits, sums, counts, inputs, vocab=vocab)
+    results = sample_rows(logits, sums, counts, inputs, vocab=spec.vocab)
     return saved, lax.dynamic_update_slice_in_dim(sampled, results[:, 0].astype(jnp.int32), slab["offset"], 0), results
 
 
@@ -96,12 +97,14 @@ def sample_rows(logits: Array, sums: Array, counts: tuple[Array, Array], inputs:
     return jnp.concatenate([*parts, _asked_columns(seen, inputs["asked"])], axis=1)
 
 
-def score(weights: dict[str, Any], x: Array, index: Array, tokens: Array, top: Array, *, eps: float, vocab: int) -> Array:
+def score(weights: dict[str, Any], x: Array, index: Array, tokens: Array, top: Array, *, spec: ModelSpec) -> Array:
     """The raw logprobs of given tokens, each predicted at position `index` of the step, as result rows. They are for prompt
     logprobs."""
-    deficit = _deficits(logits_of(weights, x[index], eps=eps, vocab=vocab))
+    deficit = _deficits(logits_of(weights, x[index], spec=spec))
     nothing, kept = jnp.zeros((len(index), 2), jnp.int64), jnp.zeros((len(index), 3), jnp.int64)
-    return jnp.concatenate([nothing, *_logprob_columns(deficit, tokens, jnp.ones(len(index), bool), kept, top, vocab)], axis=1)
+    return jnp.concatenate(
+        [nothing, *_logprob_columns(deficit, tokens, jnp.ones(len(index), bool), kept, top, spec.vocab)], axis=1
+    )
 
 
 # ── steps 1 to 3 of the sampling rule in `sampling/law.py`: bias, penalties, bans

@@ -44,8 +44,11 @@ def allocate(layers: Sequence[LayerSpec], shape: CompiledShapes, *, dtype: str, 
 
 
 def _sizes(layer: LayerSpec, shape: CompiledShapes, dtype: str) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of a layer's arrays. A layer that reuses the keys and values of another layer has none."""
     mixer = layer.mixer
     if isinstance(mixer, AttentionSpec):
+        if mixer.reuses is not None:
+            return {}
         slots = (shape.pages[shape.windows.index(mixer.window)] + 1) * shape.page_size
         size = (slots, mixer.kv_heads, mixer.head_dim)
         return {"keys": (size, DTYPES[dtype]), "values": (size, DTYPES[dtype])}
@@ -203,7 +206,7 @@ def import_checkpoint(
     page to the page that receives it. `slot`: the checkpoint slot for the recurrent states; None: only import pages."""
     for index, (layer, store) in enumerate(zip(layers, state, strict=True)):
         if isinstance(layer.mixer, AttentionSpec):
-            for name in ("keys", "values"):
+            for name in store:
                 given = as_given(arrays[f"{first + index}.{name}"], store[name])
                 if given.shape[1:] != (shape.page_size, *store[name].shape[1:]):
                     raise ValueError(f"pages have shape {given.shape[1:]}, expected {(shape.page_size, *store[name].shape[1:])}")
