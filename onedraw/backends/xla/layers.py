@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onedraw.backends.xla.inputs import COLUMNS, KEYS, MIN_PRODUCT_ROWS, CompiledShapes, ShapeBucket
+from onedraw.backends.xla.inputs import COLUMNS, KEYS, MAX_PRODUCT_ROWS, MIN_PRODUCT_ROWS, CompiledShapes, ShapeBucket, round_up
 from onedraw.backends.xla.platform import Array
 from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import Activation, AttentionSpec, Gate, MlpSpec
@@ -155,7 +155,8 @@ def attend(
     """Attention of queries q [T, H, D] over the pages of a layer → [T, H * D]."""
     group = shape.windows.index(spec.window)
     kv, per, dim = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
-    height = max(per * bucket.tile, MIN_PRODUCT_ROWS)
+    height = round_up(per * bucket.tile, MIN_PRODUCT_ROWS)
+    most = MAX_PRODUCT_ROWS if bucket.rows <= MAX_PRODUCT_ROWS else height
     tiles = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)[inputs["tile_queries"]]  # [N, h, H, D]
     tiles = tiles.reshape(-1, bucket.tile, kv, per, dim).transpose(0, 2, 3, 1, 4).reshape(-1, kv, per * bucket.tile, dim)
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, height - per * bucket.tile), (0, 0)))
@@ -176,7 +177,7 @@ def attend(
             seen = positions <= last[:, :, None]
             if spec.window is not None:
                 seen &= positions > last[:, :, None] - spec.window
-            return _block(queries, pages["keys"][places], pages["values"][places], seen[:, None], carry)
+            return _block(queries, pages["keys"][places], pages["values"][places], seen[:, None], carry, most)
 
         none = (bucket.step, kv, height)
         carry = (jnp.full(none, -jnp.inf, jnp.float32), jnp.zeros(none, jnp.float32), jnp.zeros((*none, dim), jnp.float32))
@@ -204,18 +205,23 @@ def _places(positions: Array, rows: RowArrays, table: Array, shape: CompiledShap
     return table[row[:, None], page] * shape.page_size + slots % shape.page_size
 
 
-def _block(queries: Array, keys: Array, values: Array, seen: Array, carry: RowArrays) -> RowArrays:
+def _block(queries: Array, keys: Array, values: Array, seen: Array, carry: RowArrays, most: int) -> RowArrays:
     """Add a block of keys to the online softmax, whose state `carry` is the maximum, the sum and the weighted values so far. A
-    fully masked block changes no bit."""
+    fully masked block changes no bit. `most`: the most rows of a product."""
     peak, total, mixed = carry
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     dots: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
-    scores = jnp.einsum("nkmd,nbkd->nkmb", queries, keys, **dots)
+
+    def product(pattern: str, left: Array, right: Array) -> Array:
+        parts = (left[:, :, start : start + most] for start in range(0, left.shape[2], most))
+        return jnp.concatenate([jnp.einsum(pattern, part, right, **dots) for part in parts], axis=2)
+
+    scores = product("nkmd,nbkd->nkmb", queries, keys)
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.maximum(peak, scores.max(-1))
     base = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.where(seen, jnp.exp(scores - base[..., None]), 0)
     scale = jnp.where(peak == top, 1, jnp.exp(peak - base))
     scale = jnp.where(peak == -jnp.inf, 0, scale)
-    added = jnp.einsum("nkmb,nbkd->nkmd", weights.astype(values.dtype), values, **dots)
+    added = product("nkmb,nbkd->nkmd", weights.astype(values.dtype), values)
     return top, total * scale + row_sum(weights)[..., 0], mixed * scale[..., None] + added
