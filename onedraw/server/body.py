@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from onedraw.server.errors import BodyTooComplex, BodyTooLarge, BodyTooSlow
 
 BODY_SECONDS = 60.0  # the time within which the last byte of a body must arrive
 BLOCK = 1 << 18  # bytes that are counted at once; between blocks other threads can run
+
+MOST_DIGITS = 4_000  # of an integer that is read; a longer one is refused
 
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _MARK = b"\xef\xbb\xbf"  # the byte order mark that some programs write before UTF-8, which is no part of the JSON
@@ -104,7 +107,7 @@ def _explained(body: bytes, error: Exception) -> BadRequest:
     """Return the error for a body that the parser refused. To name the field that is to blame, the body is parsed again with
     Python's parser, which accepts more than JSON: NaN, infinite numbers, half of a surrogate pair."""
     try:
-        value = json.loads(body.decode("utf-8-sig"))
+        value = json.loads(body.decode("utf-8-sig"), parse_int=_integer)
     except ValueError as mistake:
         return BadRequest(f"the body is not valid JSON: {mistake}", code="invalid_json")
     for name, field in value.items() if isinstance(value, dict) else ():
@@ -117,9 +120,14 @@ def _explained(body: bytes, error: Exception) -> BadRequest:
             if _has_surrogate([name, field]):
                 reason, code = "contains half of a surrogate pair; send valid Unicode", "invalid_text"
             else:
-                reason, code = "contains NaN or an infinite number", "invalid_number"
+                reason, code = "contains NaN, or a number that is infinite or too long", "invalid_number"
             return BadRequest(f"{shown}: {reason}", param=shown, code=code)
     return BadRequest(f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def _integer(digits: str) -> float:
+    """Return an integer, or infinity for one with more digits than Python and msgspec read."""
+    return int(digits) if len(digits) <= MOST_DIGITS else math.inf
 
 
 def _has_surrogate(value: object) -> bool:

@@ -60,6 +60,13 @@ def test_any_bytes_give_a_value_or_a_named_error(body: bytes) -> None:
         assert refusal in ("invalid_json", "invalid_number", "invalid_text", "body_too_complex")
 
 
+@pytest.mark.parametrize("number", ["1" * 5_000, "-" + "1" * 1_000_000, "NaN", "-Infinity", "1e999"])
+def test_a_number_that_cannot_be_read_is_refused_by_the_name_of_its_field(number: str) -> None:
+    with pytest.raises(BadRequest) as error:
+        read_json(b'{"prompt": [5], "seed": %b}' % number.encode())
+    assert (error.value.param, error.value.code) == ("seed", "invalid_number")
+
+
 def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
