@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from onedraw.backends.xla.experts import experts_of
 from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, conv_width, make_inputs
 from onedraw.backends.xla.iree import FORMAT, MANIFEST
 from onedraw.backends.xla.model import XlaStage, XlaStream, run_layers
@@ -48,6 +49,11 @@ def export_model(
         raise UnsupportedModel(
             f"{spec.family} cannot be exported: its recurrent layers need LAPACK's triangular solve, which other runtimes do not "
             "have; run it with --backend xla or torch"
+        )
+    if spec.inputs or any(experts_of(layer) for layer in spec.layers):
+        raise UnsupportedModel(
+            f"{spec.family} cannot be exported: IREE does not compile its experts, and layers with inputs of their own read the "
+            "checkpoint in every step; run it with --backend xla or torch"
         )
     _require_writable(folder)
     sizes: dict[str, Any] = {"lanes": lanes, "page_size": page_size, "pages": pages, "windows": spec.windows}

@@ -95,9 +95,12 @@ def test_graphs_contain_no_paths_of_this_machine(folders: tuple[Path, Path]) -> 
     assert jax.config.read("jax_include_debug_info_in_dumps") is True
 
 
-def test_a_recurrent_model_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
-    model = tiny.write_safetensors("qwen3_5", tmp_path / "model")
-    with pytest.raises(UnsupportedModel, match="qwen3_5 cannot be exported: its recurrent layers"):
+@pytest.mark.parametrize(
+    ("name", "reason"), [("qwen3_5", "its recurrent layers"), ("qwen3_moe", "IREE does not"), ("gemma4_e2b", "IREE does not")]
+)
+def test_what_cannot_be_exported_is_rejected_before_anything_is_written(name: str, reason: str, tmp_path: Path) -> None:
+    model = tiny.write_safetensors(name, tmp_path / "model")
+    with pytest.raises(UnsupportedModel, match=f"cannot be exported: {reason}"):
         export_graphs(Settings(model=str(model), backend="xla", max_context=256), tmp_path / "graphs", print)
     assert not (tmp_path / "graphs").exists()
 
