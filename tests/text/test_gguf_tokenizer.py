@@ -21,7 +21,7 @@ def test_the_built_tokenizer_equals_the_original(
     tiny_metadata: dict[str, Any], tiny_tokenizer_path: Path, strings: list[str]
 ) -> None:
     built, original = Tokenizer.from_gguf(tiny_metadata), Tokenizer.from_folder(tiny_tokenizer_path)
-    assert (built.bos_id, built.eos_id) == (original.bos_id, original.eos_id)
+    assert (built.bos_id, built.eos_id, built.vocab_size) == (original.bos_id, original.eos_id, original.vocab_size)
     for text in strings:
         assert built.encode(text) == original.encode(text), text
 

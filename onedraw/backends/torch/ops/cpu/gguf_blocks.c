@@ -3,6 +3,7 @@
  * onedraw/checkpoints/dequantize.py. A panel has all inputs of 16 or 32 outputs; a code is the stored integer of a weight. */
 
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "gguf_blocks.h"
 #include "thread_pool.h"
@@ -151,11 +152,30 @@ static void put_plain(const packing *p, long first, uint8_t *panel) {
             memcpy(panel + (k * WIDE + n) * size, p->stored + ((first + n) * p->in + k) * size, size);
 }
 
+#define MAPPED_BYTES (1 << 20) /* bytes of stored rows that are mapped at once */
+
+/* Stored rows are mostly in a mapped file. Mapping many of its pages in one call takes a fraction of the time of a page fault for
+ * every few of them. A system that cannot do it maps them as they are read. */
+static void map_rows(const packing *p, long first, long rows) {
+#ifdef MADV_POPULATE_READ
+    long row = p->in / (is_plain((int)p->kind) ? 1 : GROUP * (is_super((int)p->kind) ? 8 : 1)) * block_bytes((int)p->kind);
+    long last = first + rows < p->rows ? first + rows : p->rows;
+    uintptr_t start = (uintptr_t)(p->stored + first * row) & ~(uintptr_t)4095, end = (uintptr_t)(p->stored + last * row);
+    if (first < last) (void)madvise((void *)start, end - start, MADV_POPULATE_READ);
+#else
+    (void)p, (void)first, (void)rows;
+#endif
+}
+
 static void pack(const void *arguments, worker *m) {
     const packing *p = arguments;
     long size = panel_bytes((int)p->kind, p->in), units = (p->height + WIDE - 1) / WIDE;
     int plain = is_plain((int)p->kind);
-    PARALLEL_FOR(m, units, 1, u, {
+    long piece = MAPPED_BYTES / (size * (plain ? 1 : 2)), most = units / (m->count * 4L);
+    piece = piece > most ? most : piece;
+    piece = piece < 1 ? 1 : piece;
+    PARALLEL_FOR(m, units, piece, u, {
+        if (u % piece == 0) map_rows(p, u * WIDE, piece * WIDE);
         uint8_t *at = p->panels + u * (plain ? 1 : 2) * size;
         if (p->rows < (u + 1) * WIDE) memset(at, 0, (plain ? 1 : 2) * size);
         if (plain) put_plain(p, u * WIDE, at);
