@@ -154,16 +154,24 @@ def test_requests_that_wait_for_a_lane_go_to_a_replica_that_joins(engines: list[
         def ask(seed: int) -> None:
             got[seed] = content(replies(llm, "plain", seed)[0])
 
-        engines[0].service.pause()  # so that all requests have come before any has ended
+        first, second = (engine.service for engine in engines[:2])
+        first.pause()  # so that all requests have come before any has ended
+        second.pause()  # so that the first replica's last events come while these requests wait
         threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
-        for thread in threads:
-            thread.start()
-        while replicas.ongoing < 16:
-            time.sleep(0.001)
-        replicas.add("second", Mortal(engines[1].service), fingerprint="one")
-        while replicas.stats().moved_requests < 4:
-            time.sleep(0.001)
-        engines[0].service.resume()
+        try:
+            for thread in threads:
+                thread.start()
+            while replicas.ongoing < 16:
+                time.sleep(0.001)
+            replicas.add("second", Mortal(second), fingerprint="one")
+            while replicas.stats().moved_requests < 4:
+                time.sleep(0.001)
+            first.resume()
+            while first.stats().running or first.stats().waiting:
+                time.sleep(0.001)
+        finally:
+            first.resume()
+            second.resume()
         for thread in threads:
             thread.join()
         assert {status.name: status.sent for status in replicas.statuses()}["second"] >= 4
@@ -271,7 +279,13 @@ def test_an_event_that_is_delivered_twice_is_caught(engines: list[LLM], monkeypa
 def test_late_events_of_a_replica_that_was_left_are_caught(engines: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: events of every attempt are passed on, whatever attempt the stream is at."""
     right = ReplicaSet._event
-    monkeypatch.setattr(ReplicaSet, "_event", lambda self, stream, attempt, event: right(self, stream, stream.attempt, event))
+
+    def pass_on(self: ReplicaSet, stream: Stream, attempt: int, event: Event) -> None:
+        while stream.replica is None and not stream.done:  # Until the stream has its next replica, an event is no late one.
+            time.sleep(0.001)
+        right(self, stream, stream.attempt, event)
+
+    monkeypatch.setattr(ReplicaSet, "_event", pass_on)
     with pytest.raises(AssertionError):
         test_a_replica_that_leaves_gives_its_running_requests_away(engines)
     with pytest.raises(AssertionError):
