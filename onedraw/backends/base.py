@@ -8,6 +8,7 @@ submission until its outcome is collected.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol, runtime_checkable
@@ -107,6 +108,25 @@ class Backend(Protocol):
     def collect(self, handle: StepHandle) -> Outcome: ...
 
     def close(self) -> None: ...
+
+
+class ImmediateSteps:
+    """`submit` and `collect` of a backend whose `submit` computes the whole step. Base class."""
+
+    def __init__(self) -> None:
+        self._handles = itertools.count()
+        self._outcomes: dict[StepHandle, Outcome] = {}
+
+    def submit(self, plan: Plan) -> StepHandle:
+        handle = StepHandle(next(self._handles))
+        self._outcomes[handle] = self._run(plan)
+        return handle
+
+    def collect(self, handle: StepHandle) -> Outcome:
+        return self._outcomes.pop(handle)
+
+    def _run(self, plan: Plan) -> Outcome:
+        raise NotImplementedError
 
 
 @runtime_checkable

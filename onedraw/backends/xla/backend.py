@@ -9,7 +9,6 @@ hidden width.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxlib.version import __version__ as jaxlib_version
 
-from onedraw.backends.base import Backend, Capacity, CheckResult, PageGroup, SelfCheck, StepHandle
+from onedraw.backends.base import Backend, Capacity, CheckResult, ImmediateSteps, PageGroup, SelfCheck
 from onedraw.backends.sampled_rows import Integers, SamplingPosition, read_samples, row_outcome
 from onedraw.backends.xla.inputs import (
     CHUNK,
@@ -69,7 +68,7 @@ class SamplePick:
     keep: int  # checkpoint slot in which the logits are saved; the padding slot if none
 
 
-class XlaBackend:
+class XlaBackend(ImmediateSteps):
     """A backend whose weights are loaded, pages allocated and programs compiled when its constructor returns."""
 
     def __init__(
@@ -95,6 +94,7 @@ class XlaBackend:
         """Load the model. `warm`: compile all programs now; otherwise each is compiled when a step first needs it. `check`: run
         the self-check. `notify` receives lines for the user. `progress` is called after each loaded layer with its number and the
         total."""
+        super().__init__()
         self._spec, self._stage_devices = spec, tuple(stage_devices)
         self._conv = conv_width(spec)
         self._width = round_up(spec.vocab, VECTOR)
@@ -146,8 +146,6 @@ class XlaBackend:
             dtype=dtype,
             activation=activation or dtype,
         )
-        self._handles = itertools.count()
-        self._outcomes: dict[StepHandle, Outcome] = {}
         if warm:
             self._warm(notify)
         self.report = self._checked(notify) if check else None
@@ -193,14 +191,6 @@ class XlaBackend:
     @property
     def capacity(self) -> Capacity:
         return self._capacity
-
-    def submit(self, plan: Plan) -> StepHandle:
-        handle = StepHandle(next(self._handles))
-        self._outcomes[handle] = self._run(plan)
-        return handle
-
-    def collect(self, handle: StepHandle) -> Outcome:
-        return self._outcomes.pop(handle)
 
     def close(self) -> None:
         """Free weights and pages now, even if references to this object remain."""

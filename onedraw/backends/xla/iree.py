@@ -6,7 +6,6 @@ Graphs are compiled at first use and cached in the folder of the export. Neither
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onedraw.backends.base import Capacity, PageGroup, StepHandle
+from onedraw.backends.base import Capacity, ImmediateSteps, PageGroup
 from onedraw.backends.sampled_rows import row_outcome
 from onedraw.backends.xla.inputs import CHUNK, XlaInputs, compiled_shapes, make_inputs
 from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
@@ -45,10 +44,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-class IreeBackend:
+class IreeBackend(ImmediateSteps):
     """A backend whose graphs are compiled, weights loaded and pages zeroed when its constructor returns."""
 
     def __init__(self, folder: Path, *, notify: Callable[[str], None] = lambda line: None) -> None:
+        super().__init__()
         self._manifest = manifest = read_manifest(folder)
         sizes: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in manifest["sizes"].items()
@@ -79,20 +79,10 @@ class IreeBackend:
             step_tokens=self._shape.mixed.tokens - CHUNK,
             device=f"iree-{DRIVER}",
         )
-        self._handles = itertools.count()
-        self._outcomes: dict[StepHandle, Outcome] = {}
 
     @property
     def capacity(self) -> Capacity:
         return self._capacity
-
-    def submit(self, plan: Plan) -> StepHandle:
-        handle = StepHandle(next(self._handles))
-        self._outcomes[handle] = self._run(plan)
-        return handle
-
-    def collect(self, handle: StepHandle) -> Outcome:
-        return self._outcomes.pop(handle)
 
     def close(self) -> None:
         self._outcomes.clear()
