@@ -74,7 +74,7 @@ def build_llm(
     if settings.backend == "fake":
         return _build_ready(_fake_model(settings), settings, notify, **engine)
     if (export := find_export(settings)) is not None:
-        return _build_ready(_exported_model(export, notify), settings, notify, **engine)
+        return _build_ready(_exported_model(export, settings, notify), settings, notify, **engine)
     return _build_model(settings, notify, warm_up=warm_up, **engine)
 
 
@@ -206,10 +206,15 @@ def _fake_model(settings: Settings) -> _ReadyModel:
     return _ReadyModel("fake", "fake", tokenizer, fake_chat_template(), (tokenizer.eos_id or 0,), {}, make_backend)
 
 
-def _exported_model(export: Export, notify: Progress) -> _ReadyModel:
+def _exported_model(export: Export, settings: Settings, notify: Progress) -> _ReadyModel:
     """Return the model of an export of `onedraw export`, which IREE runs."""
     tokenizer, template = Tokenizer.from_folder(export.folder), ChatTemplate.from_folder(export.folder)
-    make_backend = partial(iree_backend, export, notify)
+
+    def make_backend() -> Backend:
+        backend = iree_backend(export, notify, check=settings.self_check)
+        _report_self_check(backend.report, notify)
+        return backend
+
     return _ReadyModel(export.family, export.fingerprint, tokenizer, template, export.eos_ids, export.defaults, make_backend)
 
 

@@ -102,7 +102,8 @@ def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
     with closing(find_checkpoint(settings, notify)) as checkpoint:
         info = describe(settings, checkpoint)
         tokenizer, template = read_text(checkpoint)
-        plan = memory_plan_for(settings, info, dtype="f32")
+        dtype = "f32" if settings.dtype == "auto" else settings.dtype
+        plan = memory_plan_for(settings, info, dtype=dtype)
         path = export_model(
             info.spec,
             info.weights,
@@ -112,6 +113,7 @@ def export_graphs(settings: Settings, folder: Path, notify: Progress) -> Path:
             pages=plan.pages,
             max_context=plan.max_context,
             step_tokens=settings.step_tokens,
+            dtype=dtype,
             version=__version__,
             about={"fingerprint": checkpoint.fingerprint(), "eos_ids": list(info.eos_ids), "defaults": info.defaults},
             notify=notify,
@@ -150,8 +152,8 @@ def find_export(settings: Settings) -> Export | None:
             raise BadSetting(
                 f"--{name.replace('_', '-')}: an export has its own sizes and device; give it to `onedraw export`, or omit it"
             )
-    if settings.device not in ("auto", "cpu") or settings.dtype not in ("auto", "f32"):
-        raise BadSetting("--device, --dtype: exports run in float32 on the CPU; omit them")
+    if settings.device not in ("auto", "cpu") or settings.dtype != "auto":
+        raise BadSetting("--device, --dtype: an export runs on the CPU, in the dtype given to `onedraw export`; omit them")
     if not {"auto", "none"}.issuperset(settings.draft):
         raise BadSetting("--draft: an export returns the logits of one position per row, so drafts cannot be verified; omit it")
     manifest = read_manifest(folder)
@@ -162,7 +164,7 @@ def find_export(settings: Settings) -> Export | None:
         raise CorruptFile(f"{folder / MANIFEST} is damaged; export the model again") from None
 
 
-def iree_backend(export: Export, notify: Progress) -> IreeBackend:
+def iree_backend(export: Export, notify: Progress, *, check: bool) -> IreeBackend:
     from onedraw.backends.xla.iree import IreeBackend
 
-    return IreeBackend(export.folder, notify=notify)
+    return IreeBackend(export.folder, check=check, notify=notify)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxlib.version import __version__ as jaxlib_version
 
-from onedraw.backends.base import Backend, Capacity, CheckResult, ImmediateSteps, PageGroup, SelfCheck
+from onedraw.backends.base import Capacity, ImmediateSteps, PageGroup, SelfCheck
 from onedraw.backends.sampled_rows import Integers, SamplingPosition, read_samples, row_outcome
 from onedraw.backends.xla.inputs import (
     CHUNK,
@@ -34,6 +34,7 @@ from onedraw.backends.xla.inputs import (
 from onedraw.backends.xla.model import XlaStage
 from onedraw.backends.xla.platform import OPTIONS, Array, hardware_name
 from onedraw.backends.xla.sampler import DryHistories, XlaTokenCounts, sample, sampling_inputs, score
+from onedraw.backends.xla.selfcheck import self_check
 from onedraw.backends.xla.state import no_copies
 from onedraw.backends.xla.weights import VECTOR, Weights
 from onedraw.models.source import WeightSource
@@ -41,11 +42,9 @@ from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import checksum_weights
 from onedraw.sampling.logprobs import read_logprobs
 from onedraw.sampling.verify import draft_prefixes
-from onedraw.types import History, Logprobs, Outcome, Plan, Row, SampledToken, SamplingParams
+from onedraw.types import Logprobs, Outcome, Plan, Row, SampledToken
 
 DRAFTS = 64  # default of the maximum number of drafts in a step, over all rows
-CHECK_TOKENS = (140, 37, 5)  # lengths of the self-check's sequences; the first exceeds one block of keys, and two chunks
-CHECK_PARAMS = SamplingParams(temperature=1.0, seed=7, checksums=True, max_tokens=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,76 +321,3 @@ class XlaBackend(ImmediateSteps):
             stage.import_checkpoint(slot, page_maps, {name.removeprefix("layer."): array for name, array in arrays.items()})
         if slot is not None and "logits" in arrays:
             self._saved_logits = self._saved_logits.at[slot].set(arrays["logits"])
-
-
-@dataclass(frozen=True, slots=True)
-class CheckSequence:
-    """A token sequence in a lane with its own pages. All tokens but the last are its prompt; the last one counts as generated."""
-
-    lane: int
-    tokens: tuple[int, ...]
-    pages: tuple[tuple[int, ...], ...]
-
-    def row(self, start: int, stop: int) -> Row:
-        prompt = self.tokens[:-1]
-        return Row(
-            request_id=f"self-check {self.lane}",
-            lane=self.lane,
-            pages=self.pages,
-            start=start,
-            tokens=self.tokens[start:stop],
-            drafts=(),
-            prompt_stop=len(prompt),
-            samples=stop >= len(prompt),
-            params=CHECK_PARAMS,
-            history=History(prompt, list(self.tokens[len(prompt) : stop])),
-        )
-
-
-def self_check(backend: Backend) -> SelfCheck:
-    """Whether a row's results on this machine are independent of the other rows.
-
-    A few sequences run through the backend: alone, in chunks, and together with others. The last token is computed in a decode
-    step and again in a mixed step. Tokens and checksums must be equal. The check leaves data in pages, lanes and counts, which is
-    harmless, because requests write these before they read them.
-    """
-    sequences = _sequences(backend.capacity)
-    if not sequences:
-        return SelfCheck(())
-    first = sequences[0]
-    prompt, end = len(first.tokens) - 1, len(first.tokens)
-    alone = [*_step(backend, [first.row(0, prompt)]), *_step(backend, [first.row(prompt, end)])]
-    cuts = [cut for cut in (64, 128) if cut < prompt]
-    for start, stop in zip([0, *cuts], [*cuts, prompt], strict=True):
-        parts = _step(backend, [first.row(start, stop)])
-    results = [CheckResult("a prompt alone and in chunks", parts == alone[:1])]
-    if len(sequences) > 1:
-        together = _step(backend, [sequence.row(0, len(sequence.tokens) - 1) for sequence in sequences])
-        results.append(CheckResult("a prompt alone and in a batch", together[:1] == alone[:1]))
-        beside = [sequence.row(0, len(sequence.tokens) - 1) for sequence in sequences[1:]]
-        mixed = _step(backend, [first.row(prompt, end), *beside])
-        results.append(CheckResult("a decode token alone and beside prompts", mixed[:1] == alone[1:]))
-    return SelfCheck(tuple(results))
-
-
-def _step(backend: Backend, rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
-    outcome = backend.collect(backend.submit(Plan(tuple(rows))))
-    return [row.sampled for row in outcome.rows]
-
-
-def _sequences(capacity: Capacity) -> list[CheckSequence]:
-    """Up to three sequences, the longest first, as many as lanes and pages allow; none if context or pages hold fewer than three
-    tokens."""
-    found: list[CheckSequence] = []
-    rng = np.random.default_rng(0)
-    used = 0
-    for lane, length in enumerate(CHECK_TOKENS[: capacity.lanes]):
-        room = min(group.pages for group in capacity.groups) - used
-        length = min(length, room * capacity.page_size, capacity.max_context)
-        if length < 3:
-            break
-        count = -(-length // capacity.page_size)
-        pages = (tuple(range(used, used + count)),) * len(capacity.groups)
-        found.append(CheckSequence(lane, tuple(rng.integers(0, capacity.vocab, length).tolist()), pages))
-        used += count
-    return found

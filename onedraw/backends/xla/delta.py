@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import solve_triangular
 
 from onedraw.backends.xla.inputs import CHUNK, ShapeBucket
 from onedraw.backends.xla.layers import activated, gate_value, row_sum, times
@@ -23,6 +21,7 @@ from onedraw.backends.xla.weights import Weights
 from onedraw.models.spec import DeltaSpec
 
 L2_EPS = 1e-6  # added to the sum of squares in the L2 normalization of queries and keys
+BLOCK = 16  # rows of a diagonal block in the forward substitution of a chunk
 HIGHEST = lax.Precision.HIGHEST
 RecurrentInputs = dict[str, Any]
 
@@ -141,7 +140,7 @@ def _chunk(state: Array, tile: Weights) -> tuple[Array, Array]:
     fade = jnp.where(lower, jnp.exp(jnp.where(lower, total[:, :, None] - total[:, None], 0)), 0)
     so_far = jnp.exp(total)[:, :, None]
     products = _mul(k, k.transpose(0, 2, 1))
-    system = jnp.where(jnp.tril(lower, -1), beta * products * fade, 0) + jnp.eye(CHUNK, dtype=jnp.float32)
+    system = jnp.where(jnp.tril(lower, -1), beta * products * fade, 0)
     right = beta * (v - so_far * _mul(k, state))
     changes = _solve(system, right)
     output = so_far * _mul(q, state) + _mul(_mul(q, k.transpose(0, 2, 1)) * fade, changes)
@@ -155,8 +154,31 @@ def _mul(left: Array, right: Array) -> Array:
 
 
 def _solve(system: Array, right: Array) -> Array:
-    solved: Array = jax.vmap(lambda a, b: solve_triangular(a, b, lower=True, unit_diagonal=True))(system, right)
-    return solved
+    """Solve (1 + system) x = right [Hv, n, Dv] for x, where system [Hv, n, n] is zero on the diagonal and above, by forward
+    substitution: block by block, with the inverses of the diagonal blocks. A library's triangular solve would be a call that
+    other runtimes do not have."""
+    heads, count = len(system), CHUNK // BLOCK
+    blocks = system.reshape(heads, count, BLOCK, count, BLOCK)
+    inverses = _inverted(jnp.stack([blocks[:, i, :, i] for i in range(count)], axis=1))
+    sides = right.reshape(heads, count, BLOCK, -1)
+    solved: list[Array] = []
+    for i in range(count):
+        side = sides[:, i]
+        for j, known in enumerate(solved):
+            side = side - _mul(blocks[:, i, :, j], known)
+        solved.append(_mul(inverses[:, i], side))
+    return jnp.concatenate(solved, axis=1)
+
+
+def _inverted(blocks: Array) -> Array:
+    """The inverses of 1 + blocks [..., m, m], which are zero on the diagonal and above, row by row."""
+    identity = jnp.eye(BLOCK, dtype=jnp.float32)
+
+    def one(row: Array, found: Array) -> Array:
+        line = lax.dynamic_slice_in_dim(blocks, row, 1, axis=-2)
+        return lax.dynamic_update_slice_in_dim(found, identity[row] - _mul(line, found), row, axis=-2)
+
+    return lax.fori_loop(0, BLOCK, one, jnp.zeros_like(blocks))
 
 
 def _advance(state: Array, decay: Array, key: Array, change: Array) -> Array:

@@ -19,11 +19,12 @@ import jax
 import numpy as np
 
 from onedraw.backends.xla.experts import experts_of
-from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, conv_width, make_inputs
+from onedraw.backends.xla.inputs import ShapeBucket, compiled_shapes, conv_width, make_inputs, product_rows
 from onedraw.backends.xla.iree import FORMAT, MANIFEST
 from onedraw.backends.xla.model import XlaStage, XlaStream, run_layers
 from onedraw.backends.xla.platform import find_devices
 from onedraw.backends.xla.sampler import logits_of
+from onedraw.backends.xla.state import as_stored
 from onedraw.errors import BadSetting, UnsupportedModel
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
@@ -39,17 +40,13 @@ def export_model(
     pages: tuple[int, ...],
     max_context: int,
     step_tokens: int,
+    dtype: str,
     version: str,
     about: dict[str, Any],
     notify: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write all files and return the path of the manifest. The graphs are float32 and have the arithmetic of the xla backend.
+    """Write all files and return the path of the manifest. The graphs have the arithmetic of the xla backend in `dtype`.
     `about` has the other facts that serving needs; it is copied into the manifest."""
-    if spec.recurrent:
-        raise UnsupportedModel(
-            f"{spec.family} cannot be exported: its recurrent layers need LAPACK's triangular solve, which other runtimes do not "
-            "have; run it with --backend xla or torch"
-        )
     if spec.inputs or any(experts_of(layer) for layer in spec.layers):
         raise UnsupportedModel(
             f"{spec.family} cannot be exported: IREE does not compile its experts, and layers with inputs of their own read the "
@@ -57,10 +54,10 @@ def export_model(
         )
     _require_writable(folder)
     sizes: dict[str, Any] = {"lanes": lanes, "page_size": page_size, "pages": pages, "windows": spec.windows}
-    sizes |= {"max_context": max_context, "drafts": 0, "checkpoints": 0}
+    sizes |= {"max_context": max_context, "drafts": 0, "checkpoints": 0, "rows": product_rows("cpu", dtype)}
     shape = compiled_shapes(**sizes, step_tokens=step_tokens)
     _, (device,) = find_devices("cpu", ["auto"])
-    stage = XlaStage(spec, source, shape, dtype="f32", activation="f32", device=device, start=0, stop=len(spec.layers))
+    stage = XlaStage(spec, source, shape, dtype=dtype, activation=dtype, device=device, start=0, stop=len(spec.layers))
     graphs = {}
     for name, bucket in (("prefill", shape.mixed), ("decode", shape.decode)):
         notify(f"writing {name}.mlir: steps of up to {bucket.tokens} tokens")
@@ -68,7 +65,7 @@ def export_model(
         (folder / f"{name}.mlir").write_text(text)
         graphs[name]["file"] = f"{name}.mlir"
     notify("writing weights.npz")
-    arrays: dict[str, Any] = {name: np.asarray(array) for name, array in _named({"weights": stage.weights})}
+    arrays: dict[str, Any] = {name: as_stored(array) for name, array in _named({"weights": stage.weights})}
     np.savez(folder / "weights.npz", **arrays)
     state = [{"name": n, "shape": list(a.shape), "dtype": str(a.dtype)} for n, a in _named({"state": stage.state})]
     manifest = {
@@ -78,6 +75,7 @@ def export_model(
         "vocab": spec.vocab,
         "recurrent": spec.recurrent,
         "conv": conv_width(spec),
+        "dtype": dtype,
         "sizes": {**sizes, "turn_tokens": step_tokens},
         "buckets": {"prefill": asdict(shape.mixed), "decode": asdict(shape.decode)},
         "state": state,

@@ -18,13 +18,16 @@ import numpy as np
 from onedraw.backends.base import Capacity, ImmediateSteps, PageGroup
 from onedraw.backends.sampled_rows import row_outcome
 from onedraw.backends.xla.inputs import CHUNK, XlaInputs, compiled_shapes, make_inputs
+from onedraw.backends.xla.selfcheck import self_check
 from onedraw.errors import CorruptFile, ModelNotFound, UnsupportedModel
 from onedraw.sampling.law import sample
 from onedraw.types import Outcome, Plan
 
 DRIVER = "local-task"  # IREE's multithreaded CPU driver
+# Graphs of recurrent models fail in the multithreaded driver of IREE 3.13, which reads buffers before they are allocated.
+RECURRENT_DRIVER = "local-sync"
 MANIFEST = "manifest.json"
-FORMAT = 3  # version of the manifest's format that `export.py` writes
+FORMAT = 4  # version of the manifest's format that `export.py` writes
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -47,7 +50,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 class IreeBackend(ImmediateSteps):
     """A backend whose graphs are compiled, weights loaded and pages zeroed when its constructor returns."""
 
-    def __init__(self, folder: Path, *, notify: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, folder: Path, *, check: bool = True, notify: Callable[[str], None] = lambda line: None) -> None:
+        """`check`: run the self-check. `notify` receives lines for the user."""
         super().__init__()
         self._manifest = manifest = read_manifest(folder)
         sizes: dict[str, Any] = {
@@ -55,14 +59,19 @@ class IreeBackend(ImmediateSteps):
         }
         sizes["step_tokens"] = sizes.pop("turn_tokens")  # manifests call it by the name of --turn-tokens
         self._shape = compiled_shapes(**sizes)
-        self._runtime = IreeRuntime()
+        driver = RECURRENT_DRIVER if manifest["recurrent"] else DRIVER
+        self._runtime = IreeRuntime(driver)
         self._graphs = {}
         for name, graph in manifest["graphs"].items():
             notify(f"iree: compiling {name}")
             self._graphs[name] = self._runtime.load(folder / graph["file"])
         self._arrays: dict[str, Any] = {}
+        used = {one["name"]: one["dtype"] for graph in manifest["graphs"].values() for one in graph["arguments"]}
         with np.load(folder / "weights.npz") as stored:
-            self._arrays |= {name: self._runtime.put(stored[name]) for name in stored.files}
+            # The bits of bf16, which numpy lacks, are stored as integers.
+            for name in stored.files:
+                if name in used:
+                    self._arrays[name] = self._runtime.put(stored[name].view(used[name]))
         for one in manifest["state"]:
             self._arrays[one["name"]] = self._runtime.put(np.zeros(one["shape"], dtype=one["dtype"]))
         groups = zip(self._shape.pages, self._shape.windows, strict=True)
@@ -77,8 +86,11 @@ class IreeBackend(ImmediateSteps):
             logits_per_position=False,
             scores_prompts=False,
             step_tokens=self._shape.mixed.tokens - CHUNK,
-            device=f"iree-{DRIVER}",
+            device=f"iree-{driver}",
+            dtype=manifest["dtype"],
+            activation=manifest["dtype"],
         )
+        self.report = self_check(self) if check else None
 
     @property
     def capacity(self) -> Capacity:
@@ -122,13 +134,14 @@ class IreeBackend(ImmediateSteps):
 class IreeRuntime:
     """IREE's compiler and runtime for one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: str = DRIVER) -> None:
         try:
+            import ml_dtypes  # noqa: F401  # makes bfloat16 known to numpy; IREE needs it too
             from iree import runtime
         except ImportError:
             raise UnsupportedModel('exports run with IREE, which is not installed: pip install "onedraw[xla]"') from None
         self._runtime = runtime
-        self._config = runtime.Config(DRIVER)
+        self._config = runtime.Config(driver)
 
     def put(self, array: Any) -> Any:
         return self._runtime.asdevicearray(self._config.device, array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from onedraw.settings import Settings
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.tokenizer import Tokenizer
 from onedraw.types import Request, SamplingParams
-from tests.laws.harness import Schedule, run
-from tests.support import tiny
+from tests.laws.harness import Schedule, plain, run, same
+from tests.support import tiny, tiny_modern
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +96,40 @@ def test_graphs_contain_no_paths_of_this_machine(folders: tuple[Path, Path]) -> 
     assert jax.config.read("jax_include_debug_info_in_dumps") is True
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("qwen3_5", "its recurrent layers"), ("qwen3_moe", "IREE does not"), ("gemma4_e2b", "IREE does not")]
-)
-def test_what_cannot_be_exported_is_rejected_before_anything_is_written(name: str, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma4_e2b"])
+def test_what_cannot_be_exported_is_rejected_before_anything_is_written(name: str, tmp_path: Path) -> None:
     model = tiny.write_safetensors(name, tmp_path / "model")
-    with pytest.raises(UnsupportedModel, match=f"cannot be exported: {reason}"):
+    with pytest.raises(UnsupportedModel, match="cannot be exported: IREE does not"):
         export_graphs(Settings(model=str(model), backend="xla", max_context=256), tmp_path / "graphs", print)
     assert not (tmp_path / "graphs").exists()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3_5", "f32"), ("qwen3_5_odd", "bf16")])
+def test_an_export_computes_a_request_alone_as_in_a_batch(name: str, dtype: str, tmp_path: Path) -> None:
+    """Recurrent states, and bf16: tokens and the bits of their scores are those of the request alone; in float32 the tokens are
+    also those of the xla backend."""
+    with pytest.MonkeyPatch.context() as patch:
+        for sizes in (tiny_modern.QWEN3_5, tiny_modern.QWEN3_5_ODD):
+            patch.setitem(sizes, "num_hidden_layers", 2)
+            patch.setitem(sizes, "layer_types", ["linear_attention", "full_attention"])
+        model = tiny.write_safetensors(name, tmp_path / "model")
+    out = tmp_path / "graphs"
+    assert main(["export", str(model), "--out", str(out), "--max-context", "256", "--dtype", dtype]) == 0
+    loaded = IreeBackend(out)
+    assert loaded.capacity.dtype == dtype
+    assert loaded.report is not None
+    assert loaded.report.passed, loaded.report.results
+    asked = [replace(request, params=replace(request.params, checksums=True)) for request in requests()]
+    alone = plain(lambda: loaded, asked)
+    batched, stats = run(loaded, asked, Schedule(reuse=True, arrivals=(0, 0, 3, 4, 4)))
+    assert same(batched, alone)
+    assert min(stats.middle_chunks, stats.mixed_steps) > 0
+    again, stats = run(loaded, [*asked, replace(asked[0], id="again")], Schedule(reuse=True, arrivals=(0, 0, 0, 0, 0, 40)))
+    assert same(again[-1:], alone[:1])
+    assert bool(stats.prefix_hits) != loaded.capacity.recurrent  # an export has no checkpoints of recurrent states
+    if dtype == "f32":
+        expected, _ = run(xla_backend(model), asked, Schedule())
+        assert [answer.tokens for answer in alone] == [answer.tokens for answer in expected]
 
 
 def test_an_unwritable_folder_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -164,7 +191,7 @@ def test_settings_that_an_export_has_decided_are_refused(folders: tuple[Path, Pa
 
 
 def test_a_damaged_manifest_is_one_error(tmp_path: Path) -> None:
-    for text in ("{", "[]", "{}", '{"format": 3}'):
+    for text in ("{", "[]", "{}", '{"format": 4}'):
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(CorruptFile, match="export the model again"):
             build_llm(Settings(model=str(tmp_path)))
