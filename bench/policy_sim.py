@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 from onedraw.build.llm import build_llm
@@ -22,8 +23,8 @@ from onedraw.cli.terminal import table
 from onedraw.llm.request_options import RequestOptions, make_chat_generation
 from onedraw.settings import Settings
 from onedraw.speculation.draft_length import RowCost
-from onedraw.speculation.proposers import NgramProposer, chain
-from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
+from onedraw.speculation.proposers import NO_PROPOSAL, NgramProposer, Proposal, chain
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -33,21 +34,24 @@ LENGTH = 7  # drafts per position in a trace
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One reply: by position, how many drafts of each source would have been kept; -1 where the source had none."""
+    """One reply: by position, how many drafts of each source would have been kept, -1 where the source had none, and the match
+    of the n-gram drafts."""
 
     kind: str
     name: str
     temperature: float
     kept: dict[str, list[int]]
+    match: list[int]
 
 
 class Recorder(Speculator):
     """Notes the drafts for every position and lets none be verified."""
 
     def __init__(self) -> None:
-        super().__init__([NgramProposer()])
+        super().__init__(draft_tokens=LENGTH)  # so that the drafter runs in every step
         self._ngrams = NgramProposer()
         self.seen: dict[str, dict[int, tuple[int, ...]]] = {}
+        self.match: dict[int, int] = {}
 
     def propose(
         self,
@@ -60,8 +64,9 @@ class Recorder(Speculator):
         tentative: bool = False,
     ) -> Proposal:
         at = len(history.output)
-        found = {"device": own, "ngram": self._ngrams.propose(request, history, LENGTH)}
-        for source, drafts in found.items():
+        copied = self._ngrams.propose(request, history, LENGTH)
+        self.match[at] = copied.match
+        for source, drafts in (("device", own), ("ngram", copied.drafts)):
             self.seen.setdefault(source, {})[at] = tuple(draft.token for draft in drafts[:LENGTH])
         return NO_PROPOSAL
 
@@ -75,6 +80,7 @@ def record(model: str, temperatures: Sequence[float], new_tokens: int) -> list[T
             messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
             for temperature in temperatures:
                 recorder.seen.clear()
+                recorder.match.clear()
                 options = RequestOptions(temperature=temperature, max_tokens=new_tokens, seed=7, ignore_eos=True)
                 [reply] = llm.run(make_chat_generation(options, llm=llm, messages=messages))
                 ids = tuple(token.token for token in reply.tokens)
@@ -82,7 +88,7 @@ def record(model: str, temperatures: Sequence[float], new_tokens: int) -> list[T
                     source: [_kept(drafts.get(at), ids[at:]) for at in range(len(ids))]
                     for source, drafts in recorder.seen.items()
                 }
-                traces.append(Trace(kind, name, temperature, kept))
+                traces.append(Trace(kind, name, temperature, kept, [recorder.match.get(at, 0) for at in range(len(ids))]))
                 means = {source: sum(max(k, 0) for k in found) / len(found) for source, found in kept.items()}
                 print(kind, name, temperature, {s: round(m, 2) for s, m in means.items()}, file=sys.stderr, flush=True)
     return traces
@@ -129,10 +135,11 @@ class TracedProposer:
     def __init__(self, traces: dict[str, Trace]) -> None:
         self._traces = traces
 
-    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
-        kept = self._traces[request.id].kept["ngram"]
-        at = len(history.output)
-        return chain((0,) * min(room, LENGTH)) if at < len(kept) and kept[at] >= 0 else ()
+    def propose(self, request: Request, history: History, room: int) -> Proposal:
+        trace, at = self._traces[request.id], len(history.output)
+        if at >= len(trace.match) or not trace.match[at]:
+            return NO_PROPOSAL
+        return Proposal(chain((0,) * min(room, LENGTH)), self.name, trace.match[at])
 
     def forget(self, request_id: str) -> None:
         pass
@@ -177,7 +184,8 @@ def simulate(
             kept = 0
             if proposal.drafts:
                 kept = max(min(trace.kept[proposal.source][at], len(proposal.drafts)), 0)
-                speculator.record_outcome(name, proposal.source, drafted=len(proposal.drafts), kept=kept)
+                counts = {"drafted": len(proposal.drafts), "kept": kept, "match": proposal.match}
+                speculator.record_outcome(name, proposal.source, **counts)
             history.output.extend([0] * (kept + 1))
             tokens += kept + 1
             behind[name] = 0 if limit else behind[name] + kept + 1
@@ -200,8 +208,14 @@ def simulate(
 def read_traces() -> list[Trace]:
     rows = json.loads(TRACES.read_text(encoding="utf-8"))
     return [
-        Trace(kind, name, temperature, {s: [-1 if c == "-" else int(c) for c in text] for s, text in kept.items()})
-        for kind, name, temperature, kept in rows
+        Trace(
+            kind,
+            name,
+            temperature,
+            {s: [-1 if c == "-" else int(c) for c in text] for s, text in kept.items()},
+            list(map(int, match)),
+        )
+        for kind, name, temperature, kept, match in rows
     ]
 
 
@@ -211,6 +225,7 @@ class Cell:
     kind: str
     temperature: float
     batch: int
+    order: str  # of the replies: as recorded, or reversed
     to_none: float  # speed of the policy relative to no drafts
     best: str  # the fastest fixed choice
     regret: float  # time beyond it, as a share
@@ -224,16 +239,15 @@ def cells(batches: Sequence[int] = (1, 4, 8)) -> list[Cell]:
         for kind in sorted({trace.kind for trace in traces}):
             for temperature in sorted({trace.temperature for trace in traces}):
                 picked = [t for t in traces if (t.kind, t.temperature) == (kind, temperature)]
-                for batch in batches:
-                    replies = picked * max(1, 2 * batch // len(picked))
+                for batch, order in product(batches, ("recorded", "reversed")):
+                    replies = picked[:: 1 if order == "recorded" else -1] * max(1, 2 * batch // len(picked))
                     fixed = {"none": _speed(machine, replies, batch, 0, ())}
                     fixed |= {f"device {k}": _speed(machine, replies, batch, k, ("device",)) for k in (1, 2, 3, 5, 7)}
                     fixed |= {f"ngram {k}": _speed(machine, replies, batch, k, ("ngram",)) for k in (2, 4, 7)}
                     policy = _speed(machine, replies, batch, None, ("device", "ngram"))
                     best = max(fixed, key=fixed.__getitem__)
-                    found.append(
-                        Cell(machine.name, kind, temperature, batch, policy / fixed["none"], best, fixed[best] / policy - 1)
-                    )
+                    shares = policy / fixed["none"], best, fixed[best] / policy - 1
+                    found.append(Cell(machine.name, kind, temperature, batch, order, *shares))
     return found
 
 
@@ -250,7 +264,13 @@ def main() -> int:
     if options.record:
         traces = record(options.record, (0.0, 0.7, 1.0), 200)
         rows = [
-            [t.kind, t.name, t.temperature, {s: "".join("-" if k < 0 else str(k) for k in v) for s, v in t.kept.items()}]
+            [
+                t.kind,
+                t.name,
+                t.temperature,
+                {s: "".join("-" if k < 0 else str(k) for k in v) for s, v in t.kept.items()},
+                "".join(map(str, t.match)),
+            ]
             for t in traces
         ]
         TRACES.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
@@ -259,9 +279,9 @@ def main() -> int:
     if options.json:
         print(json.dumps([asdict(cell) for cell in found], indent=2))
         return 0
-    heads = ("machine", "text", "T", "batch", "x none", "best fixed", "regret %")
+    heads = ("machine", "text", "T", "batch", "order", "x none", "best fixed", "regret %")
     lines = [
-        [c.machine, c.kind, f"{c.temperature:g}", str(c.batch), f"{c.to_none:.2f}", c.best, f"{100 * c.regret:.1f}"]
+        [c.machine, c.kind, f"{c.temperature:g}", str(c.batch), c.order, f"{c.to_none:.2f}", c.best, f"{100 * c.regret:.1f}"]
         for c in found
     ]
     table("", heads, lines)

@@ -341,7 +341,8 @@ class Engine:
         if row.drafts and member.source != FORCED:
             kept = len(result.kept)
             drafted, deepest = len(row.drafts), tree_depth(row.drafts)
-            self.scheduler.speculator.record_outcome(row.request_id, member.source, drafted=drafted, kept=kept, depth=deepest)
+            counts = {"drafted": drafted, "kept": kept, "depth": deepest, "match": member.match}
+            self.scheduler.speculator.record_outcome(row.request_id, member.source, **counts)
             if self._observer is not None:
                 self._observer(row, result)
         kept_before = sequence.kept

@@ -43,8 +43,8 @@ from onedraw.engine.step_size import StepSize
 from onedraw.engine.waiting_queue import WaitingQueue
 from onedraw.memory.allocator import Allocator, Lease
 from onedraw.memory.pages import longest_row
-from onedraw.speculation.proposers import chain
-from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
+from onedraw.speculation.proposers import NO_PROPOSAL, Proposal, chain
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import History, Row
 
 FORCED = "forced"  # the source of drafts that are the forced tokens of a request; they are not counted as speculation
@@ -60,6 +60,7 @@ class ScheduledRow:
     sequence: Sequence
     row: Row
     source: str = ""  # the name of the proposer that made the row's drafts, "device" for the backend's drafter, or FORCED
+    match: int = 0  # `Proposal.match` of the row's drafts
 
 
 class Scheduler:
@@ -284,7 +285,7 @@ class Scheduler:
             if not (0 <= token < vocab and -1 <= parent < legal):
                 break
             legal += 1
-        return Proposal(drafts[:legal], proposal.source) if legal else NO_PROPOSAL
+        return replace(proposal, drafts=drafts[:legal]) if legal else NO_PROPOSAL
 
     def _with_draft_limits(self, members: list[ScheduledRow]) -> list[ScheduledRow]:
         """Tell the backend's own drafter how many drafts to make for the row after each row that samples."""
@@ -329,7 +330,8 @@ class Scheduler:
                 return False
         if self.capacity.lookahead:  # Reserve pages for the backend's own drafter, if that needs no preemption.
             sequence.lease.reserve(min(needed + self.capacity.lookahead, self.capacity.max_context))
-        members.append(ScheduledRow(sequence, sequence.row(length=length, drafts=proposal.drafts), proposal.source))
+        row = sequence.row(length=length, drafts=proposal.drafts)
+        members.append(ScheduledRow(sequence, row, proposal.source, proposal.match))
         planned.add(sequence)
         return True
 

@@ -5,8 +5,8 @@ It measures speculative decoding at a fixed acceptance, without a trained drafte
 
 from __future__ import annotations
 
-from onedraw.speculation.proposers import chain
-from onedraw.types import Draft, History, Request
+from onedraw.speculation.proposers import NO_PROPOSAL, Proposal, chain
+from onedraw.types import History, Request
 
 DEFAULT_LENGTH = 15  # drafts per chain by default
 
@@ -21,13 +21,14 @@ class RecordedProposer:
         self._kept, self.length, self.vocab = kept, max(length, kept), vocab
         self.answers: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
+    def propose(self, request: Request, history: History, room: int) -> Proposal:
         answer = self.answers.get(request.prompt)
         if answer is None:
-            return ()
+            return NO_PROPOSAL
         done = len(history.output)
         expected = answer[done : done + min(self.length, room)]
-        return chain(tuple(t if i < self._kept else (t + 1) % self.vocab for i, t in enumerate(expected)))
+        drafts = chain(tuple(t if i < self._kept else (t + 1) % self.vocab for i, t in enumerate(expected)))
+        return Proposal(drafts, self.name)
 
     def forget(self, request_id: str) -> None:
         """Do nothing: answers are stored by prompt, so there is no state of a request to drop."""

@@ -5,12 +5,16 @@ which means that it equals the token that the target model samples. `speculator.
 results of steps, and decides with this formula which source's drafts a row carries. The formula returns the number of drafts
 that gives the most tokens per second, under this model:
 
-    drafts are kept one after the other with probability a    expected_kept(k) = a + a² + … + a^k
-    a step of R rows with k drafts each                       base + R · (row + token · (1 + k)) seconds
-    speed of a row                                            (1 + expected_kept(k)) / (base / R + row + token · (1 + k))
+    draft i is kept with probability a_i, if those before are    expected_kept = a_1 + a_1 · a_2 + … + a_1 · … · a_k
+    a step of R rows with k drafts each                          base + R · (row + token · (1 + k)) seconds
+    speed of a row                                               (1 + expected_kept) / (base / R + row + token · (1 + k))
 
-The speed has one maximum, because each further draft costs the same and adds less than the one before. The maximum is at 0 drafts
-if many rows share the base cost, or if drafts are rarely kept. Then drafts are only tried occasionally, which is called a probe.
+Each further draft costs the same and adds at most as much as the one before, so drafts are added until one does not pay off: what
+it adds has to be worth PAYS times the time that it costs. There are no drafts if many rows share the base cost, or if drafts are
+rarely kept. Then drafts are only tried occasionally, which is called a probe.
+
+Acceptance is estimated for each match (`Proposal.match`): a draft copied from a place before which eight tokens agree is kept far
+more often than one before which two do. With each kept draft one more token agrees, so later drafts are likelier than the first.
 
 Drafts of the backend's own drafter cost its time too: a call, which the rows that draft in a step share, and each position
 that it drafts. Drafting has to beat a step in which the drafter does not run. A drafter that did not run for some steps also
@@ -19,16 +23,24 @@ has to catch up: it reads the tokens of these steps first. The probes of a sourc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
-PRIOR_ACCEPTANCE = 0.5  # the probability that a draft is kept, assumed for a source that has not been tried
-PRIOR_WEIGHT = 3.0  # PRIOR_ACCEPTANCE counts as much as this many observed drafts
+from onedraw.speculation.proposers import LONGEST_MATCH
+
+# By match, the probability that a draft is kept, assumed for a source that has not been tried. Measured with n-grams at
+# temperatures from 0 to 1; the first is for sources without matches.
+PRIOR_ACCEPTANCE = (0.5, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.9)
+PRIOR_WEIGHT = 8.0  # it counts as much as this many observed drafts
+REQUEST_WEIGHT = 3.0  # at the start of a request, the acceptance in other requests counts as much as this many of its own drafts
+PRIOR_STEPS = 3.0  # the cost of a draft that other steps suggest counts as much as this many measured steps
 PRIOR_TOKEN_SHARE = 0.05  # the cost of one token as a share of the base cost, assumed until it is measured
 CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of the acceptance of the whole tree
 PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
 PRIOR_CATCH_UP_SHARE = 0.01  # the cost of catching up by one token as a share of the base cost, until it is measured
 REFINEMENTS = 3  # The best number of drafts depends on the step's speed and the speed on the number: both are refined this often.
+PAYS = 1.1  # what drafts bring has to be worth this multiple of what they cost, since both are estimates
 PROBE_TOKENS = 2  # number of drafts of a proposer's probe
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
 PLAIN_STEPS = 2.0  # for each number of rows, the cost of a step without drafts counts as known after this many
@@ -54,11 +66,14 @@ class RowCost:
         return self.base_seconds, self.row_seconds, self.token_seconds
 
 
-def expected_kept(acceptance: float, depth: int) -> float:
-    """Return the average number of kept drafts in a chain of `depth` drafts."""
-    if acceptance >= 1.0:
-        return float(depth)
-    return acceptance * (1.0 - acceptance**depth) / (1.0 - acceptance)
+def expected_kept(rates: Iterable[float]) -> float:
+    """Return the average number of kept drafts in a chain whose drafts have these probabilities of being kept, each if those
+    before it are."""
+    kept, reached = 0.0, 1.0
+    for rate in rates:
+        reached *= rate
+        kept += reached
+    return kept
 
 
 def speed(kept: float, drafts: int, *, cost: RowCost, running: int) -> float:
@@ -66,19 +81,18 @@ def speed(kept: float, drafts: int, *, cost: RowCost, running: int) -> float:
     return (1.0 + kept) / (cost.base_seconds / running + cost.row_seconds + cost.token_seconds * (1 + drafts))
 
 
-def best_chain_length(acceptance: float, *, cost: RowCost, running: int, limit: int) -> int:
-    """Return the chain length, at most `limit`, with which a row is fastest."""
+def best_chain_length(rates: Sequence[float], *, cost: RowCost, running: int) -> int:
+    """Return how many drafts of a chain pay off, from the first one on. `rates` are their probabilities of being kept."""
     running = max(running, 1)
     seconds = cost.base_seconds / running + cost.row_seconds + cost.token_seconds
-    tokens, gain = 1.0, acceptance
-    for count in range(limit):
-        # Another draft pays off while the tokens it adds per second exceed the speed without it.
-        if gain * seconds <= cost.token_seconds * tokens:
+    tokens, reached, price = 1.0, 1.0, PAYS * cost.token_seconds
+    for count, rate in enumerate(rates):
+        reached *= rate
+        if reached * seconds <= price * tokens:
             return count
-        tokens += gain
+        tokens += reached
         seconds += cost.token_seconds
-        gain *= acceptance
-    return max(limit, 0)
+    return len(rates)
 
 
 def best_tree_size(acceptance: float, *, chain: int, depth: int, nodes: int, cost: RowCost, running: int) -> tuple[int, float]:
@@ -87,15 +101,13 @@ def best_tree_size(acceptance: float, *, chain: int, depth: int, nodes: int, cos
 
     `acceptance` is that of the whole tree, where a sibling may be kept if the chain of best candidates is wrong.
     """
-    chain_acceptance = acceptance * CHAIN_SHARE
-    count = best_chain_length(chain_acceptance, cost=cost, running=running, limit=chain)
-    whole = expected_kept(acceptance, depth)
+    rates = [acceptance * CHAIN_SHARE] * chain
+    count = best_chain_length(rates, cost=cost, running=running)
+    whole, part = expected_kept(repeat(acceptance, depth)), expected_kept(rates[:count])
     running = max(running, 1)
-    if speed(whole, nodes, cost=cost, running=running) > speed(
-        expected_kept(chain_acceptance, count), count, cost=cost, running=running
-    ):
+    if speed(whole, nodes, cost=cost, running=running) > speed(part, count, cost=cost, running=running):
         return nodes, whole
-    return count, expected_kept(chain_acceptance, count)
+    return count, part
 
 
 def best_draft_counts(
@@ -117,8 +129,8 @@ def best_draft_counts(
     With `nodes` the drafts of `limit` positions are a tree of that many nodes, and a rate is that of the tree. Other rows of the
     step carry `host_drafts` drafts of proposers, of which `host_kept` are kept on average.
 
-    A draft pays off if its probability of being kept exceeds the number of tokens that the step, at its present speed, samples in
-    the time that the draft costs. The call pays off if the step with all these drafts gives more tokens per second.
+    A draft pays off if its probability of being kept exceeds PAYS times the number of tokens that the step, at its present speed,
+    samples in the time that the draft costs. The call pays off if all these drafts together do.
     """
     if not rates:
         return []  # No row samples. The step's fitted cost may be zero then, and the code below divides by it.
@@ -133,8 +145,9 @@ def best_draft_counts(
         ]
         kept = sum(expected for _, expected, _ in found)
         took = sum(price for _, _, price in found)
-        speed_then = (tokens + kept) / (seconds + drafting.base_seconds + took)
-        if not kept or speed_then <= fastest:
+        extra = drafting.base_seconds + took
+        speed_then = (tokens + kept) / (seconds + extra)
+        if not kept or speed_then <= fastest or kept * seconds <= PAYS * tokens * extra:
             break
         fastest, best = speed_then, [count for count, _, _ in found]
     return best
@@ -149,13 +162,13 @@ def _drafts_at(
     price = drafting.token_seconds + cost.token_seconds
     chain_rate = rate * CHAIN_SHARE if nodes else rate
     count, gain = 0, chain_rate
-    while count < limit and gain > tokens_per_second * price:
+    while count < limit and gain > PAYS * tokens_per_second * price:
         count, gain = count + 1, gain * chain_rate
-    kept = expected_kept(chain_rate, count)
+    kept = expected_kept(repeat(chain_rate, count))
     options = [(count, kept, begin + count * price if count else 0.0)]
     if nodes and limit:
         tree = begin + limit * drafting.token_seconds + nodes * cost.token_seconds
-        options.append((limit, expected_kept(rate, limit), tree))
+        options.append((limit, expected_kept(repeat(rate, limit)), tree))
     chosen = max(options, key=lambda option: option[1] - tokens_per_second * option[2])
     return chosen if chosen[1] > tokens_per_second * chosen[2] else (0, 0.0, 0.0)
 
@@ -171,10 +184,16 @@ class Acceptance:
     `decay`, and their total weight is at most `weight`, so that one long copied passage does not dominate the estimate.
     """
 
-    kept: float = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
-    lost: float = (1.0 - PRIOR_ACCEPTANCE) * PRIOR_WEIGHT
+    kept: float = PRIOR_ACCEPTANCE[0] * PRIOR_WEIGHT
+    lost: float = (1.0 - PRIOR_ACCEPTANCE[0]) * PRIOR_WEIGHT
     decay: float = 0.9
     weight: float = 24.0
+
+    @staticmethod
+    def assumed(match: int, *, decay: float, weight: float) -> Acceptance:
+        """Return the estimate for drafts with this match before any were tried."""
+        rate = PRIOR_ACCEPTANCE[match]
+        return Acceptance(rate * PRIOR_WEIGHT, (1.0 - rate) * PRIOR_WEIGHT, decay, weight)
 
     @property
     def rate(self) -> float:
@@ -191,7 +210,23 @@ class Acceptance:
 
     def prior_for_new_request(self) -> Acceptance:
         """Return the first estimate of a new request: this acceptance, with little weight, because requests differ."""
-        return Acceptance(self.rate * PRIOR_WEIGHT, (1.0 - self.rate) * PRIOR_WEIGHT)
+        return Acceptance(self.rate * REQUEST_WEIGHT, (1.0 - self.rate) * REQUEST_WEIGHT)
+
+
+def match_at(match: int, draft: int) -> int:
+    """Return the match of the draft with this index in a chain that begins with `match`."""
+    return min(match + draft, LONGEST_MATCH) if match else 0
+
+
+def split_by_match(match: int, depth: int, kept: int) -> Iterator[tuple[int, int, int]]:
+    """Split the drafts of a row, of which at most `depth` could be kept, by their matches. Yields a match, the number of drafts
+    with it, and how many of them were kept, up to the first draft that was not."""
+    for draft in range(min(kept + 1, depth)):
+        at = match_at(match, draft)
+        if at in (0, LONGEST_MATCH):  # the match of all drafts that follow
+            yield at, depth - draft, kept - draft
+            return
+        yield at, 1, int(kept > draft)
 
 
 @dataclass(slots=True)
@@ -315,7 +350,7 @@ class BatchCost:
             self.draft_seconds += ((seconds - self.plain_seconds) / drafts - self.draft_seconds) / self.draft_weight
 
     def draft(self, prior: float) -> float:
-        measured = (self.draft_weight * self.draft_seconds + PRIOR_WEIGHT * prior) / (self.draft_weight + PRIOR_WEIGHT)
+        measured = (self.draft_weight * self.draft_seconds + PRIOR_STEPS * prior) / (self.draft_weight + PRIOR_STEPS)
         return max(measured, 1e-3 * prior)
 
 

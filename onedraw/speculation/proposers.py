@@ -7,18 +7,37 @@ It cannot change the answer, because a draft is kept only if it equals the token
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Protocol
 
 from onedraw.types import Draft, History, Request
+
+LONGEST_MATCH = 8  # longer matches count as this many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts for one row, the name of the source that made them, and the evidence for them.
+
+    `match` is how many tokens before the drafts agree with the tokens before the place from which they were copied, at most
+    LONGEST_MATCH. The more agree, the likelier are the drafts. It is 0 if the source does not know.
+    """
+
+    drafts: tuple[Draft, ...] = ()
+    source: str = ""
+    match: int = 0
+
+
+NO_PROPOSAL = Proposal()
 
 
 class Proposer(Protocol):
     @property
     def name(self) -> str: ...
 
-    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
-        """Return drafts that may follow the history. If there are more than `room`, the caller drops the rest."""
+    def propose(self, request: Request, history: History, room: int) -> Proposal:
+        """Return drafts that may follow the history, at most `room`. It is called in every step, so it has to be fast."""
         ...
 
     def forget(self, request_id: str) -> None:
@@ -31,76 +50,93 @@ def chain(tokens: tuple[int, ...]) -> tuple[Draft, ...]:
     return tuple(map(Draft, tokens, range(-1, len(tokens))))
 
 
+def matching_suffix(first: list[int], end: int, second: list[int] | tuple[int, ...], stop: int) -> int:
+    """Return how many tokens before `end` in the one list agree with those before `stop` in the other, at most LONGEST_MATCH."""
+    most, count = min(end, stop, LONGEST_MATCH), 0
+    while count < most and first[end - count - 1] == second[stop - count - 1]:
+        count += 1
+    return count
+
+
 # ---------------------------------------------------------------------- drafts from the sequence's own tokens
 
 
 class NgramProposer:
     """Finds an earlier occurrence of the last tokens and drafts the tokens that followed it. Of the tokens that a request has
-    at its first step, only the last `reach` are indexed, which bounds the time of that step."""
+    at its first step, only the last `reach` are indexed, which bounds the time of that step. `shortest` is how many tokens have
+    to agree."""
 
     name = "ngram"
 
-    def __init__(self, longest: int = 4, shortest: int = 2, reach: int = 16_384) -> None:
-        if not 1 <= shortest <= longest <= reach:
-            raise ValueError(f"need 1 <= shortest <= longest <= reach, not {shortest}, {longest}, {reach}")
-        self._longest = longest
+    def __init__(self, shortest: int = 2, reach: int = 16_384) -> None:
+        if not 1 <= shortest <= reach:
+            raise ValueError(f"need 1 <= shortest <= reach, not {shortest}, {reach}")
         self._shortest = shortest
         self._reach = reach
         self._indexes: dict[str, SuffixIndex] = {}
 
-    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
+    def propose(self, request: Request, history: History, room: int) -> Proposal:
         length = len(history)
         if room <= 0:
-            return ()
+            return NO_PROPOSAL
         index = self._indexes.get(request.id)
         if index is None or index.stop > length:  # A history never shrinks, so this is another request with the same id.
-            index = SuffixIndex(longest=self._longest, shortest=self._shortest, start=max(length - self._reach, 0))
-            self._indexes[request.id] = index
-        end = index.latest(history)
-        if end is None:
-            return ()
+            index = self._indexes[request.id] = SuffixIndex(self._shortest, start=max(length - self._reach, 0))
+        end, match = index.find(history)
+        if not match:
+            return NO_PROPOSAL
         tokens = history.slice(end, min(end + room, length))
         if len(tokens) < room:  # The occurrence overlaps the suffix, so the text is periodic: draft further periods.
             tokens = list(islice(cycle(tokens), room))
-        return chain(tuple(tokens))
+        return Proposal(chain(tuple(tokens)), self.name, match)
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
 
 
 class SuffixIndex:
-    """Knows where each n-gram of a growing history occurred last. Tokens before `start` are left out.
+    """Finds the earlier place in a growing history whose preceding tokens agree best with the last tokens. Tokens before `start`
+    are left out.
 
-    N-grams that end at the end of the history are added later, since a suffix would find itself.
+    The places with the same last `shortest` tokens are linked, each with the one before it, and the latest PLACES of them are
+    compared. A place at the end of the history is linked later, since a suffix would find itself.
     """
 
-    __slots__ = ("_ends", "_longest", "_start", "stop")
+    PLACES = 8
 
-    def __init__(self, *, longest: int, shortest: int, start: int) -> None:
-        self._longest = longest
-        self._start = start
-        self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(longest, shortest - 1, -1)}
-        self.stop = start  # position in the history; n-grams that end here or earlier are in the index
+    __slots__ = ("_before", "_latest", "_shortest", "_start", "_tokens", "stop")
 
-    def latest(self, history: History) -> int | None:
-        """Return where the last earlier occurrence of the longest known suffix ends, or None."""
+    def __init__(self, shortest: int, *, start: int) -> None:
+        self._shortest, self._start = shortest, start
+        self._tokens: list[int] = []  # those of the history from `start` on
+        self._latest: dict[tuple[int, ...], int] = {}  # from `shortest` tokens to the end of their latest occurrence
+        self._before: list[int] = [0] * shortest  # by end, the end of the occurrence before that, 0 if there is none
+        self.stop = start  # position in the history up to which tokens are known here
+
+    def find(self, history: History) -> tuple[int, int]:
+        """Return the position that follows the best place, the latest among equals, and how many tokens agree there; (0, 0) if
+        there is none."""
+        tokens, latest, before, shortest = self._tokens, self._latest, self._before, self._shortest
         length = len(history)
-        if self.stop < length - 1:
-            self._add(history, length - 1)
-        tail = tuple(history.slice(max(length - self._longest, self._start), length))
-        for n, ends in self._ends.items():
-            if n <= len(tail) and (end := ends.get(tail[-n:])) is not None:
-                return end
-        return None
-
-    def _add(self, history: History, stop: int) -> None:
-        begin = max(self.stop + 1 - self._longest, self._start)
-        tokens = history.slice(begin, stop)
-        for n, ends in self._ends.items():
-            first = max(self.stop + 1, self._start + n)  # where the first n-gram ends that is not in the index yet
-            offset = first - n - begin
-            ends.update(zip(zip(*(tokens[offset + i :] for i in range(n)), strict=False), range(first, stop + 1), strict=False))
-        self.stop = stop
+        tokens += history.slice(self.stop, length)
+        self.stop = length
+        length -= self._start
+        for end in range(len(before), length):
+            key = tuple(tokens[end - shortest : end])
+            before.append(latest.get(key, 0))
+            latest[key] = end
+        if length < shortest:
+            return 0, 0
+        place = latest.get(tuple(tokens[length - shortest :]), 0)
+        best, match = 0, 0
+        for _ in range(self.PLACES):
+            if not place or match == LONGEST_MATCH:
+                break
+            found = matching_suffix(tokens, place, tokens, length)
+            if found > match:
+                best, match = place, found
+            place = before[place]
+        return best + self._start, match
 
 
 # ---------------------------------------------------------------------- drafts from the caller's predicted output
@@ -118,17 +154,21 @@ class PredictionProposer:
     def __init__(self) -> None:
         self._alignments: dict[str, Alignment] = {}
 
-    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
+    def propose(self, request: Request, history: History, room: int) -> Proposal:
         if not request.predicted or room <= 0:
-            return ()
+            return NO_PROPOSAL
         alignment = self._alignments.get(request.id)
         shrunk = alignment is not None and alignment.seen > len(history.output)
         if alignment is None or shrunk:  # An output never shrinks: then this is another request with the same id.
             alignment = self._alignments[request.id] = Alignment(request.predicted)
         alignment.follow(history.output)
-        if alignment.lost:
-            return ()
-        return chain(request.predicted[alignment.pointer : alignment.pointer + room])
+        drafts = () if alignment.lost else chain(request.predicted[alignment.pointer : alignment.pointer + room])
+        if not drafts:
+            return NO_PROPOSAL
+        output = history.output
+        # After a replaced token nothing agrees, which is weaker evidence than a reply that has not begun.
+        match = max(matching_suffix(output, len(output), request.predicted, alignment.pointer), 1) if output else 0
+        return Proposal(drafts, self.name, match)
 
     def forget(self, request_id: str) -> None:
         self._alignments.pop(request_id, None)

@@ -6,9 +6,9 @@ drafts that pays off, and the estimates of acceptance and cost; this file keeps 
 updates them after each step, and compares the sources by the formula.
 
 A source whose drafts do not pay off is tried again from time to time with a few drafts, because the text may have changed. This
-is called a probe. Probes are paid from a small share of the step time, which is saved up for each source. Between probes the
-sources are not asked, so that such a step costs hardly more than without speculation. When the backend's drafter runs again, it
-first reads the tokens of the steps in which it did not run; this catching up is part of the price of its probe.
+is called a probe. Probes are paid from a small share of the step time, which is saved up for each source. When the backend's
+drafter runs again, it first reads the tokens of the steps in which it did not run; this catching up is part of the price of its
+probe.
 
 The choice affects speed only, never a token. Everything here runs on the engine's thread.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
+from math import prod
 from time import perf_counter
 
 from onedraw.speculation.draft_length import (
@@ -35,33 +36,24 @@ from onedraw.speculation.draft_length import (
     best_draft_counts,
     best_tree_size,
     expected_kept,
+    match_at,
+    split_by_match,
 )
 from onedraw.speculation.draft_tree import chain_length, tree_depth
-from onedraw.speculation.proposers import PREDICTION, Proposer
+from onedraw.speculation.proposers import LONGEST_MATCH, NO_PROPOSAL, PREDICTION, Proposal, Proposer
 from onedraw.types import Draft, History, Request
 
 DEVICE = "device"  # the name of the backend's own drafter as a source of drafts
 POSITIONS = 16  # depths up to this one have a counter of their own in the statistics
 MAX_CHAIN = 32  # a chain has at most this many drafts, unless a length is forced
-# A proposer's drafts are used instead of those of the backend's drafter if the number expected to be kept is at least this share
-# of the number expected of the drafter.
+# The backend's drafter does not run for a row if a proposer, whose drafts cost nothing to make, is expected to have drafts for
+# the next row too, and at least this share of what would be kept of the drafter's is expected to be kept of these.
 PREFERENCE = 0.8
 OVERALL_WEIGHT = 8.0  # the acceptance of a source over all requests counts as much as this many drafts of a request
-FIRST_SAVINGS = 1.0  # what a source may spend on probes before anything is saved up, as a multiple of the base cost of a step
-LOOK_AGAIN = 3  # A proposer that is due for a probe and has no drafts is asked again after this many steps.
+FIRST_SAVINGS = 2.0  # what a source may spend on probes before anything is saved up, as a multiple of the base cost of a step
+LOOK_AGAIN = 3  # If a probe of the backend's drafter is due and cannot be paid, it is tried again after this many steps.
 CATCH_UP_STEPS = 16  # a drafter that pays off runs for at least this many steps, over which the cost of catching up is spread
 LONGEST_PAUSE = 64  # the most steps until a request for which no drafts pay off is looked at again
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Drafts for one row, and the name of the source that made them."""
-
-    drafts: tuple[Draft, ...] = ()
-    source: str = ""
-
-
-NO_PROPOSAL = Proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +78,39 @@ class SpeculationStats:
 class SourceEstimates:
     """The estimates for one source of drafts in one request: how often its drafts are kept, and when to probe it again."""
 
-    acceptance: Acceptance
-    overall: Acceptance  # the acceptance of this source over all requests with about the same temperature
+    overall: dict[int, Acceptance]  # by match, the acceptance of this source over all requests with about the same temperature
+    own: dict[int, Acceptance] = field(default_factory=dict)  # by match, the acceptance in this request
     probe: Probe = field(default_factory=Probe)
 
-    @property
-    def rate(self) -> float:
-        """The probability that a draft is kept. The acceptance of other requests always counts a little, since that of one
-        request is estimated from few drafts."""
-        own, weight = self.acceptance, self.acceptance.kept + self.acceptance.lost
-        return (own.kept + OVERALL_WEIGHT * self.overall.rate) / (weight + OVERALL_WEIGHT)
+    def rate(self, match: int = 0) -> float:
+        """The probability that a draft with this match is kept. The acceptance of other requests always counts a little, since
+        that of one request is estimated from few drafts."""
+        overall, own = self._overall(match), self.own.get(match)
+        if own is None:
+            return overall.rate
+        return (own.kept + OVERALL_WEIGHT * overall.rate) / (own.kept + own.lost + OVERALL_WEIGHT)
+
+    def rates(self, match: int, count: int) -> list[float]:
+        """The probabilities of being kept of a chain's drafts, each if those before it are kept."""
+        if not match:
+            return [self.rate()] * count
+        found = [self.rate(at) for at in range(match, min(match + count, LONGEST_MATCH + 1))]
+        return found + found[-1:] * (count - len(found))
+
+    def update(self, match: int, *, depth: int, kept: int) -> None:
+        for at, count, good in split_by_match(match, depth, kept):
+            overall = self._overall(at)
+            own = self.own.get(at)
+            if own is None:
+                own = self.own[at] = overall.prior_for_new_request()
+            own.update(depth=count, kept=good)
+            overall.update(depth=count, kept=good)
+
+    def _overall(self, match: int) -> Acceptance:
+        found = self.overall.get(match)
+        if found is None:
+            found = self.overall[match] = Acceptance.assumed(match, decay=0.98, weight=64.0)
+        return found
 
 
 @dataclass(slots=True)
@@ -104,9 +119,8 @@ class RequestEstimates:
     sources: dict[str, SourceEstimates] = field(default_factory=dict)
     host_drafts: int = 0  # number of drafts in this step's row, if they are from a proposer and pay off
     host_expected: float = 0.0  # how many of `host_drafts` are expected to be kept
+    host_next: float = 0.0  # how many drafts of the same proposer are expected to be kept in the row after this one
     step: int = 0  # counts calls of `propose` for this request
-    running: int = 0  # number of rows of the step when `propose` was called last
-    ask_at: int = 0  # the proposers are asked again from this step on
     drafter_step: int = 0  # counts calls of `plan_drafter` for this request
     plan_at: int = 0  # whether the drafter pays off for this request alone is computed again from this step on
     behind: int = 0  # how many steps the drafter has to catch up with
@@ -120,6 +134,7 @@ class Speculator:
     def __init__(self, proposers: Sequence[Proposer] = (), *, draft_tokens: int | None = None, tree_nodes: int = 0) -> None:
         self._proposers = tuple(proposers)
         self._forced = draft_tokens
+        self._longest = MAX_CHAIN if draft_tokens is None else draft_tokens
         self._tree_nodes = tree_nodes
         self._steps = StepCosts()  # cost of a step without the drafter
         self._calls = CostMeter(most=8.0)  # cost of the backend's drafter by drafted positions, if it also ran in the step before
@@ -128,7 +143,8 @@ class Speculator:
         self._catching_up = 0  # positions that the drafter catches up with in the step that was planned last
         self._sampling = 0  # number of rows in the last call of `plan_drafter`
         self._requests: dict[str, RequestEstimates] = {}
-        self._overall: dict[tuple[str, float], Acceptance] = {}  # by source and rounded temperature, over all requests
+        # by source and rounded temperature, then by match, over all requests
+        self._overall: dict[tuple[str, float], dict[int, Acceptance]] = {}
         self._by_source: dict[str, tuple[int, int, int]] = {}
         self._kept_depths = [0] * (POSITIONS + 1)  # entry k: rows that kept k drafts; the last entry: that many or more
         self._seconds = 0.0
@@ -154,12 +170,9 @@ class Speculator:
         begin = perf_counter()
         state = self._state(request)
         state.step += 1
-        state.host_drafts, state.host_expected = 0, 0.0
+        state.host_drafts, state.host_expected, state.host_next = 0, 0.0, 0.0
         proposal = NO_PROPOSAL
-        if running != state.running:  # With another number of rows drafts may pay off: ask again.
-            state.running, state.ask_at = running, 0
-        waits = self._forced is None and self._steps.needs_plain_step(running)
-        if own or (state.step >= state.ask_at and not waits):
+        if own or self._forced is not None or not self._steps.needs_plain_step(running):
             proposal = self._decide(state, request, history, own[:room], room, running, tentative)
         self._seconds += perf_counter() - begin
         return proposal
@@ -179,9 +192,7 @@ class Speculator:
             asks = asks or state.drafter_step >= state.plan_at
         if asks and not self._steps.needs_plain_step(len(requests)):
             counts = self._drafter_counts(requests, states, limit)
-            for index, (request, state) in enumerate(zip(requests, states, strict=True)):
-                if request.speculate:
-                    counts[index] = self._or_probe(counts, index, request, state)
+            self._add_probes(counts, requests, states)
         self._catching_up = 0
         for state, count in zip(states, counts, strict=True):
             self._catching_up += state.behind if count else 0
@@ -189,37 +200,46 @@ class Speculator:
         self._seconds += perf_counter() - begin
         return counts
 
-    def _or_probe(self, counts: Sequence[int], index: int, request: Request, state: RequestEstimates) -> int:
-        """Return how many positions to draft for a row: its count, or one position if that is 0 and a probe is due and paid."""
-        probe, now = self._of(request, state, DEVICE).probe, state.drafter_step
-        if counts[index]:
-            probe.reset(now)
-            state.plan_at = now + 1
-            return counts[index]
-        if now < probe.due_at:
-            # While a proposer's drafts pay off, the drafter has to take over as soon as they end.
-            state.plan_at = now + 1 if state.host_expected else min(probe.due_at, now + LONGEST_PAUSE)
-            return 0
-        call = self._return_cost()
-        price = call.row_seconds + call.token_seconds * (1 + state.behind) + self._steps.of(len(counts)).token_seconds
-        if not self._pay_for_probe(DEVICE, price if any(counts) else price + call.base_seconds):
-            state.plan_at = now + LOOK_AGAIN
-            return 0
-        probe.back_off(now)
-        state.plan_at = now + 1
-        return 1
+    def _add_probes(self, counts: list[int], requests: Sequence[Request], states: Sequence[RequestEstimates]) -> None:
+        """Change the count of rows that draft nothing to 1, if a probe is due and paid. As the rows of a step share the drafter's
+        call, others probe too when one does; then each learns from more drafts at hardly more cost."""
+        call, token = self._return_cost(), self._steps.of(len(counts)).token_seconds
+        waiting = []
+        for index, (request, state) in enumerate(zip(requests, states, strict=True)):
+            probe, now = self._of(request, state, DEVICE).probe, state.drafter_step
+            if counts[index]:
+                probe.reset(now)
+                state.plan_at = now + 1
+            elif request.speculate:
+                # While a proposer's drafts pay off, the drafter has to take over as soon as they end.
+                state.plan_at = now + 1 if state.host_expected else min(max(probe.due_at, now + 1), now + LONGEST_PAUSE)
+                waiting.append((now < probe.due_at, index, probe))
+        waiting.sort(key=lambda entry: entry[:2])  # those whose probe is due come first
+        probing = False
+        for early, index, probe in waiting:
+            state, now = states[index], states[index].drafter_step
+            if early and not probing:
+                return
+            price = call.row_seconds + call.token_seconds * (1 + state.behind) + token
+            if self._pay_for_probe(DEVICE, price if any(counts) else price + call.base_seconds):
+                counts[index], probing = 1, True
+                probe.back_off(now)
+                state.plan_at = now + 1
+            elif not early:
+                state.plan_at = now + LOOK_AGAIN
 
-    def record_outcome(self, request_id: str, source: str, *, drafted: int, kept: int, depth: int | None = None) -> None:
-        """Learn from a verified row: `kept` of its `drafted` drafts were kept, and at most `depth` could be kept together."""
+    def record_outcome(
+        self, request_id: str, source: str, *, drafted: int, kept: int, depth: int | None = None, match: int = 0
+    ) -> None:
+        """Learn from a verified row: `kept` of its `drafted` drafts were kept, and at most `depth` could be kept together.
+        `match` is that of the proposal."""
         rows, drafts, accepted = self._by_source.get(source, (0, 0, 0))
         self._by_source[source] = (rows + 1, drafts + drafted, accepted + kept)
         self._kept_depths[min(kept, POSITIONS)] += 1
         reach = drafted if depth is None else depth
         request = self._requests.get(request_id)
         if request is not None and source in request.sources:  # unless the request has ended
-            known = request.sources[source]
-            known.acceptance.update(depth=reach, kept=kept)
-            known.overall.update(depth=reach, kept=kept)
+            request.sources[source].update(match, depth=reach, kept=kept)
 
     def record_step(
         self, *, tokens: int, rows: int, seconds: float, drafting_rows: int = 0, drafted: int = 0, drafter_seconds: float = 0.0
@@ -263,7 +283,11 @@ class Speculator:
             self._probe_seconds,
             self._steps.cost,
             self._drafter_cost(),
-            tuple((source, temperature, known.rate) for (source, temperature), known in list(self._overall.items())),
+            tuple(
+                (source, temperature, _mean_rate(list(by_match.values())))
+                for (source, temperature), by_match in list(self._overall.items())
+                if by_match
+            ),
         )
 
     def _decide(
@@ -277,50 +301,47 @@ class Speculator:
         tentative: bool,
     ) -> Proposal:
         own_count, own_expected = self._own(request, state, own, running) if own else (0, 0.0)
-        least, now = PREFERENCE * own_expected, state.step
-        ask_at = now + LONGEST_PAUSE
+        now = state.step
+        most = min(room, self._longest)
         for proposer in state.proposers:
-            known = self._of(request, state, proposer.name)
-            rate = known.rate
-            count = self._length(rate, room, running)
-            pays = count > 0 and expected_kept(rate, count) >= least
-            if not pays and now < known.probe.due_at:
-                ask_at = min(ask_at, known.probe.due_at)
+            proposal = proposer.propose(request, history, most)
+            if not proposal.drafts:
                 continue
-            ask_at = min(ask_at, now + (1 if pays else LOOK_AGAIN))
-            count = count or min(PROBE_TOKENS, room)
-            drafts = proposer.propose(request, history, count)[:count]
-            if not drafts or (pays and expected_kept(rate, len(drafts)) < least):
-                continue
-            if pays:
+            drafts, known = proposal.drafts[:most], self._of(request, state, proposer.name)
+            rates = known.rates(proposal.match, len(drafts))
+            count = self._length(rates, running)
+            expected = expected_kept(rates[:count])
+            if count and expected >= own_expected:
                 known.probe.reset(now)
-                state.host_drafts, state.host_expected = len(drafts), expected_kept(rate, len(drafts))
+                state.host_drafts, state.host_expected = count, expected
+                # If all are kept, the copied text is likely to go on, and the next row to have such drafts again.
+                further = known.rates(match_at(proposal.match, count), count)
+                state.host_next = prod(rates[:count]) * expected_kept(further)
             else:
-                price = len(drafts) * self._steps.of(running).token_seconds
-                if not self._pay_for_probe(proposer.name, price, tentative=tentative):
+                count = min(PROBE_TOKENS, len(drafts))
+                price = count * self._steps.of(running).token_seconds
+                if now < known.probe.due_at or not self._pay_for_probe(proposer.name, price, tentative=tentative):
                     continue
                 if not tentative:  # After a tentative call the probe is still due, since no row carries its drafts.
                     known.probe.back_off(now)
-            state.ask_at = now + 1
-            return Proposal(drafts, proposer.name)
-        state.ask_at = ask_at
+            return Proposal(drafts[:count], proposer.name, proposal.match)
         return Proposal(own[:own_count], DEVICE) if own_count else NO_PROPOSAL
 
     def _own(self, request: Request, state: RequestEstimates, own: tuple[Draft, ...], running: int) -> tuple[int, float]:
         """Return how many of the backend's drafts to use, from the first on, and how many of them are kept on average. They are
         made already, so only their verification costs time, and at least one is used."""
-        rate = self._of(request, state, DEVICE).rate
+        rate = self._of(request, state, DEVICE).rate()
         chain = chain_length(own)
         if chain == len(own):
-            count = max(self._length(rate, chain, running), 1)
-            return count, expected_kept(rate, count)
+            count = max(self._length([rate] * min(chain, self._longest), running), 1)
+            return count, expected_kept(repeat(rate, count))
         deepest = tree_depth(own)
         if self._forced is None:
             cost = self._steps.of(running)
             count, kept = best_tree_size(rate, chain=chain, depth=deepest, nodes=len(own), cost=cost, running=running)
             return (count, kept) if count else (1, rate)
         reach = min(self._forced, deepest)
-        return (len(own) if reach == deepest else reach), expected_kept(rate, reach)
+        return (len(own) if reach == deepest else reach), expected_kept(repeat(rate, reach))
 
     def _drafter_counts(self, requests: Sequence[Request], states: Sequence[RequestEstimates], limit: int) -> list[int]:
         """Return how many positions to draft for each row, so that all rows together get the most tokens per second."""
@@ -328,9 +349,8 @@ class Speculator:
         for request, state in zip(requests, states, strict=True):
             rate = 0.0
             if request.speculate:
-                rate = self._of(request, state, DEVICE).rate
-            if state.host_expected > 0.0 and state.host_expected >= PREFERENCE * expected_kept(rate, limit):
-                # A proposer whose drafts pay off now is likely to have some for the next row too, at no cost.
+                rate = self._of(request, state, DEVICE).rate()
+            if state.host_next > 0.0 and state.host_next >= PREFERENCE * expected_kept(repeat(rate, limit)):
                 rate, host_drafts, host_kept = 0.0, host_drafts + state.host_drafts, host_kept + state.host_expected
             rates.append(rate)
         return best_draft_counts(
@@ -374,10 +394,9 @@ class Speculator:
             self._probe_seconds += price
         return True
 
-    def _length(self, rate: float, limit: int, running: int) -> int:
-        if self._forced is not None:
-            return min(self._forced, limit)
-        return best_chain_length(rate, cost=self._steps.of(running), running=running, limit=min(limit, MAX_CHAIN))
+    def _length(self, rates: Sequence[float], running: int) -> int:
+        """Return how many drafts of a chain to use, from the first on, by their probabilities of being kept."""
+        return best_chain_length(rates, cost=self._steps.of(running), running=running) if self._forced is None else len(rates)
 
     def _state(self, request: Request) -> RequestEstimates:
         state = self._requests.get(request.id)
@@ -390,6 +409,10 @@ class Speculator:
         known = state.sources.get(source)
         if known is None:
             kind = (source, min(round(request.params.temperature * 4) / 4, 2.0))
-            overall = self._overall.setdefault(kind, Acceptance(decay=0.98, weight=64.0))
-            known = state.sources[source] = SourceEstimates(overall.prior_for_new_request(), overall)
+            known = state.sources[source] = SourceEstimates(self._overall.setdefault(kind, {}))
         return known
+
+
+def _mean_rate(estimates: Sequence[Acceptance]) -> float:
+    """Return the rate over all matches, each weighted by how often it was tried lately."""
+    return sum(e.kept for e in estimates) / sum(e.kept + e.lost for e in estimates)

@@ -11,9 +11,9 @@ from onedraw.engine.fairness import PATIENCE
 from onedraw.engine.scheduler import ScheduledRow, Scheduler
 from onedraw.engine.sequence import Sequence
 from onedraw.memory.allocator import Allocator
-from onedraw.speculation.proposers import Proposer, chain
+from onedraw.speculation.proposers import Proposal, Proposer, chain
 from onedraw.speculation.speculator import Speculator
-from onedraw.types import Draft, History, Request, RowOutcome, SampledToken, SamplingParams
+from onedraw.types import History, Request, RowOutcome, SampledToken, SamplingParams
 
 
 def make(
@@ -57,8 +57,8 @@ class Eager:
 
     name = "eager"
 
-    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
-        return chain((2,) * room)
+    def propose(self, request: Request, history: History, room: int) -> Proposal:
+        return Proposal(chain((2,) * room), self.name)
 
     def forget(self, request_id: str) -> None: ...
 

@@ -18,7 +18,7 @@ from onedraw.engine.scheduler import Scheduler
 from onedraw.engine.stats import Stats
 from onedraw.memory.allocator import Allocator
 from onedraw.memory.disk_snapshots import SnapshotFolder
-from onedraw.speculation.proposers import Proposer, chain
+from onedraw.speculation.proposers import LONGEST_MATCH, Proposal, Proposer, chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.types import Constraint, ConstraintSpec, Draft, DryParams, History, Logprobs, Request, SamplingParams
 
@@ -209,7 +209,10 @@ class KnownAnswerProposer:
 
     def forget(self, request_id: str) -> None: ...
 
-    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
+    def propose(self, request: Request, history: History, room: int) -> Proposal:
+        return Proposal(self._drafts(request, history), self.name, len(history) % (LONGEST_MATCH + 1))
+
+    def _drafts(self, request: Request, history: History) -> tuple[Draft, ...]:
         done = len(history.output)
         if self.empty_every and len(history) % self.empty_every == 0:
             return ()

@@ -19,7 +19,7 @@ from onedraw.backends.fake import FakeBackend
 from onedraw.engine.engine import Engine
 from onedraw.engine.scheduler import Scheduler
 from onedraw.memory.allocator import Allocator, Lease
-from onedraw.speculation.proposers import chain
+from onedraw.speculation.proposers import Proposal, chain
 from onedraw.speculation.speculator import Speculator
 from onedraw.text.constraints.base import token_mask
 from onedraw.types import DryParams, History, Outcome, Plan, Request, Row, RowOutcome, SamplingParams, TokenMask
@@ -184,8 +184,8 @@ def test_a_probe_of_a_proposer_runs_although_steps_are_submitted_ahead() -> None
 
         def forget(self, request_id: str) -> None: ...
 
-        def propose(self, request: Request, history: History, room: int):  # type: ignore[no-untyped-def]
-            return chain((60,) * room)
+        def propose(self, request: Request, history: History, room: int) -> Proposal:
+            return Proposal(chain((60,) * room), self.name)
 
     class FixedCost(RecordingBackend):
         """Reports step times that depend on the number of tokens alone, not on the clock."""

@@ -21,7 +21,8 @@ from onedraw.checkpoints.open import open_checkpoint
 from onedraw.models.dflash import DrafterInfo, check_drafter_fits, read_drafter_info
 from onedraw.models.registry import read_model_info
 from onedraw.speculation.draft_tree import build_tree
-from onedraw.speculation.speculator import NO_PROPOSAL, Proposal, Speculator
+from onedraw.speculation.proposers import NO_PROPOSAL, Proposal
+from onedraw.speculation.speculator import Speculator
 from onedraw.types import Draft, History, Request, SamplingParams
 from tests.laws.harness import Schedule, plain, random_requests, run, same
 from tests.reference.dflash import Drafter, Target, drafted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from onedraw.speculation.draft_length import (
     LAST_PROBE_GAP,
+    PAYS,
     PRIOR_ACCEPTANCE,
     PRIOR_TOKEN_SHARE,
     Acceptance,
@@ -24,29 +26,36 @@ from onedraw.speculation.draft_length import (
     best_tree_size,
     expected_kept,
     speed,
+    split_by_match,
 )
 
 rates = st.floats(0.0, 1.0)
 costs = st.builds(RowCost, st.floats(0.0, 10.0), st.floats(1e-4, 5.0), st.floats(0.0, 1.0))
 
 
+def kept_of(rate: float, depth: int) -> float:
+    return expected_kept([rate] * depth)
+
+
 # ---------------------------------------------------------------------- decision
 
 
 @settings(max_examples=500, deadline=None)
-@given(rate=rates, cost=costs, running=st.integers(1, 300), limit=st.integers(0, 32))
-def test_no_other_length_is_faster(rate: float, cost: RowCost, running: int, limit: int) -> None:
-    """Compared with every other length, with the expectation summed term by term."""
-    count = best_chain_length(rate, cost=cost, running=running, limit=limit)
-    assert 0 <= count <= limit
+@given(chances=st.lists(rates, max_size=20), cost=costs, running=st.integers(1, 300))
+def test_every_draft_of_a_chain_pays_off(chances: list[float], cost: RowCost, running: int) -> None:
+    """Each draft makes the row faster by the asked margin, and the next one would not."""
+    count = best_chain_length(chances, cost=cost, running=running)
 
-    def tokens_per_second(k: int) -> float:
-        return (1 + sum(rate**i for i in range(1, k + 1))) / (
-            cost.base_seconds / running + cost.row_seconds + cost.token_seconds * (1 + k)
-        )
+    def seconds(k: int) -> float:
+        return cost.base_seconds / running + cost.row_seconds + cost.token_seconds * (1 + k)
 
-    best = max(tokens_per_second(k) for k in range(limit + 1))
-    assert tokens_per_second(count) == pytest.approx(best, rel=1e-9)
+    def pays(k: int) -> bool:
+        gain = prod(chances[: k + 1]) / (1 + expected_kept(chances[:k]))
+        return gain > PAYS * cost.token_seconds / seconds(k)
+
+    assert all(map(pays, range(count)))
+    assert count == len(chances) or not pays(count)
+    assert speed(expected_kept(chances[:count]), count, cost=cost, running=running) >= speed(0.0, 0, cost=cost, running=running)
 
 
 @settings(max_examples=300, deadline=None)
@@ -69,13 +78,13 @@ def test_rows_that_share_the_drafter_decide_as_well_as_any_fixed_choice(
             seconds += (
                 drafting.base_seconds + drafting.row_seconds * sum(map(bool, counts)) + drafting.token_seconds * sum(counts)
             )
-        return (running + sum(map(expected_kept, rates, counts))) / seconds
+        return (running + sum(kept_of(rate, count) for rate, count in zip(rates, counts, strict=True))) / seconds
 
     counts = best_draft_counts(rates, cost=cost, drafting=drafting, running=running, limit=limit)
     best = max(tokens_per_second([k] * len(rates)) for k in range(limit + 1))
     assert all(0 <= count <= limit for count in counts)
     assert tokens_per_second(counts) >= tokens_per_second([0] * len(rates)) * (1 - 1e-9)
-    assert tokens_per_second(counts) >= 0.9 * best
+    assert tokens_per_second(counts) >= 0.85 * best
 
 
 def test_a_step_in_which_no_row_samples_drafts_nothing() -> None:
@@ -89,7 +98,7 @@ def test_the_drafter_does_not_run_where_its_call_costs_more_than_it_brings() -> 
     assert best_draft_counts([0.25], cost=cost, drafting=call, running=1, limit=7) == [0]
     assert best_draft_counts([0.8], cost=cost, drafting=call, running=1, limit=7)[0] >= 3
     assert best_draft_counts([0.6, 0.0, 0.0, 0.0], cost=cost, drafting=call, running=4, limit=7) == [0, 0, 0, 0]
-    assert min(best_draft_counts([0.6] * 4, cost=cost, drafting=call, running=4, limit=7)) > 0, "four rows share a call"
+    assert min(best_draft_counts([0.7] * 4, cost=cost, drafting=call, running=4, limit=7)) > 0, "four rows share a call"
 
 
 def test_a_drafter_that_has_much_to_catch_up_with_does_not_begin() -> None:
@@ -100,9 +109,10 @@ def test_a_drafter_that_has_much_to_catch_up_with_does_not_begin() -> None:
     assert first > 0 == second
 
 
-@given(rate=rates, depth=st.integers(0, 40))
-def test_the_expectation_is_the_sum_of_powers(rate: float, depth: int) -> None:
-    assert expected_kept(rate, depth) == pytest.approx(sum(rate**i for i in range(1, depth + 1)), rel=1e-6)
+def test_a_draft_counts_if_all_before_it_are_kept() -> None:
+    assert expected_kept([]) == 0.0
+    assert expected_kept([0.5, 0.5, 1.0]) == pytest.approx(0.5 + 0.25 + 0.25)
+    assert expected_kept([0.0, 1.0]) == 0.0
 
 
 @settings(max_examples=300, deadline=None)
@@ -111,38 +121,38 @@ def test_better_drafts_are_longer_and_larger_batches_shorten_them(
     rate: float, better: float, cost: RowCost, running: int, more: int
 ) -> None:
     rate, better = sorted((rate, better))
-    few = best_chain_length(rate, cost=cost, running=running, limit=32)
-    assert best_chain_length(better, cost=cost, running=running, limit=32) >= few
-    assert best_chain_length(rate, cost=cost, running=running + more, limit=32) <= few
+    few = best_chain_length([rate] * 32, cost=cost, running=running)
+    assert best_chain_length([better] * 32, cost=cost, running=running) >= few
+    assert best_chain_length([rate] * 32, cost=cost, running=running + more) <= few
 
 
 def test_the_defaults_draft_moderately() -> None:
-    assert 3 <= best_chain_length(PRIOR_ACCEPTANCE, cost=RowCost(), running=1, limit=32) <= 6
+    assert 3 <= best_chain_length(PRIOR_ACCEPTANCE[:1] * 32, cost=RowCost(), running=1) <= 6
 
 
 def test_poor_drafts_and_full_batches_get_length_zero() -> None:
-    assert best_chain_length(0.02, cost=RowCost(), running=1, limit=32) == 0
-    assert best_chain_length(0.6, cost=RowCost(), running=128, limit=32) == 0
-    assert best_chain_length(0.0, cost=RowCost(1.0, 0.0), running=1, limit=32) == 0
+    assert best_chain_length([0.02] * 32, cost=RowCost(), running=1) == 0
+    assert best_chain_length([0.6] * 32, cost=RowCost(), running=128) == 0
+    assert best_chain_length([0.0] * 32, cost=RowCost(1.0, 0.0), running=1) == 0
 
 
 def test_certain_drafts_fill_the_room() -> None:
-    assert best_chain_length(1.0, cost=RowCost(1.0, 0.5), running=1, limit=20) == 20
-    assert best_chain_length(0.6, cost=RowCost(), running=1, limit=0) == 0
+    assert best_chain_length([1.0] * 20, cost=RowCost(1.0, 0.2), running=1) == 20
+    assert best_chain_length([0.6] * 0, cost=RowCost(), running=1) == 0
 
 
 def test_the_fixed_cost_of_a_row_is_shared_by_its_drafts() -> None:
     """At a long context each row reads its own keys. Its drafts share that cost, so they pay off even in a full batch."""
-    assert best_chain_length(0.6, cost=RowCost(1.0, 0.002, 0.06), running=64, limit=32) > 3
+    assert best_chain_length([0.6] * 32, cost=RowCost(1.0, 0.002, 0.06), running=64) > 3
 
 
 def test_a_tree_is_used_whole_if_tokens_are_cheap_and_shortened_to_its_chain_if_not() -> None:
     shape = {"chain": 7, "depth": 7, "nodes": 24}
     nodes, kept = best_tree_size(0.65, **shape, cost=RowCost(1.0, 0.002), running=1)
-    assert (nodes, kept) == (24, expected_kept(0.65, 7))
+    assert (nodes, kept) == (24, kept_of(0.65, 7))
     nodes, kept = best_tree_size(0.65, **shape, cost=RowCost(1.0, 0.1), running=1)
     assert 0 < nodes < 7
-    assert kept < expected_kept(0.65, nodes)
+    assert kept < kept_of(0.65, nodes)
     assert best_tree_size(0.65, **shape, cost=RowCost(1.0, 0.1), running=64) == (0, 0.0)
 
 
@@ -164,6 +174,16 @@ def test_the_estimate_approaches_the_true_rate_at_any_length(rate: float, length
         simulate(acceptance, rate, 40, length, rng)
         estimates.append(acceptance.rate)
     assert sum(estimates) / len(estimates) == pytest.approx(rate, abs=0.05)
+
+
+def test_drafts_count_for_the_match_that_they_had() -> None:
+    assert list(split_by_match(0, 5, 3)) == [(0, 5, 3)]
+    assert list(split_by_match(0, 5, 5)) == [(0, 5, 5)]
+    assert list(split_by_match(2, 7, 0)) == [(2, 1, 0)]
+    assert list(split_by_match(2, 7, 2)) == [(2, 1, 1), (3, 1, 1), (4, 1, 0)]
+    assert list(split_by_match(2, 2, 2)) == [(2, 1, 1), (3, 1, 1)]
+    assert list(split_by_match(7, 7, 5)) == [(7, 1, 1), (8, 6, 4)]
+    assert list(split_by_match(8, 7, 7)) == [(8, 7, 7)]
 
 
 def test_the_estimate_falls_soon_after_a_source_gets_worse() -> None:

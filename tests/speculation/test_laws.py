@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onedraw.backends.fake import FakeBackend
-from onedraw.speculation.proposers import NgramProposer, PredictionProposer, Proposer, chain
+from onedraw.speculation.proposers import LONGEST_MATCH, NgramProposer, PredictionProposer, Proposal, Proposer, chain
 from onedraw.speculation.speculator import DEVICE, SpeculationStats, Speculator
 from onedraw.types import Draft, History, Request, Row, RowOutcome
 from tests.laws.harness import Answer, Schedule, plain, random_requests, run
@@ -93,7 +93,7 @@ def exercised(law: Callable[..., Counter[str]], *needed: str) -> Counter[str]:
 def test_ngram_drafts_never_change_an_answer() -> None:
     def law(seed: int, length: int | None) -> Counter[str]:
         requests, backend, schedule, expected = random_scenario(seed)
-        proposer = NgramProposer(longest=3, shortest=1, reach=3 + seed % 40)
+        proposer = NgramProposer(shortest=1, reach=3 + seed % 40)
         return hold(FakeBackend(**backend), requests, schedule, expected, Speculator([proposer], draft_tokens=length))
 
     exercised(law, "rejected")
@@ -150,7 +150,10 @@ class Adversary:
     answers: dict[str, list[int]]
     name: str = "adversary"
 
-    def propose(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
+    def propose(self, request: Request, history: History, room: int) -> Proposal:
+        return Proposal(self._drafts(request, history, room), self.name, len(history) % (LONGEST_MATCH + 1))
+
+    def _drafts(self, request: Request, history: History, room: int) -> tuple[Draft, ...]:
         done = len(history.output)
         truth = self.answers[request.id][done:]
         right = chain(tuple(truth[:room]))
@@ -213,7 +216,7 @@ def test_several_proposers_and_the_backends_drafter_never_change_an_answer() -> 
         ]
         backend = GuessingBackend(**numbers)
         backend.answers = adversary_for(requests, expected).answers
-        proposers: list[Proposer] = [PredictionProposer(), NgramProposer(3, 2)]
+        proposers: list[Proposer] = [PredictionProposer(), NgramProposer()]
         return hold(backend, requests, schedule, expected, Speculator(proposers, draft_tokens=length))
 
     exercised(law, "rejected", "kept by prediction", "kept by ngram", f"kept by {DEVICE}")
@@ -236,7 +239,7 @@ def test_no_clock_can_change_an_answer() -> None:
         requests, numbers, schedule, expected = random_scenario(seed)
         backend = GuessingBackend(**numbers)
         backend.answers = adversary_for(requests, expected).answers
-        speculator = LyingClock([PredictionProposer(), NgramProposer(3, 2)], seed)
+        speculator = LyingClock([PredictionProposer(), NgramProposer()], seed)
         return hold(backend, requests, schedule, expected, speculator)
 
     exercised(law, "rejected", "kept by ngram", f"kept by {DEVICE}")
@@ -260,7 +263,7 @@ def test_a_backend_that_keeps_drafts_unverified_is_caught() -> None:
     for seed in range(12):
         requests, backend, schedule, expected = random_scenario(seed)
         try:
-            hold(BelievesDrafts(**backend), requests, schedule, expected, Speculator([NgramProposer(3, 1)], draft_tokens=4))
+            hold(BelievesDrafts(**backend), requests, schedule, expected, Speculator([NgramProposer(1)], draft_tokens=4))
         except AssertionError:
             caught += 1
     assert caught > 6

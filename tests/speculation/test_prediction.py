@@ -23,7 +23,7 @@ class Reply:
     def after(self, *tokens: int, room: int = 3) -> list[int]:
         """The drafts after `tokens` are added to the reply."""
         self.history.output.extend(tokens)
-        drafts = self.proposer.propose(self.request, self.history, room)
+        drafts = self.proposer.propose(self.request, self.history, room).drafts
         assert drafts == chain(tuple(d.token for d in drafts))
         return [d.token for d in drafts]
 
