@@ -40,7 +40,9 @@ CHAIN_SHARE = 0.7  # acceptance of the chain of best candidates as a share of th
 PRIOR_CALL_SHARE = 0.25  # the cost of a call of the backend's drafter as a share of the base cost, until it is measured
 PRIOR_CATCH_UP_SHARE = 0.01  # the cost of catching up by one token as a share of the base cost, until it is measured
 REFINEMENTS = 3  # The best number of drafts depends on the step's speed and the speed on the number: both are refined this often.
-PAYS = 1.1  # what drafts bring has to be worth this multiple of what they cost, since both are estimates
+# What a draft brings has to be worth this multiple of what it costs. Both are estimates, and other rows of the step only lose.
+PAYS = 1.5
+CALL_PAYS = 1.1  # the same for a call of the backend's drafter and all drafts that it makes
 PROBE_TOKENS = 2  # number of drafts of a proposer's probe
 FIRST_PROBE_GAP, LAST_PROBE_GAP = 2, 64  # steps from one probe to the next, at first and at most
 PLAIN_STEPS = 2.0  # for each number of rows, the cost of a step without drafts counts as known after this many
@@ -130,7 +132,7 @@ def best_draft_counts(
     step carry `host_drafts` drafts of proposers, of which `host_kept` are kept on average.
 
     A draft pays off if its probability of being kept exceeds PAYS times the number of tokens that the step, at its present speed,
-    samples in the time that the draft costs. The call pays off if all these drafts together do.
+    samples in the time that the draft costs. The call pays off if all drafts bring CALL_PAYS times what they and it cost.
     """
     if not rates:
         return []  # No row samples. The step's fitted cost may be zero then, and the code below divides by it.
@@ -147,7 +149,7 @@ def best_draft_counts(
         took = sum(price for _, _, price in found)
         extra = drafting.base_seconds + took
         speed_then = (tokens + kept) / (seconds + extra)
-        if not kept or speed_then <= fastest or kept * seconds <= PAYS * tokens * extra:
+        if not kept or speed_then <= fastest or kept * seconds <= CALL_PAYS * tokens * extra:
             break
         fastest, best = speed_then, [count for count, _, _ in found]
     return best

@@ -51,6 +51,7 @@ MAX_CHAIN = 32  # a chain has at most this many drafts, unless a length is force
 PREFERENCE = 0.8
 OVERALL_WEIGHT = 8.0  # the acceptance of a source over all requests counts as much as this many drafts of a request
 FIRST_SAVINGS = 2.0  # what a source may spend on probes before anything is saved up, as a multiple of the base cost of a step
+MISSES, LONGEST_BREAK = 8, 3  # after 8, 16, … misses in a row the proposers are not asked for 1, 2, … steps, at most 3
 LOOK_AGAIN = 3  # If a probe of the backend's drafter is due and cannot be paid, it is tried again after this many steps.
 CATCH_UP_STEPS = 16  # a drafter that pays off runs for at least this many steps, over which the cost of catching up is spread
 LONGEST_PAUSE = 64  # the most steps until a request for which no drafts pay off is looked at again
@@ -121,6 +122,8 @@ class RequestEstimates:
     host_expected: float = 0.0  # how many of `host_drafts` are expected to be kept
     host_next: float = 0.0  # how many drafts of the same proposer are expected to be kept in the row after this one
     step: int = 0  # counts calls of `propose` for this request
+    misses: int = 0  # how often in a row there were no drafts to carry
+    ask_at: int = 0  # the proposers are asked again from this step on
     drafter_step: int = 0  # counts calls of `plan_drafter` for this request
     plan_at: int = 0  # whether the drafter pays off for this request alone is computed again from this step on
     behind: int = 0  # how many steps the drafter has to catch up with
@@ -172,8 +175,10 @@ class Speculator:
         state.step += 1
         state.host_drafts, state.host_expected, state.host_next = 0, 0.0, 0.0
         proposal = NO_PROPOSAL
-        if own or self._forced is not None or not self._steps.needs_plain_step(running):
+        if own or self._forced is not None or (state.step >= state.ask_at and not self._steps.needs_plain_step(running)):
             proposal = self._decide(state, request, history, own[:room], room, running, tentative)
+            state.misses = 0 if proposal.drafts else state.misses + 1
+            state.ask_at = state.step + 1 + min(state.misses // MISSES, LONGEST_BREAK)
         self._seconds += perf_counter() - begin
         return proposal
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from onedraw.backends.sampled_rows import SamplingPosition
 from onedraw.backends.torch.backend import TorchBackend
@@ -253,10 +254,8 @@ def listen(every: int, kind: type[DflashDrafter] = DflashDrafter, *, company: in
 
 
 class DrafterThatForgetsWaitingContext(DflashDrafter):
-    def _committed(self, step: CompletedStep, drafting: set[int]) -> list[Context]:
-        ready = super()._committed(step, drafting)
-        self._waiting.clear()
-        return ready
+    def _keep(self, contexts: Sequence[Context], features: Sequence[Tensor]) -> None:
+        pass
 
 
 @pytest.mark.parametrize("most", [1, 2**20], ids=["no room to wait", "room for a reply"])
@@ -271,24 +270,29 @@ def test_context_that_waited_gives_the_drafts_of_context_written_at_once(most: i
         assert any(always[at] != drafts for at, drafts in listen(90, DrafterThatForgetsWaitingContext).items())
 
 
-class FrugalDrafter(DflashDrafter):
-    """Checks that what waits keeps the features of few other tokens in memory."""
+class AuditedDrafter(DflashDrafter):
+    """Checks that no features that wait were overwritten."""
 
     waited = 0
 
     def draft(self, step: CompletedStep) -> list[tuple[Draft, ...]]:
         found = super().draft(step)
-        for context in self._waiting.values():
-            kept = {id(features): len(features[0]) for features, _ in context.places}
-            assert sum(kept.values()) <= 4 * 2 * context.count
-            FrugalDrafter.waited = max(FrugalDrafter.waited, context.count)
+        numbers = [number for context in self._waiting.values() for number in context.stored]
+        assert len(set(numbers)) == len(numbers)
+        assert all(self._stored - len(self._store) <= number < self._stored for number in numbers)
+        AuditedDrafter.waited = max(AuditedDrafter.waited, len(numbers))
         return found
 
 
-def test_context_that_waits_while_prompts_come_keeps_none_of_theirs() -> None:
-    FrugalDrafter.waited = 0
-    always, now_and_then = listen(1, company=4), listen(90, FrugalDrafter, company=4)
-    assert FrugalDrafter.waited > 60
+@pytest.mark.parametrize("places", [1, 3, 40, 4000])
+def test_features_wait_only_until_the_store_is_full(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With company, so that the features of several rows share the store."""
+    most = places * 2 * 64 * 4  # bytes of the features of two layers
+    monkeypatch.setattr("onedraw.backends.torch.drafters.dflash.MOST_WAITING_BYTES", most)
+    AuditedDrafter.waited = 0
+    always, now_and_then = listen(1, company=4), listen(90, AuditedDrafter, company=4)
+    assert AuditedDrafter.waited <= places
+    assert AuditedDrafter.waited > min(places, 60) // 2
     assert len(now_and_then) >= 2
     assert all(always[at] == drafts for at, drafts in now_and_then.items())
 
@@ -310,13 +314,17 @@ class CountingDrafter(DflashDrafter):
 
     written = 0
 
-    def _write_context(self, contexts: Sequence[Context]) -> None:
+    def _write_context(self, contexts: Sequence[Context], features: Sequence[Tensor]) -> None:
         CountingDrafter.written += sum(context.count for context in contexts)
-        super()._write_context(contexts)
+        super()._write_context(contexts, features)
 
 
-@pytest.mark.parametrize(("every", "expected"), [(1000, 20), (90, 20 + 199)], ids=["never drafts", "drafts"])
-def test_a_reply_without_drafts_writes_the_context_of_its_prompt_alone(every: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [(1000, 20), (90, 20 + 179), (1, 20 + 197)],  # there is no room for drafts after the last token but one
+    ids=["never drafts", "drafts after 90 and 180 steps", "drafts to the end"],
+)
+def test_context_after_the_last_drafts_of_a_reply_is_not_written(every: int, expected: int) -> None:
     CountingDrafter.written = 0
     listen(every, CountingDrafter)
     assert CountingDrafter.written == expected

@@ -137,7 +137,7 @@ def test_poor_drafts_and_full_batches_get_length_zero() -> None:
 
 
 def test_certain_drafts_fill_the_room() -> None:
-    assert best_chain_length([1.0] * 20, cost=RowCost(1.0, 0.2), running=1) == 20
+    assert best_chain_length([1.0] * 20, cost=RowCost(1.0, 0.05), running=1) == 20
     assert best_chain_length([0.6] * 0, cost=RowCost(), running=1) == 0
 
 

@@ -40,9 +40,11 @@ from onedraw.types import Draft, Row, RowOutcome
 # frequent tokens, and a draft beyond this third is hardly ever kept, but every token costs a row of the head and noise.
 SMALL_VOCAB = 16_384
 # While no drafts are wanted for a row, its features are kept, and their keys and values are written later: writing many positions
-# at once is cheaper, and those of a reply that ends without drafts are never written. If the features kept for the rows of a step
-# exceed this size, all of them are written.
+# at once is cheaper, and those of a reply that ends without drafts are never written. If the features of a step do not fit into
+# this many bytes any more, those that wait for its rows are written.
 MOST_WAITING_BYTES = 32 * 2**20
+# The features of this many steps are copied to where they wait at once, or earlier after a step with more than so many tokens.
+STEPS_AT_ONCE, FEW_TOKENS = 16, 64
 # A function that makes a tree of drafts from the candidates of each depth, best first: (token, score).
 Arrange = Callable[[Sequence[Sequence[tuple[int, float]]]], tuple[Draft, ...]]
 
@@ -58,20 +60,18 @@ class DraftBlock:
     count: int  # tokens of the block
 
 
-StepFeatures = Sequence[Tensor]  # the features of a step, one [T, Et] per layer of `DflashDrafter.feature_layers`
-
-
 @dataclass(slots=True)
 class Context:
     """Committed positions of a sequence, from `start` on, whose keys and values are not written yet. Owner: the drafter."""
 
     row: Row  # the sequence's latest row; keys and values are written to its pages
     start: int
-    places: list[tuple[StepFeatures, int]]  # for each position, the features of its step and its index in them
+    stored: list[int]  # the numbers of the first positions' features in the drafter's store
+    fresh: list[int]  # where those of the last positions are in the features of the step that was just completed
 
     @property
     def count(self) -> int:
-        return len(self.places)
+        return len(self.stored) + len(self.fresh)
 
     @property
     def stop(self) -> int:
@@ -156,10 +156,14 @@ class DflashDrafter:
         self._layout = self.state.layout
         self._ropes = rope_tables(spec.layers, max_context + spec.block, dtype=target.dtype, device=self._device)
         self._ranker = Ranker(lanes, *drafting_sampler(target, lanes, None if vocab == spec.draft_vocab else vocab))
-        self._feature_bytes = len(self.feature_layers) * spec.target_hidden * target.activation.itemsize  # of one position
+        features = len(self.feature_layers) * spec.target_hidden
+        places = max(MOST_WAITING_BYTES // (features * target.activation.itemsize), 1)
+        # Features that wait, a ring. They are copied here, because memory that is used again is faster than that of a new tensor.
+        self._store = torch.empty(places, features, dtype=target.activation, device=self._device)
+        self._stored = 0  # how many features were ever kept; number i belongs in row i % places of the store
+        self._uncopied: list[tuple[Sequence[Tensor], list[int]]] = []  # features of the last steps, and which of them to keep
         self._numbers = [self.feature_layers.index(layer) for layer in spec.target_layers]
         self._waiting: dict[int, Context] = {}  # by lane, context that is not written yet
-        self._drafted_for: dict[int, str] = {}  # by lane, the last request that the drafter drafted for
 
     @property
     def name(self) -> str:
@@ -183,7 +187,9 @@ class DflashDrafter:
         self._ranker.learn(plan, rows)
         wanted = [index for index, row in enumerate(plan.rows) if row.draft_limit]
         blocks = [block for i in wanted if (block := self._block(i, plan.rows[i], rows[i])) is not None]
-        self._write_context(self._committed(step, {block.index for block in blocks}))
+        ready, waiting = self._committed(step, {block.index for block in blocks})
+        self._write_context(ready, step.features)
+        self._keep(waiting, step.features)
         found: list[tuple[Draft, ...]] = [()] * len(plan.rows)
         if blocks:
             for block, drafts in zip(blocks, self._draft(blocks), strict=True):
@@ -192,53 +198,78 @@ class DflashDrafter:
 
     # ------------------------------------------------------------------ context
 
-    def _committed(self, step: CompletedStep, drafting: set[int]) -> list[Context]:
-        """Return the context to write now: of the known tokens and kept drafts of the step's rows, and of earlier tokens of these
-        sequences that have waited.
+    def _committed(self, step: CompletedStep, drafting: set[int]) -> tuple[list[Context], list[Context]]:
+        """Return the context to write now, and that to keep: of the known tokens and kept drafts of the step's rows, and of
+        earlier tokens of these sequences that have waited.
 
-        The features of generated tokens wait while no drafts are wanted for their row. If a reply ends before the drafter has
-        drafted for it, they are dropped: a later prompt that reuses its pages gets worse drafts from there, but most replies
-        without drafts have no such prompt, or one for which drafts do not pay off either.
+        The features of generated tokens wait while no drafts are wanted for their row. Those that still wait when the reply ends
+        are dropped: a later prompt that reuses the reply's pages gets worse drafts from there, but most replies that end without
+        drafts have no such prompt, or one for which drafts do not pay off either.
         """
         ready: list[Context] = []
-        rows, features = step.plan.rows, step.features  # features: [T, Et] each
-        # Waiting context refers to the features of its whole step, which stay in memory. If most of these are of prompts or
-        # rejected drafts, its own features are copied instead.
-        generated = sum(1 + len(outcome.kept) for row, outcome in zip(rows, step.rows, strict=True) if len(row.tokens) == 1)
-        shared = len(step.inputs.host_tokens) <= 4 * generated
-        for index, (row, span, outcome) in enumerate(zip(rows, step.inputs.spans, step.rows, strict=False)):
+        waiting: list[Context] = []
+        for index, (row, span, outcome) in enumerate(zip(step.plan.rows, step.inputs.spans, step.rows, strict=False)):
             first = span.first + len(row.tokens)
-            indices = [*range(span.first, first), *(first + draft for draft in outcome.kept)]
-            waited = self._waiting.pop(row.lane, None)
+            fresh = [*range(span.first, first), *(first + draft for draft in outcome.kept)]
+            context = self._waiting.pop(row.lane, None)
+            if context is not None and (context.row.request_id != row.request_id or context.stop != row.start):
+                context = None
             generates, drafts = len(row.tokens) == 1 and row.samples and row.start >= row.prompt_stop, index in drafting
             ends = not drafts and _ends(row, outcome)
-            if drafts:
-                self._drafted_for[row.lane] = row.request_id
-            elif generates and ends and self._drafted_for.get(row.lane) != row.request_id:
+            if context is None:
+                context = Context(row, row.start, [], fresh)
+            elif generates and ends:
                 continue
-            waits = generates and not drafts and not ends
-            if waits and not shared:
-                copied: StepFeatures = [feature[indices] for feature in features]
-                places = [(copied, place) for place in range(len(indices))]
             else:
-                places = [(features, place) for place in indices]
-            if waited is not None and waited.row.request_id == row.request_id and waited.start + waited.count == row.start:
-                waited.row = row
-                waited.places += places
-            else:
-                waited = Context(row, row.start, places)
-            if waits:
-                self._waiting[row.lane] = waited
-            elif waited.count:  # a row without tokens was restored whole from a checkpoint
-                ready.append(waited)
-        waiting = [self._waiting[row.lane] for row in rows if row.lane in self._waiting]
-        if sum(context.count for context in waiting) * self._feature_bytes > MOST_WAITING_BYTES:
-            ready += waiting
-            for context in waiting:
-                del self._waiting[context.row.lane]
-        return ready
+                context.row, context.fresh = row, fresh
+            if generates and not drafts and not ends:
+                waiting.append(context)
+            elif context.count:  # a row without tokens was restored whole from a checkpoint
+                ready.append(context)
+        # The number of the first features that are still in the store when those of this step have been copied.
+        oldest = self._stored + sum(len(context.fresh) for context in waiting) - len(self._store)
+        if oldest >= 0:
+            ready += [context for context in waiting if (context.stored and context.stored[0] < oldest) or self._stored < oldest]
+            waiting = [context for context in waiting if context not in ready]
+            # Sequences that are not in this step may have been preempted, so nothing can be written for them.
+            self._waiting = {lane: context for lane, context in self._waiting.items() if context.stored[0] >= oldest}
+        return ready, waiting
 
-    def _write_context(self, contexts: Sequence[Context]) -> None:
+    def _keep(self, contexts: Sequence[Context], features: Sequence[Tensor]) -> None:
+        """Keep the features of these contexts that are of the completed step."""
+        fresh = [place for context in contexts for place in context.fresh]
+        if not fresh:
+            return
+        if sum(len(places) for _, places in self._uncopied) + len(fresh) > len(self._store):
+            self._copy()
+        for context in contexts:
+            context.stored += range(self._stored, self._stored + len(context.fresh))
+            self._stored += len(context.fresh)
+            context.fresh = []
+            self._waiting[context.row.lane] = context
+        self._uncopied.append((features, fresh))
+        if len(self._uncopied) >= STEPS_AT_ONCE or len(features[0]) > FEW_TOKENS:
+            self._copy()
+
+    def _copy(self) -> None:
+        """Copy the features of the last steps into the store."""
+        if not self._uncopied:
+            return
+        layers = zip(*(features for features, _ in self._uncopied), strict=True)
+        joined = torch.cat([torch.cat(steps) for steps in layers], dim=1)
+        places, first = [], 0
+        for features, fresh in self._uncopied:
+            places += [first + place for place in fresh]
+            first += len(features[0])
+        self._uncopied.clear()
+        if len(places) < first:
+            joined = joined.index_select(0, self._indices(places))
+        begin = (self._stored - len(places)) % len(self._store)
+        part = self._store[begin : begin + len(places)]  # up to the end of the ring
+        part.copy_(joined[: len(part)])
+        self._store[: len(places) - len(part)].copy_(joined[len(part) :])
+
+    def _write_context(self, contexts: Sequence[Context], features: Sequence[Tensor]) -> None:
         """Write the drafter's keys and values of committed positions."""
         if not contexts:
             return
@@ -246,7 +277,7 @@ class DflashDrafter:
         spans = [Span(first, context.count, context.start) for first, context in zip(firsts, contexts, strict=False)]
         pages = [self.state.tables(context.row.pages[0], start=context.start, stop=context.stop) for context in contexts]
         placed = lay_out([0] * firsts[-1], spans, pages, layout=self._layout, device=self._device)
-        joined = self._joined([place for context in contexts for place in context.places], len(placed.host_tokens))
+        joined = self._joined(contexts, features, len(placed.host_tokens))
         if self._feature_norms is not None:
             each = joined.view(-1, self._spec.target_hidden)  # [M * n, Et]
             normed = self._ops.rms_norm(each, None, self._spec.eps).view(len(joined), *self._feature_norms.shape)
@@ -260,14 +291,26 @@ class DflashDrafter:
             read = self._ops.rms_norm(context, layer.attn_norm, self._spec.eps) if self._spec.normed_context else context
             prepared.attention(mixer).write(linear(read), spec=mixer, store=store, k_norm=own.k_norm, eps=self._spec.eps)
 
-    def _joined(self, places: Sequence[tuple[StepFeatures, int]], rows: int) -> Tensor:
-        """The features of positions, those of all layers side by side, and padding up to `rows`.   [rows, n * Et]"""
-        steps = {id(features): features for features, _ in places}
-        firsts = dict(zip(steps, np.cumsum([0, *(len(features[0]) for features in steps.values())]).tolist(), strict=False))
-        indices = [firsts[id(features)] + place for features, place in places]
-        index = torch.tensor([*indices, *indices[-1:] * (rows - len(indices))], dtype=torch.long, device=self._device)
-        layers = [torch.cat([features[number] for features in steps.values()]) for number in self._numbers]
-        return torch.cat([layer.index_select(0, index) for layer in layers], dim=1).to(self._target.dtype)
+    def _joined(self, contexts: Sequence[Context], features: Sequence[Tensor], rows: int) -> Tensor:
+        """The features of all positions of the contexts, those of all layers side by side, and padding up to `rows`.
+        [rows, n * Et]"""
+        self._copy()
+        stored = [number % len(self._store) for context in contexts for number in context.stored]
+        fresh = [place for context in contexts for place in context.fresh]
+        found = torch.cat([f.index_select(0, self._indices(fresh)) for f in features], dim=1)
+        found = torch.cat([self._store.index_select(0, self._indices(stored)), found])
+        order: list[int] = []  # a context's positions are apart in `found`: the stored ones of all contexts come first
+        before, after = 0, len(stored)
+        for context in contexts:
+            order += range(before, before + len(context.stored))
+            order += range(after, after + len(context.fresh))
+            before, after = before + len(context.stored), after + len(context.fresh)
+        order += order[-1:] * (rows - len(order))
+        layers = found.index_select(0, self._indices(order)).view(rows, len(features), -1)
+        return layers[:, self._numbers].view(rows, -1).to(self._target.dtype)
+
+    def _indices(self, places: Sequence[int]) -> Tensor:
+        return torch.tensor(places, dtype=torch.long, device=self._device)
 
     # ------------------------------------------------------------------ block
 
