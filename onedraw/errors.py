@@ -17,7 +17,7 @@ OnedrawError                 base class of all errors raised on purpose
 │   ├── ModelNotFound        no such model; the message says how to get it
 │   ├── CorruptFile          a file is damaged or incomplete; the message names file and tensor
 │   └── UnsupportedModel     names the architecture or config key, and lists what is supported
-├── StateLost                a process with layers of the model ended, and the state of all sequences with it: 503
+├── StateLost                the backend lost the state of all sequences and could not be restored: 503
 ├── OutOfMemory              not enough memory for one sequence or one step, or a full disk; the message says what to do
 └── BadSetting               a flag or an environment variable is wrong
 """

@@ -131,12 +131,12 @@ class ImmediateSteps:
 
 @runtime_checkable
 class SupportsRecovery(Protocol):
-    """A backend with parts in other processes. When such a process ends, `submit` and `collect` raise StateLost, for every plan
-    in flight, until `recover` is called."""
+    """A backend that can lose the state of all sequences: a process with some of its layers ends, or a program fails that had
+    taken the state's memory. Then `submit` and `collect` raise StateLost, for every plan in flight, until `recover` is called."""
 
     def recover(self) -> None:
         """Make the backend usable again. The states of all lanes, pages and checkpoints are undefined afterwards. Called with no
-        plan in flight. Raises StateLost if the process cannot be restarted."""
+        plan in flight. Raises StateLost if it cannot."""
         ...
 
 

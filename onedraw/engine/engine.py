@@ -501,9 +501,7 @@ def _no_token_error(sequence: Sequence, result: RowOutcome) -> OnedrawError:
 _NOT_FINITE = (
     "the logits of the model are not finite, so no token can be sampled; its weights may be damaged, or need a wider --dtype"
 )
-_NOT_RESTORED = (
-    "a process with layers of the model ended and could not be started again; see the server's log, and try again later"
-)
+_NOT_RESTORED = "the backend lost the state of all sequences and could not be restored; see the server's log, and try again later"
 _NO_MEMORY = (
     "the device has no memory left to compute even one request; free memory on it, or serve with a smaller --kv-memory, "
     "--max-batch or --turn-tokens"

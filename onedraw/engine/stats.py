@@ -78,7 +78,7 @@ class Stats:
     mixed_constraints: int = 0  # steps in which some rows are constrained and some are not
     failed_steps: int = 0
     out_of_memory_steps: int = 0  # steps for which the device had no memory; their rows were preempted, or failed
-    state_losses: int = 0  # how often a process with layers of the model ended; all running sequences were preempted
+    state_losses: int = 0  # how often the backend lost the state of all sequences, which were preempted then
     steps: int = 0
     overlapped_steps: int = 0  # steps submitted while another one, of other sequences, was in flight
     steps_ahead: int = 0  # steps submitted before the tokens of the previous one were known

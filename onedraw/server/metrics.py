@@ -50,7 +50,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         "Steps that the device had no memory for; their rows were preempted.",
         lambda s: s.out_of_memory_steps,
     ),
-    ("engine_state_losses", "Times that a process with layers of the model ended and was replaced.", lambda s: s.state_losses),
+    ("engine_state_losses", "Times that the backend lost the state of all sequences and was restored.", lambda s: s.state_losses),
     ("prompt_checkpoints_saved", "Prompt checkpoints saved.", lambda s: s.checkpoints_saved),
     ("prompt_checkpoints_evicted", "Prompt checkpoints evicted.", lambda s: s.checkpoints_evicted),
     ("prompt_checkpoints_restored", "Rows that started from a checkpoint.", lambda s: s.restores),

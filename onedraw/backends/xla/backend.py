@@ -37,6 +37,7 @@ from onedraw.backends.xla.sampler import DryHistories, XlaTokenCounts, sample, s
 from onedraw.backends.xla.selfcheck import self_check
 from onedraw.backends.xla.state import no_copies
 from onedraw.backends.xla.weights import VECTOR, Weights
+from onedraw.errors import OutOfMemory, StateLost
 from onedraw.models.source import WeightSource
 from onedraw.models.spec import ModelSpec
 from onedraw.sampling.law import checksum_weights
@@ -122,10 +123,9 @@ class XlaBackend(ImmediateSteps):
             self._stages.append(XlaStage(spec, source, self.shape, **sizes, start=start, stop=stop))
         last = stage_devices[-1].device
         put = partial(jax.device_put, device=last)
-        self._saved_logits = put(np.zeros((checkpoints + 1, self._width), np.float32))
         sums = np.stack(checksum_weights(spec.vocab))
         self._sums = put(np.pad(sums, ((0, 0), (0, self._width - spec.vocab))))
-        self._counts = XlaTokenCounts(width=self._width, lanes=lanes, device=last)
+        self._allocate_sampling()
         self._dry_histories = DryHistories()
         self._make_programs()
         self._capacity = Capacity(
@@ -148,6 +148,11 @@ class XlaBackend(ImmediateSteps):
         if warm:
             self._warm(notify)
         self.report = self._checked(notify) if check else None
+
+    def _allocate_sampling(self) -> None:
+        last = self._stage_devices[-1].device
+        self._saved_logits = jax.device_put(np.zeros((self.shape.checkpoints + 1, self._width), np.float32), last)
+        self._counts = XlaTokenCounts(width=self._width, lanes=self.shape.lanes, device=last)
 
     def _make_programs(self) -> None:
         sampling = partial(sample, rows=self.shape.slab, spec=self._spec)
@@ -196,12 +201,41 @@ class XlaBackend(ImmediateSteps):
         self._outcomes.clear()
         for stage in self._stages:
             stage.close()
-        for array in (self._saved_logits, self._sums, self._counts.output, self._counts.prompt):
+        for array in (self._saved_logits, self._sums, *self._counts.arrays):
             array.delete()
+
+    # ------------------------------------------------------------------ state after a failed program
+
+    def recover(self) -> None:
+        """Allocate the state anew. Call it when a step raised StateLost."""
+        try:
+            for stage in self._stages:
+                stage.allocate_again()
+            for array in (self._saved_logits, *self._counts.arrays):
+                array.delete()
+            self._allocate_sampling()
+        except (RuntimeError, OutOfMemory) as error:
+            raise StateLost(f"the state cannot be allocated again: {error}") from error
+
+    def _has_state(self) -> bool:
+        try:
+            jax.block_until_ready([*(stage.state for stage in self._stages), self._saved_logits, self._counts.arrays])
+        except RuntimeError:  # an array was deleted, or the program that was to compute it failed
+            return False
+        return True
 
     # ------------------------------------------------------------------ one step
 
     def _run(self, plan: Plan) -> Outcome:
+        try:
+            return self._compute(plan)
+        except Exception as error:
+            # A program takes the memory of its donated arrays when it starts, and returns new arrays only if it succeeds.
+            if self._has_state():
+                raise
+            raise StateLost(f"a program failed in the middle of a step: {error}") from error
+
+    def _compute(self, plan: Plan) -> Outcome:
         begin = time.perf_counter()
         rows = plan.rows
         for stage in self._stages:
@@ -255,7 +289,6 @@ class XlaBackend(ImmediateSteps):
         `slabs`: the least number of slabs to run, for compiling without picks."""
         rows = self.shape.slab
         self._counts.follow([pick.position for pick in picks])
-        counts = (self._counts.output, self._counts.prompt)
         sampled = jax.device_put(np.zeros(self.shape.picks, dtype=np.int32), self._stage_devices[-1].device)
         results = []
         for start in range(0, max(len(picks), slabs * rows), rows):
@@ -268,7 +301,7 @@ class XlaBackend(ImmediateSteps):
             }
             sizes = {"rows": rows, "vocab": self._spec.vocab, "width": self._width, "lanes": self.shape.lanes}
             params = sampling_inputs([pick.position for pick in part], self._dry_histories, **sizes)
-            given = (self._head, self._sums, self._saved_logits, sampled, counts, picked, slab, params)
+            given = (self._head, self._sums, self._saved_logits, sampled, self._counts.arrays, picked, slab, params)
             self._saved_logits, sampled, found = self._sample(*given)
             results.append(found)
         return sampled, results

@@ -277,7 +277,8 @@ class XlaStage:
             self.weights["layers"].append(loader.layer(index))
             if progress is not None:
                 progress(index + 1, len(spec.layers))
-        self.state = allocate(self.layers, shape, dtype=dtype, device=device)
+        self._allocate = partial(allocate, self.layers, shape, dtype=dtype, device=device)
+        self.state = self._allocate()
         self.reshape(shape)
 
     def reshape(self, shape: CompiledShapes) -> None:
@@ -290,6 +291,11 @@ class XlaStage:
             bucket: jax.jit(partial(run_layers, stage=self, bucket=bucket), donate_argnums=1, compiler_options=OPTIONS)
             for bucket in (shape.decode, shape.mixed)
         }
+
+    def allocate_again(self) -> None:
+        """Replace the state, which a failed program took, by new arrays."""
+        self.state = []
+        self.state = self._allocate()
 
     def close(self) -> None:
         """Free weights, state and programs. jax's caches keep a reference to the stage, so its arrays are dropped here."""

@@ -392,6 +392,10 @@ class XlaTokenCounts:
         self._counted: list[CountedHistory | None] = [None] * lanes
         self._lanes = lanes
 
+    @property
+    def arrays(self) -> tuple[Array, Array]:
+        return self.output, self.prompt
+
     def follow(self, positions: Sequence[SamplingPosition]) -> None:
         """Update the counts of the lanes whose positions use penalties. For a lane that continues its request, only new tokens
         are counted."""
