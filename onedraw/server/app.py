@@ -508,8 +508,9 @@ class ReplyRun:
         self._timer = timer
         self._permit = permit
         self._trace = trace
-        asked = prepared.choices[0].request.params.logprobs
-        self._logprobs = 0 if asked is None else 1 + asked  # logprobs of each token of the replies
+        params = prepared.choices[0].request.params
+        # logprobs of each token of the replies
+        self._logprobs = 0 if params.logprobs is None else 1 + params.logprobs + len(params.logprob_token_ids)
         self._finishes: dict[int, Finish] = {}  # choice index → how the choice ended
         self._usages: dict[int, Usage] = {}  # choice index → its token counts, once the choice has ended
 

@@ -17,12 +17,14 @@ from onedraw.limits import MAX_CHARACTERS_COUNTED, MAX_LONG_WORK, MAX_PROMPT_TOK
 from onedraw.server.app import LONG_BODY
 from onedraw.server.errors import ClientGone
 from onedraw.server.ollama.requests import OpenCalls
+from onedraw.server.openai.chat import OpenAIWriter
 from onedraw.server.openai.responses_request import numbered
 from onedraw.server.prompts import PreparedRequest, prepare
 from onedraw.server.worker_threads import Turns, Workers
 from onedraw.text.chat_template import ChatTemplate
 from onedraw.text.constraints.checker import GrammarChecker
 from onedraw.text.tokenizer import Tokenizer
+from onedraw.types import Piece
 from tests.server.running import PATIENCE, Served, fake_llm, serving, wait_until
 
 LONG = "zq" * MAX_CHARACTERS_COUNTED
@@ -385,3 +387,25 @@ def test_a_reply_with_many_logprobs_is_the_same_written_on_a_thread(fake: Served
     }
     assert [one["choices"] for one in again] == [one["choices"] for one in chunks]
     assert len(threaded.content) == len(plain.content)
+
+
+def test_logprobs_that_are_asked_for_by_id_count_among_those_that_are_written_on_a_thread(
+    fake: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: set[str] = set()
+    chunks = OpenAIWriter.chunks
+
+    def noted(self: OpenAIWriter, piece: Piece) -> list[dict[str, Any]]:
+        if piece.tokens:
+            writers.add(threading.current_thread().name)
+        return chunks(self, piece)
+
+    monkeypatch.setattr(OpenAIWriter, "chunks", noted)
+    monkeypatch.setattr("onedraw.server.app.LOGPROBS_ON_LOOP", 100)
+    body = {"prompt": "a bc", "logprobs": 0, "max_tokens": 3, "ignore_eos": True}
+    fake.chunks("/v1/completions", **body)
+    (loop,) = writers
+    writers.clear()
+    fake.chunks("/v1/completions", **body, logprob_token_ids=list(range(128)))
+    assert writers
+    assert loop not in writers
