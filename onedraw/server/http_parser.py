@@ -97,12 +97,17 @@ class BoundedParser(HttpToolsProtocol):
         super().pause_writing()
         slow = [one for one in self.connections if isinstance(one, BoundedParser) and one.flow.write_paused]
         unread = {one: one.transport.get_write_buffer_size() for one in slow}
+        total = sum(unread.values())
+        if total <= MAX_UNREAD:
+            return
         callers: defaultdict[str, int] = defaultdict(int)
         for connection, size in unread.items():
             callers[connection.caller] += size
-        while sum(callers.values()) > MAX_UNREAD and len(unread) > 1:
+        while total > MAX_UNREAD and len(unread) > 1:
             most = max(callers, key=callers.__getitem__)
             theirs = [connection for connection in unread if connection.caller == most]
             largest = max(theirs, key=unread.__getitem__)
-            callers[most] -= unread.pop(largest)
+            size = unread.pop(largest)
+            total -= size
+            callers[most] -= size
             largest.transport.abort()
