@@ -210,12 +210,14 @@ class RayReplicas:
             self._scaler.start()
         return replicas
 
-    def started(self, fingerprint: str) -> ReplicaSet:
-        """Return the replica set for a replica that has started. The first one decides the fingerprint of all."""
+    def started(self, name: str, engine: RemoteEngine) -> ReplicaSet:
+        """Add a replica that has started to the replica set, and return that. The first one decides the fingerprint of all."""
         with self._lock:
-            if not self.first.done():
-                self.first.set_result(RayReplicaSet(fingerprint, self))
-        return self.first.result()
+            found = self.first.result() if self.first.done() else RayReplicaSet(engine.fingerprint, self)
+            found.add(name, engine, fingerprint=engine.fingerprint)
+            if not self.first.done():  # Only now, since the set has no capacity before it has a replica.
+                self.first.set_result(found)
+        return found
 
     def failed(self, error: BaseException) -> bool:
         """Note that a replica has not started. Return whether that is the end, because none has ever served."""
@@ -392,9 +394,8 @@ class Keeper:
 
     def _serve(self, engine: RemoteEngine, channel: ActorChannel, pid: int) -> None:
         """Let the replica take requests until it has ended."""
-        replicas = self._source.started(engine.fingerprint)
         try:
-            replicas.add(self.name, engine, fingerprint=engine.fingerprint)
+            replicas = self._source.started(self.name, engine)
         except OnedrawError:
             engine.close()
             raise
