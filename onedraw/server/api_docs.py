@@ -167,7 +167,7 @@ loaded nor unloaded by it. `/api/version` has the version of Ollama whose API th
 server as `onedraw`. The endpoints of Ollama that create, copy, pull and delete models, and its embeddings, do not exist here.
 
 Stored responses (`store`, on by default) are kept in memory, up to a limit, and can only be read with the API key that created
-them.
+them. One of more than 4 MiB as JSON, with the conversation before it, is not stored.
 
 ## Continuing a reply
 
