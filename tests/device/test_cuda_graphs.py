@@ -217,8 +217,8 @@ def requests_of_every_kind(max_tokens: int) -> list[Request]:
     """A plain request beside requests with logprobs, constraints and rules that the host applies."""
     kinds: list[tuple[dict[str, Any], bool]] = [
         ({"temperature": 0.8}, False),
-        ({"top_p": 0.8, "logprobs": 3, "logprobs_mode": "processed"}, True),
-        ({"logprobs": 5, "frequency_penalty": 0.4}, False),
+        ({"top_p": 0.8, "logprobs": 3, "logprobs_mode": "processed", "logprob_token_ids": (7, 2)}, True),
+        ({"logprobs": 5, "logprob_token_ids": (VOCAB - 1,), "frequency_penalty": 0.4}, False),
         ({"temperature": 1.3}, True),
     ]
     if not INTERPRETED:
@@ -259,7 +259,7 @@ def test_rows_with_logprobs_and_constraints_have_the_bits_of_eager_steps_in_capt
     submitted = requests_of_every_kind(4 if INTERPRETED else 12)
     expected = run_alone(kind, submitted)
     assert all(answer.error is None for answer in expected)
-    assert all(any(len(found.top) > 2 for found in expected[i].logprobs) for i in (1, 2))
+    assert all(any(len(found.top) > 2 and found.asked for found in expected[i].logprobs) for i in (1, 2))
     known = {r.id: a.tokens for r, a in zip(submitted, expected, strict=True)}
     drafts = KnownAnswerProposer(known, VOCAB, empty_every=0, wrong_every=2)
     schedules = {"batched": Schedule(), "drafts": Schedule(proposer=drafts)}

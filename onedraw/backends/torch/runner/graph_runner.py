@@ -233,7 +233,8 @@ class CapturedStep:
         return {row.lane: int(token) for row, token in zip(self.plan.rows, self.answers[:, 0].tolist(), strict=False)}
 
     def rows(self) -> tuple[RowOutcome, ...]:
-        samples = iter(read_samples(self.answers.numpy(), self.positions))
+        columns = None if self.probe.finite is None else -1  # without the first faulty layer
+        samples = iter(read_samples(self.answers.numpy()[:, :columns], self.positions))
         sampled = {i: [next(samples) for _ in range(1 + len(row.drafts))] for i, row in enumerate(self.plan.rows)}
         return row_outcomes(self.plan, self.inputs, sampled, {}, self._faults)
 
