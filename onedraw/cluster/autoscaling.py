@@ -38,8 +38,8 @@ class AutoscalingConfig:
 
     def desired(self, ongoing: int, *, lanes: int) -> int:
         """Return the number of replicas for so many ongoing requests. `lanes`: requests that run at once in a replica."""
-        needed = math.ceil(ongoing / (self.target_ongoing_requests or lanes))
-        return min(max(needed, self.min_replicas), self.max_replicas)
+        needed = min(ongoing / (self.target_ongoing_requests or lanes), self.max_replicas)  # infinite for a tiny target
+        return max(math.ceil(needed), self.min_replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Change:
     """A change that the load has asked for without interruption."""
 
     since: float
-    replicas: int  # the smallest change that it has asked for
+    replicas: int  # how many replicas the smallest change would leave that it has asked for
 
 
 def scaled(

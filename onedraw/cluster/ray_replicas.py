@@ -53,9 +53,8 @@ FLAG = "--replicas"
 class ReplicaOptions:
     scaling: AutoscalingConfig  # how many replicas
     address: str | None = None  # address of a running Ray cluster; None starts a cluster of this machine alone
-    gpus: float | None = (
-        None  # GPUs of each replica; None: one for each CUDA device in the settings, or one if the cluster has any
-    )
+    # GPUs of each replica; None: one for each CUDA device in the settings, or one if the cluster has any.
+    gpus: float | None = None
 
 
 # ---------------------------------------------------------------------- in the actor

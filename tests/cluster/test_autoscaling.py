@@ -36,6 +36,10 @@ def test_the_target_is_what_a_replica_runs_at_once_unless_it_is_given() -> None:
     assert [config.desired(load, lanes=8) for load in (0, 8, 9, 16, 17)] == [1, 1, 2, 2, 3]
 
 
+def test_a_target_near_zero_brings_all_replicas() -> None:
+    assert AutoscalingConfig(1, 9, 1e-320).desired(1, lanes=8) == 9
+
+
 def test_a_load_that_lasts_brings_replicas_after_the_delay() -> None:
     assert run(CONFIG, [35] * 7) == [1] * 5 + [4] * 2
 
