@@ -82,7 +82,8 @@ class _Rules:
         if self._work > limits.MAX_TOOL_WORK:
             raise BadRequest(
                 f"tools: their schemas take too much work: {limits.MAX_TOOL_WORK:,} characters may be written and checked for "
-                f"the grammar of their calls, and {limits.TOOL_SECONDS:g} seconds be used; send fewer tools, or simpler schemas",
+                f"the grammar of their calls, in {limits.TOOL_SECONDS:g} seconds of processor time; send fewer tools, or simpler "
+                "schemas",
                 param="tools",
                 code="invalid_parameter",
             )
