@@ -123,7 +123,8 @@ class RootPathMiddleware:
         path = scope.get("path", "")
         if path == self._root or path.startswith(f"{self._root}/"):
             rest = path[len(self._root) :] or "/"
-            scope = {**scope, "path": rest, "raw_path": rest.encode()}
+            # A copy of the scope would hide from the HTTP parser which caller the middleware after this one finds.
+            scope.update(path=rest, raw_path=rest.encode())
         await self._app(scope, receive, send)
 
 

@@ -116,13 +116,14 @@ def test_parts_of_a_body_that_arrive_together_are_joined_once(served: Served, mo
     assert len(parts) < 1_000
 
 
-def test_replies_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("root", ["", "/llm"])
+def test_replies_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch, root: str) -> None:
     """Regression: they waited in memory for as long as their clients kept the connections. Ann asks for far more than the bound
     and reads nothing; Bob, who reads slowly, gets all of his."""
     monkeypatch.setattr("onedraw.server.http_parser.MAX_UNREAD", 24 * MEGABYTE)
     body = json.dumps({"tokens": [257] * MEGABYTE}).encode()  # The answer has twelve bytes for each token.
     keys = (ApiKey("ann", "a"), ApiKey("bob", "b"))
-    with fake_llm() as llm, serving(llm, ServerOptions(api_keys=keys)) as served, ExitStack() as stack:
+    with fake_llm() as llm, serving(llm, ServerOptions(api_keys=keys, root_path=root)) as served, ExitStack() as stack:
 
         def ask(key: str) -> socket.socket:
             address = httpx.URL(served.url)
@@ -130,7 +131,7 @@ def test_replies_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) 
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)  # so that little waits outside of the server
             connection.settimeout(PATIENCE)
             connection.connect((address.host, address.port))
-            head = f"POST /detokenize HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
+            head = f"POST {root}/detokenize HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             return connection
 
