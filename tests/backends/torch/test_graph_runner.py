@@ -9,11 +9,12 @@ import torch
 
 from onedraw.backends.torch.ops.base import CaptureOps
 from onedraw.backends.torch.ops.cuda.ops import TritonOps
+from onedraw.backends.torch.ops.plain.linear import RowRule
 from onedraw.backends.torch.ops.plain.ops import TorchOps
 from onedraw.backends.torch.runner.cuda_graphs import graph_caches
-from onedraw.backends.torch.runner.graph_runner import AnyToken, WarmUpShape, warm_up_shapes
-from onedraw.backends.torch.runner.inputs import bucket_of
-from onedraw.backends.torch.runner.pipeline import StageDevice
+from onedraw.backends.torch.runner.graph_runner import AnyToken, CapturedStep, WarmUpShape, sampling_positions, warm_up_shapes
+from onedraw.backends.torch.runner.inputs import InputLayout, bucket_of, make_inputs
+from onedraw.backends.torch.runner.pipeline import LayerProbe, StageDevice
 from onedraw.types import CheckpointSave, Draft, DryParams, History, PageCopy, Plan, Row, SamplingParams
 from tests.support.replayed_work import ReplayedWork
 
@@ -114,3 +115,28 @@ def test_an_empty_graph_cache_is_used_where_it_is_given() -> None:
     assert graph_caches(stage_devices, given) == [given, None, given]
     own = graph_caches(stage_devices, None)
     assert own[0] is own[2] is not None
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_column_of_faults_is_no_logprob_of_a_captured_step(checked: bool) -> None:
+    """Tokens whose logprobs are requested by id have the last columns of the samples; with layers checked, faults come after."""
+    row = replace(ROW, params=SamplingParams(logprobs=1, logprob_token_ids=(9, 3)))
+    scores = torch.arange(0.0, -12.0, -1.0)
+    sampler = TorchOps(torch.device("cpu")).sampler(vocab=len(scores), lanes=1, device=torch.device("cpu"))
+    positions = sampling_positions((row,))
+    answers = sampler.answers(scores[None], positions)
+    faults = torch.full((1, 1), -1, dtype=answers.dtype)
+    [expected] = sampler.sample(scores[None], positions)
+    step = CapturedStep(
+        Plan((row,)),
+        make_inputs(Plan((row,)), layout=InputLayout(16, (2,), RowRule(1)), device=torch.device("cpu")),
+        torch.zeros(1, 4),
+        LayerProbe((), finite=[] if checked else None),
+        positions,
+        torch.cat([answers, faults], 1) if checked else answers,
+        None,
+    )
+    assert expected is not None
+    assert expected.logprobs is not None
+    assert [id for id, _ in expected.logprobs.asked] == [9, 3]
+    assert step.rows()[0].sampled == (expected,)
