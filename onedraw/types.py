@@ -68,7 +68,7 @@ class ConstraintSpec:
     built from it. The engine itself never reads the content."""
 
 
-LONGEST_MATCH = 64  # DRY counts a longer repetition as one of this length, which bounds its work per token
+LONGEST_REPETITION = 64  # DRY counts a longer repetition as one of this length, which bounds its work per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class DryParams:
     def __post_init__(self) -> None:
         _check("dry_multiplier", self.multiplier, low=0.0)
         _check("dry_base", self.base, low=1.0)
-        _check("dry_allowed_length", self.allowed_length, low=1, high=LONGEST_MATCH)
+        _check("dry_allowed_length", self.allowed_length, low=1, high=LONGEST_REPETITION)
         _check("dry_range", self.range, low=0)
 
 

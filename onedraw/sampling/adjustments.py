@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onedraw.types import LONGEST_MATCH, DryParams, History, SamplingParams, TokenMask
+from onedraw.types import LONGEST_REPETITION, DryParams, History, SamplingParams, TokenMask
 
 _LARGEST = float(np.finfo(np.float32).max)  # the limit on a penalty, so that scores stay finite
 
@@ -135,7 +135,7 @@ def dry_penalties(tokens: Tokens, dry: DryParams) -> tuple[tuple[int, float], ..
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # earlier occurrences of the last token
     lengths = np.ones(len(ends), dtype=np.int64)
     alive = np.arange(len(ends))
-    for back in range(1, min(LONGEST_MATCH, len(tokens))):
+    for back in range(1, min(LONGEST_REPETITION, len(tokens))):
         expected = int(tokens[-1 - back])
         alive = alive[ends[alive] >= back]
         alive = alive[tokens[ends[alive] - back] == expected]

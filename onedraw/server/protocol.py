@@ -20,7 +20,7 @@ from onedraw.server.fields import TOOL_NAME, ListOf, StrictModel, Whole, field_d
 from onedraw.text.constraints.format_limits import schema_text
 from onedraw.text.constraints.response_format import ANY_OBJECT
 from onedraw.text.tools.dialects import NO_PARAMETERS, Tool, ToolUse
-from onedraw.types import LONGEST_MATCH, MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
+from onedraw.types import LONGEST_REPETITION, MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 
 WEIGHTS_ADVICE = 'save the weights as safetensors below --weight-dir, and send {"weight_dir": FOLDER} to /update_weights'
 Mode = Literal["none", "auto", "required"]
@@ -299,7 +299,7 @@ class TokenFields(StrictModel):
     dry_multiplier: float | None = field_doc("number >= 0", "strength of the DRY penalty on continuing a repetition; 0: off")
     dry_base: float | None = field_doc("number >= 1", "the DRY penalty grows by this factor per repeated token; default 1.75")
     dry_allowed_length: Whole | None = field_doc(
-        f"integer, 1 … {LONGEST_MATCH}", "the DRY penalty spares repetitions shorter than this; default 2"
+        f"integer, 1 … {LONGEST_REPETITION}", "the DRY penalty spares repetitions shorter than this; default 2"
     )
     dry_range: Whole | None = field_doc(
         "integer >= -1", "how many of the last tokens DRY searches for repetitions; 0 and -1: all"

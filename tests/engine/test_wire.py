@@ -42,7 +42,7 @@ from onedraw.text.constraints.wire import FORMATS, decode_constraint, encode_con
 from onedraw.text.reasoning import ReasoningSyntax
 from onedraw.text.reply_parser import ReplySyntax
 from onedraw.text.tools.dialects import CallableTools, Tool
-from onedraw.types import LONGEST_MATCH, SEED_LIMIT, DryParams, Logprobs, Request, SampledToken, SamplingParams, Usage
+from onedraw.types import LONGEST_REPETITION, SEED_LIMIT, DryParams, Logprobs, Request, SampledToken, SamplingParams, Usage
 from tests.support.searching import examples
 
 CODEC = RequestCodec(encode_constraint, decode_constraint)
@@ -66,7 +66,7 @@ dry = of(
     DryParams,
     multiplier=st.floats(0, 1e300),
     base=st.floats(1, 1e300),
-    allowed_length=st.integers(1, LONGEST_MATCH),
+    allowed_length=st.integers(1, LONGEST_REPETITION),
     range=st.integers(0, MAX_INTEGER),
     breakers=st.frozensets(ids, max_size=4),
 )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onedraw.sampling.adjustments import LONGEST_MATCH, NO_ADJUSTMENT, HistoryTokens, adjustment, dry_penalties
+from onedraw.sampling.adjustments import LONGEST_REPETITION, NO_ADJUSTMENT, HistoryTokens, adjustment, dry_penalties
 from onedraw.types import DryParams, History, SamplingParams
 from tests.support.count_calls import count_calls
 
@@ -18,7 +18,7 @@ def slow_dry(tokens: list[int], dry: DryParams) -> dict[int, float]:
     longest: dict[int, int] = {}
     for place in range(len(tokens)):  # the token that followed a repetition
         length = 0
-        while length < place and length < LONGEST_MATCH:
+        while length < place and length < LONGEST_REPETITION:
             token = tokens[place - 1 - length]
             if token != tokens[-1 - length] or token in dry.breakers:
                 break
@@ -61,7 +61,7 @@ def test_dry_counts_drafts_as_history() -> None:
 def test_a_repetition_longer_than_the_cap_is_penalized_like_one_of_its_length() -> None:
     dry = DryParams(multiplier=1.0, base=1.1, allowed_length=2)
     found = dict(dry_penalties(np.zeros(500, dtype=np.int64), dry))
-    assert found == {0: pytest.approx(1.1 ** (LONGEST_MATCH - 2))}
+    assert found == {0: pytest.approx(1.1 ** (LONGEST_REPETITION - 2))}
 
 
 def test_a_huge_base_gives_the_largest_penalty_not_an_error() -> None:
@@ -72,10 +72,10 @@ def test_a_huge_base_gives_the_largest_penalty_not_an_error() -> None:
 def test_dry_is_fast_for_a_long_repetitive_history() -> None:
     """The worst case is one repeated token: every position matches. So is any number of tokens that a repetition may need."""
     tokens = np.zeros(100_000, dtype=np.int64)
-    for allowed_length in (2, LONGEST_MATCH):
+    for allowed_length in (2, LONGEST_REPETITION):
         dry = DryParams(multiplier=1.0, allowed_length=allowed_length)
         _, calls = count_calls(lambda dry=dry: dry_penalties(tokens, dry))
-        assert calls < 4 * LONGEST_MATCH + 100  # walks of whole arrays, a few for each length of a match
+        assert calls < 4 * LONGEST_REPETITION + 100  # walks of whole arrays, a few for each length of a match
 
 
 @settings(max_examples=200)
