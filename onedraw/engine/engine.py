@@ -393,11 +393,11 @@ class Engine:
             log.error("step failed, error id %s", error_id, exc_info=error)
             self._fail(members, StepFailed(f"the step failed; see error id {error_id} in the server's log"))
             return
-        if not members:
-            return
+        self._totals["out_of_memory_steps"] += 1
         rows, tokens = len(members), sum(len(member.row.tokens) + len(member.row.drafts) for member in members)
         log.warning("the device has no memory left for a step of %d rows and %d tokens: %s", rows, tokens, error)
-        self._totals["out_of_memory_steps"] += 1
+        if not members:  # All requests of the step have ended meanwhile.
+            return
         if not self.scheduler.shrink_steps(rows=rows, tokens=tokens):
             self._fail(members, OutOfMemory(_NO_MEMORY))
             return
