@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -40,7 +41,11 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # The thread has ended meanwhile.
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 @pytest.fixture

@@ -320,7 +320,7 @@ def test_a_planted_fault_in_steps_launched_ahead_is_caught(fault: str, monkeypat
         case "stale token":
             monkeypatch.setattr(TritonOps, "keep_last_tokens", lambda self, samples, lanes, last: None)
         case "state updated twice":
-            real = graph_runner.GraphRunner.result
+            real = graph_runner.GraphRunner.commit
 
             def twice(self, laid, sampled):  # type: ignore[no-untyped-def]
                 first = real(self, laid, sampled)
@@ -328,7 +328,7 @@ def test_a_planted_fault_in_steps_launched_ahead_is_caught(fault: str, monkeypat
                     self._layers(self._stages[-1], laid.stages[-1], None, laid.step.probe)
                 return first
 
-            monkeypatch.setattr(graph_runner.GraphRunner, "result", twice)
+            monkeypatch.setattr(graph_runner.GraphRunner, "commit", twice)
         case "short history":
             monkeypatch.setattr(
                 graph_runner,

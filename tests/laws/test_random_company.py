@@ -109,7 +109,7 @@ def content(reply: Reply | list[Reply]) -> list[Any]:
     return [(one.tokens, one.text, one.finish, one.stop_reason) for one in replies]
 
 
-@examples(20, many=1_000)
+@examples(40, many=1_000)
 @given(requests=st.lists(asked(), min_size=2, max_size=5), values=SETTINGS)
 def test_no_company_and_no_setting_changes_a_reply(plain: LLM, requests: list[Any], values: dict[str, Any]) -> None:
     requests = [(text, {**options, "checksums": True}) for text, options in requests]

@@ -70,9 +70,7 @@ def test_dry_values_are_checked_if_dry_is_enabled(fake):
     refused(fake.post(COMPLETIONS, prompt="a", dry_multiplier=1, dry_allowed_length=0), 400, param="dry_allowed_length")
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"prompt": "a",}', b"\xff\xfe\x00", b"[" * 100, b'{"n": ' + b"1" * 5000 + b"}"], ids=repr
-)
+@pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "a",}', b"\xff\xfe\x00", b"[" * 100], ids=repr)
 def test_a_body_that_is_not_json_is_refused(fake, body):
     refused(fake.send(COMPLETIONS, body), 400, code="invalid_json")
 
