@@ -44,8 +44,8 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The recipe of a training run: loss, optimizer, learning rate and sizes. The defaults won the comparison in
-    bench/RESULTS.md."""
+    """The recipe of a training run: loss, optimizer, learning rate and sizes. `python -m bench.draft_recipes` compares others
+    with the defaults."""
 
     # "hard": cross-entropy with the sequence's tokens; "soft": with the target's likeliest next tokens; "kept": minus the
     # logarithm of the probability that the draft is kept
