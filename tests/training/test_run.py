@@ -96,7 +96,7 @@ def test_an_ended_run_goes_on_from_its_state(ended_by: signal.Signals, terminal:
     out, state = tmp_path / "drafter", tmp_path / "drafter" / "training" / "state.safetensors"
     wanted = command(prompts(tmp_path), out, "--replies", "40", "--no-measure")
     process = subprocess.Popen(
-        [sys.executable, "-m", "onedraw", *wanted, "--minutes", "0.3"],
+        [sys.executable, "-m", "onedraw", *wanted, "--minutes", "3"],
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
