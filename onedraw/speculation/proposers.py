@@ -37,7 +37,7 @@ class Proposer(Protocol):
     def name(self) -> str: ...
 
     def propose(self, request: Request, history: History, room: int) -> Proposal:
-        """Return drafts that may follow the history, at most `room`. It is called in every step, so it has to be fast."""
+        """Return drafts that may follow the history, at most `room`. It is called in most steps, so it has to be fast."""
         ...
 
     def forget(self, request_id: str) -> None:

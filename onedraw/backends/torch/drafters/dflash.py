@@ -228,12 +228,13 @@ class DflashDrafter:
                 ready.append(context)
         # The number of the first features that are still in the store when those of this step have been copied.
         oldest = self._stored + sum(len(context.fresh) for context in waiting) - len(self._store)
-        if oldest >= 0:
-            ready += [context for context in waiting if (context.stored and context.stored[0] < oldest) or self._stored < oldest]
-            waiting = [context for context in waiting if context not in ready]
-            # Sequences that are not in this step may have been preempted, so nothing can be written for them.
-            self._waiting = {lane: context for lane, context in self._waiting.items() if context.stored[0] >= oldest}
-        return ready, waiting
+        kept: list[Context] = []
+        for context in waiting:
+            first_number = context.stored[0] if context.stored else self._stored
+            (kept if first_number >= oldest else ready).append(context)
+        # Sequences that are not in this step may have been preempted, so nothing can be written for them.
+        self._waiting = {lane: context for lane, context in self._waiting.items() if context.stored[0] >= oldest}
+        return ready, kept
 
     def _keep(self, contexts: Sequence[Context], features: Sequence[Tensor]) -> None:
         """Keep the features of these contexts that are of the completed step."""
